@@ -74,7 +74,7 @@ def _job(corpus: Path, folder: Path, batch: int, seq_len: int) -> JobConfig:
 def _begin(job: JobConfig) -> tuple[DataSpec, JournalWriter]:
     """A run of one attempt and one generation, before its first step."""
     folder = Path(job.run.storage) / job.run.name
-    store, spec = RunStore(Storage(str(folder))), prepare_data(job, folder)
+    store, spec = RunStore(Storage(str(folder))), prepare_data(job, Storage(str(folder)))
     run_id = store.create_run(job.run.name, spec.identity()).id
     store.claim(1, "0" * 16, START, "here", run_id)
     store.write_parent(ClaimParent(attempt=1, parent=None))

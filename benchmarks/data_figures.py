@@ -25,6 +25,7 @@ from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
 from orchestrator.planning.batches import next_range
 from orchestrator.records import Cursor, GenerationView
+from orchestrator.storage.files import Storage
 
 Figures = dict[str, float]
 _SLOW_BYTES = 8 << 20  # what `tokenizers` is measured on: a second of it is 3 MB
@@ -148,7 +149,7 @@ def prepare(corpus: Corpus) -> Figures:
     source = {"name": "many", "path": str(corpus.folder / "many"), "format": "jsonl"}
     job = as_data_job({**corpus.job(), "data": {**corpus.job()["data"], "sources": [source]}})
     began = time.perf_counter()
-    spec = prepare_data(job, corpus.folder / "frozen")
+    spec = prepare_data(job, Storage(str(corpus.folder / "frozen")))
     return {"files": len(spec.plans[0].manifest.files), "wall_s": time.perf_counter() - began}
 
 

@@ -313,7 +313,7 @@ def freeze(folder: Path, identity: RunIdentity) -> None:
         fragments_per_block={"web": 1},
         manifests={"web": manifest.digest},
     )
-    write_frozen(folder, record, [manifest], {"tokenizer.json": b"{}"})
+    write_frozen(Storage(str(folder)), record, [manifest], {"tokenizer.json": b"{}"})
 
 
 def go_on(folder: Path, steps: int) -> None:

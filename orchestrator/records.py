@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -326,9 +327,27 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SavedTensor:
+    """A tensor of a point of format 2 as a whole: which rows of it lie in which file follows from the layout
+    of the save (`planning.state_layout`). `sharded`: its rows are divided among the shards. `dtype` is
+    torch's name.
+    """
+
+    group: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sharded: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Vote:
     """One rank's statement that its part of the save of `key` is written and synced. All ranks' votes of one
-    save agree in all but rank, files, tensors.
+    save agree in all but rank, files, sums, tensors.
+
+    Of a point of format 2 `layout` is (num_shards, num_replicas), `sums` says to each group the sum of the
+    rows that this rank wrote (`planning.weights_sum`), and rank 0 alone lists the tensors of the whole state,
+    as `saved`; of format 1 `layout` is None, and `tensors` are those that this rank wrote.
     """
 
     key: StateKey
@@ -341,18 +360,57 @@ class Vote:
     save_blocked_s: float
     records: tuple[StepRecord, ...]  # the voter's unacknowledged step records
     peak_memory_bytes: int = 0  # of the voter's process so far (`trainer.peak_memory`); 0: not known
+    layout: tuple[int, int] | None = None
+    sums: dict[str, int] = field(default_factory=dict)
+    saved: tuple[SavedTensor, ...] = ()
 
 
 # ------------------------------------------------------------ membership
+class Source(IntEnum):
+    """Where a member has a shard of a state, the one that is given first of two: what needs no further copy,
+    then what lies in its own memory, then what it keeps for a neighbour.
+    """
+
+    LIVE = 0  # the tensors that it trains
+    PREPARED = 1  # live at the step before, with the reduced gradient of this one (membership rule 3)
+    STAGED = 2  # its own memory point
+    NEIGHBOUR = 3  # a neighbour's memory point
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldShard:
+    """A member can give shard `shard` of the `num_shards` of the state `key`; under replicate there is one.
+
+    Only a whole copy is one: it is taken off the member's list before its first byte is overwritten, and put
+    on it after the last byte has come and was verified. `cursor` is that of the state; None where it is not
+    known, as with a prepared step.
+    """
+
+    key: StateKey
+    shard: int
+    num_shards: int
+    source: Source
+    cursor: Cursor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardSource:
+    """A member of the group that can give a shard of the parent's state, and where it has it."""
+
+    rank: int
+    source: Source
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberState:
     """What a member brings when it joins.
 
-    `key`, `cursor`: the state it holds (None: blank). `leaves`: (attempt, generation) it was in, None at
+    `key`, `cursor`: the state it trains (None: blank). `leaves`: (attempt, generation) it was in, None at
     first. `prepared`: the step whose summary it waited for. `saving`: the newest save that it began and did
     not report as failed: its vote or its report may be still to come, and until then it may be writing its
     part; every older one is settled so. `records`: all that were not acknowledged. `reason`: why the last
-    generation ended, for the journal.
+    generation ended, for the journal. `holdings`: all that it can give, the state it trains included; empty:
+    nothing but the whole of that.
     """
 
     key: StateKey | None
@@ -362,6 +420,7 @@ class MemberState:
     saving: StateKey | None
     records: tuple[StepRecord, ...]
     reason: str
+    holdings: tuple[HeldShard, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -370,7 +429,7 @@ class JoinRequest:
 
     `leaves` is the (attempt, generation) it was in, None for a newcomer. `prepared` is the key of the step
     that it had entered the summary of without learning the result (its reduced gradient is kept):
-    `StateKey(step = key.step + 1)` in the generation it leaves.
+    `StateKey(step = key.step + 1)` in the generation it leaves. `holdings`: see `MemberState`.
     """
 
     member: str
@@ -389,6 +448,7 @@ class JoinRequest:
     idle_s: float = 0.0  # how long ago its last step was done when it asked; 0 for a newcomer
     unreached: tuple[str, ...] = ()  # members whose ports it tried in vain, when its last view said `probe`
     saving: StateKey | None = None  # see `MemberState`
+    holdings: tuple[HeldShard, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -398,7 +458,12 @@ class GenerationView:
 
     `source_rank` holds the parent's state in memory (None: everybody loads `point`, or builds the initial
     state when that is None too). A member whose own key equals the parent, or that is `prepared` for exactly
-    that step, needs no copy.
+    that step, holds its shard of the parent.
+
+    `sources[s]` are all who can give shard s of the parent, `Source` by `Source`, of len(sources) shards;
+    empty where `source_rank` is None. `keep` is the newest memory point that is complete among the members:
+    its copies are not to be overwritten before a newer one is whole on every rank. `nodes[rank]` is a number
+    for the node of each rank, `own_host` the host under which the others reach this member.
     """
 
     attempt: int
@@ -416,6 +481,10 @@ class GenerationView:
     launch: str
     # not empty: form nothing, but try these (host, port) of all members, by rank, and join again
     probe: tuple[tuple[str, int], ...] = ()
+    sources: tuple[tuple[ShardSource, ...], ...] = ()
+    keep: StateKey | None = None
+    nodes: tuple[int, ...] = ()
+    own_host: str = ""
 
 
 # What a member is doing, as far as others may have to wait for it, and for how many seconds they do: a save

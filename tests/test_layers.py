@@ -21,6 +21,7 @@ LAYERS = [
     {"config", "storage"},
     {"planning", "cluster"},
     {"history"},
+    {"parts"},
     {"data", "trainer", "elastic"},
     {"resume"},
     {"coordinator"},
@@ -29,7 +30,7 @@ LAYERS = [
     {"cli", "__init__"},
 ]
 LEVEL = {name: number for number, names in enumerate(LAYERS) for name in names}
-APART = LAYERS[1:9]  # the layers whose rooms exchange records only
+APART = LAYERS[1:10]  # the layers whose rooms exchange records only
 WITHOUT_RAY_AND_TORCH = (
     "errors.py",
     "json_form.py",
@@ -42,6 +43,7 @@ WITHOUT_RAY_AND_TORCH = (
     "planning/",
     "cluster/machine.py",
     "history/",
+    "parts/",
     "data/sources/",
     "data/packing/",
     "elastic/policy.py",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +11,9 @@ from orchestrator.cli.shared import Json, app, print_json, print_lines, say
 
 @app.command()
 def dashboard(
-    storage: Annotated[str, typer.Argument(help="the folder in which runs lie, or one run's folder")],
+    storage: Annotated[
+        str, typer.Argument(help="the folder, or bucket's URI, in which runs lie, or one run's own")
+    ],
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free")] = 0,
     host: Annotated[
         str,
@@ -27,9 +28,7 @@ def dashboard(
     """Serve a page that shows the runs of a folder, alive or not, and acts on them; prints its link."""
     from orchestrator.monitor.dashboard.auth import is_loopback
     from orchestrator.monitor.dashboard.serve import serve
-    from orchestrator.storage.local_store import require_local
 
-    require_local(storage)
     if not is_loopback(host):
         say(
             f"warning: {host} is reached from other machines, and what is sent is not encrypted: whoever has "
@@ -43,4 +42,4 @@ def dashboard(
 
             webbrowser.open(link)
 
-    serve(Path(storage), host, port, announce, until_eof)
+    serve(storage, host, port, announce, until_eof)

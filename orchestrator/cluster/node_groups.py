@@ -46,7 +46,7 @@ class GroupSpec:
     node_id: str
     num_workers: int
     resources_per_worker: dict[str, float]
-    ray_storage: str  # a folder for Ray Train's own bookkeeping, never read by us
+    ray_storage: str  # a folder for Ray Train's own bookkeeping, never read by us; see `run_group`
 
 
 class NodeAgent:

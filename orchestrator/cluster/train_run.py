@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from orchestrator.cluster.null_actor import NullActor
@@ -50,6 +52,9 @@ def run_group(
 ) -> None:
     """Runs `num_workers` workers on the node until their functions have returned; blocks until then.
 
+    `ray_storage` is a folder for Ray Train's own bookkeeping, which nobody reads; empty: one of this node,
+    which goes with the group.
+
     Ray replaces a worker that dies, without end: how often is too often is decided by our own failure budget
     (elastic.failure_budget), which knows about progress. Raises what Ray Train raises when the group cannot
     go on, and `ResourceError` for a Ray that cannot start one.
@@ -66,20 +71,22 @@ def run_group(
 
         trainer, backend = TorchTrainer, "torch_config"
     chosen: dict[str, Any] = {backend: InPlaceConfig()}
-    trainer(
-        train_function,
-        train_loop_config=config,
-        scaling_config=ScalingConfig(
-            num_workers=num_workers,
-            use_gpu="GPU" in resources_per_worker,
-            resources_per_worker=resources_per_worker,
-            label_selector={"ray.io/node-id": node_id},  # type: ignore[call-arg]
-        ),
-        run_config=RunConfig(
-            name=name, storage_path=ray_storage, failure_config=FailureConfig(max_failures=-1)
-        ),
-        **chosen,
-    ).fit()
+    own = nullcontext(ray_storage) if ray_storage else TemporaryDirectory(prefix="orchestrator-ray-")
+    with own as folder:
+        trainer(
+            train_function,
+            train_loop_config=config,
+            scaling_config=ScalingConfig(
+                num_workers=num_workers,
+                use_gpu="GPU" in resources_per_worker,
+                resources_per_worker=resources_per_worker,
+                label_selector={"ray.io/node-id": node_id},  # type: ignore[call-arg]
+            ),
+            run_config=RunConfig(
+                name=name, storage_path=folder, failure_config=FailureConfig(max_failures=-1)
+            ),
+            **chosen,
+        ).fit()
 
 
 def lean_trainer() -> Any:

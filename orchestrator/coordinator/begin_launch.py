@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.coordinator.attempt import Attempt, StartFindings
@@ -61,7 +60,7 @@ def begin_launch(
     chosen = _choose(store, config, run, claim.number, seen)
     asked = skip_here(config, chosen.point.key if chosen.point else None, seen.parents, seen.lineage)
     info = point_info(store, chosen.point, chosen.origin) if chosen.point else None
-    here = sources_here(config, Path(store.storage.root), info, seen.parents, seen.lineage)
+    here = sources_here(config, store.storage, info, seen.parents, seen.lineage)
     data, identity = read_as(config, data, here), run.identity
     plan = decide(store, config, chosen.point, (identity, data.identity()), chosen.origin, data, asked, here)
     plan = replace(plan, rewind=rewind_sentence(seen, config, chosen.point))
@@ -70,7 +69,7 @@ def begin_launch(
     point, skip = _after_skip(config, data, plan, chosen.point, asked, drawn)
     point = here.moved(point)
     if data.unwritten:  # before the claim says that they are read
-        write_lists(here.folder, data)
+        write_lists(here.storage, data)
     parent = ClaimParent(
         attempt=claim.number,
         parent=point.key if point else None,

@@ -8,7 +8,6 @@ pinned first.
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from orchestrator.resume.points import Point, parse_point_name
 from orchestrator.resume.run_file import RUN_FILE, RunFile
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.verify import POINTS
+from orchestrator.storage.open import absolute, join, split
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
@@ -64,9 +64,11 @@ def is_folder(wanted: str) -> bool:
 
 
 def other_run(wanted: str) -> tuple[str, str]:
-    """The run's folder (absolute) and the point's name, of `<run>/points/<point>`. Raises `RefusedError`."""
-    folder, name = os.path.split(os.path.abspath(os.path.expanduser(wanted)))
-    run, points = os.path.split(folder)
+    """The run's folder (absolute, or its URI) and the point's name, of `<run>/points/<point>`. Raises
+    `RefusedError`.
+    """
+    folder, name = split(absolute(wanted))
+    run, points = split(folder)
     if parse_point_name(name) is None or points != POINTS:
         raise RefusedError(
             f"resume.from={wanted} is no folder of a resume point; give <run>/{POINTS}/<point>, e.g. "
@@ -140,8 +142,8 @@ def read_parent_point(store: RunStore, fork: ForkedFrom, name: str, fast: bool) 
 
 def _as_its_own(point: Point, store: RunStore, name: str) -> Point:
     """With the fork's name and storage in its configuration, which else stays what it was made with."""
-    storage = os.path.dirname(store.storage.root)
-    if os.path.abspath(point.config.get("run.storage", "")) == storage:
+    storage, was = split(store.storage.root)[0], point.config.get("run.storage", "")
+    if was and absolute(was) == storage:
         storage = point.config["run.storage"]  # as it was written
     config = {**point.config, "run.name": name, "run.storage": storage}
     return replace(point, config=config)
@@ -170,9 +172,9 @@ def forks_beside(store: RunStore, run_id: str) -> dict[str, list[str]]:
     """The folders of the forks that lie beside this run, by the point with which they begin; not those whose
     run.json cannot be read.
     """
-    storage, found = os.path.dirname(store.storage.root), dict[str, list[str]]()
+    storage, found = split(store.storage.root)[0], dict[str, list[str]]()
     for name in store.storage.beside(storage).list(""):
-        folder = os.path.join(storage, name)
+        folder = join(storage, name)
         with suppress(OrchestratorError):
             run = RunStore(store.storage.beside(folder)).read_run()
             if run is not None and run.forked_from is not None and run.forked_from.run_id == run_id:
@@ -186,10 +188,10 @@ def without_its_pin(store: RunStore, pin: Hold) -> str:
     It looks at the fork for which the pin was made, and at those beside the run, which may have found the
     point pinned already and rely on that.
     """
-    storage, named = os.path.dirname(store.storage.root), ""
+    storage, named = split(store.storage.root)[0], ""
     if pin.reason.startswith(PARENT_OF_FORK):
         named = pin.reason.removeprefix(PARENT_OF_FORK)
-    beside = [os.path.join(storage, name) for name in store.storage.beside(storage).list("")]
+    beside = [join(storage, name) for name in store.storage.beside(storage).list("")]
     told = []
     for folder in dict.fromkeys((named, *beside) if named else beside):
         fork = RunStore(store.storage.beside(folder))

@@ -5,7 +5,6 @@ What is decided is `planning.skipping`; this looks it up in the history, and rea
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from orchestrator.history.skips import skip_claims
 from orchestrator.planning.skipping import Skip, SkipDecision, SkipRequest, decide_skip, skip_request
 from orchestrator.records import StateKey
 from orchestrator.resume.points import Point
+from orchestrator.storage.open import absolute
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
@@ -35,7 +35,7 @@ def skip_here(
     """
     where = config.resume.from_
     if is_folder(where):
-        where = os.path.abspath(os.path.expanduser(where))
+        where = absolute(where)
     path = {claim.attempt for claim in lineage.attempts} if lineage is not None else set[int]()
     return decide_skip(skip_request(config, where), point, skip_claims(parents), path)
 

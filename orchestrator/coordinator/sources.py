@@ -7,10 +7,8 @@ run's folder.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.coordinator.forking import is_folder
@@ -38,6 +36,8 @@ from orchestrator.planning.restarting import (
 from orchestrator.planning.resume_plan import PointInfo
 from orchestrator.records import Cursor
 from orchestrator.resume.points import Point
+from orchestrator.storage.files import Storage
+from orchestrator.storage.open import absolute
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourcesHere:
     """What a start reads: `before` are the sources of what it continues, at `cursor`; `reading` are its own
-    and its place in them. `folder` is that of the run whose lists they are.
+    and its place in them. `storage` is that of the run whose lists they are.
     """
 
-    folder: Path
+    storage: Storage
     before: tuple[SourceLists, ...]
     cursor: Cursor
     reading: Reading
@@ -72,28 +72,31 @@ class SourcesHere:
             at = self.cursor.sources.get(source.name)
             if source.name in self.restart.sources:
                 version = source.version(0 if at is None else at.epoch)
-                files[source.name] = num_frozen_files(self.folder, source.name, version), now.get(source.name)
+                files[source.name] = (
+                    num_frozen_files(self.storage, source.name, version),
+                    now.get(source.name),
+                )
         files |= {name: (None, num) for name, num in now.items() if name not in files}
         return source_changes(self.before, self.reading.sources, self.reading.cursor, files)
 
 
 def sources_here(
     config: JobConfig,
-    folder: Path,
+    storage: Storage,
     info: PointInfo | None,
     parents: Iterable[ClaimParent] = (),
     lineage: Lineage | None = None,
 ) -> SourcesHere:
-    """What a start of `config` reads that continues the point of `info` (None: none), of the run in `folder`.
-    `parents` are the run's parent files, which a fork that begins has none of. A run that has frozen nothing
-    begins with the job's sources.
+    """What a start of `config` reads that continues the point of `info` (None: none), of the run in
+    `storage`. `parents` are the run's parent files, which a fork that begins has none of. A run that has
+    frozen nothing begins with the job's sources.
     """
     from orchestrator.data.frozen import frozen_sources, later_versions
     from orchestrator.data.settings import wanted_of
 
     where = config.resume.from_
     if is_folder(where):
-        where = os.path.abspath(os.path.expanduser(where))
+        where = absolute(where)
     path = {claim.attempt for claim in lineage.attempts} if lineage is not None else set[int]()
     claims = (
         RestartClaim(attempt=claim.attempt, parent=claim.parent, request=claim.restart)
@@ -102,24 +105,24 @@ def sources_here(
     )
     decision = decide_restart(restart_request(config, where), info.key if info else None, claims, path)
     cursor = info.cursor if info else Cursor()
-    if frozen_sources(folder) is None:
+    if frozen_sources(storage) is None:
         reading = Reading(sources=first_sources(wanted_of(config)))
         decision = replace(decision, sources=frozenset())
-        return SourcesHere(folder=folder, before=(), cursor=cursor, reading=reading, restart=decision)
-    before = (info.sources if info else ()) or first_of(folder)
-    starts = {name: max(map(start_of, versions)) for name, versions in later_versions(folder).items()}
+        return SourcesHere(storage=storage, before=(), cursor=cursor, reading=reading, restart=decision)
+    before = (info.sources if info else ()) or first_of(storage)
+    starts = {name: max(map(start_of, versions)) for name, versions in later_versions(storage).items()}
     free = {source.name: starts.get(source.name, 0) + 1 for source in config.data.sources}
     known = frozenset(source.name for source in before)
     sources = next_sources(before, cursor, wanted_of(config, decision.sources & known), free)
     reading = Reading(sources=sources, cursor=moved(sources, cursor))
-    return SourcesHere(folder=folder, before=before, cursor=cursor, reading=reading, restart=decision)
+    return SourcesHere(storage=storage, before=before, cursor=cursor, reading=reading, restart=decision)
 
 
-def first_of(folder: Path) -> tuple[SourceLists, ...]:
+def first_of(storage: Storage) -> tuple[SourceLists, ...]:
     """The sources of the run's first start; none if it has frozen nothing."""
     from orchestrator.data.frozen import frozen_sources
 
-    return first_sources(Wanted(names=frozen_sources(folder) or ()))
+    return first_sources(Wanted(names=frozen_sources(storage) or ()))
 
 
 def plain_reading(config: JobConfig, newest: tuple[SourceLists, ...]) -> bool:
@@ -140,7 +143,7 @@ def read_as(config: JobConfig, data: DataSpec, here: SourcesHere) -> DataSpec:
 
     if data.tokenizer_folder is None or has_lists(data, here.reading):
         return data
-    return prepare_data(config, here.folder, here.reading)
+    return prepare_data(config, here.storage, here.reading)
 
 
 def has_lists(data: DataSpec, reading: Reading) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import orjson
 
@@ -85,26 +84,26 @@ class LaterList:
     paths: tuple[str, ...]
 
 
-def write_later(folder: Path, found: LaterList) -> LaterList:
+def write_later(storage: Storage, found: LaterList) -> LaterList:
     """Writes the list durably, or reads the one that is there: of all who ever write a source's version, in
     any process, one decides, and all read that (data rule 24). Raises as `read_later`.
     """
     facts = {name: str(getattr(found, name)) for name in _NUMBERS} | {"list_version": found.version}
     facts["paths"] = orjson.dumps(found.paths).decode()
     path = manifest_path(found.manifest.source, found.version)
-    if Storage(str(folder)).create(path, to_parquet(found.manifest, facts)):
+    if storage.create(path, to_parquet(found.manifest, facts)):
         return found
-    there = read_later(folder, found.manifest.source, found.version)
+    there = read_later(storage, found.manifest.source, found.version)
     assert there is not None, f"{path} is taken, so it is there"
     return there
 
 
-def read_later(folder: Path, source: str, version: str) -> LaterList | None:
+def read_later(storage: Storage, source: str, version: str) -> LaterList | None:
     """The list of this version; None if there is none. Raises `DataIdentityError` if it is altered, or is the
     list of another source or version.
     """
     assert version, "the first list is in `read_frozen`"
-    data, where = _read(Storage(str(folder)), path := manifest_path(source, version)), str(folder / path)
+    data, where = _read(storage, path := manifest_path(source, version)), f"{storage.root}/{path}"
     if data is None:
         return None
     manifest, facts = from_parquet(data, where), facts_of(data)
@@ -118,10 +117,10 @@ def read_later(folder: Path, source: str, version: str) -> LaterList | None:
     return LaterList(manifest=manifest, version=version, paths=paths, **numbers)
 
 
-def later_versions(folder: Path) -> dict[str, tuple[str, ...]]:
+def later_versions(storage: Storage) -> dict[str, tuple[str, ...]]:
     """Of each source the versions of its later lists, sorted."""
     found: dict[str, list[str]] = {}
-    for name in Storage(str(folder)).list(_MANIFESTS):
+    for name in storage.list(_MANIFESTS):
         source, is_later, version = name.removesuffix(".parquet").partition("@")
         if is_later and name.endswith(".parquet"):
             found.setdefault(source, []).append(version)
@@ -129,7 +128,10 @@ def later_versions(folder: Path) -> dict[str, tuple[str, ...]]:
 
 
 def write_frozen(
-    folder: Path, record: DataRecord, manifests: Sequence[Manifest], tokenizer_files: dict[str, bytes]
+    storage: Storage,
+    record: DataRecord,
+    manifests: Sequence[Manifest],
+    tokenizer_files: dict[str, bytes],
 ) -> bool:
     """Writes all of it durably, the record last. False: another process wrote its record before.
 
@@ -138,7 +140,7 @@ def write_frozen(
     files = {manifest_path(manifest.source): to_parquet(manifest) for manifest in manifests}
     files |= {f"{TOKENIZER_FOLDER}/{name}": content for name, content in tokenizer_files.items()}
     document = orjson.dumps(encode(record), option=orjson.OPT_INDENT_2)
-    return _write(Storage(str(folder)), files, document)
+    return _write(storage, files, document)
 
 
 def _write(storage: Storage, files: Mapping[str, bytes], record: bytes) -> bool:
@@ -146,28 +148,29 @@ def _write(storage: Storage, files: Mapping[str, bytes], record: bytes) -> bool:
         if f"{TOKENIZER_FOLDER}/{name}" not in files:
             storage.delete(f"{TOKENIZER_FOLDER}/{name}")
     for path, content in files.items():
-        if storage.exists(path) and storage.read(path) != content:
-            storage.delete(path)
-        storage.create(path, content)
+        if (there := _read(storage, path)) is None:
+            storage.create(path, content)
+        elif there != content:
+            storage.replace(path, content)
     return storage.create(_RECORD, record)
 
 
-def has_record(folder: Path) -> bool:
-    """Whether a run has frozen its data in this folder."""
-    return (folder / _RECORD).exists()
+def has_record(storage: Storage) -> bool:
+    """Whether a run has frozen its data there. Raises `StorageError` if that cannot be determined."""
+    return storage.exists(_RECORD)
 
 
-def frozen_sources(folder: Path) -> tuple[str, ...] | None:
+def frozen_sources(storage: Storage) -> tuple[str, ...] | None:
     """The sources of the run's first start, in the order by which they are numbered; None if it has frozen
     nothing. Raises as `read_frozen`.
     """
-    document = _read(Storage(str(folder)), _RECORD)
+    document = _read(storage, _RECORD)
     if document is None:
         return None
     try:
         return tuple(decode(DataRecord, orjson.loads(document), _RECORD).manifests)
     except orjson.JSONDecodeError as error:
-        raise DataIdentityError(f"{folder / _RECORD} is altered: {error}; restore the file") from error
+        raise DataIdentityError(f"{storage.root}/{_RECORD} is altered: {error}; restore the file") from error
 
 
 def copy_frozen(source: Storage, target: Storage) -> None:
@@ -205,11 +208,11 @@ def _read(storage: Storage, path: str) -> bytes | None:
         return None
 
 
-def read_frozen(folder: Path) -> FrozenData | None:
+def read_frozen(storage: Storage) -> FrozenData | None:
     """What the run has frozen; None if it has not. Raises `DataIdentityError` if a part is gone or
     altered.
     """
-    storage = Storage(str(folder))
+    root = storage.root
     if not storage.exists(_RECORD):
         return None
     try:
@@ -217,19 +220,19 @@ def read_frozen(folder: Path) -> FrozenData | None:
         names = [name for name in storage.list(TOKENIZER_FOLDER) if name in FILES]
         tokenizer_files = {name: storage.read(f"{TOKENIZER_FOLDER}/{name}") for name in names}
         paths = {source: manifest_path(source) for source in record.manifests}
-        manifests = {s: from_parquet(storage.read(p), str(folder / p)) for s, p in paths.items()}
+        manifests = {s: from_parquet(storage.read(p), f"{root}/{p}") for s, p in paths.items()}
     except (FileNotFoundError, orjson.JSONDecodeError) as error:
         raise DataIdentityError(
-            f"{folder}: a part of the run's frozen data is gone or altered: {error}; restore the run's folder"
+            f"{root}: a part of the run's frozen data is gone or altered: {error}; restore the run's folder"
         ) from error
     if "tokenizer.json" not in tokenizer_files:
         raise DataIdentityError(
-            f"{folder / TOKENIZER_FOLDER}: tokenizer.json is gone; restore the run's folder"
+            f"{root}/{TOKENIZER_FOLDER}: tokenizer.json is gone; restore the run's folder"
         )
     for source, digest in record.manifests.items():
         if manifests[source].digest != digest:
             raise DataIdentityError(
-                f"{folder / paths[source]}: the manifest was frozen with digest {digest} and has "
+                f"{root}/{paths[source]}: the manifest was frozen with digest {digest} and has "
                 f"{manifests[source].digest}; restore the file"
             )
     return FrozenData(record=record, manifests=manifests, tokenizer_files=tokenizer_files)

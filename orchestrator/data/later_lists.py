@@ -6,10 +6,8 @@ It decides nothing: `planning.manifests` says which list an epoch reads.
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.data.frozen import LaterList, manifest_path, read_later, write_later
@@ -18,6 +16,8 @@ from orchestrator.data.sources.documents import Content
 from orchestrator.data.sources.fragments import SourcePlan, frozen_at, plan_source
 from orchestrator.data.sources.listing import list_files
 from orchestrator.errors import ConfigError, DataIdentityError
+from orchestrator.storage.files import Storage
+from orchestrator.storage.open import open_storage
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import SourceConfig
@@ -89,7 +89,7 @@ def listed_as(source: SourceConfig, fragment_bytes: int, window_bytes: int) -> L
     )
 
 
-def later_plan(folder: Path, found: LaterList, base: str | None = None) -> SourcePlan:
+def later_plan(storage: Storage, found: LaterList, base: str | None = None) -> SourcePlan:
     """The plan of a frozen list, with its files at `base` (None: where they were). Raises `DataIdentityError`
     where this program makes other blocks of it.
     """
@@ -101,17 +101,18 @@ def later_plan(folder: Path, found: LaterList, base: str | None = None) -> Sourc
             f"program makes {plan.fragments_per_block}; use the version of orchestrator that the run was "
             "started with"
         )
-    path = os.path.abspath(folder / manifest_path(plan.source, found.version))
-    return frozen_at(plan, path, found.fragment_bytes, found.window_bytes)
+    path = manifest_path(plan.source, found.version)
+    return frozen_at(plan, storage, path, found.fragment_bytes, found.window_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refreshing:
-    """Lists that come with their epoch (`data.refresh: epoch`), kept in the run's `folder`. `bases` say where
-    the files of a folder lie that a list was frozen with, if that is elsewhere now.
+    """Lists that come with their epoch (`data.refresh: epoch`), kept in the run's `storage` (as
+    `open_storage` takes it). `bases` say where the files of a folder lie that a list was frozen with, if that
+    is elsewhere now.
     """
 
-    folder: str
+    storage: str
     sources: tuple[Listed, ...]
     bases: dict[str, str] = field(default_factory=dict)
 
@@ -135,7 +136,7 @@ class Refreshing:
 
     def _key(self, source: str, version: str) -> _Key:
         listed = next(each for each in self.sources if each.name == source)
-        return self.folder, listed, version, tuple(self.bases.items())
+        return self.storage, listed, version, tuple(self.bases.items())
 
 
 _Key = tuple[str, Listed, str, tuple[tuple[str, str], ...]]
@@ -145,10 +146,10 @@ _KEPT = 64
 _lock = threading.Lock()
 
 
-def _refreshed(folder: str, listed: Listed, version: str, bases: tuple[tuple[str, str], ...]) -> SourcePlan:
-    where = Path(folder)
-    found = read_later(where, listed.name, version)
+def _refreshed(location: str, listed: Listed, version: str, bases: tuple[tuple[str, str], ...]) -> SourcePlan:
+    storage = open_storage(location)
+    found = read_later(storage, listed.name, version)
     if found is None:
         now = listed.now().later(version, listed.fragment_bytes, listed.window_bytes)
-        found = write_later(where, now)
-    return later_plan(where, found, dict(bases).get(found.manifest.base))
+        found = write_later(storage, now)
+    return later_plan(storage, found, dict(bases).get(found.manifest.base))

@@ -5,7 +5,6 @@ It decides nothing about resuming: it says what the job finds (`DataSpec.identit
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -63,6 +62,7 @@ from orchestrator.planning.manifests import (
     start_of,
 )
 from orchestrator.records import Cursor
+from orchestrator.storage.files import Storage
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
@@ -70,23 +70,25 @@ if TYPE_CHECKING:
 __all__ = ["freeze_data", "num_frozen_files", "prepare_data", "prepare_trained", "write_lists"]
 
 
-def prepare_data(config: JobConfig, folder: Path | None = None, reading: Reading | None = None) -> DataSpec:
-    """The data of a job: frozen in the run's `folder` if that has none yet, else as they were frozen there,
+def prepare_data(
+    config: JobConfig, storage: Storage | None = None, reading: Reading | None = None
+) -> DataSpec:
+    """The data of a job: frozen in the run's `storage` if that has none yet, else as they were frozen there,
     by the lists of `reading` (None: those of a run of which nothing was trained). A list of these that is
     not there yet is made of the files as they are now, and is `unwritten`.
 
-    Without a folder nothing is written. Raises `ConfigError` for missing files or a missing or unfit
+    Without a storage nothing is written. Raises `ConfigError` for missing files or a missing or unfit
     tokenizer, `DataError` for unreadable files, `DataIdentityError` (with both values) if files are gone or
     changed since their list was frozen and `resume.accept_changed` is not set. A module of `data.transforms`
     that cannot be imported is a `ConfigError`, too.
     """
     settings = settings_of(config)
-    frozen = None if folder is None else read_frozen(folder)
+    frozen = None if storage is None else read_frozen(storage)
     if frozen is None:
         looked_at = first_start(config, settings)
-        return looked_at if folder is None else freeze_data(config, folder, looked_at)
-    assert folder is not None, "frozen data lie in a folder"
-    return _from_frozen(config, settings, folder, frozen, reading or _unread(config, frozen))
+        return looked_at if storage is None else freeze_data(config, storage, looked_at)
+    assert storage is not None, "frozen data lie in a run's storage"
+    return _from_frozen(config, settings, storage, frozen, reading or _unread(config, frozen))
 
 
 def _unread(config: JobConfig, frozen: FrozenData) -> Reading:
@@ -96,42 +98,42 @@ def _unread(config: JobConfig, frozen: FrozenData) -> Reading:
     return Reading(sources=next_sources(first, Cursor(), wanted_of(config), free))
 
 
-def prepare_trained(config: JobConfig, folder: Path, sources: tuple[SourceLists, ...] = ()) -> DataSpec:
-    """The data that the run in `folder` was trained on, to read them once more: every list of `sources`
+def prepare_trained(config: JobConfig, storage: Storage, sources: tuple[SourceLists, ...] = ()) -> DataSpec:
+    """The data that the run in `storage` was trained on, to read them once more: every list of `sources`
     (empty: those of the first start) as it was frozen and no other, whatever `resume.accept_changed` says,
     and wherever the job's paths lead today. Of a run that has frozen none yet, the job's.
 
     Raises `DataIdentityError` (with both values) if files of a source's only list are gone or changed since;
     where it has several, `lacking` says so of each.
     """
-    settings, frozen = replace(settings_of(config), accept_changed=False), read_frozen(folder)
+    settings, frozen = replace(settings_of(config), accept_changed=False), read_frozen(storage)
     if frozen is None:
         return prepare_data(config)
-    facts, settings = _frozen_tokenizer(config, settings, folder, frozen)
+    facts, settings = _frozen_tokenizer(config, settings, storage, frozen)
     sources = sources or first_sources(Wanted(names=tuple(frozen.manifests)))
     paths = {source.name: source.path for source in config.data.sources}
-    found = {each.name: _trained_lists(folder, frozen, each, paths.get(each.name)) for each in sources}
+    found = {each.name: _trained_lists(storage, frozen, each, paths.get(each.name)) for each in sources}
     lists = {name: of for name, (of, _) in found.items()}
     plans = [next(reversed(lists[source.name].values())) for source in config.data.sources]
     refs = {n: TransformRef(name=n, source=text) for n, text in frozen.record.transforms.items()}
     if {name for of in transforms_of(config).values() for name in of} - refs.keys():
         refs = {**find_transforms(config), **refs}  # of sources that came later
-    spec = _frozen_spec(config, settings, folder, frozen.record, facts, sources, lists, plans, refs)
+    spec = _frozen_spec(config, settings, storage, frozen.record, facts, sources, lists, plans, refs)
     return replace(spec, lacking={name: wrong for name, (_, wrong) in found.items() if wrong})
 
 
 def _trained_lists(
-    folder: Path, frozen: FrozenData, source: SourceLists, path: str | Sequence[str] | None
+    storage: Storage, frozen: FrozenData, source: SourceLists, path: str | Sequence[str] | None
 ) -> tuple[dict[str, SourcePlan], dict[str, str]]:
     """All lists of a source that its spans may read, oldest first, with their files where they lie now; and
     what is wrong with the files of some.
     """
     starts = {span.start for span in source.spans}
     versions = [FIRST] if 0 in starts and source.name in frozen.manifests else []
-    versions += [v for v in later_versions(folder).get(source.name, ()) if start_of(v) in starts]
+    versions += [v for v in later_versions(storage).get(source.name, ()) if start_of(v) in starts]
     found, wrong = dict[str, SourcePlan](), dict[str, str]()
     for version in sorted(versions, key=order_of):
-        there = _frozen_list(folder, frozen, source.name, version)
+        there = _frozen_list(storage, frozen, source.name, version)
         assert there is not None, "just listed"
         base = None
         try:
@@ -140,73 +142,77 @@ def _trained_lists(
             if len(versions) == 1:
                 raise
             wrong[version] = str(error)
-        found[version] = later_plan(folder, there, base)
+        found[version] = later_plan(storage, there, base)
     return found, wrong
 
 
-def freeze_data(config: JobConfig, folder: Path, looked_at: DataSpec) -> DataSpec:
-    """`looked_at` with its data frozen in the run's `folder`: exactly what `prepare_data` saw, for the run's
+def freeze_data(config: JobConfig, storage: Storage, looked_at: DataSpec) -> DataSpec:
+    """`looked_at` with its data frozen in the run's `storage`: exactly what `prepare_data` saw, for the run's
     identity is made of that. Files that came since are not the run's; one that changed since is refused when
     it is opened. What is frozen already is left as it is.
     """
     found = looked_at.unfrozen
     if found is None:
         return looked_at
-    if not write_frozen(folder, found.record, list(found.manifests.values()), found.tokenizer_files):
-        return prepare_data(config, folder)  # another process was quicker: what it froze counts
+    if not write_frozen(storage, found.record, list(found.manifests.values()), found.tokenizer_files):
+        return prepare_data(config, storage)  # another process was quicker: what it froze counts
     lists = {
-        name: {FIRST: _frozen_at(of[FIRST], looked_at.settings, folder)}
+        name: {FIRST: _frozen_at(of[FIRST], looked_at.settings, storage)}
         for name, of in looked_at.lists.items()
     }
     return replace(
         looked_at,
         plans=tuple(lists[plan.source][FIRST] for plan in looked_at.plans),
         lists=lists,
-        tokenizer_folder=str(folder / TOKENIZER_FOLDER),
+        tokenizer_folder=_tokenizer_at(storage),
         unfrozen=None,
-        refreshing=_refreshing(config, folder, looked_at.settings, {}),
+        refreshing=_refreshing(config, storage, looked_at.settings, {}),
     )
 
 
-def num_frozen_files(folder: Path, source: str, version: str) -> int | None:
+def num_frozen_files(storage: Storage, source: str, version: str) -> int | None:
     """How many files a frozen list has; None if it is not there."""
     if version != FIRST:
-        later = read_later(folder, source, version)
+        later = read_later(storage, source, version)
         return None if later is None else len(later.manifest.files)
-    frozen = read_frozen(folder)
+    frozen = read_frozen(storage)
     found = None if frozen is None else frozen.manifests.get(source)
     return None if found is None else len(found.files)
 
 
-def write_lists(folder: Path, spec: DataSpec) -> None:
+def write_lists(storage: Storage, spec: DataSpec) -> None:
     """Freezes the lists of a run with frozen data that are not frozen yet, exactly as `prepare_data` saw
     them, unless somebody else did so before.
     """
     for found in spec.unwritten:
-        write_later(folder, found)
+        write_later(storage, found)
 
 
-def _frozen_at(plan: SourcePlan, settings: StreamSettings, folder: Path) -> SourcePlan:
-    """The plan, which pickles as the name of its list in the run's folder: it goes to many processes."""
-    path = os.path.abspath(folder / manifest_path(plan.source))
-    return frozen_at(plan, path, settings.fragment_bytes, settings.window_bytes)
+def _tokenizer_at(storage: Storage) -> str:
+    return f"{storage.root}/{TOKENIZER_FOLDER}"
+
+
+def _frozen_at(plan: SourcePlan, settings: StreamSettings, storage: Storage) -> SourcePlan:
+    """The plan, which pickles as the name of its list in the run's storage: it goes to many processes."""
+    path = manifest_path(plan.source)
+    return frozen_at(plan, storage, path, settings.fragment_bytes, settings.window_bytes)
 
 
 def _refreshing(
-    config: JobConfig, folder: Path, settings: StreamSettings, bases: dict[str, str]
+    config: JobConfig, storage: Storage, settings: StreamSettings, bases: dict[str, str]
 ) -> Refreshing | None:
     """Where lists of epochs that are still to come are found, or made."""
     if config.data.refresh is None:
         return None
     sizes = settings.fragment_bytes, settings.window_bytes
     listed = tuple(listed_as(source, *sizes) for source in config.data.sources)
-    return Refreshing(folder=os.path.abspath(folder), sources=listed, bases=bases)
+    return Refreshing(storage=storage.root, sources=listed, bases=bases)
 
 
-def _frozen_list(folder: Path, frozen: FrozenData, source: str, version: str) -> LaterList | None:
+def _frozen_list(storage: Storage, frozen: FrozenData, source: str, version: str) -> LaterList | None:
     """A frozen list of any version; None if it is not there."""
     if version != FIRST:
-        return read_later(folder, source, version)
+        return read_later(storage, source, version)
     record = frozen.record
     return LaterList(
         manifest=frozen.manifests[source],
@@ -219,16 +225,16 @@ def _frozen_list(folder: Path, frozen: FrozenData, source: str, version: str) ->
 
 
 def _from_frozen(
-    config: JobConfig, settings: StreamSettings, folder: Path, frozen: FrozenData, reading: Reading
+    config: JobConfig, settings: StreamSettings, storage: Storage, frozen: FrozenData, reading: Reading
 ) -> DataSpec:
-    facts, settings = _frozen_tokenizer(config, settings, folder, frozen)
+    facts, settings = _frozen_tokenizer(config, settings, storage, frozen)
     refs = find_transforms(config)  # that they are the run's, who compares identities sees
     lists, plans, now = dict[str, dict[str, SourcePlan]](), list[SourcePlan](), list[Manifest]()
     notes, unwritten, bases = list[str](), list[LaterList](), dict[str, str]()
     for source in config.data.sources:
         of = next(each for each in reading.sources if each.name == source.name)
         version = of.version(reading.epoch(source.name))
-        there = _frozen_list(folder, frozen, source.name, version)
+        there = _frozen_list(storage, frozen, source.name, version)
         if there is None:
             sizes = settings.fragment_bytes, settings.window_bytes
             found = listed_as(source, *sizes).now()
@@ -244,17 +250,17 @@ def _from_frozen(
             bases[there.manifest.base] = manifest.base
             now.append(as_it_is)
             notes += said
-        plans.append(later_plan(folder, there, bases.get(there.manifest.base)))
+        plans.append(later_plan(storage, there, bases.get(there.manifest.base)))
         lists[source.name] = {version: plans[-1]}
         if of.begun_with != version:
-            begun = _frozen_list(folder, frozen, source.name, of.begun_with)
+            begun = _frozen_list(storage, frozen, source.name, of.begun_with)
             if begun is None:
                 raise DataIdentityError(
-                    f"{folder / manifest_path(source.name, of.begun_with)} is gone: source {source.name} "
-                    "goes on from this list; restore the file"
+                    f"{storage.root}/{manifest_path(source.name, of.begun_with)} is gone: source "
+                    f"{source.name} goes on from this list; restore the file"
                 )
-            lists[source.name][of.begun_with] = later_plan(folder, begun, bases.get(begun.manifest.base))
-    spec = _frozen_spec(config, settings, folder, frozen.record, facts, reading.sources, lists, plans, refs)
+            lists[source.name][of.begun_with] = later_plan(storage, begun, bases.get(begun.manifest.base))
+    spec = _frozen_spec(config, settings, storage, frozen.record, facts, reading.sources, lists, plans, refs)
     encoder = spec.encoders[0].encoder
     if config.data.encoder == GIGATOKEN and (GIGATOKEN, installed_version(GIGATOKEN)) != astuple(encoder):
         choose(config, settings, facts, spec.plans)  # raises if it does not take this tokenizer
@@ -265,25 +271,25 @@ def _from_frozen(
         run_identity=identity_of(config, asked, encoder, now, spec.plans, refs),
         notes=(*facts.notes, *notes, *windows, *shared_files(spec.plans)),
         unwritten=tuple(unwritten),
-        refreshing=_refreshing(config, folder, settings, bases),
+        refreshing=_refreshing(config, storage, settings, bases),
     )
 
 
 def _frozen_tokenizer(
-    config: JobConfig, settings: StreamSettings, folder: Path, frozen: FrozenData
+    config: JobConfig, settings: StreamSettings, storage: Storage, frozen: FrozenData
 ) -> tuple[TokenizerFacts, StreamSettings]:
     """The run's copy of its tokenizer, and the settings with its ids."""
     record = frozen.record
     try:
-        facts = examine(str(folder / TOKENIZER_FOLDER), frozen.tokenizer_files, reads_chats(config))
+        facts = examine(_tokenizer_at(storage), frozen.tokenizer_files, reads_chats(config))
     except ConfigError as error:  # it was one when it was copied
         raise DataIdentityError(
-            f"the run's copy of its tokenizer in {folder / TOKENIZER_FOLDER} is damaged: {error.__cause__}; "
+            f"the run's copy of its tokenizer in {_tokenizer_at(storage)} is damaged: {error.__cause__}; "
             "restore these files"
         ) from error
     if facts.digest != record.tokenizer_digest:
         raise DataIdentityError(
-            f"the run's copy of its tokenizer in {folder / TOKENIZER_FOLDER} was made with digest "
+            f"the run's copy of its tokenizer in {_tokenizer_at(storage)} was made with digest "
             f"{record.tokenizer_digest} and has {facts.digest}; restore these files"
         )
     return facts, with_ids(config, settings, facts)
@@ -292,7 +298,7 @@ def _frozen_tokenizer(
 def _frozen_spec(
     config: JobConfig,
     settings: StreamSettings,
-    folder: Path,
+    storage: Storage,
     record: DataRecord,
     facts: TokenizerFacts,
     sources: tuple[SourceLists, ...],
@@ -310,7 +316,7 @@ def _frozen_spec(
         lists=lists,
         settings=settings,
         tokenizer=facts.model,
-        tokenizer_folder=str(folder / TOKENIZER_FOLDER),
+        tokenizer_folder=_tokenizer_at(storage),
         vocab_size=facts.vocab_size,
         encoders=(EncoderSpan(encoder=encoder),),
         run_identity=identity_of(config, facts.digest, encoder, manifests, plans, transforms),

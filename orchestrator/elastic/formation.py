@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from orchestrator.records import Cursor, GenerationView, JoinRequest, StateKey
+from orchestrator.records import Cursor, GenerationView, JoinRequest, ShardSource, StateKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,8 +84,10 @@ class Formation:
     """The next generation: journal it, call `formed`, then answer each of its members with `view_for`.
 
     - `members` by rank; `newcomers` are those that were not in the generation before.
-    - `parent` is the state that it continues (None: from nothing), held by `source`, which is rank 0, or,
-      when that is None, by the point `point`. `cursor` belongs to the parent.
+    - `parent` is the state that it continues (None: from nothing). Members hold it: `source`, who has some
+      or all of it, is rank 0, and `sources[s]` are all who can give shard s of it, of len(sources) shards.
+      Where `source` is None the point `point` holds it. `cursor` belongs to the parent.
+    - `keep`: the newest memory point that is complete among the members (`GenerationView`).
     - `step` is the label from which this generation counts: `parent.step`, unless `rebase` changed it.
     - `probe_ports`: two generations in a row failed before their first step with nobody to blame, so members
       should try each other's ports first.
@@ -104,6 +106,8 @@ class Formation:
     newcomers: tuple[str, ...]
     probe_ports: bool
     save_only: bool
+    sources: tuple[tuple[ShardSource, ...], ...] = ()
+    keep: StateKey | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,38 +6,22 @@ Pure. It knows no rank, no generation and no storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
-from orchestrator.records import StateKey
-
-
-class Source(IntEnum):
-    """Where a member has a shard, the one that is given first of two: what needs no further copy, then what
-    lies in its own memory, then what it keeps for a neighbour.
-    """
-
-    LIVE = 0  # the tensors that it trains
-    PREPARED = 1  # live at the step before, with the reduced gradient of this one (rule 3)
-    STAGED = 2  # its own memory point
-    NEIGHBOUR = 3  # a neighbour's memory point
+from orchestrator.records import Cursor, HeldShard, JoinRequest, Source, StateKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
-    """`member` can give shard `shard` of the `num_shards` of the state `key`; with replicate there is one
-    shard.
-
-    Only whole copies are holdings: one is taken off the member's list before its first byte is overwritten,
-    and put on it after the last byte has come and was verified.
-    """
+    """`member` can give shard `shard` of the `num_shards` of the state `key`; see `HeldShard`."""
 
     member: str
     key: StateKey
     shard: int
     num_shards: int
     source: Source
+    cursor: Cursor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +33,37 @@ class CompleteState:
     key: StateKey
     holders: tuple[tuple[Holding, ...], ...]
 
+    @property
+    def cursor(self) -> Cursor | None:
+        """Where it stands in the data, as its holders say."""
+        return next((h.cursor for of_one in self.holders for h in of_one if h.cursor is not None), None)
+
+    @property
+    def needed(self) -> tuple[frozenset[str], ...]:
+        """Sets of members: the state is complete among those who are at least one of each. Those who have
+        seen the summary come first where some have only prepared its step; then the holders of each shard.
+        """
+        everyone = [h for of_one in self.holders for h in of_one]
+        shards = tuple(frozenset(h.member for h in of_one) for of_one in self.holders)
+        if all(h.source is not Source.PREPARED for h in everyone):
+            return shards
+        return (frozenset(h.member for h in everyone if h.source is Source.LIVE), *shards)
+
+    def cover(self, *choices: Sequence[str]) -> tuple[str, ...]:
+        """Members among whom the state is complete, no more than there are shards. What one choice has is
+        never taken from a later one; of those that have it who adds most, and of equal ones who comes first.
+        What nobody of `choices` has is left out.
+        """
+        lacking, chosen = list(self.needed), list[str]()
+        while lacking:
+            able = next(filter(None, ([m for m in c if m in lacking[0]] for c in choices)), [])
+            # whoever has seen a summary has a shard, too
+            found = max(able, key=lambda m: sum(m in of_one for of_one in lacking), default=None)
+            if found is not None:
+                chosen.append(found)
+            lacking = [of_one for of_one in lacking[1:] if found not in of_one]
+        return tuple(chosen)
+
 
 def newest_complete(holdings: Iterable[Holding], floor: StateKey | None) -> CompleteState | None:
     """The state of the greatest key of which every shard is held. None: none is complete, or `floor`, the
@@ -59,33 +74,70 @@ def newest_complete(holdings: Iterable[Holding], floor: StateKey | None) -> Comp
     its key: such a member has seen the step's summary, so the step is part of the history, and it brings the
     step's record. A key belongs to one generation, and so to one number of shards.
     """
-    usable: dict[StateKey, list[Holding]] = {}
-    live: set[StateKey] = set()
+    by_key: dict[StateKey, list[Holding]] = {}
     for holding in holdings:
-        usable.setdefault(holding.key, []).append(holding)
-        if holding.source is Source.LIVE:
-            live.add(holding.key)
-    for key in sorted(usable, reverse=True):
+        by_key.setdefault(holding.key, []).append(holding)
+    for key in sorted(by_key, reverse=True):
         if floor is not None and key < floor:
             return None
-        held = [h for h in usable[key] if h.source is not Source.PREPARED or key in live]
-        sizes = {h.num_shards for h in usable[key]}
-        assert len(sizes) == 1, (
-            f"{key} is held as shards of {sorted(sizes)}; a generation has one number of shards"
-        )
-        holders: list[list[Holding]] = [[] for _ in range(sizes.pop())]
-        for holding in held:
-            holders[holding.shard].append(holding)
-        if all(holders):
-            return CompleteState(
-                key=key,
-                holders=tuple(
-                    tuple(sorted(of_one, key=lambda h: (h.source, h.member))) for of_one in holders
-                ),
-            )
+        found = complete(by_key[key])
+        if found is not None:
+            return found
     return None
 
 
-def replicated(member: str, key: StateKey) -> Holding:
-    """What a member of a group without shards holds: all of it, live."""
-    return Holding(member=member, key=key, shard=0, num_shards=1, source=Source.LIVE)
+def complete(holdings: Sequence[Holding]) -> CompleteState | None:
+    """The state that `holdings`, which are of one key, make up; None if a shard of it is missing."""
+    sizes = {h.num_shards for h in holdings}
+    assert len(sizes) == 1, (
+        f"{holdings[0].key} is held as shards of {sorted(sizes)}; a generation has one number of shards"
+    )
+    summed = any(h.source is Source.LIVE for h in holdings)
+    holders: list[list[Holding]] = [[] for _ in range(sizes.pop())]
+    for holding in holdings:
+        if holding.source is not Source.PREPARED or summed:
+            holders[holding.shard].append(holding)
+    if not all(holders):
+        return None
+    return CompleteState(
+        key=holdings[0].key,
+        holders=tuple(tuple(sorted(of_one, key=lambda h: (h.source, h.member))) for of_one in holders),
+    )
+
+
+def held_by(request: JoinRequest) -> tuple[Holding, ...]:
+    """All that a member can give. One that names no shards has the whole of its state, as under replicate,
+    and of the step it prepared.
+    """
+    held = request.holdings
+    if not held and request.key is not None:
+        held = (_whole(request.key, Source.LIVE, request.cursor),)
+        if request.prepared is not None:
+            held = (*held, _whole(request.prepared, Source.PREPARED, None))
+    return tuple(
+        Holding(
+            member=request.member,
+            key=h.key,
+            shard=h.shard,
+            num_shards=h.num_shards,
+            source=h.source,
+            cursor=h.cursor,
+        )
+        for h in held
+    )
+
+
+def held_by_all(requests: Iterable[JoinRequest]) -> list[Holding]:
+    """All that these members can give."""
+    return [holding for request in requests for holding in held_by(request)]
+
+
+def newest_memory_point(holdings: Iterable[Holding], floor: StateKey | None) -> StateKey | None:
+    """The newest memory point that is complete, unless a newer point makes it worthless."""
+    copies = [h for h in holdings if h.source in (Source.STAGED, Source.NEIGHBOUR)]
+    found = newest_complete(copies, floor)
+    return None if found is None else found.key
+
+
+def _whole(key: StateKey, source: Source, cursor: Cursor | None) -> HeldShard:
+    return HeldShard(key=key, shard=0, num_shards=1, source=source, cursor=cursor)

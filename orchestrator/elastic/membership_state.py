@@ -211,9 +211,9 @@ class MembershipState:
         current, arrival = self.current, self.waiting.get(name)
         inside = self.is_inside(name)
         request = arrival.request if arrival else current.requests.get(name) if current and inside else None
-        waits = (
-            (arrival.since, request.key, request.leaves, request.prepared) if arrival and request else None
-        )
+        waits = None
+        if arrival and request:
+            waits = arrival.since, request.key, request.leaves, request.prepared, request.holdings
         delay = backoff.not_before(request.node_id) if request else None
         new = bool(current and name in current.newcomers)
         return inside, new, self.gone.get(name), self._deadlines.get(name), waits, delay

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from orchestrator.elastic.formation import Formation, NewestPoint
-from orchestrator.elastic.holdings import newest_complete, replicated
+from orchestrator.elastic.holdings import held_by_all, newest_complete
 from orchestrator.records import Cursor, JoinRequest, StateKey
 
 
@@ -24,12 +24,18 @@ class ParentStateSelection:
         self._attempt, self._first_attempt, self._rebase = attempt, first_attempt, rebase
 
     def newest(self, requests: Iterable[JoinRequest]) -> tuple[StateKey | None, NewestPoint | None]:
-        """The greatest key over members and the committed point, and the point if it is that one's."""
-        held = [replicated(r.member, r.key) for r in requests if r.key is not None]
-        complete = newest_complete(held, None if self.point is None else self.point.key)
+        """The newest state that is complete among the members, or the committed point if its key is greater,
+        and the point if it is that one's.
+        """
+        complete = newest_complete(held_by_all(requests), self.floor)
         if complete is not None:
             return complete.key, None
         return (None, None) if self.point is None else (self.point.key, self.point)
+
+    @property
+    def floor(self) -> StateKey | None:
+        """The key of the newest committed point: nothing older is continued."""
+        return None if self.point is None else self.point.key
 
     def label(self, parent: StateKey | None, point: NewestPoint | None) -> int:
         """The label of the last step done, as the generation that continues `parent` counts."""

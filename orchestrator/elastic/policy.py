@@ -160,7 +160,7 @@ def preflight(
     nodes: tuple[NodeFacts, ...],
     limits: Limits,
     *,
-    disk_free_bytes: int,
+    disk_free_bytes: int | None,
     disk_needed_bytes: int,
     object_store_needed_bytes: int,
 ) -> list[str]:
@@ -214,9 +214,11 @@ def without_tokenizer_cpus(limits: Limits) -> Limits:
     return replace(limits, tokenizer_cpus=0.0)
 
 
-def disk_problems(free_bytes: int, needed_bytes: int) -> list[str]:
-    """Why the resume points do not fit on the disk: what is needed and what is there; empty if they do."""
-    if free_bytes >= needed_bytes:
+def disk_problems(free_bytes: int | None, needed_bytes: int) -> list[str]:
+    """Why the resume points do not fit on the disk: what is needed and what is there; empty if they do, or
+    nobody knows what is free.
+    """
+    if free_bytes is None or free_bytes >= needed_bytes:
         return []
     return [
         f"{_mib(needed_bytes)} of disk are needed for resume points at run.storage, {_mib(free_bytes)} are "

@@ -7,7 +7,7 @@ seconds (one monotonic clock), and carries out what `tick` returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 
 from orchestrator.elastic.failure_backoff import FailureBackoff
@@ -25,11 +25,25 @@ from orchestrator.elastic.formation import (
     StopRun,
     Waiting,
 )
+from orchestrator.elastic.holdings import (
+    CompleteState,
+    complete,
+    held_by_all,
+    newest_complete,
+    newest_memory_point,
+)
 from orchestrator.elastic.membership_state import DEAD, LEFT, MembershipState
 from orchestrator.elastic.parent_state import ParentStateSelection
 from orchestrator.elastic.reach import largest_reaching
 from orchestrator.errors import FencedError
-from orchestrator.records import ControlRequests, Cursor, GenerationView, JoinRequest, StateKey
+from orchestrator.records import (
+    ControlRequests,
+    Cursor,
+    GenerationView,
+    JoinRequest,
+    ShardSource,
+    StateKey,
+)
 
 
 class Rendezvous:
@@ -239,6 +253,10 @@ class Rendezvous:
             port=first.port,
             parent=formation.parent,
             source_rank=None if formation.source is None else 0,
+            sources=formation.sources,
+            keep=formation.keep,
+            nodes=_numbered([current.requests[m].node_id for m in current.members]),
+            own_host=current.requests[member].host,
             point=formation.point,
             cursor=formation.cursor,
             step=formation.step,
@@ -305,7 +323,7 @@ class Rendezvous:
 
     # ---- events, inside
     def _refusal(self, request: JoinRequest) -> Refused | None:
-        who, named = f"member {request.member}", (request.leaves or (0, 0), _generation_of(request))
+        who, named = f"member {request.member}", {request.leaves or (0, 0), *_generations_of(request)}
         if request.launch != self.launch:
             return Refused(
                 reason=f"{who} is of launch {request.launch}, the run is now {self.launch}; it exits"
@@ -363,7 +381,7 @@ class Rendezvous:
 
     # ---- forming
     def _nobody_to_stop(self) -> StopRun | None:
-        holders = any(a.request.key is not None for a in self._group.waiting.values())
+        holders = any(_holds_any(a.request) for a in self._group.waiting.values())
         if not self._stop or holders or self._group.missing:
             return None
         if not self._has_trained:
@@ -389,21 +407,25 @@ class Rendezvous:
             return self._below_minimum(chosen, now)
         if save_only and self._saved_below and not self._stop:
             return self._below_minimum(chosen, now)
-        holder = next((r for r in chosen if r.member == source), None)
+        held = held_by_all(chosen)
+        state = complete([h for h in held if h.key == parent]) if source else None
         known = set(self._group.current.members) if self._group.current is not None else set()
         names = {r.member for r in chosen}
+        members = self._by_rank(names, source)
         formation = Formation(
             attempt=self.attempt,
             generation=self.generation + 1,
-            members=self._by_rank(names, source),
+            members=members,
             parent=parent,
             source=source,
             point=point.name if point else None,
-            cursor=holder.cursor if holder else point.cursor if point else None,
+            cursor=state.cursor if state else point.cursor if point else None,
             step=self._states.label(parent, point),
             newcomers=tuple(sorted(names - known)) if names & known else (),
             probe_ports=self._backoff.probe_ports,
             save_only=save_only,
+            sources=_by_ranks(state, members) if state else (),
+            keep=newest_memory_point(held, self._states.floor),
         )
         if formation.probe_ports:
             self._backoff.probed()
@@ -414,36 +436,41 @@ class Rendezvous:
     def _chosen(self, now: float) -> list[JoinRequest]:
         """Who is in: nobody who has to wait, and at most the maximum.
 
-        The newest state comes first, then the members of the current generation, then the others as they
-        came.
+        Members that together hold the newest state come first, then the members of the current generation,
+        then the others as they came.
         """
         waiting = self._group.waiting
-        requests = [a.request for a in waiting.values() if not self._stop or a.request.key is not None]
+        requests = [a.request for a in waiting.values() if not self._stop or _holds_any(a.request)]
         allowed = [
             r
             for r in requests
             if self._group.is_trusted(r.member) or self._backoff.not_before(r.node_id) <= now
         ]
-        best = max((r for r in requests if r.key is not None), key=_key_of, default=None)
-        if best is not None:
-            newest = self._states.origin(best.key)
-            if all(r.key is None or self._states.origin(r.key) != newest for r in allowed):
-                allowed.append(best)  # who alone holds the newest state is never left out
+        newest = newest_complete(held_by_all(requests), None)
+        state = newest_complete(held_by_all(allowed), None) if len(allowed) < len(requests) else newest
+        if newest and (not state or self._states.origin(state.key) != self._states.origin(newest.key)):
+            state = newest  # who alone holds a shard of the newest state is never left out
+        names = [r.member for r in allowed]
+        cover = state.cover(names, [r.member for r in requests]) if state else ()
+        allowed += [r for r in requests if r.member in cover and r.member not in names]
         inside = self._group.is_inside
-        allowed.sort(key=lambda r: (r is not best, not inside(r.member), waiting[r.member].since, r.member))
-        return self._reaching(allowed, best, now)[: self._max]
+        allowed.sort(
+            key=lambda r: (r.member not in cover, not inside(r.member), waiting[r.member].since, r.member)
+        )
+        return self._reaching(allowed, state, now)[: self._max]
 
     def _reaching(
-        self, requests: list[JoinRequest], best: JoinRequest | None, now: float
+        self, requests: list[JoinRequest], state: CompleteState | None, now: float
     ) -> list[JoinRequest]:
-        """Those who reach each other, as far as they have tried (rule 18); the others wait like a blamed
-        newcomer.
+        """Those who reach each other, as far as they have tried (rule 18), and together hold `state` if that
+        can be; the others wait like a blamed newcomer.
         """
         failed = [(r.member, other) for r in requests for other in r.unreached]
         if not failed:
             return requests
-        holders = {r.member for r in requests if best is None or r.key == best.key}
-        kept = largest_reaching([r.member for r in requests], failed, holders)
+        names = [r.member for r in requests]
+        needed = state.needed if state else [names]
+        kept = largest_reaching(names, failed, needed) or largest_reaching(names, failed, [names])
         left = [r for r in requests if r.member not in kept]
         self._backoff.blame([r.node_id for r in left], now)
         for request in left:
@@ -453,12 +480,17 @@ class Rendezvous:
     def _newest(
         self, requests: Iterable[JoinRequest]
     ) -> tuple[StateKey | None, str | None, NewestPoint | None]:
-        """The newest state (rule 1): its key, and the member or the point that has it."""
+        """The newest state (rule 1): its key, and the member or the point that has it. Of the members that
+        have a part of it one that trains it, if there is any.
+        """
         requests = list(requests)
         parent, point = self._states.newest(requests)
         if parent is None or point is not None:
             return parent, None, point
-        return parent, self._by_rank({r.member for r in requests if r.key == parent}, None)[0], None
+        holders = {r.member for r in requests if r.key == parent} or {
+            h.member for h in held_by_all(requests) if h.key == parent
+        }
+        return parent, self._by_rank(holders, None)[0], None
 
     def _by_rank(self, members: Iterable[str], source: str | None) -> tuple[str, ...]:
         """The source first, the others by their rank in the current generation, then by name."""
@@ -512,10 +544,31 @@ class Rendezvous:
         return everyone, members
 
 
-def _generation_of(request: JoinRequest) -> tuple[int, int]:
-    return (request.key.attempt, request.key.generation) if request.key is not None else (0, 0)
+def _generations_of(request: JoinRequest) -> set[tuple[int, int]]:
+    """The generations whose states a member has."""
+    keys = [request.key, *(h.key for h in request.holdings)]
+    return {(key.attempt, key.generation) for key in keys if key is not None}
 
 
-def _key_of(request: JoinRequest) -> StateKey:
-    assert request.key is not None, "asked of members that hold a state"
-    return request.key
+def _holds_any(request: JoinRequest) -> bool:
+    return request.key is not None or bool(request.holdings)
+
+
+def _by_ranks(state: CompleteState, members: Sequence[str]) -> tuple[tuple[ShardSource, ...], ...]:
+    """Who can give each shard, by rank instead of by name."""
+    rank = {member: number for number, member in enumerate(members)}
+    return tuple(
+        tuple(
+            sorted(
+                (ShardSource(rank=rank[h.member], source=h.source) for h in of_one),
+                key=lambda s: (s.source, s.rank),
+            )
+        )
+        for of_one in state.holders
+    )
+
+
+def _numbered(nodes: Iterable[str]) -> tuple[int, ...]:
+    """A number for each name, as they come."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(node, len(numbers)) for node in nodes)

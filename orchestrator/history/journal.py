@@ -32,12 +32,12 @@ import orjson
 from orchestrator.errors import StorageError, TrainingError
 from orchestrator.history.claims import GenerationStart
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.segments import segment_path
 from orchestrator.json_form import encode
 from orchestrator.records import StateKey, StepRecord
 from orchestrator.storage.disk import AppendHandle
 from orchestrator.storage.files import Storage
 
-FOLDER = "journal"
 STEP, GENERATION = "step", "generation"
 OWN_FIELDS = ("seq", "time", "run", "run_id", "kind")  # of every line, beside its attempt
 SEGMENT_BYTES = 16 << 20
@@ -261,7 +261,7 @@ class JournalWriter:
             file.close()
 
     def _new_segment(self) -> AppendHandle:
-        path = f"{FOLDER}/a{self._attempt:04d}/{self._segments + 1:06d}.jsonl"
+        path = segment_path(self._attempt, self._segments + 1)
         try:
             file = self._storage.append(path)
         except StorageError:

@@ -8,7 +8,6 @@ lines: only the newest of each generation is decoded.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +17,12 @@ import orjson
 from orchestrator.cluster.machine import Process
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history.claims import GenerationId, GenerationStart
-from orchestrator.history.journal import FOLDER, GENERATION, STEP, check_copy
+from orchestrator.history.journal import GENERATION, STEP, check_copy
+from orchestrator.history.segments import journal_folder, journals, read_first, read_from, segments
 from orchestrator.json_form import decode
 from orchestrator.records import StepRecord
 from orchestrator.storage.files import Storage
 
-_ATTEMPT = re.compile(r"a(\d{4,})")
-_SEGMENT = re.compile(r"(\d{6,})\.jsonl")
 _FLOATS = tuple(f.name for f in dataclasses.fields(StepRecord) if f.type == "float")
 
 
@@ -117,7 +115,7 @@ class _Outline:
                 yield _step(line)
             except (OrchestratorError, KeyError, TypeError, ValueError) as error:
                 raise StorageError(
-                    f"{FOLDER}/a{attempt:04d}: the newest step record of generation {generation} is not as "
+                    f"{journal_folder(attempt)}: the newest step record of generation {generation} is not as "
                     f"the journal wrote it: {error}; restore the file"
                 ) from error
 
@@ -184,7 +182,7 @@ def journal_process(storage: Storage, attempt: int) -> Process | None:
     it does not say. Raises `StorageError`.
     """
     try:
-        first, end, _ = storage.read(f"{FOLDER}/a{attempt:04d}/000001.jsonl").partition(b"\n")
+        first, end, _ = read_first(storage, attempt).partition(b"\n")
         line = orjson.loads(first) if end else {}
         return Process(str(line["machine"]), int(line["pid"]), str(line["pid_start"]))
     except (FileNotFoundError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
@@ -196,26 +194,19 @@ def _read_lines(
 ) -> tuple[str, ...]:
     """Gives every line to `add`, and returns the segments that are torn."""
     torn = []
-    for attempt in sorted(
-        (name for name in storage.list(FOLDER) if _ATTEMPT.fullmatch(name)), key=lambda name: int(name[1:])
-    ):
-        folder = f"{FOLDER}/{attempt}"
-        segments = sorted(
-            (name for name in storage.list(folder) if _SEGMENT.fullmatch(name)),
-            key=lambda name: int(name[:-6]),
-        )
-        numbers = [int(name[:-6]) for name in segments]
+    for attempt in journals(storage):
+        found = segments(storage, attempt)
+        numbers = [ref.number for ref in found]
         if numbers != list(range(1, len(numbers) + 1)):
             raise StorageError(
-                f"the journal {folder} has segments {numbers}, expected 1 to "
+                f"the journal {journal_folder(attempt)} has segments {numbers}, expected 1 to "
                 f"{len(numbers)}; restore the missing ones"
             )
         lines = _Lines(add)
-        for segment in segments:
-            path = f"{folder}/{segment}"
-            data = storage.read(path)
-            _require_own(path, data, run_id)
-            lines.read(path, data)
+        for ref in found:
+            data = read_from(storage, ref)
+            _require_own(ref.path, data, run_id)
+            lines.read(ref.path, data)
         if lines.torn:
             torn.append(lines.torn)
     return tuple(torn)

@@ -91,15 +91,15 @@ def _launch(
 ) -> RunResult:
     job = as_job(config, overrides)
     began = time.monotonic()
-    folder = starting.run_folder(job)
-    store = RunStore(Storage(str(folder)))
-    starting.check_writable(folder)
+    storage = starting.run_storage(job)
+    store = RunStore(storage)
+    starting.check_writable(storage)
     require_loggers(job.monitor.loggers)
     with (
         Progress.shown(job.monitor.progress_s) as progress,
         busy_watch.watching(store, progress.say) as watched,
     ):
-        spec = starting.prepare(job, folder, freeze=False)
+        spec = starting.prepare(job, storage, freeze=False)
         plan = looking_ahead.look_before_start(store, job, spec, watched)
         if looking_ahead.reached(plan):
             return _already_done(job, plan, time.monotonic() - began, progress)
@@ -117,7 +117,7 @@ def _launch(
         heard = partial(progress.foreign, "Ray")
         with ClusterConnection(job, cpus, needs.object_store_bytes, heard, progress.say):
             newest = watched()
-            limits = _preflight(job, needs, limits, folder, () if local else _memories())
+            limits = _preflight(job, needs, limits, storage, () if local else _memories())
             from orchestrator.launch.dashboard_beside import dashboard_beside
             from orchestrator.launch.exports import exporting
             from orchestrator.launch.on_cluster import supervise
@@ -126,13 +126,13 @@ def _launch(
             with claiming.claimed(
                 store, job, spec, newest, fault_plan, command=command, drawn=plan.drawn
             ) as (attempt, plan):
-                spec = starting.freeze(job, folder, spec, attempt)
+                spec = starting.freeze(job, storage, spec, attempt)
                 with (
-                    dashboard_beside(job, folder, progress),
+                    dashboard_beside(job, storage.root, progress),
                     exporting(store, attempt.number, job.resume.export_every, progress.say),
                 ):
                     status = supervise(
-                        job, attempt, plan, spec, folder, limits, fault_plan, progress, until_tokens
+                        job, attempt, plan, spec, storage, limits, fault_plan, progress, until_tokens
                     )
     return _result(job, status, time.monotonic() - began)
 
@@ -145,10 +145,10 @@ def plan(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence
     may be read and not written can be planned, too: a note says so.
     """
     job = as_job(config, overrides)
-    folder = starting.run_folder(job)
-    found, _ = _look_ahead(job, folder)
+    storage = starting.run_storage(job)
+    found, _ = _look_ahead(job, storage)
     try:
-        starting.check_writable(folder)
+        starting.check_writable(storage)
     except StorageError as error:
         found = replace(found, notes=(*found.notes, f"warning: a start would fail: {error}"))
     if found.action == "refuse" or not is_to_try(found):
@@ -164,10 +164,10 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
     launch; what a cluster has is looked at by `train` alone.
     """
     job = as_job(config, overrides)
-    folder = starting.run_folder(job)
-    starting.check_writable(folder)
+    storage = starting.run_storage(job)
+    starting.check_writable(storage)
     require_loggers(job.monitor.loggers)
-    found, spec = _look_ahead(job, folder)
+    found, spec = _look_ahead(job, storage)
     if found.action == "refuse" or spec is None:
         return found
     from orchestrator.cluster.connection import starts_local_ray
@@ -177,21 +177,21 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
     needs = needs_of(job)
     if local := starts_local_ray(job):
         _check_this_machine(needs, _limits(job))
-    _refuse(disk_problems(*_disk_bytes(job, needs, folder)))
+    _refuse(disk_problems(*_disk_bytes(job, needs, storage)))
     untried = require_model(job, found, spec.vocab_size)
     unseen = () if local else ("what the cluster has is not looked at: memory, CPUs, GPUs, object store",)
     return replace(found, notes=(*found.notes, *untried, *unseen))
 
 
-def _look_ahead(job: JobConfig, folder: Path) -> tuple[ResumePlan, DataSpec | None]:
+def _look_ahead(job: JobConfig, storage: Storage) -> tuple[ResumePlan, DataSpec | None]:
     """What a start would do, and the data. Without data where they are not those of the run: a refusal."""
     from orchestrator.coordinator.choosing import choose_point, decide, wanted_point
     from orchestrator.coordinator.survey import survey
     from orchestrator.data.feed.memory import memory_of
 
-    store = RunStore(Storage(str(folder)))
+    store = RunStore(storage)
     try:
-        spec = starting.prepare(job, folder, freeze=False)
+        spec = starting.prepare(job, storage, freeze=False)
         found = looking_ahead.look_ahead(store, job, spec, draw=True)
     except DataIdentityError as error:
         seen = survey(store)
@@ -276,7 +276,7 @@ def _refuse(problems: Sequence[str]) -> None:
 
 
 def _preflight(
-    job: JobConfig, needs: Needs, limits: Limits, folder: Path, memories: Sequence[tuple[str, int]]
+    job: JobConfig, needs: Needs, limits: Limits, storage: Storage, memories: Sequence[tuple[str, int]]
 ) -> Limits:
     """The limits with which the job fits: with a CPU for each tokenizer, else without. Raises `ResourceError`
     with all that is missing. `memories`: (host, bytes in all) of each node, where memory has not been looked
@@ -289,7 +289,7 @@ def _preflight(
     memory = memory_problems(needs, limits.start_workers, memories)
 
     def look(nodes: tuple[NodeFacts, ...], limits: Limits) -> list[str]:
-        free, needed = _disk_bytes(job, needs, folder)
+        free, needed = _disk_bytes(job, needs, storage)
         return memory + preflight(
             nodes,
             limits,
@@ -313,12 +313,15 @@ def _preflight(
     return limits
 
 
-def _disk_bytes(job: JobConfig, needs: Needs, folder: Path) -> tuple[int, int]:
-    """Free where the run lies, and needed for the points that it keeps and one more."""
+def _disk_bytes(job: JobConfig, needs: Needs, storage: Storage) -> tuple[int | None, int]:
+    """Free where the run lies (None: nobody knows, in a bucket), and needed for the points that it keeps and
+    one more.
+    """
     from orchestrator.cluster.machine import free_disk_bytes
 
     kept = job.resume.keep_latest + job.resume.keep_best + 1
-    return free_disk_bytes(str(folder)), kept * needs.point_bytes
+    free = None if storage.folder is None else free_disk_bytes(str(storage.folder))
+    return free, kept * needs.point_bytes
 
 
 def _memories() -> list[tuple[str, int]]:

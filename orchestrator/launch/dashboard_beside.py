@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,11 +21,11 @@ END_S = 5.0  # how long its end is waited for
 
 
 @contextmanager
-def dashboard_beside(job: JobConfig, folder: Path, progress: Progress) -> Iterator[None]:
-    """Serves the run's folder while inside, if the job asks for it; the link goes to the screen alone. If it
-    cannot be served a line says so, and the run goes on.
+def dashboard_beside(job: JobConfig, run: str, progress: Progress) -> Iterator[None]:
+    """Serves the run (its folder, or its URI) while inside, if the job asks for it; the link goes to the
+    screen alone. If it cannot be served a line says so, and the run goes on.
     """
-    process = _start(folder, progress) if job.monitor.dashboard else None
+    process = _start(run, progress) if job.monitor.dashboard else None
     try:
         yield
     finally:
@@ -34,8 +33,8 @@ def dashboard_beside(job: JobConfig, folder: Path, progress: Progress) -> Iterat
             _end(process)
 
 
-def _start(folder: Path, progress: Progress) -> subprocess.Popen[str] | None:
-    program = [sys.executable, "-m", "orchestrator.cli.commands", "dashboard", str(folder), "--until-eof"]
+def _start(run: str, progress: Progress) -> subprocess.Popen[str] | None:
+    program = [sys.executable, "-m", "orchestrator.cli.commands", "dashboard", run, "--until-eof"]
     try:
         process = subprocess.Popen(  # noqa: S603  our own program
             program,

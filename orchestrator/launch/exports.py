@@ -23,7 +23,7 @@ from orchestrator.resume.export import write_export
 from orchestrator.resume.export_files import EXPORTS, find_exports
 from orchestrator.resume.points import newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
-from orchestrator.storage.files import Storage
+from orchestrator.storage.open import open_storage
 
 LOOK_EVERY_S = 1.0
 _REFUSED = 3  # how the process of an export ends where the last line says why
@@ -180,7 +180,7 @@ def _main() -> None:
     """The process of one export: a task as a line on stdin, the reason of a failure as the last on stdout."""
     task = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    store = RunStore(Storage(task["storage"]))
+    store = RunStore(open_storage(task["storage"]))
     try:
         write_export(store, task["point"], store.storage, f"{EXPORTS}/{task['point']}")
     except OrchestratorError as error:

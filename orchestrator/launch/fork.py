@@ -4,7 +4,6 @@ takes the point over.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from orchestrator.launch.which_point import Found, PointPlan, Wanted, find, plan
 from orchestrator.resume.points import Point
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
-from orchestrator.storage.local_store import require_local
+from orchestrator.storage.open import absolute, split
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +45,7 @@ class ForkPlan(PointPlan):
         lines = self.point_lines(f"{self.fork}: {begins}")
         if self.stands_there:
             return [*lines, "  it exists already: nothing is to be done"]
-        storage, name = os.path.split(self.fork)
+        storage, name = split(self.fork)
         words = shlex.join([f"run.name={name}", f"run.storage={storage or '.'}"])
         start = f"orchestrator train CONFIG {words}"
         return [
@@ -79,8 +78,7 @@ def fork(
     history does not have, `ResumePointError` for a point that is damaged, `BusyError` if somebody is at work
     on the fork.
     """
-    require_local(new_uri)
-    folder = os.path.abspath(os.path.expanduser(new_uri))
+    folder = absolute(new_uri)
     new = RunStore(store.storage.beside(folder))
     seen = survey(store)
     require_journals(store, seen)
@@ -158,9 +156,9 @@ def take_over_and_end(store: RunStore, run: RunFile, newest: int, config: dict[s
 def _config(point: Point, folder: str) -> dict[str, Any]:
     """The point's configuration under the fork's name. Raises `ConfigError` for a name that cannot be one."""
     flat = in_todays_fields(point.config)
-    storage, name = os.path.split(folder)
+    storage, name = split(folder)
     job = parse_config(nested({**flat, "run.name": name, "run.storage": storage, "resume.from": "latest"}))
-    starting.check_writable(starting.run_folder(job))
+    starting.check_writable(starting.run_storage(job))
     return job.flat()
 
 

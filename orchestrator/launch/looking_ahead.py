@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.config.schema import JobConfig
@@ -77,7 +76,7 @@ def look_ahead(
     run = run or find_run(store)
     asked = skip_here(job, point.key if point else None, seen.parents, seen.lineage)
     info = point_info(store, point) if point is not None else None
-    here = sources_here(job, Path(store.storage.root), info, seen.parents, seen.lineage)
+    here = sources_here(job, store.storage, info, seen.parents, seen.lineage)
     spec = read_as(job, spec, here)
     identities = (run.identity, spec.identity()) if run else None
     epochs = find_known_epochs(store, seen.parents, seen.journal.events, job)
@@ -97,7 +96,7 @@ def _point_to_continue(
         seen = survey(store)
         if seen.lineage.records and spec.tokenizer_folder is None:
             # a first start may have frozen them since they were looked at
-            spec = prepare(job, Path(store.storage.root), freeze=False)
+            spec = prepare(job, store.storage, freeze=False)
         require_frozen(seen, spec)
         require_journals(store, seen)
         wanted = kept_point(store, seen, job)
@@ -153,7 +152,7 @@ def _look_at_fork(
     run = other.read_run()
     assert run is not None, "just read"
     asked = skip_here(job, point.key)
-    here = sources_here(job, Path(other.storage.root), point_info(other, point))
+    here = sources_here(job, other.storage, point_info(other, point))
     spec = read_as(job, spec, here)
     found = decide(other, job, point, (run.identity, spec.identity()), data=spec, skip=asked, here=here)
     found = _with_drawn_skip(found, job, spec, point, asked) if draw else found

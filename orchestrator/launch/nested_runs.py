@@ -7,11 +7,11 @@ It reads storage and changes nothing.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from orchestrator.errors import RefusedError
 from orchestrator.resume.run_file import RUN_FILE
 from orchestrator.resume.store import RunStore
+from orchestrator.storage.open import above, is_bucket
 
 
 def refuse_inside(store: RunStore) -> None:
@@ -19,11 +19,12 @@ def refuse_inside(store: RunStore) -> None:
     way of a symbolic link. A run's folder has a run.json, or (where that is lost) claims or resume points.
     """
     folder = store.storage.root
-    for above in dict.fromkeys((*Path(folder).parents, *Path(os.path.realpath(folder)).parents)):
-        other = RunStore(store.storage.beside(str(above)))
+    real = folder if is_bucket(folder) else os.path.realpath(folder)
+    for outer in dict.fromkeys((*above(folder), *above(real))):
+        other = RunStore(store.storage.beside(outer))
         if other.storage.exists(RUN_FILE) or other.claim_numbers() or other.point_names():
             raise RefusedError(
-                f"the new run's folder {folder} would lie inside the run {above}: a start of that run takes "
+                f"the new run's folder {folder} would lie inside the run {outer}: a start of that run takes "
                 "what lies in its folder for its own, and deletes what it does not know; nothing is "
                 "written. Give a folder that is in no run (for a start: another run.storage or run.name)"
             )
@@ -34,7 +35,7 @@ def refuse_around(store: RunStore, known: str) -> None:
     depth, or one that lies directly in it.
     """
     folder = store.storage.root
-    inner = [known] if Path(folder) in Path(known).parents else []
+    inner = [known] if folder in above(known) else []
     names = store.storage.list("")
     inner += [f"{folder}/{name}" for name in names if store.storage.exists(f"{name}/{RUN_FILE}")]
     if inner:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -49,7 +48,7 @@ def supervise(
     attempt: Attempt,
     plan: ResumePlan,
     spec: DataSpec,
-    folder: Path,
+    storage: Storage,
     limits: Limits,
     fault_plan: str,
     progress: Progress,
@@ -58,12 +57,12 @@ def supervise(
     """Starts what the attempt needs and stays until the run has ended; everything started here ends here.
     `until_tokens` as in `TrainJob`.
     """
-    _say_beginning(job, attempt, plan, spec, folder, limits, progress)
+    _say_beginning(job, attempt, plan, spec, storage, limits, progress)
     # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
     # soft: Ray 2.60 does not heed a soft affinity of actors without CPUs.
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
     stop_by = asker() if until_tokens is not None else ""
-    coordinator = _start_coordinator(job, attempt, folder, limits, here, fault_plan, stop_by)
+    coordinator = _start_coordinator(job, attempt, storage, limits, here, fault_plan, stop_by)
     try:
         feeder = _start_feeder(job, attempt, spec, limits, here)
     except BaseException as error:
@@ -78,11 +77,11 @@ def supervise(
         config=job,
         budgets=attempt.budgets,
         config_digest=starting.config_digest(job),
-        storage=str(folder),
+        storage=storage.root,
         fault_plan=fault_plan,
         until_tokens=until_tokens,
     )
-    launch = _launch(job, task, folder, limits)
+    launch = _launch(job, task, storage, limits)
     show = _shower(progress, limits, feeder)
     stalled = partial(_say_stall, progress, coordinator)
     supervisor = Supervisor(launch, coordinator, node_facts, show, stalled, progress.say)
@@ -92,7 +91,7 @@ def supervise(
         if status.ended == "done":
             why = why_done(job, attempt.budgets, status.last_step)
             status = replace(status, reason=f"{status.reason}: {why}")
-        return say_end(progress, job, status, RunStore(Storage(str(folder))), attempt.run_id)
+        return say_end(progress, job, status, RunStore(storage), attempt.run_id)
     finally:
         for handle in (feeder, coordinator):
             ray.kill(handle, no_restart=True)
@@ -103,12 +102,12 @@ def _say_beginning(
     attempt: Attempt,
     plan: ResumePlan,
     spec: DataSpec,
-    folder: Path,
+    storage: Storage,
     limits: Limits,
     progress: Progress,
 ) -> None:
     total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
-    progress.begin(folder, attempt.number, limits.max_workers, total)
+    progress.begin(storage, attempt.number, limits.max_workers, total)
     for note in spec.notes:
         progress.say(f"note: {note}")
     if not limits.feed_cpus:
@@ -121,7 +120,7 @@ def _say_beginning(
         progress.say(line)
 
 
-def _launch(job: JobConfig, task: WorkerTask, folder: Path, limits: Limits) -> Launch:
+def _launch(job: JobConfig, task: WorkerTask, storage: Storage, limits: Limits) -> Launch:
     """What the supervisor needs to start workers that do `task`."""
     gpus = {"GPU": 1.0} if job.cluster.use_gpu else {}
     return Launch(
@@ -129,7 +128,7 @@ def _launch(job: JobConfig, task: WorkerTask, folder: Path, limits: Limits) -> L
         train_function=train_function,
         worker_config={"task": task},
         resources_per_worker={"CPU": limits.cpus_per_worker, **gpus},
-        ray_storage=str(folder / "ray"),
+        ray_storage="" if storage.folder is None else str(storage.folder / "ray"),
         limits=limits,
     )
 
@@ -200,7 +199,13 @@ def _start_feeder(job: JobConfig, attempt: Attempt, spec: DataSpec, limits: Limi
 
 
 def _start_coordinator(
-    job: JobConfig, attempt: Attempt, folder: Path, limits: Limits, here: Any, fault_plan: str, stop_by: str
+    job: JobConfig,
+    attempt: Attempt,
+    storage: Storage,
+    limits: Limits,
+    here: Any,
+    fault_plan: str,
+    stop_by: str,
 ) -> Any:
     """The launch's coordinator, an actor on the node that `here` names."""
     options: dict[str, Any] = {
@@ -213,7 +218,7 @@ def _start_coordinator(
     }
     start = CoordinatorStart(
         attempt=attempt,
-        storage=str(folder),
+        storage=storage.root,
         min_workers=limits.min_workers,
         max_workers=limits.max_workers,
         expected=limits.max_workers,

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO, cast
 
 from orchestrator.errors import text_of
@@ -20,6 +19,7 @@ from orchestrator.history import sentences
 from orchestrator.launch.run_log import RunLog
 from orchestrator.launch.screen import Screen
 from orchestrator.records import RunStatus
+from orchestrator.storage.files import Storage
 
 _TRACEBACK = "Traceback (most recent call last)"
 
@@ -67,10 +67,11 @@ class Progress:
         finally:
             progress.close()
 
-    def begin(self, run_folder: Path, attempt: int, wanted: int, total_steps: int | None) -> None:
-        """The run's folder may be written from now on. `wanted`: workers that the run aims at."""
+    def begin(self, storage: Storage, attempt: int, wanted: int, total_steps: int | None) -> None:
+        """The run's storage may be written from now on. `wanted`: workers that the run aims at."""
         self._total, self._wanted = total_steps, wanted
-        self._log.open(run_folder, attempt)
+        if storage.folder is not None:
+            self._log.open(storage.folder, attempt)
 
     def show(self, status: RunStatus) -> None:
         """A new status. Its notices and warnings are lines of their own, at once."""

@@ -124,6 +124,7 @@ class RemoteMembership:
             reason=state.reason[-2000:],
             pid=os.getpid(),
             saving=state.saving,
+            holdings=state.holdings,
             idle_s=time.monotonic() - self._stepped_at if state.leaves is not None else 0.0,
         )
         answer = self._ask("join", request)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
@@ -327,7 +326,7 @@ class _Walk:
             self.state.model, config.train.seed, config.train.precision
         )
         self._gradient.enter(0, 1)
-        spec = prepare_trained(config, Path(history.store.storage.root), self._regime.sources)
+        spec = prepare_trained(config, history.store.storage, self._regime.sources)
         require_frozen(history.seen, spec)
         self.close()
         self._feed = InProcessFeed(spec.made_by(history.seen.encoders), config.data.replay_bytes)

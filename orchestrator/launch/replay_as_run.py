@@ -6,7 +6,6 @@ The run is only read, but for the pin that a fork which stays has on its point.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 from orchestrator.config.schema import JobConfig, nested, parse_config
@@ -23,7 +22,7 @@ from orchestrator.launch.scratch import remove_left, scratch
 from orchestrator.launch.which_point import Wanted, place
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
-from orchestrator.storage.local_store import require_local
+from orchestrator.storage.open import absolute, split
 
 # a launch of the replay saves at its end alone, and serves nothing beside it
 _QUIET = {
@@ -80,9 +79,7 @@ def replay_as_run(
     if to_point is None:
         with scratch(store, say) as folder:
             return _replayed(history, folder, overrides, run, say, stays=None)
-    require_local(to_point)
-    folder = os.path.abspath(os.path.expanduser(to_point))
-    return _replayed(history, folder, overrides, run, say, stays=to_point)
+    return _replayed(history, absolute(to_point), overrides, run, say, stays=to_point)
 
 
 def _replayed(
@@ -135,7 +132,7 @@ def _segments(history: History) -> list[tuple[Regime, int]]:
 
 
 def _job(regime: Regime, folder: str, overrides: Sequence[str]) -> JobConfig:
-    storage, name = os.path.split(folder)
+    storage, name = split(folder)
     flat = {**regime.config.flat(), **_QUIET, "run.name": name, "run.storage": storage}
     return parse_config(nested(flat), overrides)
 

@@ -11,23 +11,25 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shlex
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from blake3 import blake3
 
 from orchestrator.cluster.machine import machine_id, this_process
+from orchestrator.errors import StorageError
 from orchestrator.history.busy import Busy
 from orchestrator.history.journal_reader import journal_process
 from orchestrator.history.processes import AllEnded, has_ended
 from orchestrator.resume.store import RunStore
+from orchestrator.storage.files import Storage
+from orchestrator.storage.open import is_bucket, join, split
 
 PREFIX = ".replay-"
 _NAME = re.compile(r"\.replay-.+-(?P<machine>[0-9a-f]{12})-(?P<pid>\d+)-(?P<start>\d*)-[^-]+")
@@ -45,36 +47,38 @@ class LeftScratch:
             return f"{self.path} is left of a replay that was killed; `points --prune` and `replay` remove it"
         return (
             f"{self.path} belongs to a replay of another machine (or of this one before it was booted anew), "
-            f"so nobody can tell here whether that is still at work; once it has ended, remove it: "
-            f"rm -r {shlex.quote(self.path)}"
+            f"so nobody can tell here whether that is still at work; once it has ended, {_by_hand(self.path)}"
         )
 
 
 @contextmanager
 def scratch(store: RunStore, say: Callable[[str], None]) -> Iterator[str]:
-    """A run's folder to be, on the run's own file system; afterwards it is gone. After a SIGKILL it stays,
-    until `remove_left`.
+    """A run's folder to be, on the run's own file system, or in its bucket; afterwards it is gone. After a
+    SIGKILL it stays, until `remove_left`.
     """
     from orchestrator.launch.start import check_writable
 
-    storage, name = os.path.split(store.storage.root)
-    check_writable(Path(storage))
+    beside, name = split(store.storage.root)
+    storage = store.storage.beside(beside)
+    check_writable(storage)
     _, pid, start = this_process()
-    folder = tempfile.mkdtemp(prefix=f"{PREFIX}{name}-{_machine()}-{pid}-{start}-", dir=storage)
+    own = f"{PREFIX}{name}-{_machine()}-{pid}-{start}-{secrets.token_hex(4)}"
+    if storage.folder is not None:
+        (storage.folder / own).mkdir(mode=0o700)
     try:
-        yield os.path.join(folder, name)
+        yield join(beside, own, name)
     finally:
-        _remove(folder, say, f"removed {folder}")
+        _remove(storage, own, say, f"removed {join(beside, own)}")
 
 
 def left(store: RunStore) -> list[LeftScratch]:
     """What lies beside the run of replays that are over, or may be; not those that this machine still runs.
     It looks at names only, and raises nothing: a folder that cannot be listed has none.
     """
-    storage = os.path.dirname(store.storage.root)
+    beside = split(store.storage.root)[0]
     try:
-        names = sorted(name for name in os.listdir(storage) if name.startswith(PREFIX))
-    except OSError:
+        names = [name for name in store.storage.beside(beside).list("") if name.startswith(PREFIX)]
+    except StorageError:
         return []
     found = []
     for name in names:
@@ -82,7 +86,7 @@ def left(store: RunStore) -> list[LeftScratch]:
         is_here = match is not None and match["machine"] == _machine()
         dead = is_here and match is not None and has_ended(machine_id(), int(match["pid"]), match["start"])
         if dead or not is_here:
-            found.append(LeftScratch(path=os.path.join(storage, name), dead=dead))
+            found.append(LeftScratch(path=join(beside, name), dead=dead))
     return found
 
 
@@ -96,15 +100,17 @@ def remove_left(store: RunStore, say: Callable[[str], None]) -> None:
         elif _is_in_use(store, each.path, say):
             say(f"note: {each.path} is left of a replay that was killed, and its launch still runs: kept")
         else:
-            _remove(each.path, say, f"removed {each.path}, left of a replay that was killed")
+            beside, name = split(each.path)
+            told = f"removed {each.path}, left of a replay that was killed"
+            _remove(store.storage.beside(beside), name, say, told)
 
 
 def _is_in_use(store: RunStore, folder: str, say: Callable[[str], None]) -> bool:
     """Whether the launch of a driver that was killed may still write there."""
     from orchestrator.launch.busy_watch import BUSY_WATCH_S
 
-    for name in os.listdir(folder):
-        inner = RunStore(store.storage.beside(os.path.join(folder, name)))
+    for name in store.storage.beside(folder).list(""):
+        inner = RunStore(store.storage.beside(join(folder, name)))
         ended = AllEnded(inner, partial(journal_process, inner.storage))
         newest = inner.newest_claim()
         if newest is not None and inner.read_end(newest.number) is None and not ended(newest):
@@ -115,10 +121,22 @@ def _is_in_use(store: RunStore, folder: str, say: Callable[[str], None]) -> bool
     return False
 
 
-def _remove(folder: str, say: Callable[[str], None], told: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    there = os.path.exists(folder)
-    say(f"warning: {folder} could not be removed; remove it: rm -r {shlex.quote(folder)}" if there else told)
+def _remove(storage: Storage, name: str, say: Callable[[str], None], told: str) -> None:
+    folder, there = join(storage.root, name), True
+    if storage.folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        there = os.path.exists(folder)
+    else:
+        with suppress(StorageError):
+            storage.delete_folder(name)
+            there = False
+    say(f"warning: {folder} could not be removed; {_by_hand(folder)}" if there else told)
+
+
+def _by_hand(folder: str) -> str:
+    if is_bucket(folder):
+        return f"delete all objects below {folder}/"
+    return f"remove it: rm -r {shlex.quote(folder)}"
 
 
 def _machine() -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
@@ -33,7 +32,8 @@ from orchestrator.records import Cursor
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
-from orchestrator.storage.local_store import require_local
+from orchestrator.storage.open import join, open_storage
+from orchestrator.storage.probe import check_bucket
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
@@ -44,22 +44,31 @@ _RNG = (  # what `trainer.model.seed_micro_batch` does
 )
 
 
-def run_folder(job: JobConfig) -> Path:
-    """The run's folder, absolute. Raises `ConfigError` for a URI, and for a folder that Ray would delete."""
-    require_local(job.run.storage, f"run.storage={job.run.storage}")
-    folder = Path(os.path.abspath(job.run.run_uri))
-    if JOB_COPIES in folder.parts:
+def run_storage(job: JobConfig) -> Storage:
+    """Where the run lies: a folder, or a prefix of a bucket. Raises `ConfigError` for a URI of another kind,
+    and for a folder that Ray would delete.
+    """
+    try:
+        storage = open_storage(job.run.run_uri)
+    except ConfigError as error:
+        raise ConfigError(f"run.storage: {error}") from error
+    if (folder := storage.folder) is not None and JOB_COPIES in folder.parts:
         raise ConfigError(
             f"run.storage={job.run.storage}: the run would lie in {folder}, a Ray job's copy of its working "
             "directory, which Ray deletes; give an absolute path that all nodes see, e.g. "
             "run.storage=$PWD/runs where you submit"
         )
-    return folder
+    return storage
 
 
-def check_writable(folder: Path) -> None:
-    """Raises `StorageError` if the run's folder can neither be made nor written."""
-    parent = folder
+def check_writable(storage: Storage) -> None:
+    """Raises `StorageError` if the run's folder can neither be made nor written. In a bucket an object is
+    created and deleted; `StorageError`, too, if the bucket lets two create it.
+    """
+    if storage.folder is None:
+        check_bucket(storage)
+        raise StorageError(f"{storage.root}: this version reads runs in buckets and trains in folders only")
+    folder = parent = storage.folder
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
@@ -90,44 +99,46 @@ def missing_run(store: RunStore, pieces: Sequence[str]) -> str:
     )
 
 
-def prepare(job: JobConfig, folder: Path, *, freeze: bool) -> DataSpec:
+def prepare(job: JobConfig, storage: Storage, *, freeze: bool) -> DataSpec:
     """The job's data, as the run has frozen them; where it has not yet, nothing is written unless `freeze`.
 
     Raises as `data.preparing.prepare_data` does, and `ConfigError` for a model whose vocabulary is too small.
     """
     from orchestrator.data.preparing import prepare_data
 
-    here = _here_before(job, folder)
+    here = _here_before(job, storage)
     if here is None:
-        spec = prepare_data(job, folder if freeze else None)
+        spec = prepare_data(job, storage if freeze else None)
     else:
-        spec = prepare_data(job, here.folder, here.reading)
+        spec = prepare_data(job, here.storage, here.reading)
     return require_vocabulary(job, spec)
 
 
-def _here_before(job: JobConfig, folder: Path) -> SourcesHere | None:
+def _here_before(job: JobConfig, storage: Storage) -> SourcesHere | None:
     """What a start would read, before it looks at the run closely; None where nothing is frozen. It looks at
     the run's history only where which point is continued may make a difference.
     """
     from orchestrator.data.frozen import frozen_sources
 
-    store, other = RunStore(Storage(str(folder))), None
-    if frozen_sources(folder) is None:
+    store, other = RunStore(storage), None
+    if frozen_sources(storage) is None:
         if not is_folder(job.resume.from_):
             return None
-        other = Path(other_run(job.resume.from_)[0])  # a fork has the data of the run that it begins with
+        other = storage.beside(
+            other_run(job.resume.from_)[0]
+        )  # a fork has the data of the run that it begins with
         if frozen_sources(other) is None:
             return None
     if (fork := fork_to_begin(store, job, find_run(store))) is not None:
         elsewhere, point = read_parent_point(store, fork, job.run.name, fast=True)
-        return sources_here(job, other or folder, point_info(elsewhere, point))
+        return sources_here(job, other or storage, point_info(elsewhere, point))
     parents, _ = store.parents()
-    if plain_reading(job, (parents[-1].sources if parents else ()) or first_of(folder)):
-        return sources_here(job, folder, None)
+    if plain_reading(job, (parents[-1].sources if parents else ()) or first_of(storage)):
+        return sources_here(job, storage, None)
     seen = survey(store, with_steps=False)
     newest, _ = choose_point(store, seen, kept_point(store, seen, job), fast=True)
     info = point_info(store, newest) if newest is not None else None
-    return sources_here(job, folder, info, seen.parents, seen.lineage)
+    return sources_here(job, storage, info, seen.parents, seen.lineage)
 
 
 def require_vocabulary(job: JobConfig, spec: DataSpec) -> DataSpec:
@@ -141,19 +152,19 @@ def require_vocabulary(job: JobConfig, spec: DataSpec) -> DataSpec:
     return spec
 
 
-def freeze(job: JobConfig, folder: Path, looked_at: DataSpec, attempt: Attempt) -> DataSpec:
+def freeze(job: JobConfig, storage: Storage, looked_at: DataSpec, attempt: Attempt) -> DataSpec:
     """The data of a claimed attempt: those that `prepare` looked at before the claim, frozen in the run's
-    folder if they are not yet (see `data.preparing.freeze_data`), by the lists that the claim says.
+    storage if they are not yet (see `data.preparing.freeze_data`), by the lists that the claim says.
     """
     from orchestrator.data.frozen import TOKENIZER_FOLDER
     from orchestrator.data.preparing import freeze_data
 
     if looked_at.tokenizer_folder is None:
-        return freeze_data(job, folder, looked_at).made_by(attempt.encoders)
+        return freeze_data(job, storage, looked_at).made_by(attempt.encoders)
     reading = reading_of(attempt)
-    here = looked_at.tokenizer_folder == str(folder / TOKENIZER_FOLDER)  # else a fork's, where it began
+    here = looked_at.tokenizer_folder == join(storage.root, TOKENIZER_FOLDER)  # else a fork's, where it began
     if not here or looked_at.unwritten or not has_lists(looked_at, reading):
-        looked_at = read_frozen_data(job, folder, reading)
+        looked_at = read_frozen_data(job, storage, reading)
     return looked_at.made_by(attempt.encoders)
 
 
@@ -164,11 +175,11 @@ def reading_of(attempt: Attempt) -> Reading:
     )
 
 
-def read_frozen_data(job: JobConfig, folder: Path, reading: Reading) -> DataSpec:
+def read_frozen_data(job: JobConfig, storage: Storage, reading: Reading) -> DataSpec:
     """The data of a claimed attempt, in another process than the one that claimed it. Raises as `prepare`."""
     from orchestrator.data.preparing import prepare_data
 
-    return require_vocabulary(job, prepare_data(job, folder, reading))
+    return require_vocabulary(job, prepare_data(job, storage, reading))
 
 
 def config_digest(job: JobConfig) -> str:

@@ -17,7 +17,8 @@ from orchestrator.cluster.job_server import STOP_WAIT, JobServer, JobStatus
 from orchestrator.config.schema import load_config
 from orchestrator.data.sources.formats import format_of
 from orchestrator.errors import BusyError, ConfigError
-from orchestrator.launch.start import run_folder
+from orchestrator.launch.start import run_storage
+from orchestrator.storage.open import is_bucket
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
@@ -30,7 +31,7 @@ EXCLUDES = (".git", ".venv", "__pycache__", ".mypy_cache", ".pytest_cache", ".ru
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
-    """What is given to the job server. `run_uri` is the run's folder, as the nodes see it."""
+    """What is given to the job server. `run_uri` is the run's folder, as the nodes see it, or its URI."""
 
     job_id: str
     run_uri: str
@@ -76,10 +77,10 @@ def submission(
     """
     folder = Path(os.path.abspath(folder))
     job = load_config(config, overrides)
-    if not os.path.isabs(job.run.storage):
+    if not os.path.isabs(job.run.storage) and not is_bucket(job.run.storage):
         raise ConfigError(
             f"run.storage={job.run.storage} is relative: the run would lie in the job's copy of {folder}, "
-            "which Ray deletes; give an absolute path that all nodes see, e.g. "
+            "which Ray deletes; give an absolute path that all nodes see, or a bucket's URI, e.g. "
             f"run.storage={folder / 'runs'}"
         )
     problems = list(_not_in_the_copy(job, Path(config), folder))
@@ -87,7 +88,7 @@ def submission(
         raise ConfigError(
             "\n".join(["the job would run in a copy of this folder, which lacks what it names:", *problems])
         )
-    run_uri = str(run_folder(job))
+    run_uri = run_storage(job).root
     words = [*shlex.split(python), "-m", "orchestrator.cli.commands", "train", str(config), *overrides]
     return Submission(
         job_id=f"{job.run.name}-{token}",

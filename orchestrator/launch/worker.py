@@ -34,7 +34,7 @@ class WorkerTask:
     config: JobConfig
     budgets: Budgets
     config_digest: str
-    storage: str
+    storage: str  # as `open_storage` takes it
     fault_plan: str = ""  # JSON of faults.FaultPlan, "" outside tests
     until_tokens: int | None = None  # see `TrainJob`
 
@@ -69,7 +69,7 @@ def train_function(config: dict[str, Any]) -> None:
         from orchestrator.faults import hook
         from orchestrator.launch.remote_membership import Place, RemoteMembership
         from orchestrator.resume.committed import CommittedFiles
-        from orchestrator.storage.files import Storage
+        from orchestrator.storage.open import open_storage
         from orchestrator.trainer.job import TrainJob
         from orchestrator.trainer.loop import train
 
@@ -97,7 +97,7 @@ def train_function(config: dict[str, Any]) -> None:
             job,
             membership,
             RayFeed(task.feeder, task.launch),
-            CommittedFiles(Storage(task.storage)),
+            CommittedFiles(open_storage(task.storage)),
             faults=hook(task.fault_plan),
         )
     except OrchestratorError as error:

@@ -5,15 +5,12 @@ It knows segments and lines; it interprets none. What it costs does not grow wit
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import orjson
 
-from orchestrator.history.journal import FOLDER
+from orchestrator.history.segments import SegmentRef, journals, read_from, segments
 from orchestrator.storage.files import Storage
-
-_ATTEMPT, _SEGMENT = re.compile(r"a(\d{4,})"), re.compile(r"\d{6,}\.jsonl")
 
 
 class JournalFollower:
@@ -24,7 +21,7 @@ class JournalFollower:
         self._storage, self._attempt = storage, attempt
         self._offsets: dict[str, int] = {}  # by segment: bytes that were read
         self._read_out: set[str] = set()  # closed segments
-        self._seen: dict[str, int] = {}  # by folder: the newest line's number
+        self._seen: dict[int, int] = {}  # by attempt: the newest line's number
         self.lines()
 
     def lines(self) -> list[dict[str, Any]]:
@@ -32,40 +29,36 @@ class JournalFollower:
         failed in between, comes once. Raises `StorageError`; the next call goes on at the same place.
         """
         found: list[dict[str, Any]] = []
-        for folder in self._folders():
-            names = [name for name in self._storage.list(folder) if _SEGMENT.fullmatch(name)]
-            for name in names:
-                segment = f"{folder}/{name}"
-                if segment in self._read_out:
+        for attempt in journals(self._storage):
+            if attempt < self._attempt:
+                continue
+            refs = segments(self._storage, attempt)
+            for ref in refs:
+                if ref.path in self._read_out:
                     continue
-                found += self._read(folder, segment)
-                if name != names[-1]:  # it was closed before the next one was begun
-                    self._read_out.add(segment)
+                found += self._read(ref)
+                if ref is not refs[-1]:  # it was closed before the next one was begun
+                    self._read_out.add(ref.path)
         return found
 
-    def _read(self, folder: str, segment: str) -> list[dict[str, Any]]:
-        offset = self._offsets.get(segment, 0)
+    def _read(self, ref: SegmentRef) -> list[dict[str, Any]]:
+        offset = self._offsets.get(ref.path, 0)
         try:
-            data = self._storage.read(segment, offset)
+            data = read_from(self._storage, ref, offset)
         except FileNotFoundError:
             return []  # it was there a moment ago: somebody deletes the run
         complete = data[: data.rfind(b"\n") + 1]
-        self._offsets[segment] = offset + len(complete)
-        lines = (self._new(folder, text) for text in complete.splitlines())
+        self._offsets[ref.path] = offset + len(complete)
+        lines = (self._new(ref.attempt, text) for text in complete.splitlines())
         return [line for line in lines if line is not None]
 
-    def _new(self, folder: str, text: bytes) -> dict[str, Any] | None:
+    def _new(self, attempt: int, text: bytes) -> dict[str, Any] | None:
         try:
             line = orjson.loads(text)
             seq = int(line["seq"])
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
             return None  # torn by a write that failed: it stands whole in the next segment
-        if seq <= self._seen.get(folder, 0):
+        if seq <= self._seen.get(attempt, 0):
             return None
-        self._seen[folder] = seq
+        self._seen[attempt] = seq
         return line  # type: ignore[no-any-return]
-
-    def _folders(self) -> list[str]:
-        matches = (match for match in map(_ATTEMPT.fullmatch, self._storage.list(FOLDER)) if match)
-        attempts = sorted((int(match[1]), match[0]) for match in matches)
-        return [f"{FOLDER}/{name}" for number, name in attempts if number >= self._attempt]

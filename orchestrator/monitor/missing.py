@@ -13,29 +13,28 @@ from dataclasses import dataclass
 
 from orchestrator.history.claim_files import ATTEMPTS, JOURNAL, RESTARTED
 from orchestrator.history.claims import ORIGIN, ClaimParent
+from orchestrator.history.segments import journal_folder, journals, segment_path, segments
 from orchestrator.monitor.tail import Tail
 from orchestrator.resume.fates import point_fates
 from orchestrator.resume.points import COMMIT, newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.verify import POINTS
-from orchestrator.storage.files import Storage
 
 SHOWN = 3  # so many of one kind are named
 _ATTEMPT_FILE = re.compile(r"(\d{4,})\.(json|parent\.json|end\.json|heartbeat|start-heartbeat)(-\d+)?")
-_JOURNAL = re.compile(r"a(\d{4,})")
-_SEGMENT = re.compile(r"(\d{6,})\.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Names:
     """The names in a run's folder: what each attempt has (`json`, `parent.json`, …), the folders below
-    points/, the numbers of each attempt's journal segments, and the files below manifest/ and tokenizer/.
-    `unwritten` are the attempts without a journal that must have had one.
+    points/, the numbers of each attempt's journal segments and the pieces that these lack, and the files
+    below manifest/ and tokenizer/. `unwritten` are the attempts without a journal that must have had one.
     """
 
     attempts: Mapping[int, Collection[str]]
     points: Sequence[str]
     segments: Mapping[int, Sequence[int]]
+    pieces_gone: Sequence[str]
     manifest: Sequence[str]
     tokenizer: Sequence[str]
     unwritten: frozenset[int]
@@ -51,9 +50,8 @@ def read_names(store: RunStore) -> Names:
         if match is not None:
             attempts.setdefault(int(match[1]), set()).add(match[2])
     points = newest_first(storage.list(POINTS))
-    journals = [match for match in map(_JOURNAL.fullmatch, storage.list(JOURNAL)) if match]
-    segments = {int(journal[1]): _segments(storage, journal[0]) for journal in journals}
-    written = {number for number, found in segments.items() if found}
+    found = {number: segments(storage, number) for number in journals(storage)}
+    written = {number for number, refs in found.items() if refs}
     must = {_attempt_of(name) for name in points}
     if {*attempts} - written:
         parents, _ = store.parents()
@@ -64,17 +62,13 @@ def read_names(store: RunStore) -> Names:
     return Names(
         attempts=attempts,
         points=points,
-        segments=segments,
+        segments={number: [ref.number for ref in refs] for number, refs in found.items()},
+        pieces_gone=tuple(path for refs in found.values() for ref in refs for path in ref.gone),
         manifest=storage.list("manifest"),
         tokenizer=storage.list("tokenizer"),
         # once more: one of them may have begun since, and ended
-        unwritten=frozenset(n for n in must - written if not _segments(storage, f"a{n:04d}")),
+        unwritten=frozenset(n for n in must - written if not segments(storage, n)),
     )
-
-
-def _segments(storage: Storage, journal: str) -> list[int]:
-    found = map(_SEGMENT.fullmatch, storage.list(f"{JOURNAL}/{journal}"))
-    return sorted(int(match[1]) for match in found if match)
 
 
 def _wrote(store: RunStore, number: int) -> bool:
@@ -136,9 +130,9 @@ def missing_pieces(
         for number in sorted((unwritten | written) & claims)
         if "parent.json" not in names.attempts[number] or number in torn
     ]
-    journals = [f"{JOURNAL}/a{number:04d}" for number in sorted(unwritten)]
+    unbegun = [journal_folder(number) for number in sorted(unwritten)]
     gaps = [
-        f"{JOURNAL}/a{number:04d}/{segment:06d}.jsonl"
+        segment_path(number, segment)
         for number, found in sorted(names.segments.items())
         for segment in range(1, max(found, default=0))
         if segment not in found
@@ -153,8 +147,8 @@ def missing_pieces(
         for text in (
             f"{ATTEMPTS}/" if unclaimed and not names.attempts else _few(unclaimed),
             _few(orphaned),
-            f"{JOURNAL}/" if journals and not names.segments else _few(journals),
-            _few(gaps),
+            f"{JOURNAL}/" if unbegun and not names.segments else _few(unbegun),
+            _few([*gaps, *names.pieces_gone]),
             _few(points),
             _few(frozen),
         )

@@ -4,7 +4,6 @@ trained on. Needs no cluster.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -34,8 +33,7 @@ from orchestrator.records import StepRecord
 from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
-from orchestrator.storage.files import Storage
-from orchestrator.storage.local_store import require_local
+from orchestrator.storage.open import open_storage
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -65,8 +63,7 @@ class Run:
 
     def __init__(self, run_uri: str | Path) -> None:
         self.uri = str(run_uri)
-        require_local(self.uri)
-        self._store = RunStore(Storage(os.path.abspath(self.uri)))
+        self._store = RunStore(open_storage(self.uri))
         self._require_run()
 
     def _require_run(self) -> None:
@@ -514,7 +511,7 @@ class Run:
 
         configs = [config for _, config in self._configs(seen)]
         try:
-            spec = prepare_trained(configs[-1], Path(self._store.storage.root), seen.sources)
+            spec = prepare_trained(configs[-1], self._store.storage, seen.sources)
         except DataIdentityError as error:
             raise DataIdentityError(f"{error}{accepted_text(seen)}") from error
         require_frozen(seen, spec)

@@ -4,7 +4,6 @@ stopped and watched like any other.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from orchestrator.monitor.local_launch import LocalLaunch
 from orchestrator.monitor.run import Run
 from orchestrator.monitor.verdict import FAILED, STARTING
 from orchestrator.monitor.view import Quiet, RunView
-from orchestrator.storage.local_store import require_local
+from orchestrator.storage.open import join, open_storage
 
 _LOOK_S = 0.5
 
@@ -127,14 +126,14 @@ def _not_begun(view: RunView, launch: str, alive: bool, error: str) -> RunView:
 
 
 def runs(storage: str | Path) -> list[Run]:
-    """The runs that lie in a storage folder, by name. Raises `RefusedError` if there is no such folder,
-    `ConfigError` for a URI.
+    """The runs that lie in a storage, a folder or a prefix of a bucket, by name. Raises `RefusedError` if
+    there is no such folder, `ConfigError` for a URI of another kind.
     """
-    require_local(str(storage))
-    if not os.path.isdir(storage):
+    where = open_storage(str(storage))
+    if where.folder is not None and not where.folder.is_dir():
         raise RefusedError(f"{storage}: there is no such folder; give the one that `run.storage` names")
     found = []
-    for name in sorted(os.listdir(storage)):
+    for name in where.list(""):
         with suppress(RefusedError):
-            found.append(Run(os.path.join(storage, name)))
+            found.append(Run(join(str(storage), name)))
     return found

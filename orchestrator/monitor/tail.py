@@ -18,7 +18,8 @@ import orjson
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal import FOLDER, GENERATION, OWN_FIELDS, SEGMENT_BYTES, STEP
+from orchestrator.history.journal import GENERATION, OWN_FIELDS, SEGMENT_BYTES, STEP
+from orchestrator.history.segments import SegmentRef, journals, num_bytes, read_from, segments
 from orchestrator.json_form import decode
 from orchestrator.records import GroupChange, GroupMember, Loss
 from orchestrator.storage.files import Storage
@@ -27,8 +28,6 @@ from orchestrator.storage.files import Storage
 # those that writes which failed have left small or empty.
 LEAST_BYTES = SEGMENT_BYTES
 STEPS = 50  # that speed is computed from
-_ATTEMPT = re.compile(r"a(\d{4,})")
-_SEGMENT = re.compile(r"\d{6,}\.jsonl")
 _KIND = re.compile(rb'"kind":"([^"]*)"')
 LOST = (EventKind.MEMBER_DEAD, EventKind.LEFT_OUT, EventKind.MEMBER_FAILED)  # each names the `member`
 _FAULTS = (
@@ -109,24 +108,23 @@ def read_tail(storage: Storage, set_aside: Callable[[dict[str, Any]], bool] = la
     them (the last one may be in the middle of being written) are passed over. A line that stands in several
     segments, because a write of it failed, is taken once.
     """
-    segments, whole_from = _newest_segments(storage)
+    newest, whole_from = _newest_segments(storage)
     tail = Tail(whole_from=whole_from)
-    oldest: dict[str, int] = {}  # of each attempt's lines the least number that was taken
-    for segment, line in _lines_backwards(storage, segments):
+    oldest: dict[int, int] = {}  # of each attempt's lines the least number that was taken
+    for attempt, line in _lines_backwards(storage, newest):
         kind = _KIND.search(line)
         if kind is None:
             continue
         name = kind.group(1).decode(errors="replace")
         if name == STEP and len(tail.steps) >= STEPS:
             continue
-        folder = segment.rpartition("/")[0]
         try:
             fields = orjson.loads(line)
-            if folder in oldest and fields["seq"] >= oldest[folder]:
+            if attempt in oldest and fields["seq"] >= oldest[attempt]:
                 continue
             if name != STEP or not set_aside(fields):
                 _take(tail, name, fields)
-            oldest[folder] = fields["seq"]
+            oldest[attempt] = fields["seq"]
         except (orjson.JSONDecodeError, OrchestratorError, KeyError, TypeError):
             continue
     return tail
@@ -161,34 +159,32 @@ def _change(line: dict[str, Any]) -> GroupChange:
     return decode(GroupChange, fields)
 
 
-def _newest_segments(storage: Storage) -> tuple[list[str], int]:
+def _newest_segments(storage: Storage) -> tuple[list[SegmentRef], int]:
     """The segments to read, newest first, and the attempt from which on these are all there are (0: all)."""
-    newest: list[str] = []
-    num_bytes = 0
-    attempts = [name for name in storage.list(FOLDER) if _ATTEMPT.fullmatch(name)]
-    for attempt in sorted(attempts, key=lambda name: int(name[1:]), reverse=True):
-        segments = [name for name in storage.list(f"{FOLDER}/{attempt}") if _SEGMENT.fullmatch(name)]
-        for segment in sorted(segments, key=lambda name: int(name[:-6]), reverse=True):
-            if num_bytes >= LEAST_BYTES:
-                return newest, int(attempt[1:]) + 1
-            newest.append(f"{FOLDER}/{attempt}/{segment}")
-            with _there(newest[-1]):
-                num_bytes += storage.size(newest[-1])
+    newest: list[SegmentRef] = []
+    found = 0
+    for attempt in reversed(journals(storage)):
+        for ref in reversed(segments(storage, attempt)):
+            if found >= LEAST_BYTES:
+                return newest, attempt + 1
+            newest.append(ref)
+            with _there(ref):
+                found += num_bytes(storage, ref)
     return newest, 0
 
 
-def _lines_backwards(storage: Storage, segments: Sequence[str]) -> Iterator[tuple[str, bytes]]:
-    """Every line and the segment in which it stands."""
-    for segment in segments:
-        with _there(segment):
-            content = storage.read(segment)
+def _lines_backwards(storage: Storage, newest: Sequence[SegmentRef]) -> Iterator[tuple[int, bytes]]:
+    """Every line and the attempt whose journal it is in."""
+    for ref in newest:
+        with _there(ref):
+            content = read_from(storage, ref)
         for line in reversed(content.split(b"\n")):
-            yield segment, line
+            yield ref.attempt, line
 
 
 @contextmanager
-def _there(segment: str) -> Iterator[None]:
+def _there(ref: SegmentRef) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise StorageError(f"{segment} vanished while it was read; look again") from error
+        raise StorageError(f"{ref.path} vanished while it was read; look again") from error

@@ -180,7 +180,7 @@ def _special_ids(store: RunStore, config: Mapping[str, Any]) -> dict[str, int | 
     """BOS and EOS of the run's tokenizer, those that the configuration names first; transformers'
     configurations have ids of some other tokenizer by default.
     """
-    frozen = read_frozen(Path(store.storage.root))
+    frozen = read_frozen(store.storage)
     if frozen is None:
         return {}
     facts = examine(str(store.storage.root), frozen.tokenizer_files)

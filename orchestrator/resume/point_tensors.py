@@ -15,36 +15,14 @@ import orjson
 from blake3 import blake3
 
 from orchestrator.errors import ResumePointError
+from orchestrator.parts.dtypes import SAFETENSORS, num_bytes
 from orchestrator.records import TensorChunk, TensorEntry
 from orchestrator.resume.points import Damage
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.verify import point_path
 
 MODEL = "model"
-# What torch calls a type of numbers → what a safetensors file does, and the bytes of one number.
-SAFETENSORS = {
-    "float64": ("F64", 8),
-    "float32": ("F32", 4),
-    "bfloat16": ("BF16", 2),
-    "float16": ("F16", 2),
-    "int64": ("I64", 8),
-    "int32": ("I32", 4),
-    "int16": ("I16", 2),
-    "int8": ("I8", 1),
-    "uint8": ("U8", 1),
-    "bool": ("BOOL", 1),
-}
 _LENGTH_BYTES = 8  # of the header's length, with which a safetensors file begins
-
-
-def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """The size of a tensor. Raises `ResumePointError` for a type of numbers that is not known here."""
-    if dtype not in SAFETENSORS:
-        raise ResumePointError(
-            f"a tensor has the type {dtype}, this version writes {', '.join(SAFETENSORS)}; train with one of "
-            "these"
-        )
-    return math.prod(shape) * SAFETENSORS[dtype][1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import orjson
 from blake3 import blake3
 
+from orchestrator.parts.dtypes import SAFETENSORS, num_bytes
 from orchestrator.records import FileEntry
-from orchestrator.resume.point_tensors import SAFETENSORS, num_bytes
 from orchestrator.storage.files import Storage
 
 SHARD_BYTES = 5 * 10**9

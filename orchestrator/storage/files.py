@@ -7,8 +7,8 @@ needs to keep its word is its store's (`orchestrator.storage.store`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import PurePosixPath
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
 
 from blake3 import blake3
 
@@ -16,7 +16,7 @@ from orchestrator.errors import StorageError
 from orchestrator.records import FileEntry
 from orchestrator.storage.disk import AppendHandle, Disk
 from orchestrator.storage.local_store import LocalStore
-from orchestrator.storage.store import AppendingStore, Pieces, Store
+from orchestrator.storage.store import AppendingStore, Listed, Pieces, Store, Traits
 
 READ_BYTES = 8 << 20
 _FIRST_BYTES = 64 << 10  # most files are documents that fit, and memory for 8 MiB takes longer than they do
@@ -50,8 +50,18 @@ class Storage:
 
     @property
     def root(self) -> str:
-        """The folder's absolute path."""
+        """The folder's absolute path, or the URI, without a slash at its end."""
         return self._store.root
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder, where this is one; None in a bucket, of which this machine has no files."""
+        return Path(self.root) if isinstance(self._store, LocalStore) else None
+
+    @property
+    def traits(self) -> Traits:
+        """What this kind of storage can do."""
+        return self._store.traits
 
     def __repr__(self) -> str:
         return f"Storage({self.root!r})"
@@ -68,6 +78,16 @@ class Storage:
         self._store.put(self._inside(path), lambda: (view,), len(view))
         return FileEntry(path=path, bytes=len(view), digest=blake3(view).hexdigest())
 
+    def replace(self, path: str, data: bytes) -> None:
+        """A file in the place of one on which nobody relies any more, if there is one; durable and whole, as
+        by `create`. On a disk whoever else creates the name meanwhile keeps it. Raises `StorageError`.
+        """
+        if self._store.traits.refuses_taken:
+            self.delete(path)
+            self.create(path, data)
+        else:  # taken away first, a delayed repeat of that might take the new one away
+            self.write(path, data)
+
     def put(self, path: str, pieces: Pieces, size: int) -> None:
         """Write a new file of `size` bytes from pieces of any length in bounded memory, fsync its content;
         its name is sure only after `sync` of its folder.
@@ -79,8 +99,14 @@ class Storage:
         self._store.put(self._inside(path), pieces, size)
 
     def beside(self, root: str) -> Storage:
-        """Another folder of the same disk."""
-        return Storage.on(self._store.beside(root))
+        """Another folder of the same disk, or prefix of a bucket: reached in the same way, or, where the one
+        is a folder and the other lies in a bucket, as `open_storage` does. Raises as that.
+        """
+        if ("://" in root) == ("://" in self.root):
+            return Storage.on(self._store.beside(root))
+        from orchestrator.storage.open import open_storage
+
+        return open_storage(root)
 
     def within(self, limit_s: float) -> Storage:
         """The same storage, of which a call gives up after `limit_s` seconds where it would ask longer (in a
@@ -174,9 +200,22 @@ class Storage:
         """A file's size in bytes. Raises as `read`."""
         return self._store.facts(self._inside(path)).size
 
+    def tag(self, path: str) -> str | None:
+        """What tells this content of a file from any other that it ever has; "" in a folder, where nothing
+        does, None if there is no such file. Raises `StorageError` if that cannot be determined.
+        """
+        try:
+            return self._store.facts(self._inside(path)).tag
+        except FileNotFoundError:
+            return None
+
     def list(self, folder: str) -> list[str]:
         """The names in a folder, sorted; empty if there is none. May raise `StorageError`."""
-        return [found.name for found in self._store.list(self._folder(folder))]
+        return [found.name for found in self.listed(folder)]
+
+    def listed(self, folder: str) -> Sequence[Listed]:
+        """What lies in a folder, sorted by name, with sizes and tags where lists say them (see `Traits`)."""
+        return self._store.list(self._folder(folder))
 
     # ---------------------------------------------------------------------- deleting
     def delete(self, path: str) -> None:

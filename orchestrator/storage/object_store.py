@@ -53,7 +53,7 @@ class ObjectStore:
     that.
     """
 
-    traits = Traits(refuses_taken=False, lists_facts=True)
+    traits = Traits(refuses_taken=False, lists_facts=True, appends=False, frees_names=False)
 
     def __init__(
         self, root: str, sleep: Callable[[float], None] = time.sleep, limits: Limits | None = None

@@ -22,11 +22,15 @@ class Traits:
     """What one kind of store can do and another cannot.
 
     `refuses_taken`: a `put` of a name that is taken raises, exclusive or not. `lists_facts`: `list` says
-    sizes and tags, where another store would have to ask for each name.
+    sizes and tags, where another store would have to ask for each name. `appends`: files can grow.
+    `frees_names`: what is created under a name that was deleted is there to stay; elsewhere a delayed repeat
+    of the deletion may take it away.
     """
 
     refuses_taken: bool
     lists_facts: bool
+    appends: bool
+    frees_names: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

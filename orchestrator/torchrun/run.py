@@ -62,7 +62,7 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
     than 0: `ElasticError` with its text), and what ended the group. `fault_plan` is for tests.
     """
     job = load_config(config, overrides)
-    folder = starting.run_folder(job)
+    storage = starting.run_storage(job)
     # the tokenizer's own threads would compete with the ranks for the cores
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if job.cluster.use_gpu:
@@ -76,9 +76,9 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
     place = [socket.gethostname(), os.getpid()]
     rendezvous.store.set(f"place/{rendezvous.rank}", json.dumps(place))
     if rendezvous.rank != 0:
-        return _follow(rendezvous, job, folder, fault_plan)
+        return _follow(rendezvous, job, storage, fault_plan)
     with Progress.shown(job.monitor.progress_s) as progress:
-        return _lead(rendezvous, job, folder, fault_plan, progress, _command(config, overrides))
+        return _lead(rendezvous, job, storage, fault_plan, progress, _command(config, overrides))
 
 
 def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
@@ -117,17 +117,17 @@ def _command(config: str | Path, overrides: Sequence[str]) -> str:
 def _lead(
     rendezvous: StoreRendezvous,
     job: JobConfig,
-    folder: Path,
+    storage: Storage,
     fault_plan: str,
     progress: Progress,
     command: str,
 ) -> Outcome | None:
     """Rank 0: decides whether and how the run goes on, claims it, and records it."""
-    store = RunStore(Storage(str(folder)))
+    store = RunStore(storage)
     with rendezvous.reporting_failure("decision"):
-        starting.check_writable(folder)
+        starting.check_writable(storage)
         require_loggers(job.monitor.loggers)
-        spec, plan, watched = _look(store, job, folder, progress.say)
+        spec, plan, watched = _look(store, job, storage, progress.say)
         if looking_ahead.reached(plan):
             rendezvous.publish("decision", None)
             progress.say(f"done: {looking_ahead.stop_is_reached(job, plan)}")
@@ -138,9 +138,9 @@ def _lead(
         ):
             recorder = RankZeroRecorder(store, attempt, job, progress.say, fault_plan)
     total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
-    progress.begin(folder, attempt.number, rendezvous.world_size, total)
+    progress.begin(storage, attempt.number, rendezvous.world_size, total)
     with _ending(recorder), rendezvous.reporting_failure("decision"):
-        spec = starting.freeze(job, folder, spec, attempt)
+        spec = starting.freeze(job, storage, spec, attempt)
         spans = [encode(span) for span in attempt.encoders]
         rendezvous.publish("decision", [encode(attempt.budgets), spans, encode(starting.reading_of(attempt))])
     for note in spec.notes:
@@ -149,11 +149,11 @@ def _lead(
     places = [json.loads(rendezvous.store.get(f"place/{rank}")) for rank in range(rendezvous.world_size)]
     members = [GroupMember(rank=rank, host=host, pid=pid) for rank, (host, pid) in enumerate(places)]
     with (
-        dashboard_beside(job, folder, progress),
+        dashboard_beside(job, storage.root, progress),
         exporting(store, attempt.number, job.resume.export_every, progress.say),
         _shown(progress, recorder, job.monitor.progress_s, members),
     ):
-        outcome = _train(rendezvous, job, spec, folder, attempt.budgets, recorder, progress.say, fault_plan)
+        outcome = _train(rendezvous, job, spec, storage, attempt.budgets, recorder, progress.say, fault_plan)
     status = recorder.status()
     why = ""
     if outcome.reason == "done":
@@ -164,27 +164,27 @@ def _lead(
     return outcome
 
 
-def _follow(rendezvous: StoreRendezvous, job: JobConfig, folder: Path, fault_plan: str) -> Outcome | None:
+def _follow(rendezvous: StoreRendezvous, job: JobConfig, storage: Storage, fault_plan: str) -> Outcome | None:
     """The other ranks: of the decision they need budgets, encoders and lists; the data are frozen by then."""
     decision = rendezvous.receive("decision")
     if decision is None:
         return None
     budgets, encoders, reading = decision
-    spec = starting.read_frozen_data(job, folder, decode(Reading, reading))
+    spec = starting.read_frozen_data(job, storage, decode(Reading, reading))
     spec = spec.made_by(tuple(decode(EncoderSpan, span) for span in encoders))
     return _train(
-        rendezvous, job, spec, folder, decode(Budgets, budgets), None, lambda text: None, fault_plan
+        rendezvous, job, spec, storage, decode(Budgets, budgets), None, lambda text: None, fault_plan
     )
 
 
 def _look(
-    store: RunStore, job: JobConfig, folder: Path, say: Callable[[str], None]
+    store: RunStore, job: JobConfig, storage: Storage, say: Callable[[str], None]
 ) -> tuple[DataSpec, ResumePlan, int]:
     """The data, what a start would do with the run, and the attempt on which nobody is at work any more.
     Raises `RefusedError`, also if the run is busy.
     """
     with busy_watch.watching(store, say) as watched:
-        spec = starting.prepare(job, folder, freeze=False)
+        spec = starting.prepare(job, storage, freeze=False)
         plan = looking_ahead.look_before_start(store, job, spec, watched)
         if looking_ahead.reached(plan):
             return spec, plan, 0
@@ -221,7 +221,7 @@ def _train(
     rendezvous: StoreRendezvous,
     job: JobConfig,
     spec: DataSpec,
-    folder: Path,
+    storage: Storage,
     budgets: Budgets,
     recorder: RankZeroRecorder | None,
     say: Callable[[str], None],
@@ -250,7 +250,7 @@ def _train(
     try:
         # torchrun sends SIGTERM when another rank has failed: the end must be written nevertheless
         with stop_signals.stop_on_signals(membership.ask_stop, say), _ending(recorder):
-            files = CommittedFiles(Storage(str(folder)))
+            files = CommittedFiles(storage)
             return run_loop(task, membership, feed, files, faults=hook(fault_plan))
     finally:
         feed.close()

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from orchestrator.records import LOAD, PHASE_LIMITS_S, GenerationView
 from orchestrator.trainer.gloo_sockets import GlooSockets
+from orchestrator.trainer.reshard import Pending
 
 _VERDICT, _ALL_HERE, _CALLED_OFF = "verdict", b"all here", b"called off"
 _ASK_AGAIN_S = 0.01
@@ -115,7 +116,7 @@ class Group:
             "generation": view.generation,
             "members": _number(repr(view.members)),
             "step": view.step,
-            "parent": _number(repr((view.parent, view.source_rank, view.point, view.cursor))),
+            "parent": _number(repr((view.parent, view.sources, view.point, view.cursor))),
             "configuration": _number(config_digest),
         }
         rows = self.gather([*facts.values(), *own], "comparing the group")
@@ -150,19 +151,13 @@ class Group:
             dist.all_reduce(vector)
         return vector
 
-    def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """A group of some ranks; every rank must call it. None for the others."""
-        with collective("forming the group that copies the state"), self._sockets.watched():
-            made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._forming)
-        if self.view.rank not in ranks:
-            return None
-        _set_pg_timeout(datetime.timedelta(seconds=PHASE_LIMITS_S[LOAD]), made)
-        return made
+    def give(self, buffer: Tensor, rank: int) -> Pending:
+        """Sends `buffer` to `rank`; see `reshard.Peers`."""
+        return _started(dist.isend(buffer, rank))
 
-    def send(self, tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-        """`tensor` of rank `source` to the others of `group`, in place."""
-        with collective("copying the state"):
-            dist.broadcast(tensor, source, group=group)
+    def take(self, buffer: Tensor, rank: int) -> Pending:
+        """Receives a message of `rank` into `buffer`; see `reshard.Peers`."""
+        return _started(dist.irecv(buffer, rank))
 
 
 def assemble(view: GenerationView, store: Store, limit_s: float, called_off: Callable[[], bool]) -> None:
@@ -182,6 +177,11 @@ def assemble(view: GenerationView, store: Store, limit_s: float, called_off: Cal
     store.wait([_VERDICT], datetime.timedelta(seconds=limit_s))
     if store.get(_VERDICT) != _ALL_HERE:
         raise GenerationEnded("the generation was called off before all its members had come")
+
+
+def _started(work: dist.Work | None) -> Pending:
+    assert work is not None, "this rank is in the group"
+    return work
 
 
 def _number(text: str) -> int:

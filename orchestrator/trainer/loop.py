@@ -61,10 +61,11 @@ def train(
 ) -> Outcome:
     """Trains until budget or data are exhausted, a stop is requested, or the run is over for this member.
 
-    `faults(place, step, rank)` is called at `connecting`, `state_half_sent`, `state_half_received`, `joined`
-    with the label of the last step done, and at `step_begin`, `gradient_done`, `summary_received`, `applied`,
-    `save_part_written` with that of the step that is made there. Raises `TrainingError` if a step is wrong;
-    it was not applied on any rank. Errors of feed, membership and storage pass through.
+    `faults(place, step, rank)` is called at `connecting`, `resharding`, `state_half_sent`,
+    `state_half_received`, `joined` with the label of the last step done, and at `step_begin`,
+    `gradient_done`, `summary_received`, `applied`, `save_part_written` with that of the step that is made
+    there. Raises `TrainingError` if a step is wrong; it was not applied on any rank. Errors of feed,
+    membership and storage pass through.
     """
     return _Trainer(job, membership, feed, files, faults).run()
 

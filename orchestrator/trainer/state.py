@@ -16,12 +16,13 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from orchestrator.errors import TrainingError
-from orchestrator.planning.state_layout import StateTensor
+from orchestrator.planning.state_layout import Layout, StateTensor
 from orchestrator.records import Cursor, StateKey
 from orchestrator.trainer.model import build_model, first_model
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import ModelConfig, TrainConfig
+    from orchestrator.trainer.group import Group
 
 MODEL, OPTIMIZER = "model", "optimizer"
 STEPS = "steps"  # the item that counts optimizer steps
@@ -76,7 +77,10 @@ class TrainState:
     as is usual (not to biases and norms).
     """
 
+    sharded = False  # whether members hold different rows
+
     def __init__(self, model: ModelConfig, train: TrainConfig, device: torch.device, invariant: bool) -> None:
+        self._layout = Layout(num_shards=1, num_replicas=1)
         self._first = partial(first_model, model, train.precision, train.seed, device, invariant)
         self.model: nn.Module = build_model(model, train.precision, train.seed, device, invariant)
         self.key: StateKey | None = None
@@ -117,6 +121,28 @@ class TrainState:
     def optimizer_steps(self) -> int:
         """How often the optimizer has stepped; part of the state, never re-based."""
         return int(self._steps)
+
+    @property
+    def layout(self) -> Layout:
+        """That of the tensors that `items` gives."""
+        return self._layout
+
+    def form(self, group: Group) -> None:
+        """A new generation: afterwards `items` are the tensors for its layout. Where that needs others than
+        there were, these are blank, and those from before stay readable as `before` until `formed`; here
+        they stay the same. A collective: every member calls it, after `Group.compare`. Raises
+        `GenerationEnded` if one of them is lost.
+        """
+        self._layout = Layout(num_shards=1, num_replicas=group.view.world_size)
+
+    def before(self) -> tuple[Layout, int, list[Item]] | None:
+        """Between `form` and `formed`: the layout and the rank of before, and the items with their values;
+        None if this member held nothing.
+        """
+        return None if self.key is None else (self._layout, 0, self.items())
+
+    def formed(self) -> None:
+        """All members have what they need of what was before: it is dropped."""
 
     def items(self) -> list[Item]:
         """Every tensor that makes up the state, in an order that is the same for every member."""

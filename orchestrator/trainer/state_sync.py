@@ -1,19 +1,22 @@
-"""Agreeing on state at the begin of a generation: who keeps its own, who receives a copy, who loads a point
-(membership rules 1 to 4, 19).
+"""Agreeing on state at the begin of a generation: who keeps its own, who receives which rows from whom, who
+loads a point (membership rules 1 to 5, 19).
 
 It moves state between members of one group; who is a member, and which state is the parent, the view says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch
+from torch import Tensor
 
 from orchestrator.errors import TrainingError
 from orchestrator.faults import Hook
-from orchestrator.records import Cursor, GenerationView, StateKey
-from orchestrator.trainer.group import GenerationEnded, Group
+from orchestrator.records import Cursor, GenerationView, Source, StateKey
+from orchestrator.trainer.group import GenerationEnded, Group, collective
+from orchestrator.trainer.reshard import DigestError, Resharding, tensor_as_bytes
 from orchestrator.trainer.state import TrainState
 from orchestrator.trainer.weights import StateFiles, load
 
@@ -51,6 +54,13 @@ def settle(state: TrainState, view: GenerationView, prepared: Prepared | None) -
     return holds
 
 
+class Copies(Protocol):
+    """Shards of older states that this member keeps in memory beside the one it trains."""
+
+    def copy_of(self, key: StateKey, shard: int) -> Sequence[Tensor]:
+        """The bytes of each tensor of a shard that this member said it holds."""
+
+
 def agree(
     group: Group,
     state: TrainState,
@@ -59,23 +69,24 @@ def agree(
     files: StateFiles,
     faults: Hook,
     warm: bool,
+    copies: Copies | None = None,
 ) -> bool:
-    """All members hold the parent's state afterwards, under the key (attempt, generation, label) of this
-    generation. `warm`: this member has done a step before; the answer: all have.
+    """All members hold their rows of the parent's state afterwards, under the key (attempt, generation,
+    label) of this generation. `warm`: this member has done a step before; the answer: all have. `copies`: the
+    memory points of this member, if it keeps any.
 
     Raises `GenerationEnded` if a collective fails or a copy is not equal to its source; a member keeps the
-    key it came with then, or is blank if it was about to receive. Raises `ResumePointError` if the point is
-    damaged.
+    key it came with then, and the tensors of it, or is blank if it was about to receive in their place.
+    Raises `ResumePointError` if the point is damaged.
     """
     view = group.view
     holds = settle(state, view, prepared)
     rows = group.compare(config_digest, [int(holds), int(holds and state.committed)])
+    state.form(group)
     if view.source_rank is not None:
-        lacking = [rank for rank, row in enumerate(rows) if not row[0]]
-        if view.source_rank in lacking:
-            raise GenerationEnded(f"rank {view.source_rank} should hold {view.parent}, but does not")
+        _check_holders(view, [bool(row[0]) for row in rows])
         committed = any(row[1] for row in rows)
-        _copy(group, state, lacking, faults)
+        _receive(group, state, holds, copies, faults)
     else:
         committed = view.point is not None
         if not holds:
@@ -84,9 +95,29 @@ def agree(
         state.cursor = view.cursor
     # who falls out before this still has its old key, or none, and learns what to do from the next view
     warms = group.gather([int(warm)], "agreeing on the state")
+    state.formed()
     state.committed = committed
     state.key = StateKey(attempt=view.attempt, generation=view.generation, step=view.step)
     return all(row[0] for row in warms)
+
+
+def own_shard(view: GenerationView) -> int | None:
+    """The shard of the parent that this member trains, if it does."""
+    for shard, sources in enumerate(view.sources):
+        if any(s.rank == view.rank and s.source in (Source.LIVE, Source.PREPARED) for s in sources):
+            return shard
+    return None
+
+
+def _check_holders(view: GenerationView, holds: Sequence[bool]) -> None:
+    """What the members found of themselves is what the view says of them."""
+    live = {s.rank for of_one in view.sources for s in of_one if s.source in (Source.LIVE, Source.PREPARED)}
+    for rank, found in enumerate(holds):
+        if found != (rank in live):
+            raise GenerationEnded(
+                f"rank {rank} should {'' if rank in live else 'not '}hold {view.parent}, but does"
+                f"{'' if found else ' not'}"
+            )
 
 
 def _from_storage(state: TrainState, view: GenerationView, files: StateFiles) -> None:
@@ -98,28 +129,38 @@ def _from_storage(state: TrainState, view: GenerationView, files: StateFiles) ->
         state.initialise()
 
 
-def _copy(group: Group, state: TrainState, lacking: list[int], faults: Hook) -> None:
-    """The source's state to the ranks that lack it; the others only help to form the subgroup."""
+def _receive(group: Group, state: TrainState, holds: bool, copies: Copies | None, faults: Hook) -> None:
+    """Rows of the parent's state from who holds them to who needs them."""
     view = group.view
-    source = view.source_rank
-    if not lacking or source is None:
-        return
-    among = group.subgroup(sorted([source, *lacking]))
-    if among is None:
-        return
-    if view.rank in lacking:
+    live, before = own_shard(view), state.before()
+    if not (holds or state.sharded):
         state.key = None  # from before the first byte until the digests have been compared
+
+    def old(shard: int) -> Sequence[Tensor]:
+        if shard == live:
+            assert before is not None, f"rank {view.rank} trains {view.parent}"
+            return [tensor_as_bytes(item.tensor) for item in before[2]]
+        assert copies is not None, f"rank {view.rank} keeps {view.parent}"
+        assert view.parent is not None, "who gives, gives a state"
+        return copies.copy_of(view.parent, shard)
+
+    def half(gives: bool) -> None:
+        faults("state_half_sent" if gives else "state_half_received", view.step, view.rank)
+
     items = state.items()
-    for number, item in enumerate(items):
-        if number == len(items) // 2:
-            faults("state_half_sent" if view.rank == source else "state_half_received", view.step, view.rank)
-        group.send(item.tensor, source, among)
-    if view.rank in lacking:
+    moving = Resharding(
+        tensors=[item.whole for item in items],
+        holders=[sorted({source.rank for source in sources}) for sources in view.sources],
+        layout=state.layout,
+        rank=view.rank,
+        half=half,
+    )
+    new = [tensor_as_bytes(item.tensor) for item in items]
+    faults("resharding", view.step, view.rank)
+    try:
+        with collective("moving the state"):
+            moving.carry_out(group, old, new)
+    except DigestError as error:
+        raise GenerationEnded(str(error)) from error
+    if not holds or state.sharded:
         state.filled()
-    mine = torch.tensor(list(state.digest()), dtype=torch.uint8)
-    theirs = mine.clone()
-    group.send(theirs, source, among)
-    if not torch.equal(mine, theirs):
-        raise GenerationEnded(
-            f"the state that rank {view.rank} received from rank {source} has another digest than its source"
-        )

@@ -18,6 +18,7 @@ from orchestrator.data.packing.samples import Sample, open_samples
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
 from orchestrator.records import Cursor
+from orchestrator.storage.files import Storage
 from tests.data import reference
 
 WORDS = ["def", "return", "über", "naïve", "日本", "import", "x=1", "\U0001f3f3\ufe0f\u200d\U0001f308"]
@@ -71,7 +72,7 @@ def spec_of(
     config: JobConfig, piece_bytes: int = 256, chunk_tokens: int = 700, folder: Path | None = None
 ) -> DataSpec:
     """The spec of a job with small pieces and chunks, so that a small corpus has many."""
-    spec = prepare_data(config, folder)
+    spec = prepare_data(config, None if folder is None else Storage(str(folder)))
     return replace(spec, settings=replace(spec.settings, piece_bytes=piece_bytes, chunk_tokens=chunk_tokens))
 
 

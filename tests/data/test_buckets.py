@@ -39,6 +39,7 @@ from orchestrator.data.sources.manifest import ETAG, difference, freeze, from_pa
 from orchestrator.data.sources.remote_files import name_fits
 from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError
 from orchestrator.storage.buckets import bucket_of, forget_buckets
+from orchestrator.storage.files import Storage
 from tests.data.making import job, plain, samples, some_texts, spec_of, write_corpus
 from tests.storage.azurite import azurite, connection_string, make_container
 
@@ -347,12 +348,12 @@ def test_a_run_goes_on_from_a_bucket_and_refuses_an_object_that_is_another_one(
     mapping["data"]["sources"][0]["path"] = f"{bucket}/corpus"
     config, folder = parse_config(mapping), tmp_path / "run"
     folder.mkdir()
-    begun = samples(prepare_data(config, folder), 32)
-    assert plain(samples(prepare_data(config, folder), 32, begun[3].cursor)) == plain(begun[4:])
+    begun = samples(prepare_data(config, Storage(str(folder))), 32)
+    assert plain(samples(prepare_data(config, Storage(str(folder))), 32, begun[3].cursor)) == plain(begun[4:])
     name = min(files)
     put(bucket, f"corpus/{name}", files[name].replace(b"e", b"E"))
     with pytest.raises(DataIdentityError, match=f"{name}: its etag was .* and is "):
-        prepare_data(config, folder)
+        prepare_data(config, Storage(str(folder)))
 
 
 def test_a_bad_document_in_a_bucket_is_named_by_file_and_line(

@@ -32,6 +32,7 @@ from orchestrator.data.sources.manifest import freeze_listed, from_parquet, to_p
 from orchestrator.data.sources.readers import read_files
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataIdentityError
+from orchestrator.storage.files import Storage
 from tests.data.code_sources import Numbered
 from tests.data.making import plain, samples, some_texts, spec_of
 
@@ -110,8 +111,11 @@ def test_code_gives_the_stream_of_the_same_records_in_a_file_and_goes_on_from_ev
 
 def test_a_frozen_run_reads_its_code_again_and_so_does_its_audit(tiny_config: Make, tmp_path: Path) -> None:
     config = job(tiny_config)
-    first = prepare_data(config, tmp_path)
-    again, trained = prepare_data(config, tmp_path), prepare_trained(config, tmp_path)
+    first = prepare_data(config, Storage(str(tmp_path)))
+    again, trained = (
+        prepare_data(config, Storage(str(tmp_path))),
+        prepare_trained(config, Storage(str(tmp_path))),
+    )
     assert first.identity() == again.identity() == trained.identity()
     assert plain(samples(again, 64)) == plain(samples(trained, 64)) == plain(samples(first, 64))
     assert [str(p) for p in tmp_path.rglob("*.parquet")] == [str(tmp_path / "manifest" / "made.parquet")]
@@ -256,19 +260,19 @@ def test_other_code_is_refused_with_both_values_until_it_is_accepted(
     text = CODE.format(num=30, more="")
     path = f"{module(text + then)}:texts"
     config = job(tiny_config, path)
-    began = prepare_data(config, tmp_path / "run")
+    began = prepare_data(config, Storage(str(tmp_path / "run")))
     trained = plain(samples(began, 16))
     module(text + now)
     with pytest.raises(DataIdentityError, match=said):
-        prepare_data(config, tmp_path / "run")
+        prepare_data(config, Storage(str(tmp_path / "run")))
     with pytest.raises(DataIdentityError, match="so it can show nothing"):
-        prepare_trained(config, tmp_path / "run")
+        prepare_trained(config, Storage(str(tmp_path / "run")))
     accepted = job(tiny_config, path, {"resume.accept_changed": True})
-    gone_on = prepare_data(accepted, tmp_path / "run")
+    gone_on = prepare_data(accepted, Storage(str(tmp_path / "run")))
     assert any("going on with a changed file" in note for note in gone_on.notes)
     assert plain(samples(gone_on, 16)) == trained
     module(text + then)
-    assert prepare_data(config, tmp_path / "run").identity() == began.identity()
+    assert prepare_data(config, Storage(str(tmp_path / "run"))).identity() == began.identity()
 
 
 def test_what_the_code_returns_is_a_part_of_what_it_is_known_by(
@@ -278,29 +282,29 @@ def test_what_the_code_returns_is_a_part_of_what_it_is_known_by(
     more = "def fingerprint(self):\n        return open('state').read().split()[1]"
     name = module(CODE.format(num="int(open('state').read().split()[0])", more=more))
     config = job(tiny_config, f"{name}:texts")
-    prepare_data(config, tmp_path / "run")
+    prepare_data(config, Storage(str(tmp_path / "run")))
     accepting = job(tiny_config, f"{name}:texts", {"resume.accept_changed": True})
     (tmp_path / "state").write_text("30 b")
     with pytest.raises(DataIdentityError, match=r"fingerprint a, and is 30 records, .*fingerprint b"):
-        prepare_data(config, tmp_path / "run")
+        prepare_data(config, Storage(str(tmp_path / "run")))
     (tmp_path / "state").write_text("31 a")
     with pytest.raises(DataIdentityError, match=r"it was 30 records, .*and is 31 records"):
-        prepare_data(config, tmp_path / "run")
-    more_now = prepare_data(accepting, tmp_path / "run")
+        prepare_data(config, Storage(str(tmp_path / "run")))
+    more_now = prepare_data(accepting, Storage(str(tmp_path / "run")))
     assert sum(more_now.plans[0].manifest.files[0].group_rows) == 30, "the frozen records are read"
     assert samples(more_now, 16)
     (tmp_path / "state").write_text("29 a")
     with pytest.raises(DataIdentityError, match="it had 30 records and has 29"):
-        prepare_data(accepting, tmp_path / "run")
+        prepare_data(accepting, Storage(str(tmp_path / "run")))
 
 
 def test_another_function_is_refused(module: Callable[[str], str], tiny_config: Make, tmp_path: Path) -> None:
     name = module(CODE.format(num=30, more="") + "def others():\n    return Texts()\n")
-    prepare_data(job(tiny_config, f"{name}:texts"), tmp_path / "run")
+    prepare_data(job(tiny_config, f"{name}:texts"), Storage(str(tmp_path / "run")))
     with pytest.raises(
         DataIdentityError, match=f"started with path {name}:texts, the job asks for {name}:others; put"
     ):
-        prepare_data(job(tiny_config, f"{name}:others"), tmp_path / "run")
+        prepare_data(job(tiny_config, f"{name}:others"), Storage(str(tmp_path / "run")))
 
 
 def test_code_that_is_edited_while_it_is_read_is_read_as_it_was_loaded(

@@ -19,6 +19,7 @@ from orchestrator.data.tokens.encoder import Encoder, installed_version
 from orchestrator.errors import ConfigError
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, encoder_of_epoch, with_encoder
 from orchestrator.records import Cursor
+from orchestrator.storage.files import Storage
 from tests.data.making import job, samples, some_texts, spec_of, write_corpus
 
 Make = Callable[..., dict[str, Any]]
@@ -67,11 +68,11 @@ def test_the_two_libraries_differ_on_this_tokenizer(
     assert fast.encode(texts)[0].tolist() != slow.encode(texts)[0].tolist()
     config = job(tiny_config, tmp_path / "data", tokenizer=str(tmp_path / "tokenizer"))
     run = tmp_path / "run"
-    assert prepare_data(config, run).encoders[0].encoder == SLOW, "auto has compared them"
+    assert prepare_data(config, Storage(str(run))).encoders[0].encoder == SLOW, "auto has compared them"
     asked = config.model_copy(update={"data": config.data.model_copy(update={"encoder": "gigatoken"})})
     for folder in (None, run):  # at the first start, and at a later one
         with pytest.raises(ConfigError, match=r"data\.encoder=gigatoken cannot be used: for "):
-            prepare_data(asked, folder)
+            prepare_data(asked, Storage(str(folder)))
 
 
 def test_from_every_place_the_document_at_hand_is_finished_and_the_next_is_the_others(spec: DataSpec) -> None:

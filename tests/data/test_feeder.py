@@ -34,6 +34,7 @@ from orchestrator.data.sources.file_rows import FileRow, Files
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError, FeedError, FencedError
 from orchestrator.records import BatchSlice, Cursor, GenerationView, SourceCursor, StepRange, WindowTask
+from orchestrator.storage.files import Storage
 from tests.conftest import TinyConfig
 from tests.data.making import job, some_texts, write_corpus
 
@@ -578,7 +579,7 @@ def test_while_the_list_of_the_next_epoch_is_made_ranks_get_what_is_there(
 ) -> None:
     write_corpus(tmp_path / "data", some_texts(60), "jsonl", num_files=1)
     settings = {"refresh": "epoch", "num_epochs": 2, "fragment_bytes": 2 << 20, "window_bytes": 16 << 20}
-    of_run = prepare_data(job(tiny_config, tmp_path / "data", **settings), tmp_path / "run")
+    of_run = prepare_data(job(tiny_config, tmp_path / "data", **settings), Storage(str(tmp_path / "run")))
     asked, may_list, now = threading.Event(), threading.Event(), Listed.now
 
     def slowly(listed: Listed) -> Found:

@@ -26,6 +26,7 @@ from orchestrator.data.tokens.foreign import NATIVE, from_sentencepiece, from_ti
 from orchestrator.data.tokens.tokenizer_files import examine, fetch, ids_around
 from orchestrator.errors import ConfigError
 from orchestrator.records import Cursor
+from orchestrator.storage.files import Storage
 from tests.data.making import job, some_texts, write_corpus
 from tests.data.test_chat import CHATML_TAGGED
 
@@ -184,7 +185,7 @@ def test_chats_and_prompts_need_a_tokenizer_json_that_encodes_and_a_start_says_s
             continue
         said = rf"data.sources made \({content}\): .*data.tokenizer={folder}: it is encoded by sentencepiece"
         with pytest.raises(ConfigError, match=said):
-            prepare_data(config, tmp_path / "run")
+            prepare_data(config, Storage(str(tmp_path / "run")))
         assert not (tmp_path / "run").exists()
 
 
@@ -200,11 +201,11 @@ def test_a_run_goes_on_with_its_own_copy_without_converting_again(
     model.write_bytes(spm_models[kind])
     write_corpus(tmp_path / "data", some_texts(30), "jsonl")
     config = job(tiny_config, tmp_path / "data", tokenizer=str(model))
-    first = prepare_data(config, tmp_path / "run")
+    first = prepare_data(config, Storage(str(tmp_path / "run")))
     tokens = [chunk.tokens.tolist() for chunk in first.chunks(Cursor())]
     if kind == "bpe":
         monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    again = prepare_data(config, tmp_path / "run")
+    again = prepare_data(config, Storage(str(tmp_path / "run")))
     assert again.identity() == first.identity()
     assert [chunk.tokens.tolist() for chunk in again.chunks(Cursor())] == tokens
 

@@ -22,6 +22,7 @@ from orchestrator.json_form import decode, encode
 from orchestrator.planning.identity import compare
 from orchestrator.planning.record_keys import holdout_bound, holdout_key, is_held_out
 from orchestrator.records import Cursor
+from orchestrator.storage.files import Storage
 from tests.data.making import job, plain, samples, some_texts, spec_of, write_corpus
 
 Make = Callable[..., dict[str, Any]]
@@ -241,7 +242,11 @@ def test_sources_that_have_files_in_common_are_named(tmp_path: Path, tiny_config
     ]
     config = parse_config(tiny_config({"data.sources": listed}))
     run = tmp_path / "run"
-    for spec in (prepare_data(config), prepare_data(config, run), prepare_data(config, run)):
+    for spec in (
+        prepare_data(config),
+        prepare_data(config, Storage(str(run))),
+        prepare_data(config, Storage(str(run))),
+    ):
         (note,) = (note for note in spec.notes if "in common" in note)
         assert note.startswith(
             "warning: sources all and one have 1 of their files in common, e.g. "

@@ -26,6 +26,7 @@ from orchestrator.data.sources.input_file import open_input
 from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import ETAG, from_parquet, to_parquet
 from orchestrator.errors import ConfigError, DataIdentityError
+from orchestrator.storage.files import Storage
 from tests.data.hub_server import Hub, hub_server
 from tests.data.making import plain, samples, some_texts, spec_of
 
@@ -187,7 +188,7 @@ def test_a_run_reads_the_commit_of_its_first_start_whatever_is_pushed(
     assert again.identity() == first.identity()
     assert not hub.asked("/revision/"), "what the name means now is not asked"
     assert plain(samples(again, 16)) == found
-    assert prepare_trained(config, tmp_path / "run").plans == again.plans
+    assert prepare_trained(config, Storage(str(tmp_path / "run"))).plans == again.plans
     stream = [s.input_ids.tolist() for s in orchestrator.open_stream(config)]
     assert stream != [s.input_ids.tolist() for s in samples(again, config.pack.seq_len)], (
         "a new one reads now"
@@ -198,13 +199,13 @@ def test_another_revision_in_the_configuration_is_looked_up_and_compared(
     hub: Hub, tiny_config: Make, tmp_path: Path
 ) -> None:
     hub.push("org/set", FILES, "v1")
-    prepare_data(job(tiny_config, "hf://datasets/org/set@v1/data"), tmp_path)
+    prepare_data(job(tiny_config, "hf://datasets/org/set@v1/data"), Storage(str(tmp_path)))
     hub.push("org/set", {**FILES, "README.md": b"other"}, "v2")  # the same files
-    moved = prepare_data(job(tiny_config, "hf://datasets/org/set@v2/data"), tmp_path)
+    moved = prepare_data(job(tiny_config, "hf://datasets/org/set@v2/data"), Storage(str(tmp_path)))
     assert hub.branches["org/set", "v2"] in " ".join(moved.notes)
     hub.push("org/set", {**FILES, "data/test-0.jsonl": jsonl(["what was changed"])}, "v3")
     with pytest.raises(DataIdentityError, match=r"(?s)names another folder: .*test-0.jsonl: its etag was"):
-        prepare_data(job(tiny_config, "hf://datasets/org/set@v3/data"), tmp_path)
+        prepare_data(job(tiny_config, "hf://datasets/org/set@v3/data"), Storage(str(tmp_path)))
 
 
 # ------------------------------------------------------------------------------ what a user is told

@@ -49,45 +49,45 @@ def test_later_lists_lie_beside_the_first_and_leave_it_alone(
     data: Path, tmp_path: Path, tiny_config: Make
 ) -> None:
     run = tmp_path / "run"
-    first = prepare_data(job(tiny_config, data), run)
-    frozen = read_frozen(run)
+    first = prepare_data(job(tiny_config, data), Storage(str(run)))
+    frozen = read_frozen(Storage(str(run)))
     (data / "more.jsonl").write_text('{"text": "more"}\n')
     found = later(data, "0e2")
-    assert write_later(run, found) == found
-    assert read_later(run, "made", "0e2") == found
-    assert read_later(run, "made", "1") is None
-    assert later_versions(run) == {"made": ("0e2",)}
-    assert read_frozen(run) == frozen
-    assert prepare_data(job(tiny_config, data), run).plans == first.plans
+    assert write_later(Storage(str(run)), found) == found
+    assert read_later(Storage(str(run)), "made", "0e2") == found
+    assert read_later(Storage(str(run)), "made", "1") is None
+    assert later_versions(Storage(str(run))) == {"made": ("0e2",)}
+    assert read_frozen(Storage(str(run))) == frozen
+    assert prepare_data(job(tiny_config, data), Storage(str(run))).plans == first.plans
 
 
 def test_of_all_who_write_a_version_one_decides(data: Path, tmp_path: Path) -> None:
     candidates = [replace(later(data, "1"), paths=(str(i),)) for i in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda each: write_later(tmp_path / "run", each), candidates))
+        found = list(pool.map(lambda each: write_later(Storage(str(tmp_path / "run")), each), candidates))
     assert len({each.paths for each in found}) == 1
-    assert read_later(tmp_path / "run", "made", "1") == found[0]
+    assert read_later(Storage(str(tmp_path / "run")), "made", "1") == found[0]
 
 
 def test_a_list_under_another_ones_name_is_refused(data: Path, tmp_path: Path) -> None:
-    found = write_later(tmp_path, later(data, "1"))
+    found = write_later(Storage(str(tmp_path)), later(data, "1"))
     (tmp_path / manifest_path("made", "1")).rename(tmp_path / manifest_path("made", "2"))
     with pytest.raises(DataIdentityError, match="it is list '1' of source made, expected is list '2'"):
-        read_later(tmp_path, "made", "2")
+        read_later(Storage(str(tmp_path)), "made", "2")
     (tmp_path / manifest_path("made", "3")).write_bytes(to_parquet(found.manifest))
     with pytest.raises(DataIdentityError, match="it is list None of source made"):
-        read_later(tmp_path, "made", "3")
+        read_later(Storage(str(tmp_path)), "made", "3")
 
 
 def test_a_copy_takes_what_came_later_and_is_refused_for_what_differs(
     data: Path, tmp_path: Path, tiny_config: Make
 ) -> None:
     run, fork = tmp_path / "run", tmp_path / "fork"
-    prepare_data(job(tiny_config, data), run)
+    prepare_data(job(tiny_config, data), Storage(str(run)))
     copy_frozen(Storage(str(run)), Storage(str(fork)))
-    found = write_later(run, later(data, "1"))
+    found = write_later(Storage(str(run)), later(data, "1"))
     copy_frozen(Storage(str(run)), Storage(str(fork)))
-    assert read_later(fork, "made", "1") == found
+    assert read_later(Storage(str(fork)), "made", "1") == found
     (fork / manifest_path("made", "1")).write_bytes(b"another")
     with pytest.raises(DataIdentityError, match="has frozen data"):
         copy_frozen(Storage(str(run)), Storage(str(fork)))

@@ -20,6 +20,7 @@ from orchestrator.data.sources.file_facts import look_at
 from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import freeze
 from orchestrator.errors import ConfigError, DataIdentityError
+from orchestrator.storage.files import Storage
 from tests.data.making import job, some_texts, write_corpus
 
 Make = Callable[..., dict[str, Any]]
@@ -124,7 +125,7 @@ def test_a_file_taken_once_of_several_paths_is_told(tmp_path: Path, tiny_config:
     (tmp_path / "d" / "self").symlink_to(".")
     (tmp_path / "d" / "link.jsonl").symlink_to("part-0.jsonl")
     for folder in (None, tmp_path / "run", tmp_path / "run"):
-        spec = prepare_data(job(tiny_config, tmp_path / "d", encoder="tokenizers"), folder)
+        spec = prepare_data(job(tiny_config, tmp_path / "d", encoder="tokenizers"), Storage(str(folder)))
         assert [row.path for row in spec.plans[0].manifest.files] == [f"part-{i}.jsonl" for i in range(3)]
         assert spec.notes == (
             "source made: 1 of 4 paths lead to files that other paths lead to, e.g. link.jsonl to "
@@ -309,16 +310,18 @@ def test_a_resume_with_several_paths_is_judged_as_one_with_a_path(tmp_path: Path
         return parse_config(made)
 
     run = tmp_path / "run"
-    first = prepare_data(paths("a", "b/*.jsonl"), run)
-    assert prepare_data(paths("b/*.jsonl", "a"), run).plans == first.plans
-    assert prepare_data(job(tiny_config, tmp_path / "d"), run).plans == first.plans, "the same files"
+    first = prepare_data(paths("a", "b/*.jsonl"), Storage(str(run)))
+    assert prepare_data(paths("b/*.jsonl", "a"), Storage(str(run))).plans == first.plans
+    assert prepare_data(job(tiny_config, tmp_path / "d"), Storage(str(run))).plans == first.plans, (
+        "the same files"
+    )
     with pytest.raises(DataIdentityError, match=r"files of path .*/a, .*/b/\*\.jsonl, the job asks for"):
-        prepare_data(paths("a", "b/part-0.jsonl"), run)
+        prepare_data(paths("a", "b/part-0.jsonl"), Storage(str(run)))
     (tmp_path / "d" / "b" / "later.jsonl").write_text('{"text": "later"}\n')
-    (note,) = prepare_data(paths("a", "b/*.jsonl"), run).notes
+    (note,) = prepare_data(paths("a", "b/*.jsonl"), Storage(str(run))).notes
     assert "1 file of source made came after its list was made" in note
     with pytest.raises(DataIdentityError, match="which means 1 file besides, e.g. b/later.jsonl"):
-        prepare_data(paths("a", "b"), run)
+        prepare_data(paths("a", "b"), Storage(str(run)))
     os.rename(tmp_path / "d", tmp_path / "moved")
-    moved = prepare_data(paths("a", "b/*.jsonl", base="moved"), run)
+    moved = prepare_data(paths("a", "b/*.jsonl", base="moved"), Storage(str(run)))
     assert moved.identity().manifests == first.identity().manifests

@@ -22,6 +22,7 @@ from orchestrator.data import frozen
 from orchestrator.data.loading import reading
 from orchestrator.data.loading.sample_stream import SampleStream
 from orchestrator.errors import ConfigError, DataIdentityError, OrchestratorError, RefusedError
+from orchestrator.storage.files import Storage
 
 Make = Callable[..., dict[str, Any]]
 Documents = Counter[tuple[int, ...]]
@@ -263,8 +264,8 @@ def test_a_folder_of_a_run_is_refused(config: dict[str, Any], tmp_path: Path) ->
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(RefusedError, match="is the folder of a run"):
         orchestrator.open_stream(config, frozen_dir=tmp_path / "run")
-    with pytest.raises(ConfigError, match="frozen_dir=s3://bucket/lists"):
-        orchestrator.open_stream(config, frozen_dir="s3://bucket/lists")
+    with pytest.raises(ConfigError, match="frozen_dir: hdfs:// is no storage"):
+        orchestrator.open_stream(config, frozen_dir="hdfs://bucket/lists")
 
 
 # ------------------------------------------------------------------------------------ refreshes
@@ -441,7 +442,7 @@ def test_through_any_openings_each_list_is_read_once_to_its_end(
         first = min(span["begin"] for span in state["sources"][0]["spans"] if span["start"] == start)
         for epoch in range(first, first + 4):
             version = f"{start}e{epoch}" if epoch > first else str(start)
-            listed = frozen.read_later(lists, "a", version)
+            listed = frozen.read_later(Storage(str(lists)), "a", version)
             if listed is None:
                 break
             files = [(data / "a" / path).read_text() for path in listed.manifest.files.paths]

@@ -35,6 +35,7 @@ from orchestrator.data.sources.fragments import (
 from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import Manifest, freeze, from_parquet, to_parquet
 from orchestrator.errors import DataIdentityError
+from orchestrator.storage.files import Storage
 
 
 # ------------------------------------------------------------ as it was before there were columns (version 1)
@@ -221,7 +222,7 @@ def data(tmp_path: Path) -> Path:
 def frozen_plan(data: Path) -> SourcePlan:
     manifest = freeze("s", str(data), "jsonl", "text")
     (data.parent / "s.parquet").write_bytes(to_parquet(manifest))
-    return frozen_at(plan_source(manifest, 1000, 4000), str(data.parent / "s.parquet"), 1000, 4000)
+    return frozen_at(plan_source(manifest, 1000, 4000), Storage(str(data.parent)), "s.parquet", 1000, 4000)
 
 
 def test_a_frozen_plan_pickles_as_the_name_of_its_list_and_is_read_once(data: Path) -> None:
@@ -248,7 +249,7 @@ def test_a_plan_whose_list_is_gone_or_another_one_is_refused_by_name(data: Path)
     with pytest.raises(DataIdentityError, match=f"s.parquet: .*was started with {plan.manifest.digest}"):
         pickle.loads(pickle.dumps(plan))
     (data.parent / "s.parquet").unlink()
-    with pytest.raises(DataIdentityError, match=r"s\.parquet: .*make the run's folder visible"):
+    with pytest.raises(DataIdentityError, match=r"s\.parquet: .*let this machine reach the run's storage"):
         pickle.loads(pickle.dumps(plan))
 
 

@@ -31,6 +31,7 @@ from orchestrator.planning.batches import next_range
 from orchestrator.planning.identity import RunIdentity, compare
 from orchestrator.planning.mixture import whole_weights
 from orchestrator.records import PIECE, Cursor, SourceCursor, StepRange, TokenChunk
+from orchestrator.storage.files import Storage
 from tests.data.making import plain, some_texts, spec_of, write_corpus
 
 Make = Callable[..., dict[str, Any]]
@@ -312,12 +313,12 @@ def test_a_run_keeps_the_order_of_its_sources_whatever_their_names(tmp_path: Pat
     mapping["data"]["sources"].reverse()
     run = tmp_path / "run"
     run.mkdir()
-    first = prepare_data(parse_config(mapping), run)
+    first = prepare_data(parse_config(mapping), Storage(str(run)))
     assert [plan.source for plan in first.plans] == ["c", "b", "a"]
     stored = decode(RunIdentity, json.loads(json.dumps(encode(first.identity()), sort_keys=True)))
-    again = prepare_data(parse_config(mapping), run)
+    again = prepare_data(parse_config(mapping), Storage(str(run)))
     assert compare(stored, again.identity()) == ()
     assert plain(list(open_samples(again, Cursor(), 16))) == plain(list(open_samples(first, Cursor(), 16)))
     mapping["data"]["sources"].reverse()  # another order in the configuration changes nothing
-    other = prepare_data(parse_config(mapping), run)
+    other = prepare_data(parse_config(mapping), Storage(str(run)))
     assert plain(list(open_samples(other, Cursor(), 16))) == plain(list(open_samples(first, Cursor(), 16)))

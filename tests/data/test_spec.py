@@ -24,6 +24,7 @@ from orchestrator.data.tokens.encoder import Encoder
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
 from orchestrator.planning.identity import compare
 from orchestrator.records import Cursor
+from orchestrator.storage.files import Storage
 from tests.data.making import job, plain, samples, some_texts, write_corpus
 
 Make = Callable[..., dict[str, Any]]
@@ -47,14 +48,14 @@ def accepting(make: Make, folder: Path) -> JobConfig:
 
 def test_a_first_start_freezes_files_tokenizer_and_encoder(data: Path, run: Path, tiny_config: Make) -> None:
     config = job(tiny_config, data)
-    first = prepare_data(config, run)
+    first = prepare_data(config, Storage(str(run)))
     assert sorted(str(p.relative_to(run)) for p in run.rglob("*") if p.is_file()) == [
         "manifest/data.json",
         "manifest/made.parquet",
         "tokenizer/tokenizer.json",
         "tokenizer/tokenizer_config.json",
     ]
-    again = prepare_data(config, run)
+    again = prepare_data(config, Storage(str(run)))
     assert again == first
     assert again.tokenizer_folder == str(run / "tokenizer")
     assert again.vocab_size == 1000
@@ -62,7 +63,7 @@ def test_a_first_start_freezes_files_tokenizer_and_encoder(data: Path, run: Path
 
 
 def test_a_spec_pickles_and_reads_the_same_samples(data: Path, run: Path, tiny_config: Make) -> None:
-    spec = prepare_data(job(tiny_config, data), run)
+    spec = prepare_data(job(tiny_config, data), Storage(str(run)))
     copy = pickle.loads(pickle.dumps(spec))
     assert copy == spec
     assert plain(samples(copy, 64)) == plain(samples(spec, 64))
@@ -76,12 +77,12 @@ def test_without_a_folder_nothing_is_written(data: Path, tmp_path: Path, tiny_co
 
 def test_what_a_cut_off_first_start_left_is_replaced(data: Path, run: Path, tiny_config: Make) -> None:
     config = job(tiny_config, data)
-    prepare_data(config, run)
+    prepare_data(config, Storage(str(run)))
     (run / "manifest" / "data.json").unlink()
     (run / "manifest" / "made.parquet").write_bytes(b"torn")
     (run / "tokenizer" / "merges.txt").write_bytes(b"of another tokenizer")
-    spec = prepare_data(config, run)
-    assert prepare_data(config, run) == spec
+    spec = prepare_data(config, Storage(str(run)))
+    assert prepare_data(config, Storage(str(run))) == spec
     assert not (run / "tokenizer" / "merges.txt").exists()
 
 
@@ -91,26 +92,28 @@ def test_the_slower_of_two_first_starts_takes_what_the_quicker_one_froze(
     config = job(tiny_config, data)
     write, quicker = preparing.write_frozen, []
 
-    def raced(folder: Path, *arguments: Any) -> bool:
+    def raced(storage: Storage, *arguments: Any) -> bool:
         if not quicker:
             quicker.append(None)
-            quicker[0] = prepare_data(config, folder)
-        return write(folder, *arguments)
+            quicker[0] = prepare_data(config, storage)
+        return write(storage, *arguments)
 
     monkeypatch.setattr(preparing, "write_frozen", raced)
-    assert prepare_data(config, run) == quicker[0]
+    assert prepare_data(config, Storage(str(run))) == quicker[0]
 
 
 def test_copied_files_with_other_times_are_the_same(
     data: Path, run: Path, tiny_config: Make, tmp_path: Path
 ) -> None:
-    spec = prepare_data(job(tiny_config, data), run)
+    spec = prepare_data(job(tiny_config, data), Storage(str(run)))
     for file in data.iterdir():
         os.utime(file, ns=(1, 1))
-    assert plain(samples(prepare_data(job(tiny_config, data), run), 64)) == plain(samples(spec, 64))
+    assert plain(samples(prepare_data(job(tiny_config, data), Storage(str(run))), 64)) == plain(
+        samples(spec, 64)
+    )
     shutil.copytree(data, tmp_path / "moved")
     shutil.rmtree(data)
-    moved = prepare_data(job(tiny_config, tmp_path / "moved"), run)
+    moved = prepare_data(job(tiny_config, tmp_path / "moved"), Storage(str(run)))
     assert moved.identity().manifests == spec.identity().manifests
     assert samples(moved, 64)
 
@@ -133,21 +136,21 @@ def grown(file: Path) -> None:
 def test_changed_files_are_refused_with_both_values(
     change: Callable[[Path], None], text: str, data: Path, run: Path, tiny_config: Make
 ) -> None:
-    prepare_data(job(tiny_config, data), run)
+    prepare_data(job(tiny_config, data), Storage(str(run)))
     change(data / "part-1.jsonl")
     with pytest.raises(DataIdentityError, match=rf"part-1\.jsonl: {text}[\s\S]*resume\.accept_changed=true"):
-        prepare_data(job(tiny_config, data), run)
+        prepare_data(job(tiny_config, data), Storage(str(run)))
 
 
 @pytest.mark.parametrize("accepts", [False, True])
 def test_a_missing_file_is_refused_and_cannot_be_accepted(
     accepts: bool, data: Path, run: Path, tiny_config: Make
 ) -> None:
-    prepare_data(job(tiny_config, data), run)
+    prepare_data(job(tiny_config, data), Storage(str(run)))
     (data / "part-1.jsonl").unlink()
     grown(data / "part-2.jsonl")
     with pytest.raises(DataIdentityError, match=r"part-1\.jsonl: it had \d+ bytes and is gone") as caught:
-        prepare_data(accepting(tiny_config, data) if accepts else job(tiny_config, data), run)
+        prepare_data(accepting(tiny_config, data) if accepts else job(tiny_config, data), Storage(str(run)))
     assert "a file that is gone cannot be accepted" in str(caught.value)
     assert "accept_changed" not in str(caught.value)
     assert ("part-2.jsonl" in str(caught.value)) is not accepts
@@ -160,25 +163,25 @@ def test_a_parquet_file_that_has_lost_row_groups_is_refused_at_the_start_and_can
     folder, config = tmp_path / "groups", job(tiny_config, tmp_path / "groups", "parquet").to_json()
     config["resume"]["accept_changed"] = accepts
     write_corpus(folder, some_texts(60, lines=False), "parquet", 1)
-    spec = prepare_data(parse_config(config), run)
+    spec = prepare_data(parse_config(config), Storage(str(run)))
     write_corpus(folder, some_texts(40, lines=False), "parquet", 1)
     told = r"part-0\.parquet: it had 9 row groups and has 6\n.* nor one that has lost row groups"
     with pytest.raises(DataIdentityError, match=told) as caught:
-        prepare_data(parse_config(config), run)
+        prepare_data(parse_config(config), Storage(str(run)))
     assert "accept_changed" not in str(caught.value)
     if accepts:  # more groups than the run reads can be accepted
         write_corpus(folder, some_texts(80, lines=False), "parquet", 1)
-        assert prepare_data(parse_config(config), run).plans == spec.plans
+        assert prepare_data(parse_config(config), Storage(str(run))).plans == spec.plans
 
 
 def path_refusal(make: Make, path: Path, run: Path) -> str:
     with pytest.raises(DataIdentityError) as caught:
-        prepare_data(accepting(make, path), run)
+        prepare_data(accepting(make, path), Storage(str(run)))
     return str(caught.value)
 
 
 def test_a_narrowed_path_is_refused_with_both_values(data: Path, run: Path, tiny_config: Make) -> None:
-    prepare_data(job(tiny_config, data / "*.jsonl"), run)
+    prepare_data(job(tiny_config, data / "*.jsonl"), Storage(str(run)))
     for narrower, left_out in (
         ("part-[01].jsonl", "1 of these 3 files, e.g. part-2.jsonl"),
         ("part-1.jsonl", "2 of these 3 files, e.g. part-0.jsonl"),
@@ -191,22 +194,22 @@ def test_a_narrowed_path_is_refused_with_both_values(data: Path, run: Path, tiny
 def test_a_widened_path_is_refused_and_one_that_means_the_same_files_is_not(
     data: Path, run: Path, tiny_config: Make
 ) -> None:
-    spec = prepare_data(job(tiny_config, data / "part-[01].jsonl"), run)
+    spec = prepare_data(job(tiny_config, data / "part-[01].jsonl"), Storage(str(run)))
     text = path_refusal(tiny_config, data, run)
     assert (
         f"2 files of path {data}/part-[01].jsonl, the job asks for {data}, which means 1 file besides" in text
     )
     (data / "part-2.jsonl").unlink()
-    assert prepare_data(job(tiny_config, data), run).plans == spec.plans
+    assert prepare_data(job(tiny_config, data), Storage(str(run))).plans == spec.plans
 
 
 def test_another_corpus_in_place_of_the_runs_own_is_told_first(
     data: Path, run: Path, tiny_config: Make, tmp_path: Path
 ) -> None:
-    prepare_data(job(tiny_config, data), run)
+    prepare_data(job(tiny_config, data), Storage(str(run)))
     write_corpus(tmp_path / "other", some_texts(31), "jsonl")
     with pytest.raises(DataIdentityError) as caught:
-        prepare_data(job(tiny_config, tmp_path / "other"), run)
+        prepare_data(job(tiny_config, tmp_path / "other"), Storage(str(run)))
     assert str(caught.value).startswith(
         f"data.sources made names another folder: the run was started with {data}, the job asks for "
         f"{tmp_path / 'other'}, and there files of the data are not those that the run was started with:\n"
@@ -223,9 +226,9 @@ def without_recorded_paths(run: Path) -> None:
 def test_a_run_that_recorded_no_path_opens_and_refuses_a_narrower_one(
     data: Path, run: Path, tiny_config: Make
 ) -> None:
-    spec = prepare_data(job(tiny_config, data), run)
+    spec = prepare_data(job(tiny_config, data), Storage(str(run)))
     without_recorded_paths(run)
-    assert prepare_data(job(tiny_config, data), run) == spec
+    assert prepare_data(job(tiny_config, data), Storage(str(run))) == spec
     text = path_refusal(tiny_config, data / "part-0.jsonl", run)
     assert f"3 files of path (not recorded, below {data}), the job asks for {data}/part-0.jsonl" in text
 
@@ -238,9 +241,9 @@ def test_a_run_that_was_started_with_a_file_twice_goes_on_so_and_says_it(
     with monkeypatch.context() as patch:  # as an older version listed
         every = replace(list_files("made", str(data), "jsonl"), names=tuple(names))
         patch.setattr(later_lists, "list_files", lambda *_: every)
-        old = prepare_data(job(tiny_config, data), run)
+        old = prepare_data(job(tiny_config, data), Storage(str(run)))
     assert len(old.plans[0].manifest.files) == 9
-    again = prepare_data(job(tiny_config, data), run)
+    again = prepare_data(job(tiny_config, data), Storage(str(run)))
     assert again.plans == old.plans
     (note,) = (note for note in again.notes if note.startswith("warning"))
     assert "6 paths of source made that lead to files which it has under another path, too" in note
@@ -250,10 +253,10 @@ def test_a_run_that_was_started_with_a_file_twice_goes_on_so_and_says_it(
 def test_changed_files_can_be_accepted_and_keep_their_frozen_places(
     data: Path, run: Path, tiny_config: Make
 ) -> None:
-    spec = prepare_data(job(tiny_config, data), run)
+    spec = prepare_data(job(tiny_config, data), Storage(str(run)))
     before = plain(samples(spec, 64))
     grown(data / "part-1.jsonl")
-    accepted = prepare_data(accepting(tiny_config, data), run)
+    accepted = prepare_data(accepting(tiny_config, data), Storage(str(run)))
     assert accepted.plans == spec.plans
     assert any("going on with a changed file" in note for note in accepted.notes)
     old, new = spec.identity(), accepted.identity()
@@ -266,9 +269,9 @@ def test_changed_files_can_be_accepted_and_keep_their_frozen_places(
 def test_files_that_came_later_are_not_read_and_that_is_said(
     data: Path, run: Path, tiny_config: Make
 ) -> None:
-    spec = prepare_data(job(tiny_config, data), run)
+    spec = prepare_data(job(tiny_config, data), Storage(str(run)))
     (data / "later.jsonl").write_text('{"text": "later"}\n')
-    again = prepare_data(job(tiny_config, data), run)
+    again = prepare_data(job(tiny_config, data), Storage(str(run)))
     assert again.plans == spec.plans
     assert again.notes == (
         "1 file of source made came after its list was made and is not read, e.g. later.jsonl",
@@ -280,27 +283,27 @@ def test_another_tokenizer_shows_in_the_identity_and_the_runs_own_copy_is_used(
 ) -> None:
     shutil.copytree(corpus / "tokenizer", tmp_path / "mine")
     config = job(tiny_config, data, tokenizer=str(tmp_path / "mine"))
-    spec = prepare_data(config, run)
+    spec = prepare_data(config, Storage(str(run)))
     content = json.loads((tmp_path / "mine" / "tokenizer.json").read_text())
     content["model"]["merges"].pop()
     (tmp_path / "mine" / "tokenizer.json").write_text(json.dumps(content))
-    again = prepare_data(config, run)
+    again = prepare_data(config, Storage(str(run)))
     assert again.tokenizer == spec.tokenizer
     (refusal,) = compare(spec.identity(), again.identity())
     assert "the run was started with tokenizer" in refusal
     shutil.rmtree(tmp_path / "mine")  # the copy is enough
-    assert prepare_data(config, run).identity() == spec.identity()
+    assert prepare_data(config, Storage(str(run))).identity() == spec.identity()
 
 
 def test_a_damaged_copy_of_the_tokenizer_is_the_runs_and_not_the_jobs(
     data: Path, run: Path, tiny_config: Make
 ) -> None:
-    prepare_data(job(tiny_config, data), run)
+    prepare_data(job(tiny_config, data), Storage(str(run)))
     copy = run / "tokenizer" / "tokenizer.json"
     whole = copy.read_bytes()
     copy.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataIdentityError) as caught:
-        prepare_data(job(tiny_config, data), run)
+        prepare_data(job(tiny_config, data), Storage(str(run)))
     told = str(caught.value)
     assert told.startswith(f"the run's copy of its tokenizer in {run / 'tokenizer'} is damaged: ")
     assert told.endswith("; restore these files")
@@ -322,46 +325,46 @@ def test_a_file_in_place_of_a_tokenizers_folder_is_told_to_be_one(
 def test_a_damaged_or_lost_part_of_the_frozen_data_is_named(
     file: str, data: Path, run: Path, tiny_config: Make
 ) -> None:
-    prepare_data(job(tiny_config, data), run)
+    prepare_data(job(tiny_config, data), Storage(str(run)))
     whole = (run / file).read_bytes()
     (run / file).write_bytes(whole[: len(whole) // 2])
     with pytest.raises((DataIdentityError, ConfigError), match="restore|replace"):
-        prepare_data(job(tiny_config, data), run)
+        prepare_data(job(tiny_config, data), Storage(str(run)))
     (run / file).unlink()
     with pytest.raises(DataIdentityError, match="restore"):
-        prepare_data(job(tiny_config, data), run)
+        prepare_data(job(tiny_config, data), Storage(str(run)))
 
 
 def test_another_whole_part_in_place_of_a_frozen_one_is_refused_with_both_digests(
     data: Path, run: Path, tiny_config: Make
 ) -> None:
-    spec = prepare_data(job(tiny_config, data), run)
+    spec = prepare_data(job(tiny_config, data), Storage(str(run)))
     listed, tokenizer = (run / name for name in ("manifest/made.parquet", "tokenizer/tokenizer.json"))
     whole, other = listed.read_bytes(), freeze("made", str(data / "part-[01].jsonl"), "jsonl", "text")
     listed.write_bytes(to_parquet(other))
     was, now = spec.plans[0].manifest.digest, other.digest
     with pytest.raises(DataIdentityError, match=rf"made\.parquet: .* with digest {was} and has {now}"):
-        prepare_data(job(tiny_config, data), run)
+        prepare_data(job(tiny_config, data), Storage(str(run)))
     listed.write_bytes(whole)
     content = json.loads(tokenizer.read_text())
     content["model"]["merges"].pop()
     tokenizer.write_text(json.dumps(content))
     was = spec.identity().tokenizer_digest
     with pytest.raises(DataIdentityError, match=rf"with digest {was} and has [0-9a-f]{{64}}; restore"):
-        prepare_data(job(tiny_config, data), run)
+        prepare_data(job(tiny_config, data), Storage(str(run)))
 
 
 def test_a_program_that_would_cut_other_blocks_is_refused_with_both_numbers(
     data: Path, run: Path, tiny_config: Make
 ) -> None:
-    spec = prepare_data(job(tiny_config, data, window_bytes=9000), run)
+    spec = prepare_data(job(tiny_config, data, window_bytes=9000), Storage(str(run)))
     num = spec.plans[0].fragments_per_block
     assert num > 1
     record = json.loads((run / "manifest" / "data.json").read_text())
     record["fragments_per_block"]["made"] = num + 1  # as another program would have frozen it
     (run / "manifest" / "data.json").write_text(json.dumps(record))
     with pytest.raises(DataIdentityError, match=f"{num + 1} fragments per block, this program makes {num};"):
-        prepare_data(job(tiny_config, data, window_bytes=9000), run)
+        prepare_data(job(tiny_config, data, window_bytes=9000), Storage(str(run)))
 
 
 def test_the_encoders_are_compared_on_the_runs_own_documents(
@@ -382,16 +385,16 @@ def test_the_encoders_are_compared_on_the_runs_own_documents(
 
 
 def test_the_first_encoder_stays_whatever_is_asked_for(data: Path, run: Path, tiny_config: Make) -> None:
-    first = prepare_data(job(tiny_config, data, encoder="tokenizers"), run)
+    first = prepare_data(job(tiny_config, data, encoder="tokenizers"), Storage(str(run)))
     assert first.encoders[0].encoder.name == "tokenizers"
     for wanted in ("auto", "gigatoken", "tokenizers"):
-        again = prepare_data(job(tiny_config, data, encoder=wanted), run)
+        again = prepare_data(job(tiny_config, data, encoder=wanted), Storage(str(run)))
         assert (again.encoders, again.identity()) == (first.encoders, first.identity())
 
 
 def test_sizes_that_shape_the_order_show_in_the_identity(data: Path, run: Path, tiny_config: Make) -> None:
-    first = prepare_data(job(tiny_config, data), run)
-    other = prepare_data(job(tiny_config, data, window_bytes=5000), run)
+    first = prepare_data(job(tiny_config, data), Storage(str(run)))
+    other = prepare_data(job(tiny_config, data, window_bytes=5000), Storage(str(run)))
     assert any("data.window_bytes=2500" in text for text in compare(first.identity(), other.identity()))
 
 

@@ -36,6 +36,7 @@ from orchestrator.errors import ConfigError, DataError
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.identity import compare
 from orchestrator.records import Cursor
+from orchestrator.storage.files import Storage
 from tests.data import format_writers, reference
 from tests.data.format_writers import Record, write_files
 from tests.data.making import plain as as_lists
@@ -542,12 +543,12 @@ def test_other_fields_are_another_stream_and_their_order_is_none(tmp_path: Path,
         return job(tiny_config, tmp_path / "data", "jsonl", transforms, transform_fields=fields)
 
     assert config("tags", "score").data == config("score", "tags").data
-    began = prepare_data(config("score", "tags"), tmp_path / "run").identity()
-    again = prepare_data(config("tags", "score"), tmp_path / "run")
+    began = prepare_data(config("score", "tags"), Storage(str(tmp_path / "run"))).identity()
+    again = prepare_data(config("tags", "score"), Storage(str(tmp_path / "run")))
     assert again.identity() == began
     assert compare(again.in_force(began), again.identity()) == ()
     for fields in ((), ("score",), ("score", "tags", "meta.lang")):
-        now = prepare_data(config(*fields), tmp_path / "run")
+        now = prepare_data(config(*fields), Storage(str(tmp_path / "run")))
         asked = json.dumps(sorted(fields), separators=(",", ":")) if fields else "nothing"
         (refusal,) = compare(now.in_force(began), now.identity())
         assert refusal.startswith(

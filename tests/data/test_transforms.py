@@ -31,6 +31,7 @@ from orchestrator.launch.api import plan
 from orchestrator.planning import record_keys
 from orchestrator.planning.identity import compare
 from orchestrator.records import BAD, EMPTY, FILTERED, Cursor
+from orchestrator.storage.files import Storage
 from tests.data import made_transforms, reference
 from tests.data.making import job, plain, samples, some_texts, spec_of, write_corpus
 from tests.data.test_chat import CHATML_TAGGED, chat
@@ -419,16 +420,18 @@ def test_a_changed_module_is_refused_with_both_values(
 ) -> None:
     write_corpus(tmp_path / "data", some_texts(30), "jsonl")
     config = job(tiny_config, tmp_path / "data", transforms=["my_transforms:same"])
-    began = prepare_data(config, tmp_path / "run")
+    began = prepare_data(config, Storage(str(tmp_path / "run")))
     old = began.run_identity.transforms["my_transforms:same"]
     module.write_text(module.read_text() + "# a comment\n")
-    new = prepare_data(config, tmp_path / "run").run_identity.transforms["my_transforms:same"]
+    new = prepare_data(config, Storage(str(tmp_path / "run"))).run_identity.transforms["my_transforms:same"]
     assert old != new
-    (refusal,) = compare(began.run_identity, prepare_data(config, tmp_path / "run").run_identity)
+    (refusal,) = compare(
+        began.run_identity, prepare_data(config, Storage(str(tmp_path / "run"))).run_identity
+    )
     for part in ("my_transforms:same", old, new, "put it back"):
         assert part in refusal
     # whoever reads the run once more, and a process that comes later, takes no other either
-    for spec in (prepare_trained(config, tmp_path / "run"), began):
+    for spec in (prepare_trained(config, Storage(str(tmp_path / "run"))), began):
         with pytest.raises(DataIdentityError, match=f"had {old} when .* and has {new} on this machine"):
             samples(spec, 64)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
-from orchestrator.elastic.holdings import Holding, Source, newest_complete
-from orchestrator.records import StateKey
+from orchestrator.elastic.holdings import Holding, newest_complete
+from orchestrator.records import Source, StateKey
 
 Copy = tuple[int, bool] | None  # the step that a buffer holds, and whether it is whole
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from orchestrator.elastic import holdings
 from orchestrator.elastic.formation import NewestPoint
-from orchestrator.elastic.holdings import CompleteState, Holding, Source
+from orchestrator.elastic.holdings import CompleteState, Holding
 from orchestrator.elastic.parent_state import ParentStateSelection
 from orchestrator.planning.neighbours import neighbours
 from orchestrator.planning.state_layout import Layout
-from orchestrator.records import StateKey
+from orchestrator.records import Source, StateKey
 from tests.elastic.test_rendezvous import key, request
 
 Rule = Callable[[Iterable[Holding], StateKey | None], CompleteState | None]
@@ -184,7 +184,11 @@ def test_with_replicate_prepared_steps_change_no_choice(members, newest):
     already.
     """
     states = [KEYS[step] if holds and step < 3 else None for holds, _, step in members]
-    live = [holdings.replicated(str(n), at) for n, at in enumerate(states) if at is not None]
+    live = [
+        Holding(member=str(n), key=at, shard=0, num_shards=1, source=Source.LIVE)
+        for n, at in enumerate(states)
+        if at is not None
+    ]
     prepared = [
         replace(h, key=replace(h.key, step=h.key.step + 1), source=Source.PREPARED)
         for h in live

@@ -27,6 +27,7 @@ from orchestrator.history.metrics import Sample
 from orchestrator.history.saved_history import SavedHistory
 from orchestrator.launch import api
 from orchestrator.launch import start as starting
+from orchestrator.storage.files import Storage
 from tests.monitor.live_run import LiveRun
 from tests.storage.crashfs import ModelDisk
 
@@ -74,7 +75,7 @@ def run(job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Logg
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(metric_log, "CLOSE_S", 120.0)
     monkeypatch.setattr(loggers, "FINISH_S", 60.0)
-    data = starting.prepare(job, tmp_path / "frozen", freeze=True)
+    data = starting.prepare(job, Storage(str(tmp_path / "frozen")), freeze=True)
     made = LoggedRun(ModelDisk(), job, data, keep_latest=9)
     made.folder = str(tmp_path / "run")
     Path(made.folder).mkdir()

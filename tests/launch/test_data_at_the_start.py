@@ -17,7 +17,6 @@ from orchestrator.errors import DataIdentityError
 from orchestrator.launch import claiming, looking_ahead
 from orchestrator.launch import start as starting
 from orchestrator.resume.store import RunStore
-from orchestrator.storage.files import Storage
 from tests.data.making import plain, samples, some_texts, write_corpus
 from tests.launch.test_start import nobody
 
@@ -37,28 +36,28 @@ def job(data: Path, tiny_config: Any) -> JobConfig:
 
 
 def store_of(job: JobConfig) -> RunStore:
-    return RunStore(Storage(str(starting.run_folder(job))))
+    return RunStore(starting.run_storage(job))
 
 
 def started(job: JobConfig, meanwhile: Callable[[], object]) -> tuple[DataSpec, DataSpec]:
     """(what a start looked at, what it trains), where something happens while the cluster comes up."""
-    folder, store = starting.run_folder(job), store_of(job)
-    looked_at = starting.prepare(job, folder, freeze=False)
+    store = store_of(job)
+    looked_at = starting.prepare(job, store.storage, freeze=False)
     assert looking_ahead.look_before_start(store, job, looked_at, nobody).action == "start"
     meanwhile()
     with claiming.claimed(store, job, looked_at, 0) as (attempt, _):
-        return looked_at, starting.freeze(job, folder, looked_at, attempt)
+        return looked_at, starting.freeze(job, store.storage, looked_at, attempt)
 
 
 def frozen_digest(job: JobConfig) -> str:
-    frozen = read_frozen(starting.run_folder(job))
+    frozen = read_frozen(starting.run_storage(job))
     assert frozen is not None
     assert frozen.record.manifests == {name: m.digest for name, m in frozen.manifests.items()}
     return frozen.record.manifests["made"]
 
 
 def next_start(job: JobConfig) -> DataSpec:
-    spec = starting.prepare(job, starting.run_folder(job), freeze=False)
+    spec = starting.prepare(job, starting.run_storage(job), freeze=False)
     assert looking_ahead.look_before_start(store_of(job), job, spec, nobody).refusals == ()
     return spec
 
@@ -98,7 +97,7 @@ def test_a_tokenizer_that_changes_while_a_run_starts_is_not_the_runs(data: Path,
     content["model"]["merges"].pop()
     looked_at, trained = started(job, lambda: file.write_text(json.dumps(content)))
     assert trained.tokenizer == looked_at.tokenizer
-    assert (starting.run_folder(job) / "tokenizer" / "tokenizer.json").read_bytes() == before
+    assert (Path(starting.run_storage(job).root) / "tokenizer" / "tokenizer.json").read_bytes() == before
     file.write_bytes(before)
     assert next_start(job).tokenizer == looked_at.tokenizer
 

@@ -173,8 +173,8 @@ def test_whatever_is_refused_of_the_data_is_a_refusal_in_json(
     made = {"name": "made", "path": str(tmp_path / "d"), "format": "jsonl"}
     mapping = tiny_config({"data.sources": [made]})
     job = parse_config(mapping)
-    folder = starting.run_folder(job)
-    spec = starting.prepare(job, folder, freeze=True)
+    folder = Path(starting.run_storage(job).root)
+    spec = starting.prepare(job, Storage(str(folder)), freeze=True)
     RunStore(Storage(str(folder))).create_run(job.run.name, spec.identity())
     if change == "a narrower path":
         mapping["data"]["sources"][0]["path"] = str(tmp_path / "d" / "part-0.jsonl")

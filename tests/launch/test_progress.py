@@ -26,6 +26,7 @@ from orchestrator.launch import stop_signals
 from orchestrator.launch.on_cluster import _note_feeder_death, _shower
 from orchestrator.launch.progress import Progress
 from orchestrator.records import GroupMember, Loss, RunStatus
+from orchestrator.storage.files import Storage
 from tests.elastic.in_process import Handle
 from tests.elastic.test_stall import status
 from tests.trainer.launch import Launch
@@ -44,7 +45,7 @@ def test_every_line_has_a_time_stamp_and_the_log_file_has_them_all_and_more(
 ) -> None:
     with Progress.shown(0.0) as progress:
         progress.say("before there is a file")
-        progress.begin(tmp_path, 3, 2, 16)
+        progress.begin(Storage(str(tmp_path)), 3, 2, 16)
         progress.show(status(7))
         progress.foreign("Ray", "Something failed.\nAnd why, at length")
         progress.note("for the file only")
@@ -107,7 +108,7 @@ def test_a_terminal_that_can_is_given_one_line_that_is_kept_up_to_date(
 def test_a_log_file_is_only_added_to_and_keeps_what_ended_the_launch(tmp_path: Path) -> None:
     for text in ("one", "two"):
         with suppress(RuntimeError), Progress.shown(1.0) as progress:
-            progress.begin(tmp_path, 3, 2, None)
+            progress.begin(Storage(str(tmp_path)), 3, 2, None)
             raise RuntimeError(text)
     kept = log_of(tmp_path)
     assert kept.index("RuntimeError: one") < kept.index("RuntimeError: two")
@@ -118,7 +119,7 @@ def test_a_log_file_that_cannot_be_written_is_told_once_and_stops_nothing(
 ) -> None:
     (tmp_path / "logs").write_text("not a folder")
     with Progress.shown(1.0) as progress:
-        progress.begin(tmp_path, 3, 2, None)
+        progress.begin(Storage(str(tmp_path)), 3, 2, None)
         progress.say("one")
         progress.say("two")
     shown = capsys.readouterr().err
@@ -131,7 +132,7 @@ def test_a_run_folder_that_is_gone_is_not_made_anew_by_its_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Progress.shown(1.0) as progress:
-        progress.begin(tmp_path / "gone", 3, 2, None)
+        progress.begin(Storage(str(tmp_path / "gone")), 3, 2, None)
         progress.say("one")
     assert not (tmp_path / "gone").exists()
     assert "cannot be written (No such file or directory)" in capsys.readouterr().err
@@ -263,7 +264,7 @@ def test_a_part_of_the_launch_that_died_is_named_and_what_follows_is_said(
 ) -> None:
     died: list[tuple[int, str, str]] = []
     with Progress.shown(0.0) as progress:
-        progress.begin(tmp_path, 3, 2, None)
+        progress.begin(Storage(str(tmp_path)), 3, 2, None)
         progress.named("feeder", lambda text: "Worker PID: 30080 " in text, lambda *of: died.append(of))
         progress.foreign("Ray", WORKER_DIED)
         progress.foreign("Ray", WORKER_DIED.replace("30080", "5"))
@@ -391,7 +392,7 @@ def test_below_the_minimum_each_loss_is_told_once_and_a_failure_goes_into_the_lo
     lost = (Loss(worker=GroupMember(rank=1, host="10.0.0.7", pid=5), reason="its node died"),)
     failures = ((7, "ValueError: Traceback\n  File x\nValueError: y"),)
     with Progress.shown(1000.0) as progress:
-        progress.begin(tmp_path, 3, 2, None)
+        progress.begin(Storage(str(tmp_path)), 3, 2, None)
         show = _shower(progress, limits, None)  # the feeder hears nothing while nothing is committed
         for waited in (0.1, 0.2):
             show(status(7, lost=lost, waiting_since=waited, failures=failures))
@@ -408,7 +409,7 @@ def test_the_reason_of_an_end_is_told_whole_but_for_the_frames_of_a_traceback(
     reason = f"failed: {'why ' * (length // 4)}; restore the folder from a copy"
     trace = 'Traceback (most recent call last):\n  File "x", line 1, in y\n    z()\nValueError: y'
     with Progress.shown(0.0) as progress:
-        progress.begin(tmp_path, 3, 2, None)
+        progress.begin(Storage(str(tmp_path)), 3, 2, None)
         progress.say_at_length(reason)
         progress.say_at_length(f"4 failures after step 7:\n  {trace}")
     shown = capsys.readouterr().err

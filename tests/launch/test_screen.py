@@ -15,22 +15,23 @@ import pytest
 from orchestrator.launch import stop_signals
 from orchestrator.launch.progress import Progress
 from orchestrator.launch.screen import let_go
+from orchestrator.storage.files import Storage
 from tests.elastic.test_stall import status
 
 # The command, with a run that lasts until SIGINT has asked it to stop. `go`: this end of a pipe says when the
 # readers of stdout and stderr have gone.
 PROGRAM = """
 import os, signal, sys
-from pathlib import Path
 import orchestrator.launch.api as api
 from orchestrator.cli import commands as cli
 from orchestrator.launch import stop_signals
 from orchestrator.launch.progress import Progress
+from orchestrator.storage.files import Storage
 
 def train(config, overrides):
     stopped = []
     with Progress.shown(1.0) as progress:
-        progress.begin(Path(sys.argv[1]), 3, 2, None)
+        progress.begin(Storage(sys.argv[1]), 3, 2, None)
         with stop_signals.stop_on_signals(lambda by: stopped.append(1), progress.say):
             progress.say("training")
             sys.stdin.read()
@@ -89,7 +90,7 @@ def test_a_terminal_that_is_closed_costs_lines_and_the_log_file_goes_on(
     monkeypatch.setattr(sys, "stderr", terminal)
     with Progress.shown(0.0) as progress:
         assert progress._live is not None, "it is a terminal"
-        progress.begin(tmp_path, 3, 2, 16)
+        progress.begin(Storage(str(tmp_path)), 3, 2, 16)
         progress.say("seen")
         os.close(master)
         progress.say("not seen")
@@ -108,7 +109,7 @@ def test_without_a_standard_error_a_launch_goes_on(tmp_path: Path, monkeypatch: 
             stream.close()
         monkeypatch.setattr(sys, "stderr", stream)
         with Progress.shown(0.0) as progress:
-            progress.begin(tmp_path, 3, 2, None)
+            progress.begin(Storage(str(tmp_path)), 3, 2, None)
             progress.say("one")
         monkeypatch.undo()
     assert log_of(tmp_path).count("one") == 2

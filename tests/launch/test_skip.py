@@ -51,7 +51,7 @@ class SkippingRun:
 
     def __init__(self, mapping: Mapping[str, Any]) -> None:
         self.mapping = dict(mapping)
-        self.folder = starting.run_folder(parse_config(self.mapping))
+        self.folder = Path(starting.run_storage(parse_config(self.mapping)).root)
         self.store = RunStore(Storage(str(self.folder)))
         self.trained: list[int] = []  # indices, in the order of training
         self.batches: list[BatchSlice] = []
@@ -65,13 +65,13 @@ class SkippingRun:
     def begin(self, *overrides: str) -> Attempt:
         """A start command until it has claimed."""
         job = self.job(*overrides)
-        spec = starting.prepare(job, self.folder, freeze=False)
+        spec = starting.prepare(job, self.store.storage, freeze=False)
         newest = max(self.store.claim_numbers(), default=0)
         said: list[str] = []
         looked = looking_ahead.look_before_start(self.store, job, spec, lambda: newest)
         assert not looking_ahead.reached(looked)
         with claiming.claimed(self.store, job, spec, newest, drawn=looked.drawn) as (attempt, plan):
-            starting.freeze(job, self.folder, spec, attempt)
+            starting.freeze(job, self.store.storage, spec, attempt)
             announcing.announce(said.append, job, attempt, plan)
         self.said = "\n".join(said)
         return attempt
@@ -95,7 +95,7 @@ class SkippingRun:
                 target_tokens=cursor.target_tokens, global_batch_size=batch, seq_len=seq_len,
             )
         )  # fmt: skip
-        data = starting.read_frozen_data(job, self.folder, starting.reading_of(attempt))
+        data = starting.read_frozen_data(job, self.store.storage, starting.reading_of(attempt))
         feed = InProcessFeed(data.made_by(attempt.encoders))
         for _ in range(num_steps):
             asked = StepRange(
@@ -230,7 +230,7 @@ def test_steps_are_skipped_at_the_points_shape_and_all_that_follows_is_the_strea
     newest = run.train(attempt, 4, *skip)
     assert run.trained == [*range(28, 40)], "indices count what was skipped"
     # the same tokens as the stream has them after 28 samples of the point's shape
-    spec = starting.prepare(run.job(), run.folder, freeze=False)
+    spec = starting.prepare(run.job(), run.store.storage, freeze=False)
     whole = [sample for sample, _ in zip(open_samples(spec, Cursor(), SEQ_LEN), range(28), strict=False)]
     assert whole[-1].cursor.sources == at.sources
     assert run.store.read_point(newest.point_name).cursor.skipped_samples == 8
@@ -291,7 +291,7 @@ def test_without_a_point_there_is_nothing_to_skip_from(run: SkippingRun) -> None
 
 def test_a_skip_to_the_end_of_the_data_or_beyond_is_refused_with_both_numbers(run: SkippingRun) -> None:
     point = run.launch(4)
-    spec = starting.prepare(run.job(), run.folder, freeze=False)
+    spec = starting.prepare(run.job(), run.store.storage, freeze=False)
     left = sum(1 for _ in open_samples(spec, run.store.read_point(point.point_name).cursor, SEQ_LEN))
     for number in (left, left + 1, 10 * left):
         text = f"{number:,} samples of 32 tokens are to be skipped after {point.point_name}"
@@ -307,7 +307,7 @@ def test_a_skip_to_the_end_of_the_data_or_beyond_is_refused_with_both_numbers(ru
 
 def test_what_was_drawn_before_the_claim_counts_at_its_point_alone(run: SkippingRun) -> None:
     first, second = run.launch(2), run.launch(3)
-    spec = starting.prepare(run.job(), run.folder, freeze=False)
+    spec = starting.prepare(run.job(), run.store.storage, freeze=False)
 
     def job(point: StateKey) -> JobConfig:
         return run.job(f"resume.from={point.point_name}", "resume.skip_samples=5")

@@ -357,7 +357,7 @@ def test_with_refresh_they_come_in_with_the_next_epoch(run: ListsRun, encoded: A
     run.launch(1000, "data.refresh=epoch", "data.num_epochs=3")
     later = encoded(documents("a", 150) + documents("new", 25))
     assert split(run.streams([1, 2], 0), encoded.end) == encoded(documents("a", 150)) + later + later
-    assert frozen.later_versions(run.folder)["a"] == ("0e1", "0e2")
+    assert frozen.later_versions(Storage(str(run.folder)))["a"] == ("0e1", "0e2")
     report = run.audit()
     assert report["exactly_once"]
     assert report["not_shown"] == []
@@ -438,9 +438,9 @@ def test_the_audit_catches_a_second_restart_of_one_launch(run: ListsRun) -> None
     (source,) = attempt.sources
     twice = replace(source, spans=(*source.spans, ListSpan(begin=2, start=2)))
     first = replace(attempt, sources=(twice,))
-    now = frozen.read_later(run.folder, "a", "1")
+    now = frozen.read_later(Storage(str(run.folder)), "a", "1")
     assert now is not None
-    frozen.write_later(run.folder, replace(now, version="2"))
+    frozen.write_later(Storage(str(run.folder)), replace(now, version="2"))
     again = continue_launch(run.store, first, "host", no_fault)
     assert again.point is not None
     cursor = manifests.moved(again.sources, again.point.cursor)
@@ -548,8 +548,8 @@ def _start(run: ListsRun, attempt: int, name: str) -> int | None:
 
 
 def _texts_of(run: ListsRun, name: str, version: str, texts: dict[str, list[list[str]]]) -> list[str]:
-    later = frozen.read_later(run.folder, name, version) if version else None
-    there = frozen.read_frozen(run.folder)
+    later = frozen.read_later(Storage(str(run.folder)), name, version) if version else None
+    there = frozen.read_frozen(Storage(str(run.folder)))
     assert there is not None
     manifest = there.manifests[name] if later is None else later.manifest
     return [text for row in manifest.files for text in texts[name][int(row.path.partition(".")[0])]]

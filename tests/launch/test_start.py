@@ -58,7 +58,7 @@ class Runner:
 
     def __init__(self, mapping: Mapping[str, Any]) -> None:
         self._mapping = dict(mapping)
-        self.folder = starting.run_folder(self.config())
+        self.folder = Path(starting.run_storage(self.config()).root)
         self.store = RunStore(Storage(str(self.folder)))
         self.as_stored: Callable[[dict[str, Any]], dict[str, Any]] = (
             dict  # what a version writes of a flat one
@@ -77,14 +77,16 @@ class Runner:
 
     def plan(self, **data: Any) -> ResumePlan:
         job = self.config(**data)
-        return looking_ahead.look_ahead(self.store, job, starting.prepare(job, self.folder, freeze=False))
+        return looking_ahead.look_ahead(
+            self.store, job, starting.prepare(job, self.store.storage, freeze=False)
+        )
 
     def prepared(self, **data: Any) -> DataSpec:
-        return starting.prepare(self.config(**data), self.folder, freeze=False)
+        return starting.prepare(self.config(**data), Storage(str(self.folder)), freeze=False)
 
     def begin(self, by: Process | None = None, **data: Any) -> Attempt:
         job = self.config(**data)
-        spec = starting.prepare(job, self.folder, freeze=True)
+        spec = starting.prepare(job, self.store.storage, freeze=True)
         newest = newest_attempt(self.store)
         with claiming.claimed(self.store, job, spec, newest, process=by) as (attempt, _):
             return attempt
@@ -121,7 +123,7 @@ def rewind(runner: Runner, to: StateKey, keep_latest: int = 3) -> tuple[Attempt,
     job = runner.config()
     changes = {"from_": to.point_name, "keep_latest": keep_latest}
     job = job.model_copy(update={"resume": job.resume.model_copy(update=changes)})
-    spec = starting.prepare(job, runner.folder, freeze=True)
+    spec = starting.prepare(job, runner.store.storage, freeze=True)
     with claiming.claimed(runner.store, job, spec, newest_attempt(runner.store)) as (attempt, plan):
         return attempt, plan, job
 
@@ -416,7 +418,7 @@ def test_a_start_that_fails_before_anything_could_write_for_it_says_its_end_and_
 
 def test_a_start_whose_coordinator_has_begun_or_that_was_overtaken_says_no_end(runner: Runner) -> None:
     job, store = runner.config(), runner.store
-    spec = starting.prepare(job, runner.folder, freeze=True)
+    spec = starting.prepare(job, runner.store.storage, freeze=True)
 
     def fail(watched: int, meanwhile: Callable[[Attempt], None]) -> None:
         with claiming.claimed(store, job, spec, watched) as (attempt, _):

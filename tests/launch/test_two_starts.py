@@ -121,7 +121,7 @@ def test_a_process_that_has_the_pid_of_a_dead_driver_is_not_taken_for_it(
 
 def test_a_claimer_shows_that_it_lives_before_its_coordinator_begins(runner: Runner) -> None:
     job, store = runner.config(), runner.store
-    spec = starting.prepare(job, runner.folder, freeze=True)
+    spec = starting.prepare(job, runner.store.storage, freeze=True)
     pause = threading.Event()
     with claiming.claimed(store, job, spec, 0):
         seen = store.watch_busy(LIMIT_S, time.monotonic, lambda seconds: pause.wait(0.05) and None)
@@ -130,7 +130,7 @@ def test_a_claimer_shows_that_it_lives_before_its_coordinator_begins(runner: Run
 
 def test_a_start_that_watched_while_another_one_claimed_is_busy(runner: Runner) -> None:
     job, store = runner.config(), runner.store
-    spec = starting.prepare(job, runner.folder, freeze=True)
+    spec = starting.prepare(job, runner.store.storage, freeze=True)
     watched = busy_watch.refuse_busy(store, no_word)
     first = runner.begin()
     told = f"attempt 1 of this run was claimed by launch {first.launch}"
@@ -202,7 +202,7 @@ ways_to_start = pytest.mark.parametrize(
     "start",
     [
         lambda runner, job: api.train(job),
-        lambda runner, job: torchrun._look(runner.store, job, runner.folder, no_word),
+        lambda runner, job: torchrun._look(runner.store, job, runner.store.storage, no_word),
     ],
     ids=["ray", "torchrun"],
 )

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -70,7 +71,7 @@ def reader(disk: Disk, before: Callable[[str, str], None]) -> Iterator[tuple[Run
     """A `Run` and a store that read the disk; `before` is called before each of their calls."""
     paused = Paused(disk, READS, before)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(monitor, "Storage", lambda root: Storage(root, paused, no_sleep))
+        patch.setattr(monitor, "open_storage", lambda root: Storage(root, paused, no_sleep))
         yield Run(ROOT), RunStore(Storage(ROOT, paused, no_sleep))
 
 
@@ -118,8 +119,10 @@ class LiveRun:
             self.run = found_run(self.store, job.run.name, origin, "me")
             return
         self.run = self.store.create_run("run", data.identity())
-        for name in ("tokenizer/tokenizer.json", "manifest/main.parquet", "manifest/data.json"):
+        for name in ("tokenizer/tokenizer.json", "manifest/main.parquet"):
             self.store.storage.create(name, b"{}")
+        frozen = Storage(str(Path(data.tokenizer_folder).parent))
+        self.store.storage.create("manifest/data.json", frozen.read("manifest/data.json"))
 
     # ---------------------------------------------------------------- launches
     def claim(self, why: str = RESUME) -> Any:

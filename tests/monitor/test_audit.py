@@ -60,9 +60,9 @@ class TrainedRun:
 
     def __init__(self, mapping: Mapping[str, Any]) -> None:
         self.job = parse_config(dict(mapping))
-        self.folder = starting.run_folder(self.job)
+        self.folder = Path(starting.run_storage(self.job).root)
         self.store = RunStore(Storage(str(self.folder)))
-        self.spec = starting.prepare(self.job, self.folder, freeze=True)
+        self.spec = starting.prepare(self.job, self.store.storage, freeze=True)
         self.run_id = self.store.create_run(self.job.run.name, self.spec.identity()).id
         self.cursor, self.number = Cursor(), 0
         self.key: StateKey | None = None
@@ -141,7 +141,7 @@ class TrainedRun:
         other = copy.copy(self)
         run = self.job.run.model_copy(update={"storage": str(storage)})
         other.job = self.job.model_copy(update={"run": run})
-        other.folder = starting.run_folder(other.job)
+        other.folder = Path(starting.run_storage(other.job).root)
         shutil.copytree(self.folder, other.folder)
         other.store = RunStore(Storage(str(other.folder)))
         return other
@@ -739,7 +739,7 @@ def change_the_first_trained_document(run: TrainedRun) -> Callable[[], None]:
 def go_on_with_changed_files(run: TrainedRun, num_steps: int) -> None:
     flat = run.job.to_json()
     run.job = parse_config({**flat, "resume": {**flat["resume"], "accept_changed": True}})
-    run.spec = starting.prepare(run.job, run.folder, freeze=True)
+    run.spec = starting.prepare(run.job, run.store.storage, freeze=True)
     assert any("going on with a changed file" in note for note in run.spec.notes)
     run.attempt(num_steps)
 

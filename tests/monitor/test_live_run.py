@@ -38,7 +38,7 @@ def job(tiny_config: Any) -> JobConfig:
 
 @pytest.fixture(scope="module")
 def data(job: JobConfig, tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    return starting.prepare(job, tmp_path_factory.mktemp("frozen"), freeze=True)
+    return starting.prepare(job, Storage(str(tmp_path_factory.mktemp("frozen"))), freeze=True)
 
 
 @pytest.fixture
@@ -277,7 +277,7 @@ def test_an_audit_beside_a_new_attempt_proves_what_it_has_read(
     trained = TrainedRun(mapping)
     trained.attempt(7)
     disk = Paused(OsDisk(), READS, when(path, lambda: trained.attempt(5)))
-    monkeypatch.setattr(monitor, "Storage", lambda root: Storage(root, disk))
+    monkeypatch.setattr(monitor, "open_storage", lambda root: Storage(root, disk))
     report = Run(trained.folder).audit()
     assert (report["exactly_once"], report["first_difference"]) == (True, None)
     assert report["steps"] in (7, 12)

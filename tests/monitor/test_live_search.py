@@ -23,6 +23,7 @@ from orchestrator.resume.points import newest_first
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.verify import POINTS, point_path
 from orchestrator.storage.disk import Disk
+from orchestrator.storage.files import Storage
 from tests.monitor.live_run import SEGMENT_BYTES, Aside, LiveRun, reader
 
 SEEDS = range(24)
@@ -36,7 +37,7 @@ def job(tiny_config: Any) -> JobConfig:
 
 @pytest.fixture(scope="module")
 def data(job: JobConfig, tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    return starting.prepare(job, tmp_path_factory.mktemp("frozen"), freeze=True)
+    return starting.prepare(job, Storage(str(tmp_path_factory.mktemp("frozen"))), freeze=True)
 
 
 @pytest.fixture(autouse=True)

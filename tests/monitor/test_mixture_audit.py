@@ -44,7 +44,7 @@ def changed(run: TrainedRun, weights: tuple[float, ...] = (), **data: Any) -> No
         source["weight"] = weight
     mapping["data"] |= data
     run.job = parse_config(mapping)
-    run.spec = starting.prepare(run.job, run.folder, freeze=True)
+    run.spec = starting.prepare(run.job, run.store.storage, freeze=True)
 
 
 def test_a_mixture_through_changes_of_weights_shape_and_epochs_is_shown_exactly_once(

@@ -135,7 +135,7 @@ def test_after_a_kill_anywhere_the_same_command_goes_on(
         copy = runner.copied(tmp_path / str(number))
         disk = FailsAt(number)
         with monkeypatch.context() as patch:
-            patch.setattr(monitor, "Storage", lambda root, disk=disk: Storage(root, disk, no_sleep))
+            patch.setattr(monitor, "open_storage", lambda root, disk=disk: Storage(root, disk, no_sleep))
             try:
                 Run(copy.folder).prune()
             except StorageError:
@@ -246,7 +246,7 @@ def test_a_kill_while_retention_is_carried_out_loses_nothing(
         copy = runner.copied(tmp_path / str(number))
         disk = FailsAt(number)
         with monkeypatch.context() as patch:
-            patch.setattr(monitor, "Storage", lambda root, disk=disk: Storage(root, disk, no_sleep))
+            patch.setattr(monitor, "open_storage", lambda root, disk=disk: Storage(root, disk, no_sleep))
             try:
                 Run(copy.folder).prune()
             except StorageError:

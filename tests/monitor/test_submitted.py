@@ -21,18 +21,20 @@ def test_what_plan_refuses_starts_no_process(tiny_config: Any) -> None:
         orchestrator.runs("nowhere")
 
 
-def test_whoever_is_given_a_uri_says_that_there_are_local_folders_only(
+def test_whoever_is_given_a_uri_of_another_kind_says_which_there_are(
     tiny_config: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = "s3://x/y is a URI; this version stores runs in local or shared folders only: mount the storage, "
+    said = (
+        "hdfs:// is no storage that runs can lie in: give a folder, e.g. ./runs, or the URI of a bucket of "
+    )
     for ask in (orchestrator.open, orchestrator.runs):
         with pytest.raises(ConfigError, match=said):
-            ask("s3://x/y")
-    with pytest.raises(ConfigError, match=f"run.storage={said}"):
-        orchestrator.plan(tiny_config({"run.storage": "s3://x/y"}))
+            ask("hdfs://x/y")
+    with pytest.raises(ConfigError, match=f"run.storage: {said}"):
+        orchestrator.plan(tiny_config({"run.storage": "hdfs://x/y"}))
     for command in (["status"], ["points"], ["dashboard"]):
         with pytest.raises(SystemExit) as ended:
-            main([*command, "s3://x/y"])
+            main([*command, "hdfs://x/y"])
         assert ended.value.code == 2
         assert said in capsys.readouterr().err
 

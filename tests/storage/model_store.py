@@ -152,7 +152,7 @@ class ModelStore:
     process asked and was answered; it, and nothing else, decides what the process does next.
     """
 
-    traits = Traits(refuses_taken=False, lists_facts=True)
+    traits = Traits(refuses_taken=False, lists_facts=True, appends=False, frees_names=False)
 
     def __init__(
         self,

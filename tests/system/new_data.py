@@ -50,7 +50,7 @@ def assert_lists_were_followed(job: Job) -> None:
     store, folder = RunStore(Storage(job.run.uri)), Path(job.run.uri)
     lists = {source.name: source for source in store.parents()[0][-1].sources}
     assert [span.start for span in lists["b"].spans] == [0, 1], "it was started anew once"
-    versions = frozen.later_versions(folder)
+    versions = frozen.later_versions(Storage(str(folder)))
     assert versions == {"a": ("0e1",), "b": ("1", "1e2")}
     count = _counter(job)
     ended = store.read_point(store.point_names()[-1]).cursor
@@ -67,7 +67,7 @@ def assert_lists_were_followed(job: Job) -> None:
 
 
 def _files(folder: Path, source: str, version: str) -> list[Path]:
-    found = frozen.read_later(folder, source, version)
+    found = frozen.read_later(Storage(str(folder)), source, version)
     assert found is not None
     return [Path(found.manifest.path(file)) for file in range(len(found.manifest.files))]
 

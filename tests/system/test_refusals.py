@@ -112,9 +112,9 @@ def test_what_a_node_has_free_is_known_without_rays_private_table_too(
 @pytest.fixture
 def beating(job: Job) -> Callable[[], bool]:
     """Makes the run look alive: a claim of another launch whose heartbeat goes on with every call."""
-    folder = starting.run_folder(job.config())
+    folder = Path(starting.run_storage(job.config()).root)
     store = RunStore(Storage(str(folder)))
-    identity = starting.prepare(job.config(), folder, freeze=False).identity()
+    identity = starting.prepare(job.config(), Storage(str(folder)), freeze=False).identity()
     run = store.create_run(job.config().run.name, identity)
     store.claim(1, "another-launch", "start", "another-host", run.id)
     heartbeat = store.heartbeat(1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from orchestrator.records import Cursor, GenerationView, StateKey
+from orchestrator.records import Cursor, GenerationView, ShardSource, Source, StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.group import GenerationEnded, Group
 from orchestrator.trainer.state import TrainState
@@ -49,6 +49,7 @@ def rank_main(rank: int, port: int, folder: Path, changed: int | None, heard: An
     view = GenerationView(
         attempt=1, generation=2, rank=rank, world_size=2, members=("a", "b"), host="127.0.0.1", port=port,
         parent=PARENT, source_rank=0, point=None, cursor=Cursor(), step=4, launch="launch",
+        sources=((ShardSource(rank=0, source=Source.LIVE),),),
     )  # fmt: skip
 
     def fault(place: str, step: int, rank: int) -> None:

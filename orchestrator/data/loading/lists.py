@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.data.first_start import first_start
@@ -19,8 +18,9 @@ from orchestrator.data.settings import has_list_to_come, mixture_of, settings_of
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.unchanged import compare_files
 from orchestrator.data.spec import DataSpec
-from orchestrator.errors import DataIdentityError, RefusedError
-from orchestrator.storage.local_store import require_local
+from orchestrator.errors import ConfigError, DataIdentityError, RefusedError
+from orchestrator.storage.files import Storage
+from orchestrator.storage.open import open_storage
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig, SourceConfig
@@ -36,9 +36,9 @@ class StreamData:
     kept: frozenset[str] = frozenset()
     unwritten: tuple[LaterList, ...] = ()
 
-    def write(self, folder: Path) -> bool:
+    def write(self, storage: Storage) -> bool:
         """Keeps these lists; False: another process was quicker with other files, and its lists count."""
-        written = [write_later(folder, each) for each in self.unwritten]
+        written = [write_later(storage, each) for each in self.unwritten]
         return all(
             there.manifest.digest == mine.manifest.digest
             and there.fragments_per_block == mine.fragments_per_block
@@ -46,27 +46,31 @@ class StreamData:
         )
 
 
-def frozen_folder(given: str | os.PathLike[str] | None) -> Path | None:
-    """The folder of a stream's lists. Raises `RefusedError` for that of a run, `ConfigError` for a URI."""
+def frozen_folder(given: str | os.PathLike[str] | None) -> Storage | None:
+    """Where a stream's lists are kept: a folder, or a prefix of a bucket. Raises `RefusedError` for that of a
+    run, and as `open_storage`.
+    """
     if given is None:
         return None
-    require_local(os.fspath(given), f"frozen_dir={os.fspath(given)}")
-    folder = Path(os.path.abspath(os.path.expanduser(given)))
-    if (folder / "run.json").exists() or has_record(folder):
+    try:
+        storage = open_storage(os.fspath(given))
+    except ConfigError as error:
+        raise ConfigError(f"frozen_dir: {error}") from error
+    if storage.exists("run.json") or has_record(storage):
         raise RefusedError(
-            f"frozen_dir={folder} is the folder of a run, whose lists are the run's alone; give another "
-            "folder"
+            f"frozen_dir={storage.root} is the folder of a run, whose lists are the run's alone; give "
+            "another folder"
         )
-    return folder
+    return storage
 
 
-def stream_data(config: JobConfig, reading: StreamReading, folder: Path | None) -> StreamData:
+def stream_data(config: JobConfig, reading: StreamReading, storage: Storage | None) -> StreamData:
     """The data by these lists. One that is not kept is made of the files as they are now.
 
     Raises as `data.preparing.prepare_data` does, `DataIdentityError` also for a list that was made for its
     epoch and is not in the folder.
     """
-    found = _Finding(config=config, reading=reading, folder=folder)
+    found = _Finding(config=config, reading=reading, storage=storage)
     spec = first_start(config, settings_of(config), found.list_of)
     lists = {plan.source: {reading.version(plan.source): plan} for plan in spec.plans}
     for name, of in lists.items():
@@ -76,20 +80,20 @@ def stream_data(config: JobConfig, reading: StreamReading, folder: Path | None) 
         spec,
         sources=reading.sources,
         lists=lists,
-        refreshing=_refreshing(config, folder, found.bases),
+        refreshing=_refreshing(config, storage, found.bases),
         unfrozen=None,
     )
     spec = replace(spec, mixture=mixture_of(config, spec.num_bytes))
     return StreamData(spec=spec, kept=frozenset(found.kept), unwritten=tuple(found.unwritten))
 
 
-def _refreshing(config: JobConfig, folder: Path | None, bases: dict[str, str]) -> Refreshing | None:
+def _refreshing(config: JobConfig, storage: Storage | None, bases: dict[str, str]) -> Refreshing | None:
     if config.data.refresh is None:
         return None
-    assert folder is not None, "what refreshes its lists has a folder"
+    assert storage is not None, "what refreshes its lists has a folder"
     sizes = config.data.fragment_bytes, config.data.window_bytes
     return Refreshing(
-        folder=str(folder),
+        storage=storage.root,
         sources=tuple(listed_as(each, *sizes) for each in config.data.sources),
         bases=bases,
     )
@@ -101,7 +105,7 @@ class _Finding:
 
     config: JobConfig
     reading: StreamReading
-    folder: Path | None
+    storage: Storage | None
     kept: set[str] = field(default_factory=set)
     unwritten: list[LaterList] = field(default_factory=list)
     bases: dict[str, str] = field(default_factory=dict)
@@ -109,40 +113,40 @@ class _Finding:
     def list_of(self, source: SourceConfig) -> Found:
         """The list of the epoch at hand."""
         version = self.reading.version(source.name)
-        there = None if self.folder is None else read_later(self.folder, source.name, version)
+        there = None if self.storage is None else read_later(self.storage, source.name, version)
         if there is None:
             return self._now(source, version)
-        assert self.folder is not None, "it was read from there"
+        assert self.storage is not None, "it was read from there"
         self.kept.add(source.name)
         accept = self.config.resume.accept_changed
         more = has_list_to_come(self.config, self.reading.cursor, self.reading.of(source.name))
         manifest, _, notes = compare_files(source, there.manifest, there.paths, accept, more)
         self.bases[there.manifest.base] = manifest.base
-        plan = later_plan(self.folder, there, manifest.base)
+        plan = later_plan(self.storage, there, manifest.base)
         return Found(plan=plan, paths=there.paths, notes=notes)
 
     def _now(self, source: SourceConfig, version: str) -> Found:
         sizes = self.config.data.fragment_bytes, self.config.data.window_bytes
-        if self.folder is not None and self.reading.is_refreshed(source.name):
+        if self.storage is not None and self.reading.is_refreshed(source.name):
             raise DataIdentityError(
-                f"{self.folder / manifest_path(source.name, version)} is gone: the epoch that source "
+                f"{self.storage.root}/{manifest_path(source.name, version)} is gone: the epoch that source "
                 f"{source.name} stands in is read by this list; restore the file, or give the frozen_dir= "
                 "that the state was made with"
             )
         now = listed_as(source, *sizes).now()
-        if self.folder is None:
+        if self.storage is None:
             return now
         later = now.later(version, *sizes)
         self.unwritten.append(later)
-        return replace(now, plan=later_plan(self.folder, later))
+        return replace(now, plan=later_plan(self.storage, later))
 
     def kept_plan(self, source: str, version: str) -> SourcePlan:
         """A list that must be in the folder."""
-        assert self.folder is not None, "without a folder a source has one list"
-        there = read_later(self.folder, source, version)
+        assert self.storage is not None, "without a folder a source has one list"
+        there = read_later(self.storage, source, version)
         if there is None:
             raise DataIdentityError(
-                f"{self.folder / manifest_path(source, version)} is gone: source {source} goes on from this "
-                "list; restore the file"
+                f"{self.storage.root}/{manifest_path(source, version)} is gone: source {source} goes on from "
+                "this list; restore the file"
             )
-        return later_plan(self.folder, there, self.bases.get(there.manifest.base))
+        return later_plan(self.storage, there, self.bases.get(there.manifest.base))

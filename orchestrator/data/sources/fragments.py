@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from orchestrator.data.sources.compressed import COMPRESSED
 from orchestrator.data.sources.formats import Cut, format_of
-from orchestrator.data.sources.manifest import Manifest, from_parquet
-from orchestrator.errors import DataIdentityError
+from orchestrator.data.sources.frozen_list import read_list
+from orchestrator.data.sources.manifest import Manifest
 from orchestrator.records import Int64Array
+from orchestrator.storage.files import Storage
 
 # Compressed text is reckoned at so many times its size.
 DECODED_RATIO = 4
@@ -113,10 +114,12 @@ def _whole(manifest: Manifest, fragments: Int64Array, files: Int64Array, per_blo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanReference:
-    """A plan by where its list is frozen: `path` is that file (absolute, in the run's folder, which every
-    process of a run sees), `digest` that of the manifest, `base` where the files lie in this job.
+    """A plan by where its list is frozen: `path` is that file in `storage` (as `open_storage` takes
+    it: that of the run, which every process of a run sees), `digest` that of the manifest, `base` where the
+    files lie in this job.
     """
 
+    storage: str
     path: str
     digest: str
     base: str
@@ -131,30 +134,23 @@ def load_plan(reference: PlanReference) -> SourcePlan:
 
     Raises `DataIdentityError` if the frozen list is gone or altered.
     """
-    try:
-        with open(reference.path, "rb") as file:
-            manifest = from_parquet(file.read(), reference.path)
-    except OSError as error:
-        raise DataIdentityError(
-            f"{reference.path}: the run's manifest cannot be read: {error}; this process needs it to know "
-            "the run's files: restore it, or make the run's folder visible on this machine"
-        ) from error
-    if manifest.digest != reference.digest:
-        raise DataIdentityError(
-            f"{reference.path}: the run's manifest has digest {manifest.digest}, this process was started "
-            f"with {reference.digest}; restore the file"
-        )
+    manifest = read_list(reference.storage, reference.path, reference.digest)
     plan = plan_source(
         replace(manifest, base=reference.base), reference.fragment_bytes, reference.window_bytes
     )
     return replace(plan, reference=reference)
 
 
-def frozen_at(plan: SourcePlan, path: str, fragment_bytes: int, window_bytes: int) -> SourcePlan:
-    """The plan, pickling as a reference to the frozen list at `path`, of which it was made with these."""
+def frozen_at(
+    plan: SourcePlan, storage: Storage, path: str, fragment_bytes: int, window_bytes: int
+) -> SourcePlan:
+    """The plan, pickling as a reference to the frozen list at `path` in `storage`, of which it was made with
+    these.
+    """
     return replace(
         plan,
         reference=PlanReference(
+            storage=storage.root,
             path=path,
             digest=plan.manifest.digest,
             base=plan.manifest.base,

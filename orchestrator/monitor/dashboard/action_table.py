@@ -18,6 +18,7 @@ from orchestrator.history.finding_files import VERIFY, verify_result
 from orchestrator.history.request_files import asker
 from orchestrator.monitor.dashboard.actions import ALIVE, Action, Asked, Effect, Sight, WrongFound, of_point
 from orchestrator.monitor.views.words import span
+from orchestrator.storage.open import join, open_storage, split
 
 if TYPE_CHECKING:
     from orchestrator.monitor.run import Run
@@ -183,7 +184,7 @@ def _new_run(sight: Sight, asked: Asked) -> str:
 
 
 def _beside(uri: str, name: str) -> str:
-    return os.path.join(os.path.dirname(uri.rstrip("/")), name)
+    return join(split(uri)[0], name)
 
 
 def _fork_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
@@ -198,9 +199,14 @@ def _fork_refusals(sight: Sight, asked: Asked) -> Sequence[str]:
     name = asked.new_run
     if name is not None and not re.fullmatch(NAME, name):  # nor does it lead anywhere else
         return (f"{name!r} is no name of a run: letters, digits, `.`, `_`, `-`, not starting with `.`",)
-    if os.path.lexists(target := _new_run(sight, asked)):
+    if _is_taken(target := _new_run(sight, asked)):
         return (f"{target} is there already; a fork needs a folder of its own: give it another name",)
     return _unfit(sight, asked, "")
+
+
+def _is_taken(location: str) -> bool:
+    storage = open_storage(location)
+    return os.path.lexists(storage.root) if storage.folder is not None else bool(storage.list(""))
 
 
 def _fork(run: Run, asked: Asked) -> str:
@@ -211,7 +217,7 @@ def _fork(run: Run, asked: Asked) -> str:
 
 def _export_folder(uri: str, point: str | None) -> str:
     """Where an export goes: nowhere that a browser says."""
-    return _beside(uri, f"exports/{os.path.basename(uri.rstrip('/'))}-{point}")
+    return _beside(uri, f"exports/{split(uri)[1]}-{point}")
 
 
 def _export_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -31,6 +30,7 @@ from orchestrator.monitor.dashboard.files import page_files, page_response
 from orchestrator.monitor.dashboard.reading import add_plan, add_records, add_stream, add_views
 from orchestrator.monitor.dashboard.runs import Runs
 from orchestrator.monitor.dashboard.watch import EVERY_S
+from orchestrator.storage.files import Storage
 
 _CODES: dict[int | str, str] = {
     401: "no token, or a wrong one",
@@ -44,7 +44,7 @@ _CODES: dict[int | str, str] = {
 
 
 def make_app(
-    storage: Path,
+    storage: Storage,
     token: str,
     host: str = "127.0.0.1",
     clock: Callable[[], float] = time.time,

@@ -29,7 +29,7 @@ from orchestrator.data.frozen import read_frozen
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal import FOLDER
+from orchestrator.history.segments import read_first
 from orchestrator.json_form import encode
 from orchestrator.launch.start import read_frozen_data
 from orchestrator.monitor.dashboard.runs import OpenRun
@@ -98,7 +98,7 @@ class Planner:
             parents = tuple(facts.files.parents.values())
             skip = skip_here(job, key, parents, facts.path.lineage)
             info = point_info(store, point) if point is not None else None
-            here = sources_here(job, Path(store.storage.root), info, parents, facts.path.lineage)
+            here = sources_here(job, store.storage, info, parents, facts.path.lineage)
             data = self._look_at_data(job, here)
             events = facts.events(EventKind.ATTEMPT, EventKind.POINT_COMMITTED)
             epochs = find_known_epochs(store, parents, events, job)
@@ -153,7 +153,7 @@ class Planner:
             note = "the data are not looked at: this machine does not see the run's tokenizer"
             return _Data(identities=same, notes=(note,), refusals=())
         try:
-            spec = read_frozen_data(job, here.folder, here.reading)
+            spec = read_frozen_data(job, here.storage, here.reading)
         except DataIdentityError as error:
             return _Data(identities=None, notes=(), refusals=(str(error),))
         except OrchestratorError as error:  # they are elsewhere: this machine need not see them
@@ -164,7 +164,7 @@ class Planner:
 
     def _is_here(self, job: JobConfig) -> bool:
         """Whether the data can be looked at without asking a hub for a tokenizer."""
-        frozen = read_frozen(Path(self._run.store.storage.root))
+        frozen = read_frozen(self._run.store.storage)
         known = frozen is not None and frozen.record.tokenizer == job.data.tokenizer
         return frozen is not None and (known or Path(job.data.tokenizer).expanduser().is_dir())
 
@@ -172,7 +172,7 @@ class Planner:
 def config_of(store: RunStore, attempt: int) -> dict[str, Any] | None:
     """The flat configuration with which an attempt has begun, as its journal says; None if it has not."""
     try:
-        data = store.storage.read(f"{FOLDER}/a{attempt:04d}/000001.jsonl")
+        data = read_first(store.storage, attempt)
     except FileNotFoundError:
         return None
     mark = f'"kind":"{EventKind.ATTEMPT.value}"'.encode()

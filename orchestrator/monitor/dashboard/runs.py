@@ -1,6 +1,6 @@
-"""The runs of one storage folder, each opened once and read on as it grows.
+"""The runs of one storage, each opened once and read on as it grows.
 
-Names come from outside: what is opened lies directly in the folder, whatever a name or a link says.
+Names come from outside: what is opened lies directly in it, whatever a name or a link says.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from orchestrator.config.schema import NAME
 from orchestrator.errors import OrchestratorError, StorageError
@@ -26,6 +25,7 @@ from orchestrator.monitor.views.summary import sentence
 from orchestrator.resume.run_file import RUN_FILE
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+from orchestrator.storage.open import join, split
 
 REFRESH_S = 0.5  # a run is not read anew more often than this
 
@@ -96,28 +96,40 @@ class OpenRun:
 
 
 class Runs:
-    """What lies in `storage`, a folder of runs or one run's own folder. Safe to use from threads."""
+    """What lies in `storage`: in a folder of runs, a prefix of a bucket, or one run's own. Safe to use from
+    threads.
+    """
 
-    def __init__(self, storage: Path, clock: Callable[[], float] = time.time) -> None:
-        """`clock` is that of the views, seconds since 1970."""
-        self._only = storage.name if (storage / RUN_FILE).is_file() else None
-        self.root = storage.parent if self._only else storage
+    def __init__(self, storage: Storage, clock: Callable[[], float] = time.time) -> None:
+        """`clock` is that of the views, seconds since 1970. Raises `StorageError` if a bucket does not
+        answer.
+        """
+        outer, name = split(storage.root)
+        self._only = name if storage.exists(RUN_FILE) else None
+        self._storage = storage.beside(outer) if self._only else storage
+        self.root = self._storage.root
         self._clock, self._lock = clock, threading.Lock()
-        self._open: dict[str, tuple[tuple[int, int], OpenRun]] = {}
+        self._open: dict[str, tuple[str, OpenRun]] = {}
 
     def names(self) -> list[str]:
-        """The runs that lie there. Raises `StorageError` if the folder cannot be read."""
+        """The runs that lie there. Raises `StorageError` if the storage cannot be read."""
+        folder = self._storage.folder
+        if folder is None:
+            # what was opened is asked for anew when it is opened again
+            return [
+                name for name in self._storage.list("") if name in self._open or self._stamp(name) is not None
+            ]
         try:
-            found = sorted(entry.name for entry in os.scandir(self.root))
+            found = sorted(entry.name for entry in os.scandir(folder))
         except OSError as error:
             raise StorageError(
-                f"the storage {self.root} cannot be read: {error.strerror or error}; is the disk or the "
-                "mount there?"
+                f"the storage {folder} cannot be read: {error.strerror or error}; is the disk or the mount "
+                "there?"
             ) from error
         return [name for name in found if self._stamp(name) is not None]
 
     def open(self, name: str) -> OpenRun:
-        """The run of this name. Raises `RouteError` (404) if there is none in the folder."""
+        """The run of this name. Raises `RouteError` (404) if there is none in the storage."""
         if (stamp := self._stamp(name)) is None:
             raise not_found(
                 "no_run",
@@ -128,10 +140,10 @@ class Runs:
             known = self._open.get(name)
             if known is not None and known[0] == stamp:
                 return known[1]
-            folder = str(self.root / name)
-            store = RunStore(Storage(folder))
+            uri = join(self.root, name)
+            store = RunStore(self._storage.beside(uri))
             views = RunViews(store, self._clock)
-            run = OpenRun(name=name, uri=folder, store=store, views=views)
+            run = OpenRun(name=name, uri=uri, store=store, views=views)
             self._open[name] = (stamp, run)
             return run
 
@@ -144,19 +156,22 @@ class Runs:
         return [fork for fork in found if fork is not None]
 
     def is_here(self, uri: str) -> bool:
-        """Whether a folder that a run names is one of the runs."""
-        folder = Path(uri)
-        return folder.parent == self.root.resolve() and self._stamp(folder.name) is not None
+        """Whether a folder, or a URI, that a run names is one of the runs."""
+        outer, name = split(uri)
+        here = self.root if self._storage.folder is None else str(self._storage.folder.resolve())
+        return outer == here and self._stamp(name) is not None
 
-    def _stamp(self, name: str) -> tuple[int, int] | None:
-        """Which run.json lies there; None if it is no run's folder, or lies elsewhere."""
+    def _stamp(self, name: str) -> str | None:
+        """Which run.json lies there; None if it is no run's place, or that of one which lies elsewhere."""
         if not re.fullmatch(NAME, name) or (self._only is not None and name != self._only):
             return None
-        folder = self.root / name
+        if self._storage.folder is None:
+            return self._storage.tag(f"{name}/{RUN_FILE}")
+        root = self._storage.folder
         try:
-            if folder.resolve() != self.root.resolve() / name:
+            if (root / name).resolve() != root.resolve() / name:
                 return None
-            found = os.stat(folder / RUN_FILE)
+            found = os.stat(root / name / RUN_FILE)
         except (OSError, RuntimeError):  # a loop of links
             return None
-        return found.st_ino, found.st_mtime_ns
+        return f"{found.st_ino} {found.st_mtime_ns}"

@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -17,6 +16,7 @@ from orchestrator.errors import RefusedError
 from orchestrator.monitor.dashboard.app import make_app
 from orchestrator.monitor.dashboard.auth import new_token
 from orchestrator.monitor.dashboard.watch import EVERY_S
+from orchestrator.storage.open import open_storage
 
 _END_S = 2.0  # how long the end waits for answers that are under way
 
@@ -40,7 +40,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(
-    storage: Path,
+    storage: str,
     host: str,
     port: int,
     announce: Callable[[str], None],
@@ -51,16 +51,18 @@ def serve(
     does with the process that started this one. `announce` gets the link, once the socket listens. A run that
     a page shows is looked at every `every_s` seconds.
 
-    Raises `RefusedError` if there is no such folder, or the address cannot be taken.
+    Raises `RefusedError` if there is no such folder, or the address cannot be taken, and as `open_storage`.
     """
-    if not storage.is_dir():
+    where = open_storage(storage)
+    if where.folder is not None and not where.folder.is_dir():
         raise RefusedError(
             f"{storage} is no folder; give the storage in which runs lie (run.storage), or one run's folder"
         )
+    shown = where if where.folder is None else where.beside(str(where.folder.resolve()))
     listening = _listen(host, port)
     token, closing = new_token(), threading.Event()
     config = uvicorn.Config(
-        make_app(storage.resolve(), token, host, closing=closing, every_s=every_s),
+        make_app(shown, token, host, closing=closing, every_s=every_s),
         log_config=None,
         access_log=False,
         server_header=False,

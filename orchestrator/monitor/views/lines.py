@@ -6,7 +6,6 @@ interprets no kind. What a look costs grows with what is new, not with the journ
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +13,9 @@ from typing import Any
 import orjson
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.history.journal import FOLDER
+from orchestrator.history.segments import SegmentRef, journal_folder, journals, read_from, segments
 from orchestrator.storage.files import Storage
 
-_ATTEMPT, _SEGMENT = re.compile(r"a(\d{4,})"), re.compile(r"(\d{6,})\.jsonl")
 _NEWEST = 3  # attempts that are looked at each time; of the older ones, which write no more, some in turn
 _BY_TURNS = 8
 CHUNK = 8192  # lines that are decoded at a time
@@ -84,45 +82,43 @@ class JournalLines:
         """The complete lines that came since the last call, attempts and lines in order. Raises
         `UnreadableError`, and `StorageError` if storage cannot be read; then begin anew.
         """
-        for number, name in self._due():
-            folder = f"{FOLDER}/{name}"
-            numbers = sorted(int(m[1]) for m in map(_SEGMENT.fullmatch, self._storage.list(folder)) if m)
+        for number in self._due():
+            refs = segments(self._storage, number)
+            numbers = [ref.number for ref in refs]
             if numbers != list(range(1, len(numbers) + 1)):
                 raise UnreadableError(
-                    folder, 0, f"it has the segments {numbers}, expected 1 to {len(numbers)}"
+                    journal_folder(number), 0, f"it has the segments {numbers}, expected 1 to {len(numbers)}"
                 )
-            if not numbers:
+            if not refs:
                 continue
             attempt = self._attempts.setdefault(number, _Attempt())
             known = len(attempt.segments)
-            paths = [f"{folder}/{n:06d}.jsonl" for n in numbers[known:]]
             if known:  # the newest of those that are known may have grown
-                yield from self._read(number, attempt, attempt.segments[-1])
-            for path in paths:
-                segment = _Segment(path=path, begin=attempt.next_seq)
+                yield from self._read(refs[known - 1], attempt, attempt.segments[-1])
+            for ref in refs[known:]:
+                segment = _Segment(path=ref.path, begin=attempt.next_seq)
                 attempt.segments.append(segment)
                 attempt.repeats = None
-                yield from self._read(number, attempt, segment)
+                yield from self._read(ref, attempt, segment)
 
     @property
     def torn(self) -> tuple[str, ...]:
         """The segments that end in the middle of a line."""
         return tuple(a.torn for _, a in sorted(self._attempts.items()) if a.torn)
 
-    def _due(self) -> list[tuple[int, str]]:
+    def _due(self) -> list[int]:
         """The attempts to look at now: all that are new, the newest, and some of the others in turn."""
-        matches = (match for match in map(_ATTEMPT.fullmatch, self._storage.list(FOLDER)) if match)
-        found = sorted((int(match[1]), match[0]) for match in matches)
+        found = journals(self._storage)
         old, newest = found[:-_NEWEST], found[-_NEWEST:]
-        new = [each for each in old if each[0] not in self._attempts]
-        rest = [each for each in old if each[0] in self._attempts]
+        new = [each for each in old if each not in self._attempts]
+        rest = [each for each in old if each in self._attempts]
         at = self._turn % max(1, len(rest))
         self._turn = at + _BY_TURNS
         return sorted({*new, *rest[at : at + _BY_TURNS], *newest})
 
-    def _read(self, number: int, attempt: _Attempt, segment: _Segment) -> Iterator[Chunk]:
+    def _read(self, ref: SegmentRef, attempt: _Attempt, segment: _Segment) -> Iterator[Chunk]:
         try:
-            data = self._storage.read(segment.path, segment.offset)
+            data = read_from(self._storage, ref, segment.offset)
         except FileNotFoundError as error:
             raise UnreadableError(segment.path, 0, "it vanished while it was read") from error
         end = data.rfind(b"\n") + 1
@@ -135,7 +131,7 @@ class JournalLines:
         for at in range(0, len(texts), CHUNK):
             lines = self._decode(attempt, segment, texts[at : at + CHUNK])
             if lines:
-                yield Chunk(path=segment.path, attempt=number, lines=lines)
+                yield Chunk(path=segment.path, attempt=ref.attempt, lines=lines)
         segment.offset += end
         if rest:
             attempt.torn = segment.path

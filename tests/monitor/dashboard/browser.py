@@ -16,6 +16,7 @@ import uvicorn
 from orchestrator.monitor.dashboard.app import make_app
 from orchestrator.monitor.dashboard.auth import new_token
 from orchestrator.monitor.dashboard.serve import link
+from orchestrator.storage.files import Storage
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
 QUIET = ("--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync")
@@ -49,7 +50,7 @@ def serving(storage: Path) -> Iterator[str]:
     run that is shown is looked at more often than people need it.
     """
     token, closing = new_token(), threading.Event()
-    app = make_app(storage.resolve(), token, closing=closing, every_s=EVERY_S)
+    app = make_app(Storage(str(storage.resolve())), token, closing=closing, every_s=EVERY_S)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

@@ -19,6 +19,7 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.monitor.dashboard.app import make_app
 from orchestrator.monitor.dashboard.doing import Doing
+from orchestrator.storage.files import Storage
 
 TOKEN = "a-token-of-the-tests-0123456789abcdef"  # noqa: S105
 HOST = "http://127.0.0.1:8000"
@@ -73,7 +74,7 @@ class Served:
 def client(storage: Path, **more: Any) -> TestClient:
     """A client with the token."""
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    return TestClient(make_app(storage, TOKEN, **more), base_url=HOST, headers=headers)
+    return TestClient(make_app(Storage(str(storage)), TOKEN, **more), base_url=HOST, headers=headers)
 
 
 def served(folder: Path, **more: Any) -> Served:

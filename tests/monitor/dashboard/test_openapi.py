@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import checks
 
 from orchestrator.monitor.dashboard.app import make_app
+from orchestrator.storage.files import Storage
 from tests.monitor.dashboard.serving import TOKEN, client, served
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}", "Host": "127.0.0.1"}
@@ -28,7 +29,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def schema(storage: Path) -> Any:
-    app = make_app(storage, TOKEN)
+    app = make_app(Storage(str(storage)), TOKEN)
     return schemathesis.openapi.from_asgi("/api/openapi.json", app, headers=HEADERS)
 
 

@@ -21,6 +21,7 @@ from orchestrator.monitor.dashboard.plans import WhatIf
 from orchestrator.monitor.dashboard.reading import Planner
 from orchestrator.monitor.dashboard.runs import Runs
 from orchestrator.monitor.missing import missing_text
+from orchestrator.storage.files import Storage
 from tests.data.making import some_texts, write_corpus
 from tests.launch.test_skip import SkippingRun, survey_newest
 from tests.monitor.dashboard.browser import Watched, chromium, serving
@@ -356,7 +357,7 @@ def planned(job: Job, *overrides: str) -> dict[str, Any]:
 
 
 def test_the_planner_answers_what_the_command_line_answers(job: Job, storage: Path) -> None:
-    planner = Planner(Runs(storage).open("tiny"))
+    planner = Planner(Runs(Storage(str(storage))).open("tiny"))
     older = next(row["name"] for row in job.run.list_points() if row["on_lineage"])
     for values, point in (
         ({}, None),

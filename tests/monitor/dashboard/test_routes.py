@@ -21,6 +21,7 @@ from orchestrator.history.journal import JournalWriter
 from orchestrator.monitor.dashboard.answers import without_secrets
 from orchestrator.monitor.dashboard.runs import Runs
 from orchestrator.resume.points import parse_point_name
+from orchestrator.storage.files import Storage
 from tests.monitor.dashboard.serving import (
     SCRIPT,
     SECRET,
@@ -121,7 +122,7 @@ def test_an_empty_storage_has_no_runs_and_one_that_is_gone_is_a_storage_error(tm
     gone = client(tmp_path / "gone").get("/api/runs")
     assert (gone.status_code, gone.json()["error"]["code"]) == (503, "storage")
     with pytest.raises(StorageError, match="cannot be read"):
-        Runs(tmp_path / "gone").names()
+        Runs(Storage(str(tmp_path / "gone"))).names()
 
 
 def test_a_run_that_was_deleted_and_begun_anew_is_another_run(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from orchestrator.monitor.dashboard import stream
 from orchestrator.monitor.dashboard.runs import OpenRun, Runs
 from orchestrator.monitor.dashboard.stream import Look
 from orchestrator.monitor.dashboard.watch import Watches
+from orchestrator.storage.files import Storage
 from tests.monitor.dashboard.serving import Served, served
 
 
@@ -67,7 +68,7 @@ def read(sent: bytes) -> list[dict[str, Any]]:
 def opened(storage: Path) -> OpenRun:
     """The run, of which every look reads anew."""
     clock = iter(range(1000))
-    run = Runs(storage).open("made")
+    run = Runs(Storage(str(storage))).open("made")
     run.clock = lambda: float(next(clock))
     return run
 

@@ -14,6 +14,7 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.launch import start as starting
 from orchestrator.launch.fork import take_over_and_end
 from orchestrator.monitor.views.run_views import RunViews
+from orchestrator.storage.files import Storage
 from tests.monitor.live_run import LiveRun
 from tests.storage.crashfs import ModelDisk
 
@@ -25,7 +26,7 @@ def job(tiny_config: Any) -> JobConfig:
 
 @pytest.fixture(scope="module")
 def data(job: JobConfig, tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    return starting.prepare(job, tmp_path_factory.mktemp("frozen"), freeze=True)
+    return starting.prepare(job, Storage(str(tmp_path_factory.mktemp("frozen"))), freeze=True)
 
 
 @pytest.fixture

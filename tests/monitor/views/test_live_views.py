@@ -32,7 +32,7 @@ def job(tiny_config: Any) -> JobConfig:
 
 @pytest.fixture(scope="module")
 def data(job: JobConfig, tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    return starting.prepare(job, tmp_path_factory.mktemp("frozen"), freeze=True)
+    return starting.prepare(job, Storage(str(tmp_path_factory.mktemp("frozen"))), freeze=True)
 
 
 def look(beside: Beside, views: RunViews) -> bool:

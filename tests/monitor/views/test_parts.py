@@ -45,6 +45,7 @@ from orchestrator.monitor.views.point_detail import differences
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.monitor.views.timeline import merged
 from orchestrator.monitor.views.words import count, span
+from orchestrator.storage.files import Storage
 from tests.monitor.live_run import LiveRun, reader
 from tests.monitor.test_status import JOIN
 from tests.resume.samples import key, record, start
@@ -59,7 +60,7 @@ def job(tiny_config: Any) -> JobConfig:
 
 @pytest.fixture(scope="module")
 def data(job: JobConfig, tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    return starting.prepare(job, tmp_path_factory.mktemp("frozen"), freeze=True)
+    return starting.prepare(job, Storage(str(tmp_path_factory.mktemp("frozen"))), freeze=True)
 
 
 @pytest.fixture

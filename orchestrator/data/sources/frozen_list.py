@@ -1,0 +1,66 @@
+"""A frozen list of files, as many processes of a run read it: from the run's storage, or from this machine's
+copy of what a bucket holds.
+
+The digest decides which list it is; where it was read from does not.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from orchestrator.data.sources.manifest import Manifest, from_parquet
+from orchestrator.errors import DataIdentityError, OrchestratorError, StorageError
+from orchestrator.storage.open import is_bucket, join, open_storage
+
+
+def read_list(storage: str, path: str, digest: str) -> Manifest:
+    """The list at `path` of a run's storage. Where that is a bucket, each user of a machine reads it once:
+    `~/.cache/orchestrator/lists` (or in `XDG_CACHE_HOME`) keeps it under its digest.
+
+    Raises `DataIdentityError` if it is gone, altered, or not the one with that digest.
+    """
+    where = join(storage, path)
+    copy = _cache() / f"{digest}.parquet" if is_bucket(storage) else None
+    if copy is not None and (kept := _kept(copy, digest)) is not None:
+        return kept
+    try:
+        data = open_storage(storage).read(path)
+    except (OSError, StorageError) as error:
+        raise DataIdentityError(
+            f"{where}: the run's manifest cannot be read: {error}; this process needs it to know the run's "
+            "files: restore it, or let this machine reach the run's storage"
+        ) from error
+    manifest = from_parquet(data, where)
+    if manifest.digest != digest:
+        raise DataIdentityError(
+            f"{where}: the run's manifest has digest {manifest.digest}, this process was started with "
+            f"{digest}; restore the file"
+        )
+    if copy is not None:
+        _keep(copy, data)
+    return manifest
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "orchestrator" / "lists"
+
+
+def _kept(copy: Path, digest: str) -> Manifest | None:
+    """The list of that digest, if a whole one is kept here."""
+    with suppress(OSError, OrchestratorError):
+        manifest = from_parquet(copy.read_bytes(), str(copy))
+        if manifest.digest == digest:
+            return manifest
+    return None
+
+
+def _keep(copy: Path, data: bytes) -> None:
+    """Without a place for it each process asks the bucket."""
+    part = copy.with_name(f"{copy.name}.{secrets.token_hex(4)}")
+    with suppress(OSError):
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(data)
+        part.replace(copy)

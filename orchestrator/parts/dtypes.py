@@ -1,0 +1,43 @@
+"""Types of numbers: what torch calls them, and what safetensors files do.
+
+It knows names and sizes only.
+"""
+
+from __future__ import annotations
+
+import math
+
+from orchestrator.errors import ResumePointError
+
+# What torch calls a type of numbers → what a safetensors file does, and the bytes of one number.
+SAFETENSORS = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "bfloat16": ("BF16", 2),
+    "float16": ("F16", 2),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}
+
+
+def safetensors_name(dtype: str) -> str:
+    """What a safetensors file calls it. Raises `ResumePointError` for a type that is not known here."""
+    return _known(dtype)[0]
+
+
+def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """The size of a tensor. Raises `ResumePointError` for a type of numbers that is not known here."""
+    return math.prod(shape) * _known(dtype)[1]
+
+
+def _known(dtype: str) -> tuple[str, int]:
+    if dtype not in SAFETENSORS:
+        raise ResumePointError(
+            f"a tensor has the type {dtype}, this version writes {', '.join(SAFETENSORS)}; train with one of "
+            "these"
+        )
+    return SAFETENSORS[dtype]

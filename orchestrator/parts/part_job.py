@@ -1,0 +1,188 @@
+"""What a rank asks to be written, and what comes of it, as values and as lines of JSON.
+
+It knows buffers by the name under which another process opens them, not by what is in them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.parts.part_file import PartRows, goes_on, make_part, write_part
+from orchestrator.planning.state_layout import Layout, Place, StateTensor
+from orchestrator.records import FileEntry
+from orchestrator.storage.files import Storage
+
+
+class PartCancelled(OrchestratorError):
+    """The part is not wanted any more; no file of it is left."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartWritten:
+    """A part that is whole and durable. `sums`: to each group the sum of its rows in it."""
+
+    entry: FileEntry
+    sums: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobPart:
+    """Rows that are to be written, where they lie in the job's buffer, and what torch calls their type of
+    numbers.
+    """
+
+    place: Place
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartJob:
+    """Write the part of `rank` into the folder of `point`.
+
+    `buffer` is a file that processes share: the path of one, or `/proc/<pid>/fd/<number>` of an open one
+    without a name (`memfd_create`). Nobody writes to it from the job's begin to its answer.
+    """
+
+    point: str
+    layout: Layout
+    rank: int
+    parts: tuple[JobPart, ...]
+    buffer: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(part.place.num_bytes for part in self.parts)
+
+
+def shared_path(handle: int) -> str:
+    """The name under which other processes of this user open a file that this one has open."""
+    return f"/proc/{os.getpid()}/fd/{handle}"
+
+
+def perform(storage: Storage, job: PartJob, check: Callable[[], None] = goes_on) -> PartWritten:
+    """Hashes and writes the part. `check` is called between pieces. Raises `StorageError`, also where the
+    buffer cannot be opened or ends too early, and what `check` raises.
+    """
+    buffer, rows = _mapped(job.buffer), []
+    for part in job.parts:
+        place = part.place
+        data = buffer[place.offset : place.offset + place.num_bytes]
+        if len(data) != place.num_bytes:
+            raise StorageError(
+                f"the buffer {job.buffer} of {len(buffer)} bytes ends before the {place.num_bytes} bytes of "
+                f"{place.tensor.group}/{place.tensor.name} at {place.offset}; end the run, and report this"
+            )
+        rows.append(PartRows(tensor=place.tensor, dtype=part.dtype, rows=place.rows, data=data))
+    made = make_part(job.point, job.layout, job.rank, rows, check)
+    return PartWritten(entry=write_part(storage, job.point, made, check), sums=made.sums)
+
+
+def _mapped(path: str) -> memoryview:
+    """A file's bytes without a copy of them; mapped as long as there is a view of them."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(handle).st_size
+            if not size:
+                return memoryview(b"")
+            # MAP_POPULATE: all pages at once instead of a fault for every few
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            return memoryview(mmap.mmap(handle, size, flags, mmap.PROT_READ))
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise StorageError(
+            f"cannot open the buffer {path} of a save ({error.strerror or error}); memory that is shared "
+            "between processes is needed: check that /proc is mounted, and the limits of the container"
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------------------- lines
+def job_line(number: int, job: PartJob) -> bytes:
+    """A job as a line of JSON."""
+    parts = [
+        [
+            part.place.tensor.group,
+            part.place.tensor.name,
+            part.place.tensor.shape,
+            part.place.tensor.itemsize,
+            part.place.tensor.sharded,
+            part.dtype,
+            part.place.rows.start,
+            part.place.rows.stop,
+            part.place.offset,
+        ]
+        for part in job.parts
+    ]
+    layout = [job.layout.num_shards, job.layout.num_replicas]
+    content = {
+        "job": number,
+        "point": job.point,
+        "layout": layout,
+        "rank": job.rank,
+        "buffer": job.buffer,
+        "parts": parts,
+    }
+    return orjson.dumps(content) + b"\n"
+
+
+def job_of(content: dict[str, Any]) -> PartJob:
+    """The inverse of `job_line`, of the line's content."""
+    num_shards, num_replicas = content["layout"]
+    return PartJob(
+        point=content["point"],
+        layout=Layout(num_shards=num_shards, num_replicas=num_replicas),
+        rank=content["rank"],
+        parts=tuple(
+            JobPart(
+                place=Place(
+                    tensor=StateTensor(
+                        group=group, name=name, shape=tuple(shape), itemsize=itemsize, sharded=sharded
+                    ),
+                    rows=range(first, last),
+                    offset=offset,
+                ),
+                dtype=dtype,
+            )
+            for group, name, shape, itemsize, sharded, dtype, first, last, offset in content["parts"]
+        ),
+        buffer=content["buffer"],
+    )
+
+
+def written_line(number: int, written: PartWritten) -> bytes:
+    """An answer as a line of JSON."""
+    entry = written.entry
+    sums = {group: f"{total:032x}" for group, total in written.sums.items()}
+    content = {
+        "job": number,
+        "path": entry.path,
+        "bytes": entry.bytes,
+        "digest": entry.digest,
+        "sums": sums,
+    }
+    return orjson.dumps(content) + b"\n"
+
+
+def failed_line(number: int, reason: str, cancelled: bool) -> bytes:
+    """That nothing was written, as a line of JSON."""
+    return orjson.dumps({"job": number, "failed": reason, "cancelled": cancelled}) + b"\n"
+
+
+def answer_of(line: bytes) -> PartWritten:
+    """What an answer says. Raises `PartCancelled`, and `StorageError` with the reason of a failure."""
+    content = orjson.loads(line)
+    if "failed" in content:
+        kind = PartCancelled if content["cancelled"] else StorageError
+        raise kind(content["failed"])
+    entry = FileEntry(path=content["path"], bytes=content["bytes"], digest=content["digest"])
+    sums = {group: int(text, 16) for group, text in content["sums"].items()}
+    return PartWritten(entry=entry, sums=sums)

@@ -1,0 +1,179 @@
+"""Has a rank's parts written by a process of their own (`parts.writer`), and starts another one if that dies.
+
+It knows jobs and their answers; which save is wanted, its caller decides.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from orchestrator.errors import StorageError
+from orchestrator.parts.part_job import PartCancelled, PartJob, PartWritten, answer_of, job_line, perform
+from orchestrator.parts.writer import CANCELLED
+from orchestrator.storage.files import Storage
+
+# A smaller part takes a thread some milliseconds; a process takes 60 MB, and 0.3 s of CPU to start.
+PROCESS_FROM_BYTES = 8 << 20
+_MOST_DEATHS = 3
+_WRITER = "orchestrator.parts.writer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Task:
+    number: int
+    job: PartJob
+    answer: Future[PartWritten] = field(default_factory=Future)
+
+
+class PartWriter:
+    """Writes one part after the other, in a process that starts with the first large one. Safe to use from
+    threads.
+
+    Where that process dies, the save at hand fails, and the next one starts another; after three deaths
+    without a part in between parts are written in a thread of this process, which slows training down:
+    `say` hears of it once. A rank that dies takes the process with it.
+    """
+
+    def __init__(
+        self, storage: Storage, say: Callable[[str], None], process_from_bytes: int = PROCESS_FROM_BYTES
+    ) -> None:
+        """Parts of at least `process_from_bytes` bytes are for the process."""
+        self._storage, self._say, self._process_from_bytes = storage, say, process_from_bytes
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # over the five below; held for no longer than a moment
+        self._next = 0
+        self._cancelled = -1  # the newest job that is
+        self._closed = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._cancels: int | None = None  # the pipe of the process that hears of it
+        self._deaths = 0
+        # The process ends with the thread that started it: this one, which ends with us.
+        self._thread = threading.Thread(target=self._serve, name="part-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the process, None while there is none."""
+        process = self._process
+        return process.pid if process is not None else None
+
+    def write(self, job: PartJob) -> Future[PartWritten]:
+        """The part, once it is whole and durable. The answer raises `PartCancelled`, or `StorageError`: also
+        where the process died. Then part of a file may be left, and the save must be given up.
+        """
+        with self._lock:
+            assert not self._closed, "a closed writer was given a job"
+            task = _Task(number=self._next, job=job)
+            self._next += 1
+            self._tasks.put(task)
+        return task.answer
+
+    def cancel(self) -> None:
+        """All jobs that were given so far end within a piece; their answers say so, if they are not written
+        by then. Does not wait.
+        """
+        with self._lock:
+            self._cancelled = self._next - 1
+            self._tell_cancelled()
+
+    def close(self) -> None:
+        """Cancels what is left, and ends the process; a second call does nothing. Waits for both."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self.cancel()
+        self._tasks.put(None)
+        self._thread.join()
+
+    # ---------------------------------------------------------------------- in the thread
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                self._check(task.number)
+                in_process = task.job.num_bytes >= self._process_from_bytes and self._deaths < _MOST_DEATHS
+                written = self._in_process(task) if in_process else self._here(task)
+            except BaseException as error:  # noqa: BLE001  whoever waits hears of it
+                task.answer.set_exception(error)
+            else:
+                task.answer.set_result(written)
+        if self._process is not None:
+            self._end(self._process)
+
+    def _here(self, task: _Task) -> PartWritten:
+        return perform(self._storage, task.job, lambda: self._check(task.number))
+
+    def _check(self, number: int) -> None:
+        if number <= self._cancelled:
+            raise PartCancelled(CANCELLED)
+
+    def _in_process(self, task: _Task) -> PartWritten:
+        process = self._process or self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with suppress(OSError):  # what cannot be sent shows where the answer is read
+            process.stdin.write(job_line(task.number, task.job))
+            process.stdin.flush()
+        line = process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise self._died(process)
+        self._deaths = 0
+        return answer_of(line)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        # it finds what this process finds, and what lies in the current folder
+        places = [*(path for path in sys.path if path), os.getcwd()]
+        theirs, ours = os.pipe()
+        os.set_blocking(ours, False)  # whoever cancels waits for nobody
+        process = subprocess.Popen(  # noqa: S603  this Python, and a module of ours
+            [sys.executable, "-P", "-m", _WRITER, self._storage.root, str(os.getpid()), str(theirs)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(theirs,),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
+            start_new_session=True,  # Ctrl-C is for the rank, which saves once more
+        )
+        os.close(theirs)
+        with self._lock:
+            self._process, self._cancels = process, ours
+            self._tell_cancelled()
+        return process
+
+    def _tell_cancelled(self) -> None:
+        if self._cancels is not None:
+            with suppress(OSError):  # it is dead, or stands still with a full pipe: it writes nothing
+                os.write(self._cancels, b"%d\n" % self._cancelled)
+
+    def _died(self, process: subprocess.Popen[bytes]) -> StorageError:
+        self._end(process)
+        code = process.returncode
+        self._deaths += 1
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        if self._deaths == _MOST_DEATHS:
+            self._say(
+                f"the process that writes this rank's part of resume points died {_MOST_DEATHS} times in a "
+                f"row (the last one {how}); parts are written by a thread from now on, which slows training "
+                "during a save: see the worker's log, and whether memory runs out"
+            )
+        return StorageError(
+            f"the process {process.pid} that wrote this rank's part of a resume point {how}; the save is "
+            "given up, and the next one starts another process: if it happens again, see whether memory runs "
+            "out"
+        )
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._process, cancels, self._cancels = None, self._cancels, None
+        assert cancels is not None
+        os.close(cancels)
+        with suppress(OSError):  # what is left in the buffer has no reader
+            process.communicate()
+        process.wait()

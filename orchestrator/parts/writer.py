@@ -1,0 +1,80 @@
+"""A process beside each rank that hashes and writes its parts, so that training keeps its interpreter and its
+memory to itself: `python -m orchestrator.parts.writer ROOT PARENT CANCELS`.
+
+It reads jobs (`part_job`) as lines from its input and answers each with a line. A line with a number from the
+pipe CANCELS ends all jobs up to that one within a piece. It ends when its input does, and with the thread
+that started it, however that ends (Linux: PR_SET_PDEATHSIG). It loads neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import orjson
+
+from orchestrator.errors import OrchestratorError, text_of
+from orchestrator.parts.part_job import PartCancelled, failed_line, job_of, perform, written_line
+from orchestrator.storage.files import Storage
+
+_PR_SET_PDEATHSIG = 1
+_NICE = 5  # a save may wait, a step may not
+CANCELLED = "the save is not wanted any more; its part is cancelled"
+
+
+class _Cancelled:
+    """Up to which job nothing is wanted any more."""
+
+    def __init__(self) -> None:
+        self._up_to = -1
+
+    def listen(self, pipe: int) -> None:
+        """Until the pipe ends; then nothing is wanted."""
+        with open(pipe, "rb") as lines:
+            for line in lines:
+                self._up_to = max(self._up_to, int(line))
+        self._up_to = sys.maxsize
+
+    def check(self, number: int) -> None:
+        """Raises `PartCancelled` if this job is cancelled."""
+        if number <= self._up_to:
+            raise PartCancelled(CANCELLED)
+
+
+def main(root: str, parent: int, cancels: int) -> None:
+    """Serves until the input ends."""
+    _end_with(parent)
+    # the rank decides when to stop, and a save under way is a part of its stopping
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(_NICE)
+    storage, cancelled = Storage(root), _Cancelled()
+    threading.Thread(target=cancelled.listen, args=(cancels,), daemon=True).start()
+    for line in sys.stdin.buffer:
+        sys.stdout.buffer.write(_answer(storage, orjson.loads(line), cancelled))
+        sys.stdout.buffer.flush()
+
+
+def _answer(storage: Storage, content: dict[str, Any], cancelled: _Cancelled) -> bytes:
+    number = content["job"]
+    try:
+        written = perform(storage, job_of(content), lambda: cancelled.check(number))
+    except OrchestratorError as error:
+        return failed_line(number, text_of(error), isinstance(error, PartCancelled))
+    return written_line(number, written)
+
+
+def _end_with(parent: int) -> None:
+    """With the process that started this one, even if it is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit(f"the process {parent} that wanted a writer of points has ended")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,73 @@
+"""A small state as bytes, in any layout, and the parts that ranks make of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from orchestrator.parts.part_file import PartFile, PartRows, make_part
+from orchestrator.parts.part_job import JobPart, PartJob
+from orchestrator.planning.state_layout import Layout, Place, StateTensor, written_rows
+
+POINT = "00000010-a0001-g0001"
+DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}
+
+
+def tensor(
+    group: str, name: str, shape: tuple[int, ...], itemsize: int = 4, sharded: bool = True
+) -> StateTensor:
+    return StateTensor(
+        group=group, name=name, shape=shape, itemsize=itemsize, sharded=sharded and bool(shape)
+    )
+
+
+STATE = (
+    tensor("model", "embedding.weight", (37, 5)),
+    tensor("model", "layer.weight", (8, 3, 2), itemsize=2),
+    tensor("model", "layer.bias", (8,)),
+    tensor("model", "frequencies", (6,), sharded=False),
+    tensor("model", "empty", (0, 4)),
+    tensor("model", "flat", (3, 0)),
+    tensor("optimizer", "steps", (), itemsize=8),
+    tensor("optimizer", "exp_avg.embedding.weight", (37, 5)),
+    tensor("optimizer", "exp_avg.layer.bias", (8,)),
+)
+
+
+def bytes_of(whole: StateTensor, seed: int = 0) -> bytes:
+    """All rows of a tensor: other bytes for another name, or another seed."""
+    generator = np.random.default_rng([seed, *f"{whole.group}/{whole.name}".encode()])
+    return generator.integers(0, 256, whole.num_rows * whole.row_bytes, np.uint8).tobytes()
+
+
+def rows_of(whole: StateTensor, rows: range, seed: int = 0) -> PartRows:
+    data = memoryview(bytes_of(whole, seed))[rows.start * whole.row_bytes : rows.stop * whole.row_bytes]
+    return PartRows(tensor=whole, dtype=DTYPES[whole.itemsize], rows=rows, data=data)
+
+
+def part_of(
+    layout: Layout, rank: int, state: Sequence[StateTensor] = STATE, seed: int = 0, point: str = POINT
+) -> PartFile:
+    rows = written_rows(state, layout, rank)
+    return make_part(point, layout, rank, [rows_of(t, r, seed) for t, r in zip(state, rows, strict=True)])
+
+
+def job_of(buffer: Path, state: Sequence[StateTensor] = STATE, point: str = POINT) -> PartJob:
+    """A job of one rank that writes all; its rows lie in the file `buffer`."""
+    places, at = [], 0
+    with open(buffer, "wb") as file:
+        for whole in state:
+            place = Place(tensor=whole, rows=range(whole.num_rows), offset=at)
+            places.append(JobPart(place=place, dtype=DTYPES[whole.itemsize]))
+            file.write(bytes_of(whole) + bytes(7))
+            at = file.tell()
+    return PartJob(
+        point=point,
+        layout=Layout(num_shards=1, num_replicas=1),
+        rank=0,
+        parts=tuple(places),
+        buffer=os.fspath(buffer),
+    )

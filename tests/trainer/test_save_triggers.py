@@ -1,0 +1,65 @@
+"""At which steps a save is due, and what of a summary all ranks carry out."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.records import REFORM, SAVE, STOP
+from orchestrator.trainer.save_triggers import SaveTriggers, carried_out
+
+EVERY_5 = SaveTriggers(every_steps=5, every_minutes=None, since_s=0.0)
+EVERY_2_MINUTES = SaveTriggers(every_steps=None, every_minutes=2.0, since_s=100.0)
+
+
+def saved_steps(triggers: SaveTriggers, steps: range, busy: range = range(0)) -> list[int]:
+    """The steps at which a save begins, if it cannot at those of `busy`."""
+    found = []
+    for step in steps:
+        if triggers.due(step, 0.0) and step not in busy:
+            triggers = triggers.begun(step, 0.0)
+            found.append(step)
+    return found
+
+
+def test_saves_are_due_at_multiples_whatever_a_launch_began_with():
+    assert saved_steps(EVERY_5, range(1, 21)) == [5, 10, 15, 20]
+    assert saved_steps(EVERY_5.first(12), range(13, 21)) == [15, 20]
+
+
+def test_a_save_that_could_not_begin_begins_later_once_and_moves_no_other():
+    assert saved_steps(EVERY_5, range(1, 21), busy=range(10, 12)) == [5, 12, 15, 20]
+    assert saved_steps(EVERY_5, range(1, 31), busy=range(10, 23)) == [5, 23, 25, 30]
+
+
+def test_what_is_trained_again_is_saved_again_and_what_was_late_stays_due():
+    saved = EVERY_5.begun(10, 0.0)
+    assert saved_steps(saved.formed(8), range(9, 16)) == [10, 15]
+    assert saved_steps(saved.formed(10), range(11, 16)) == [15]
+    late = EVERY_5.begun(5, 0.0)
+    assert late.due(11, 0.0)
+    assert saved_steps(late.formed(11), range(12, 16)) == [12, 15]
+
+
+def test_minutes_count_from_the_begin_of_the_last_save():
+    assert not EVERY_2_MINUTES.due(1, 219.9)
+    assert EVERY_2_MINUTES.due(1, 220.0)
+    assert not EVERY_2_MINUTES.begun(1, 220.0).due(2, 339.9)
+
+
+def test_nothing_is_due_where_nothing_is_configured():
+    assert not SaveTriggers(every_steps=None, every_minutes=None, since_s=0.0).due(1000, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("control", "num_busy", "expected"),
+    [
+        (SAVE | STOP | REFORM, 0, SAVE | STOP | REFORM),
+        (SAVE, 1, 0),
+        (SAVE | STOP, 2, STOP),
+        (SAVE | REFORM, 1, 0),
+        (REFORM, 3, REFORM),
+        (0, 1, 0),
+    ],
+)
+def test_a_save_is_begun_only_where_all_are_free_and_a_reform_with_it_waits(control, num_busy, expected):
+    assert carried_out(control, num_busy) == expected
