@@ -16,9 +16,9 @@ from orchestrator.errors import TrainingError
 from orchestrator.faults import Hook
 from orchestrator.records import Cursor, GenerationView, Source, StateKey
 from orchestrator.trainer.group import GenerationEnded, Group, collective
+from orchestrator.trainer.loading import StateFiles, load
 from orchestrator.trainer.reshard import DigestError, Resharding, tensor_as_bytes
 from orchestrator.trainer.state import TrainState
-from orchestrator.trainer.weights import StateFiles, load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +122,7 @@ def _check_holders(view: GenerationView, holds: Sequence[bool]) -> None:
 
 def _from_storage(state: TrainState, view: GenerationView, files: StateFiles) -> None:
     state.key = None
+    state.writable()
     if view.point is not None:
         load(state.items(), view.point, files)
         state.filled()
@@ -132,6 +133,7 @@ def _from_storage(state: TrainState, view: GenerationView, files: StateFiles) ->
 def _receive(group: Group, state: TrainState, holds: bool, copies: Copies | None, faults: Hook) -> None:
     """Rows of the parent's state from who holds them to who needs them."""
     view = group.view
+    state.writable()
     live, before = own_shard(view), state.before()
     if not (holds or state.sharded):
         state.key = None  # from before the first byte until the digests have been compared
