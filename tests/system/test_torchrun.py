@@ -127,7 +127,7 @@ def test_ranks_that_this_machine_cannot_hold_are_refused_before_anything_is_writ
 def test_a_killed_group_continues_with_a_skip_on_another_world_batch_and_length(
     job: Job, tmp_path: Path
 ) -> None:
-    # points are committed one after the other: that of step 4 is there when that of the last step has its turn
+    # points are committed one after the other: that of step 4 is there when the last one has its turn
     plan = job.faults().kill("votes_complete", step=7)
     with ranks(tmp_path, 3, job.config(train__max_steps=7), plan) as group:
         group.processes[0].join(LIMIT_S)
