@@ -21,8 +21,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from blake3 import blake3
-
 from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.data.frozen import DataRecord, write_frozen
 from orchestrator.data.sources.file_rows import Files
@@ -32,10 +30,13 @@ from orchestrator.history.claims import ClaimParent, GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import STEP, JournalWriter
 from orchestrator.json_form import encode
+from orchestrator.parts.manifest import state_tensor
+from orchestrator.parts.part_file import PartRows, make_part, write_part
 from orchestrator.planning.identity import FORMAT_VERSION, RunIdentity, stream_settings
 from orchestrator.planning.order import ORDER_VERSION
 from orchestrator.planning.schedule import budgets_for, learning_rate
-from orchestrator.records import Cursor, SourceCursor, StateKey, TensorChunk, TensorEntry, Vote
+from orchestrator.planning.state_layout import Layout
+from orchestrator.records import Cursor, SavedTensor, SourceCursor, StateKey, Vote
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
@@ -280,23 +281,27 @@ class MadeRun:
         return point
 
     def _vote(self, key: StateKey, rank: int, world: int, cursor: Cursor) -> Vote:
-        data = key.step.to_bytes(8, "little") * 8
-        path = f"model/{rank:05d}-of-{world:05d}.safetensors"
-        written = self.store.storage.write(f"points/{key.point_name}/{path}", data)
-        chunk = TensorChunk(offsets=(0,), sizes=(len(data),), file=path, digest=blake3(data).hexdigest())
-        tensor = TensorEntry(
-            name=f"w{rank}", group="model", dtype="uint8", shape=(len(data),), chunks=(chunk,)
+        layout = Layout(num_shards=world, num_replicas=1)
+        tensor = SavedTensor(group="model", name="w", dtype="uint8", shape=(world, 64), sharded=True)
+        rows = PartRows(
+            tensor=state_tensor(tensor),
+            dtype=tensor.dtype,
+            rows=range(rank, rank + 1),
+            data=memoryview(key.step.to_bytes(8, "little") * 8),
         )
+        part = make_part(key.point_name, layout, rank, [rows])
         return Vote(
             key=key,
             rank=rank,
             world_size=world,
             cursor=cursor,
             optimizer_steps=key.step,
-            files=(replace(written, path=path),),
-            tensors=(tensor,),
+            files=(write_part(self.store.storage, key.point_name, part),),
+            tensors=(tensor,) if rank == 0 else (),
             save_blocked_s=0.03,
             records=(),
+            layout=(world, 1),
+            sums=part.sums,
         )
 
 

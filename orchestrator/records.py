@@ -294,7 +294,9 @@ class BatchSlice:
 # ------------------------------------------------------------ points
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileEntry:
-    """A file of a point: path relative to the point's folder, size, blake3 of its bytes (64 hex digits)."""
+    """A file of a point: path relative to the point's folder, size, blake3 of its bytes (64 hex digits); of a
+    rank's part blake3 of its header, which guards the rest (`parts.part_file`).
+    """
 
     path: str
     bytes: int
@@ -315,8 +317,8 @@ class TensorChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """A tensor of a point under its `name` (also its key in the safetensors file); `group` is `model` or
-    `optimizer`.
+    """A tensor of a point of format 1 under its `name` (also its key in the safetensors file); `group` is
+    `model` or `optimizer`.
     """
 
     name: str
@@ -345,9 +347,9 @@ class Vote:
     """One rank's statement that its part of the save of `key` is written and synced. All ranks' votes of one
     save agree in all but rank, files, sums, tensors.
 
-    Of a point of format 2 `layout` is (num_shards, num_replicas), `sums` says to each group the sum of the
-    rows that this rank wrote (`planning.weights_sum`), and rank 0 alone lists the tensors of the whole state,
-    as `saved`; of format 1 `layout` is None, and `tensors` are those that this rank wrote.
+    `files` is the one file of this rank (`parts.part_file`), `layout` is (num_shards, num_replicas), `sums`
+    says to each group the sum of the rows in that file (`planning.weights_sum`). Rank 0 alone lists the
+    tensors of the whole state, in the order by which `planning.state_layout` divides them.
     """
 
     key: StateKey
@@ -356,13 +358,12 @@ class Vote:
     cursor: Cursor
     optimizer_steps: int
     files: tuple[FileEntry, ...]
-    tensors: tuple[TensorEntry, ...]
+    tensors: tuple[SavedTensor, ...]
     save_blocked_s: float
     records: tuple[StepRecord, ...]  # the voter's unacknowledged step records
     peak_memory_bytes: int = 0  # of the voter's process so far (`trainer.peak_memory`); 0: not known
     layout: tuple[int, int] | None = None
     sums: dict[str, int] = field(default_factory=dict)
-    saved: tuple[SavedTensor, ...] = ()
 
 
 # ------------------------------------------------------------ membership

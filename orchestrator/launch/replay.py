@@ -23,6 +23,7 @@ from orchestrator.launch.which_point import Position, Wanted, count, place, want
 from orchestrator.planning import batches
 from orchestrator.planning.manifests import SourceLists, moved
 from orchestrator.planning.schedule import Budgets, learning_rate
+from orchestrator.planning.weights_digest import is_of_format_1
 from orchestrator.records import BatchSlice, Cursor, StepRange, StepRecord
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
@@ -122,9 +123,9 @@ def replay(
     history = History(store, wanted)
     if overrides:
         parse_config(history.first_regime().config.to_json(), overrides)
-    with _walked(history, say) as walk:
-        digest = walk.digest()
     expected = history.expected_digest()
+    with _walked(history, say) as walk:
+        digest = walk.digest(like=expected)
     return Replayed(
         run=run or store.storage.root,
         step=history.target.step,
@@ -149,7 +150,7 @@ def state_at(store: RunStore, wanted: Wanted, say: Callable[[str], None] = lambd
             optimizer_state=_optimizer_state(walk.state),
             batch=walk.next_batch(),
             cursor=walk.state.cursor,
-            weights_digest=walk.digest(),
+            weights_digest=walk.digest(like=history.expected_digest()),
             from_point=history.begin.name if history.begin else None,
         )
 
@@ -251,7 +252,7 @@ class _Walk:
 
     def __init__(self, history: History, device: torch.device) -> None:
         from orchestrator.resume.committed import CommittedFiles
-        from orchestrator.trainer.weights import load
+        from orchestrator.trainer.loading import load
 
         self._history, self._device = history, device
         begin, self.notes = history.begin, list[str]()
@@ -278,11 +279,12 @@ class _Walk:
                 said = time.monotonic()
                 say(f"step {record.step:,} of {target:,}, {count(done, 'step')} trained again so far")
 
-    def digest(self) -> str:
-        """Of the weights now."""
-        from orchestrator.trainer.weights import digest_of
+    def digest(self, like: str | None = None) -> str:
+        """Of the weights now, of the kind that `like` is: runs of format 1 noted another one."""
+        from orchestrator.trainer.loading import digest_of, digest_of_format_1
 
-        return digest_of(self.state.items())
+        of_format_1 = like is not None and is_of_format_1(like)
+        return (digest_of_format_1 if of_format_1 else digest_of)(self.state.items())
 
     def next_batch(self) -> BatchSlice | None:
         """The whole batch of the next step."""

@@ -20,6 +20,8 @@ from orchestrator.launch.fork import fork
 from orchestrator.launch.replay import History, Regime, Replayed, difference, notes_on
 from orchestrator.launch.scratch import remove_left, scratch
 from orchestrator.launch.which_point import Wanted, place
+from orchestrator.planning.weights_digest import is_of_format_1
+from orchestrator.resume.point_tensors import PointTensors
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.open import absolute, split
@@ -104,7 +106,8 @@ def _replayed(
     trained = [r for r in seen.lineage.records if start < r.consumed_tokens <= target.tokens]
     pairs = list(zip(history.records, trained, strict=False))
     differences = [found for pair in pairs if (found := difference(*pair)) is not None]
-    expected, digest = history.expected_digest(), point.commit.weights_digest
+    expected = history.expected_digest()
+    digest = _digest(new, point, like=expected)
     return Replayed(
         run=run or store.storage.root,
         step=target.step,
@@ -118,6 +121,14 @@ def _replayed(
         first_difference=differences[0] if differences else None,
         notes=tuple(dict.fromkeys(note for regime, _ in segments for note in notes_on(regime.config))),
     )
+
+
+def _digest(store: RunStore, point: Point, like: str | None) -> str:
+    """Of the point's weights, of the kind that `like` is: runs of format 1 noted another one."""
+    digest = point.commit.weights_digest
+    if like is None or not is_of_format_1(like) or is_of_format_1(digest):
+        return digest
+    return PointTensors(store, point.name).digest_of_format_1()
 
 
 def _segments(history: History) -> list[tuple[Regime, int]]:

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from orchestrator.errors import ResumePointError, StorageError
 from orchestrator.history.finding_files import VERIFY, Finding, verify_result
 from orchestrator.history.request_files import asker
-from orchestrator.records import FileEntry
 from orchestrator.resume.point_files import PointFiles
 from orchestrator.resume.points import Damage
+from orchestrator.resume.verify import Stretch
 
 NOTE_EVERY_S = 30.0  # what was read is noted at least so often, while it goes on
 
@@ -105,8 +105,8 @@ class Verifying:
         damages: list[Damage] = []
         if name not in self.before:
 
-            def each(look: Callable[[FileEntry], Damage | None], files: Sequence[FileEntry]) -> Any:
-                return pool.map(lambda file: self._looked(look, file), files)
+            def each(look: Callable[[Stretch], Damage | None], stretches: Sequence[Stretch]) -> Any:
+                return pool.map(lambda stretch: self._looked(look, stretch), stretches)
 
             damages = self.store.verify_point(name, each=each)
             with suppress(StorageError):  # who may not write there reads nevertheless
@@ -115,9 +115,9 @@ class Verifying:
         marked = self.store.is_quarantined(name)
         return {"name": name, "healthy": not damages, "damaged": damaged, "quarantined": marked}
 
-    def _looked(self, look: Callable[[FileEntry], Damage | None], file: FileEntry) -> Damage | None:
-        found = look(file)
-        self.progress.read(file.bytes)
+    def _looked(self, look: Callable[[Stretch], Damage | None], stretch: Stretch) -> Damage | None:
+        found = look(stretch)
+        self.progress.read(stretch.bytes)
         return found
 
     def _num_bytes(self, name: str) -> int:

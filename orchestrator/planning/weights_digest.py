@@ -1,5 +1,5 @@
-"""The digest of a model's weights, from the digests of their tensors: of a resume point, and of any step's
-state.
+"""The digest of a model's weights in runs of format 1, from the digests of their tensors: of a resume point,
+and of any step's state. Later ones have sums (`weights_sum`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,11 @@ from blake3 import blake3
 
 from orchestrator.records import TensorEntry
 from orchestrator.storage.sealed import canonical
+
+
+def is_of_format_1(digest: str) -> bool:
+    """Whether a recorded digest is one of these, and no sum."""
+    return ":" not in digest
 
 
 def weights_digest(tensors: Iterable[TensorEntry]) -> str:

@@ -24,7 +24,7 @@ from orchestrator.data.tokens.tokenizer_files import examine, id_of
 from orchestrator.errors import RefusedError, ResumePointError, StorageError
 from orchestrator.history.claim_files import now_text
 from orchestrator.json_form import encode
-from orchestrator.records import TensorEntry
+from orchestrator.records import SavedTensor
 from orchestrator.resume.export_files import FORMAT, MARKER, Exported
 from orchestrator.resume.point_tensors import PointTensors
 from orchestrator.resume.points import Point
@@ -174,7 +174,7 @@ def _pieces(
     return pieces, {**form.files, RUN_CONFIG: own}
 
 
-def _plain(tensors: PointTensors, entry: TensorEntry, dtype: str | None) -> Piece:
+def _plain(tensors: PointTensors, entry: SavedTensor, dtype: str | None) -> Piece:
     """A tensor under its own name."""
     if dtype is None:
         form = Form(name=entry.name, dtype=entry.dtype, shape=entry.shape)

@@ -2,12 +2,14 @@
 
     pins/00000480-a0003-g0007.json   sealed; Hold. Created exclusively, deleted by who gives it back
 
-In a bucket a deletion may be repeated late, and would then take away a hold that was made after it. So the
-next hold of a point has the next number there, and what is given back is marked, not deleted: the newest
-one counts.
+Where a deleted name cannot be used again safely (a bucket: a delayed repeat of the deletion would take the
+next hold away, and a pin lost is a point lost) each hold has a name of its own, and nothing is deleted:
 
-    pins/00000480-a0003-g0007.json  ….0001.json  ….0002.json        Hold, each created exclusively
-    pins/00000480-a0003-g0007.released.json  ….0001.released.json   empty: this hold was given back
+    pins/00000480-a0003-g0007.0001.json            sealed; Hold, the first of the point
+    pins/00000480-a0003-g0007.0001.released.json   sealed; Release: it was given back
+
+The hold with the highest number counts, unless it is released; a name without a number is number 0. Both
+kinds are read everywhere, for a run's files may be copied from a folder to a bucket and back.
 
 Both take the same name, so that of a pin and a deletion at the same moment one comes first, and the other
 hears of it: a point that was pinned is deleted by nobody, and one that is being deleted cannot be pinned.
@@ -24,7 +26,7 @@ person does (`unpin`), who hears which forks still need the point. A fork needs 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from orchestrator.errors import OrchestratorError, RefusedError, StorageError, WantedPointError
@@ -37,7 +39,8 @@ from orchestrator.storage.sealed import seal, unseal
 
 FOLDER = "pins"
 PIN, DELETION = "pin", "deletion"
-_NAME = re.compile(r"(?P<point>[^.]+)(?:\.(?P<number>\d{4,}))?(?P<released>\.released)?\.json")
+RELEASED = ".released"
+_NAME = re.compile(r"(.+?)(?:\.(\d{4,}))?(\.released)?\.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +67,15 @@ class Hold:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Release:
+    """That a point's hold `number` was given back; `created` is for people (ISO 8601)."""
+
+    point: str
+    number: int
+    created: str
+
+
 class PinFiles:
     """The holds of one run. Every method may raise `StorageError`; then nothing was decided."""
 
@@ -72,37 +84,7 @@ class PinFiles:
 
     def read_hold(self, point: str) -> Hold | None:
         """Who holds the point; None: nobody. A file that is not as it was written counts as a pin."""
-        number = self._held().get(point, 0) if self._is_numbered else 0
-        return None if number is None else self._read_numbered(point, number)
-
-    @property
-    def _is_numbered(self) -> bool:
-        return not self.storage.traits.frees_names
-
-    def _held(self) -> dict[str, int | None]:
-        """The number of the newest hold of each point that ever had one; None: it was given back."""
-        numbers, released = dict[str, int](), set[tuple[str, int]]()
-        for match in filter(None, map(_NAME.fullmatch, self.storage.list(FOLDER))):
-            point, number = match["point"], int(match["number"] or 0)
-            if parse_point_name(point) is None:
-                continue
-            numbers[point] = max(number, numbers.get(point, 0))
-            if match["released"]:
-                released.add((point, number))
-        return {point: None if (point, n) in released else n for point, n in numbers.items()}
-
-    def _read_numbered(self, point: str, number: int) -> Hold | None:
-        path = _path(point, number)
-        try:
-            found = decode(Hold, unseal(self.storage.read(path)), path)
-        except FileNotFoundError:
-            return None
-        except OrchestratorError as error:
-            if isinstance(error, StorageError):
-                raise
-            reason = f"{path} is not as it was written: {error}"
-            return Hold(point=point, what=PIN, by="", reason=reason, created="")
-        return found
+        return self._held(point)[1]
 
     def pins(self) -> dict[str, Hold]:
         """The pins by point."""
@@ -112,17 +94,13 @@ class PinFiles:
         """The pins, for who looks often: the files of those in `known` are not read again, so that
         one that was given back and made anew in between stays as it was known.
         """
-        held = {point: number for point, number in self._held().items() if number is not None}
-        holds = [known.get(point) or self._read_numbered(point, number) for point, number in held.items()]
-        return {hold.point: hold for hold in holds if hold is not None and hold.what == PIN}
+        return {hold.point: hold for hold in self._holds(known) if hold.what == PIN}
 
     def deletions(self) -> frozenset[str]:
         """The points that somebody has begun to delete, and those that `points --prune` has deleted by
         retention: nobody misses them.
         """
-        held = self._held().items()
-        holds = [self._read_numbered(point, number) for point, number in held if number is not None]
-        return frozenset(hold.point for hold in holds if hold is not None and hold.what == DELETION)
+        return frozenset(hold.point for hold in self._holds({}) if hold.what == DELETION)
 
     def pin(self, point: str, by: str, reason: str, run_id: str) -> Hold:
         """Keep the point until `unpin`; returns the pin, or that which stood there before. Raises
@@ -143,11 +121,10 @@ class PinFiles:
 
     def unpin(self, point: str) -> Hold | None:
         """Give the pin back: the point may be deleted from now on. Returns the pin; None: there was none."""
-        number = self._held().get(point, 0) if self._is_numbered else 0
-        hold = None if number is None else self._read_numbered(point, number)
-        if number is None or hold is None or hold.what != PIN:
+        number, hold = self._held(point)
+        if hold is None or hold.what != PIN:
             return None
-        self._give_back(point, number)
+        self._remove(point, number)
         return hold
 
     def may_delete(self, point: str, by: str, reason: str, run_id: str) -> bool:
@@ -160,70 +137,96 @@ class PinFiles:
         """For who has claimed, before it looks whether the point is whole: raises `WantedPointError` if
         somebody has begun to delete it, who may go on with that at any later time.
         """
-        hold = self.read_hold(point)
+        number, hold = self._held(point)
         if hold is not None and hold.what == DELETION:
-            path = f"{self.storage.root}/{self._newest_hold_path(point)}"
             raise WantedPointError(
                 f"nothing goes back to resume point {point}: {hold.by} has begun to delete it "
                 f"({hold.reason}), and may go on with that; nothing is changed. Name another point or, once "
-                f"no process of {hold.by} is left, delete {path} and give the command again"
+                f"no process of {hold.by} is left, delete {self.storage.root}/{_path(point, number)} and "
+                "give the command again"
             )
 
     def deleted(self, point: str) -> None:
-        """Who has begun to delete the point holds it no more: it is gone, or stays after all."""
-        if not self._is_numbered:
-            return self._give_back(point, 0)
-        number = self._held().get(point)
-        if number is not None and (hold := self._read_numbered(point, number)) and hold.what == DELETION:
-            self._give_back(point, number)
-        if not self.storage.exists(point_path(point, COMMIT)):
-            self._forget_holds(point)
-        return None
+        """The point is gone, and nobody holds it."""
+        number, hold = self._held(point)
+        if hold is not None:
+            self._remove(point, number)
 
     def _take(self, point: str, what: str, by: str, reason: str, run_id: str) -> Hold:
         """The hold on the point: that which stands there, or this one."""
         while True:
-            if (there := self.read_hold(point)) is not None:
+            newest, there = self._held(point)
+            if there is not None:
                 return there
-            path = self._next_hold_path(point)
             hold = Hold(point=point, what=what, by=by, reason=reason, created=now_text(), run_id=run_id)
-            if self.storage.create(path, seal(encode(hold))):
+            number = 0 if self.storage.traits.frees_names and not newest else newest + 1
+            if self.storage.create(_path(point, number), seal(encode(hold))):
                 return hold
 
-    def _hold_numbers(self, point: str) -> list[int]:
-        """Of the point's holds, given back or not, ascending."""
-        matches = filter(None, map(_NAME.fullmatch, self.storage.list(FOLDER)))
-        return sorted({int(match["number"] or 0) for match in matches if match["point"] == point})
-
-    def _next_hold_path(self, point: str) -> str:
-        """Where the next hold goes, if the newest one was given back; else it is taken already."""
-        if not self._is_numbered:
-            return _path(point)
-        numbers, held = self._hold_numbers(point), self._held().get(point)
-        return _path(point, held if held is not None else numbers[-1] + 1 if numbers else 0)
-
-    def _newest_hold_path(self, point: str) -> str:
-        numbers = self._hold_numbers(point) if self._is_numbered else []
-        return _path(point, numbers[-1] if numbers else 0)
-
-    def _give_back(self, point: str, number: int) -> None:
-        if self._is_numbered:
-            self.storage.create(_path(point, number, released=True), b"")
+    def _remove(self, point: str, number: int) -> None:
+        if number == 0 and self.storage.traits.frees_names:
+            self.storage.delete(_path(point, 0))
+            self.storage.sync(FOLDER)
             return
-        self.storage.delete(_path(point))
-        self.storage.sync(FOLDER)
+        release = Release(point=point, number=number, created=now_text())
+        self.storage.create(_path(point, number, RELEASED), seal(encode(release)))
 
-    def _forget_holds(self, point: str) -> None:
-        """All that there is of the holds of a point that is gone, and never comes again: a late repeat of
-        these deletions harms nothing. The holds go before the marks, so that none counts again in between.
+    def _held(self, point: str) -> tuple[int, Hold | None]:
+        """The highest number of a hold on the point, 0 if there was none, and that hold unless it was given
+        back. What is absent is asked for by its name.
         """
-        numbers = self._hold_numbers(point)
-        for released in (False, True):
-            for number in numbers:
-                self.storage.delete(_path(point, number, released=released))
+        if self.storage.traits.frees_names and (found := self._read(point, 0)) is not None:
+            return 0, found
+        number = max(_numbers(self.storage.list(FOLDER)).get(point, ()), default=0)
+        if not self.storage.traits.frees_names:
+            while self.storage.exists(_path(point, number + 1)):
+                number += 1
+        elif not number:
+            return 0, None
+        if self.storage.exists(_path(point, number, RELEASED)):
+            return number, None
+        return number, self._read(point, number)
+
+    def _holds(self, known: Mapping[str, Hold]) -> list[Hold]:
+        """Of all points, with one list. Those in `known` are not read again."""
+        names = self.storage.list(FOLDER)
+        numbers, released = _numbers(names), _numbers(names, RELEASED)
+        standing = {
+            point: 0 if self.storage.traits.frees_names and 0 in found else max(found)
+            for point, found in numbers.items()
+        }
+        holds = [
+            known.get(point) or self._read(point, number)
+            for point, number in standing.items()
+            if number not in released.get(point, ())
+        ]
+        return [hold for hold in holds if hold is not None]
+
+    def _read(self, point: str, number: int) -> Hold | None:
+        path = _path(point, number)
+        try:
+            found = decode(Hold, unseal(self.storage.read(path)), path)
+        except FileNotFoundError:
+            return None
+        except OrchestratorError as error:
+            if isinstance(error, StorageError):
+                raise
+            reason = f"{path} is not as it was written: {error}"
+            return Hold(point=point, what=PIN, by="", reason=reason, created="")
+        return found
 
 
-def _path(point: str, number: int = 0, *, released: bool = False) -> str:
+def _numbers(names: Iterable[str], which: str = "") -> dict[str, set[int]]:
+    """By point the numbers of its holds, or of those that are released."""
+    found: dict[str, set[int]] = {}
+    for match in map(_NAME.fullmatch, names):
+        if match and (match[3] or "") == which and parse_point_name(match[1]):
+            found.setdefault(match[1], set()).add(int(match[2] or 0))
+    return found
+
+
+def _path(point: str, number: int, which: str = "") -> str:
     if parse_point_name(point) is None:
         raise RefusedError(f"{point!r} is no name of a resume point; `orchestrator points` lists them")
-    return f"{FOLDER}/{point}{f'.{number:04d}' if number else ''}{'.released' if released else ''}.json"
+    numbered = f".{number:04d}" if number or which else ""
+    return f"{FOLDER}/{point}{numbered}{which}.json"

@@ -12,16 +12,19 @@ from typing import Any, Protocol
 
 from orchestrator.errors import ResumePointError, StorageError
 from orchestrator.json_form import encode
-from orchestrator.planning.weights_digest import weights_digest
-from orchestrator.records import Cursor, FileEntry, StateKey, TensorEntry, Vote
+from orchestrator.parts.documents import PARTS, parts_document
+from orchestrator.parts.manifest import MODEL, Manifest
+from orchestrator.parts.part_file import FORMAT
+from orchestrator.parts.reading import PointReader
+from orchestrator.planning.state_layout import Layout
+from orchestrator.planning.weights_sum import weights_sum
+from orchestrator.records import Cursor, FileEntry, StateKey, Vote
 from orchestrator.resume import points, verify
 from orchestrator.resume.points import (
     COMMIT,
     CONFIG,
     CURSOR,
     DOCUMENTS,
-    FORMAT,
-    PARTS,
     RNG,
     Commit,
     Damage,
@@ -29,7 +32,7 @@ from orchestrator.resume.points import (
 )
 from orchestrator.resume.quarantine import QuarantineFiles
 from orchestrator.resume.run_file import RUN_FILE, read_run
-from orchestrator.resume.verify import POINTS, point_path
+from orchestrator.resume.verify import POINTS, Stretch, point_path
 from orchestrator.storage.sealed import seal
 
 
@@ -37,9 +40,9 @@ class Each(Protocol):
     """`map`, or what does the same in threads."""
 
     def __call__(
-        self, look: Callable[[FileEntry], Damage | None], files: Sequence[FileEntry], /
+        self, look: Callable[[Stretch], Damage | None], stretches: Sequence[Stretch], /
     ) -> Iterable[Damage | None]:
-        """`look` of each file, in their order."""
+        """`look` of each stretch, in their order."""
 
 
 class PointFiles(QuarantineFiles):
@@ -85,13 +88,10 @@ class PointFiles(QuarantineFiles):
             raise _point_error(error.damage) from error
         return Point(name=name, commit=commit, cursor=cursor, config=config)
 
-    def read_parts(self, name: str) -> tuple[TensorEntry, ...]:
-        """A point's tensors: where each chunk lies, with its digest.
-
-        Raises `ResumePointError` naming the damaged file.
-        """
+    def read_manifest(self, name: str) -> Manifest:
+        """A point's tensors, and where their rows lie. Raises `ResumePointError` naming the damaged file."""
         try:
-            return verify.read_parts(self.storage, self._commit(name))
+            return verify.read_manifest(self.storage, self._commit(name))
         except verify.DamageError as error:
             raise _point_error(error.damage) from error
 
@@ -107,27 +107,35 @@ class PointFiles(QuarantineFiles):
 
         Every file's digest is computed; `fast` reads only the documents and compares the sizes of the others,
         but for a point that somebody has marked as damaged (`quarantine`): there bytes decide again.
-        `each` looks at the files, as `map` does, one after the other or several at a time. A file that COMMIT
-        does not list belongs to no point: it is not looked at and never loaded. No file's content is ever
-        executed.
+        `each` looks at stretches of the files, as `map` does, one after the other or several at a time. A
+        file that COMMIT does not list belongs to no point: it is not looked at and never loaded. No file's
+        content is ever executed.
         """
         fast = fast and not self.is_quarantined(name)
         try:
             commit = self._commit(name)
         except verify.DamageError as error:
             return [error.damage]
-
-        def look(entry: FileEntry) -> Damage | None:
+        documents = [verify.whole(entry) for entry in commit.files if entry.path in DOCUMENTS]
+        damages = self._damages(each, documents, lambda one: self._check(name, one, with_digest=True))
+        reader: PointReader | None = None
+        if not damages:
             try:
-                verify.check_file(self.storage, name, entry, with_digest=not fast or entry.path in DOCUMENTS)
+                reader = PointReader(self.storage, verify.check_documents(self.storage, name, commit))
             except verify.DamageError as error:
-                return error.damage
-            return None
-
-        damages = [damage for damage in each(look, commit.files) if damage is not None]
+                damages.append(error.damage)
+        if fast or reader is None:
+            parts = [verify.whole(entry) for entry in commit.files if entry.path not in DOCUMENTS]
+            return damages + self._damages(each, parts, lambda one: self._check(name, one, with_digest=False))
+        here = reader
+        damages = self._damages(
+            each,
+            verify.stretches(commit),
+            lambda one: verify.check_part(self.storage, name, here, one),
+        )
         try:
             if not damages:
-                verify.check_documents(self.storage, name, commit)
+                verify.check_sums(commit, here)
         except verify.DamageError as error:
             damages.append(error.damage)
         return damages
@@ -181,12 +189,12 @@ class PointFiles(QuarantineFiles):
         first, name = votes[0], votes[0].key.point_name
         parts = sorted((entry for vote in votes for entry in vote.files), key=lambda entry: entry.path)
         self._check_visible(name, parts)
-        tensors = points.merge_tensors(votes)
+        layout, sums = _layout_of(votes), points.state_sums(votes)
         contents = {
             CURSOR: encode(first.cursor),
             CONFIG: dict(config),
             RNG: dict(rng),
-            PARTS: {"format": FORMAT, "tensors": encode(tensors)},
+            PARTS: parts_document(layout, next(vote.tensors for vote in votes if vote.rank == 0)),
         }
         written = [self._write_document(name, file, content) for file, content in contents.items()]
         files = tuple(sorted((*parts, *written), key=lambda entry: entry.path))
@@ -196,19 +204,16 @@ class PointFiles(QuarantineFiles):
             parent=parent,
             world_size=first.world_size,
             optimizer_steps=first.optimizer_steps,
-            weights_digest=weights_digest(tensors),
+            weights_digest=weights_sum([sums.get(MODEL, 0)]),
             save_blocked_s=max(vote.save_blocked_s for vote in votes),
             save_s=save_s,
             files=files,
             files_digest=points.files_digest(files),
             run_id=run_id,
+            state_sums={group: f"{found:032x}" for group, found in sums.items()},
         )
         self._sync_folders(name, files)
-        if not self.storage.create(point_path(name, COMMIT), seal(encode(commit))):
-            raise StorageError(
-                f"{point_path(name, COMMIT)} exists already, so another process "
-                "writes this attempt; end one of them"
-            )
+        self._create_commit(name, commit)
         return Point(name=name, commit=commit, cursor=first.cursor, config=dict(config))
 
     def take_point(self, other: PointFiles, point: Point, key: StateKey, run_id: str) -> Point:
@@ -218,6 +223,7 @@ class PointFiles(QuarantineFiles):
         Raises `StorageError` as `commit_point` does.
         """
         name, files = key.point_name, list[FileEntry]()
+        reader = PointReader(self.storage, dataclasses.replace(other.read_manifest(point.name), point=name))
         for entry in point.commit.files:
             if entry.path == CONFIG:
                 files.append(self._write_document(name, CONFIG, point.config))
@@ -225,7 +231,10 @@ class PointFiles(QuarantineFiles):
             path = point_path(name, entry.path)
             try:
                 linked = self.storage.take(other.storage, point_path(point.name, entry.path), path)
-                verify.check_file(self.storage, name, entry, with_digest=not linked)
+                if linked or entry.path in DOCUMENTS:
+                    verify.check_file(self.storage, name, entry, with_digest=not linked)
+                else:
+                    verify.check_part(self.storage, name, reader, verify.whole(entry))
             except (FileNotFoundError, verify.DamageError) as error:
                 raise StorageError(
                     f"{other.storage.root}/{point_path(point.name, entry.path)} changed while it was taken "
@@ -241,11 +250,7 @@ class PointFiles(QuarantineFiles):
             run_id=run_id,
         )
         self._sync_folders(name, commit.files)
-        if not self.storage.create(point_path(name, COMMIT), seal(encode(commit))):
-            raise StorageError(
-                f"{point_path(name, COMMIT)} exists already, so another process writes this attempt; end one "
-                "of them"
-            )
+        self._create_commit(name, commit)
         return dataclasses.replace(point, name=name, commit=commit)
 
     def delete_point(self, name: str) -> None:
@@ -276,6 +281,27 @@ class PointFiles(QuarantineFiles):
             )
         return commit
 
+    def _create_commit(self, name: str, commit: Commit) -> None:
+        if not self.storage.create(point_path(name, COMMIT), seal(points.commit_document(commit))):
+            raise StorageError(
+                f"{point_path(name, COMMIT)} exists already, so another process writes this attempt; end one "
+                "of them"
+            )
+
+    def _check(self, name: str, stretch: Stretch, with_digest: bool) -> None:
+        verify.check_file(self.storage, name, stretch.entry, with_digest=with_digest)
+
+    @staticmethod
+    def _damages(each: Each, stretches: Sequence[Stretch], check: Callable[[Stretch], None]) -> list[Damage]:
+        def look(stretch: Stretch) -> Damage | None:
+            try:
+                check(stretch)
+            except verify.DamageError as error:
+                return error.damage
+            return None
+
+        return list(dict.fromkeys(damage for damage in each(look, stretches) if damage is not None))
+
     def _check_visible(self, name: str, parts: Sequence[FileEntry]) -> None:
         for entry in parts:
             try:
@@ -294,6 +320,16 @@ class PointFiles(QuarantineFiles):
     def _sync_folders(self, name: str, files: Sequence[FileEntry]) -> None:
         for folder in sorted({point_path(name, entry.path).rpartition("/")[0] for entry in files}):
             self.storage.sync(folder)
+
+
+def _layout_of(votes: Sequence[Vote]) -> Layout:
+    layout = votes[0].layout
+    if layout is None:
+        raise ResumePointError(
+            f"the save of {votes[0].key.point_name} cannot be committed: its votes name no layout; end the "
+            "run, and report this"
+        )
+    return Layout(num_shards=layout[0], num_replicas=layout[1])
 
 
 def _point_error(damage: Damage) -> ResumePointError:

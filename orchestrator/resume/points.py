@@ -6,12 +6,10 @@ It reads and writes no storage; `store` does, with these.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -19,11 +17,13 @@ import orjson
 from blake3 import blake3
 
 from orchestrator.json_form import encode
-from orchestrator.records import Cursor, FileEntry, StateKey, TensorEntry, Vote
+from orchestrator.parts.documents import PARTS
+from orchestrator.parts.part_file import part_path
+from orchestrator.planning.weights_sum import MODULUS
+from orchestrator.records import Cursor, FileEntry, StateKey, Vote
 from orchestrator.storage.sealed import canonical
 
-FORMAT = 1  # of a point's documents
-COMMIT, CURSOR, CONFIG, RNG, PARTS = "COMMIT", "cursor.json", "config.json", "rng.json", "parts.json"
+COMMIT, CURSOR, CONFIG, RNG = "COMMIT", "cursor.json", "config.json", "rng.json"
 DOCUMENTS = (CURSOR, CONFIG, RNG, PARTS)
 _NAME = re.compile(r"(\d{8,})-a(\d{4,})-g(\d{4,})")
 
@@ -47,7 +47,9 @@ class Commit:
 
     `run_id` is run.json's. `save_blocked_s` is the longest time that a rank could not train because of the
     save; `save_s` is from the first vote to COMMIT. `files_digest` is the blake3 of the canonical JSON of
-    `files`, `weights_digest` that of `weights_digest()`.
+    `files`. `state_sums` has to each group of tensors the sum of all its rows as 32 hex digits
+    (`planning.weights_sum`; empty in format 1), and `weights_digest` is that of the group `model`
+    (`planning.weights_digest` in format 1).
     """
 
     format: int
@@ -61,6 +63,7 @@ class Commit:
     files: tuple[FileEntry, ...]
     files_digest: str
     run_id: str = ""
+    state_sums: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,68 +109,70 @@ def files_digest(files: Sequence[FileEntry]) -> str:
     return blake3(canonical(encode(tuple(files)))).hexdigest()
 
 
-def merge_tensors(votes: Iterable[Vote]) -> tuple[TensorEntry, ...]:
-    """All tensors of a save by (group, name); the chunks of one may come from several ranks."""
-    merged: dict[tuple[str, str], list[TensorEntry]] = {}
-    for vote in sorted(votes, key=lambda v: v.rank):
-        for entry in vote.tensors:
-            merged.setdefault((entry.group, entry.name), []).append(entry)
-    return tuple(
-        dataclasses.replace(parts[-1], chunks=tuple(chunk for part in parts for chunk in part.chunks))
-        for _, parts in sorted(merged.items())
-    )
-
-
 def disagreement(votes: Sequence[Vote]) -> str | None:
-    """Why these are not W votes of one save, or None: one key, cursor, world size and step count, every rank
-    once, no file twice, every tensor whole and in files that were voted for.
+    """Why these are not W votes of one save, or None: one key, cursor, world size, layout and step count,
+    every rank once and with its own file, the tensors listed by rank 0 alone. O(votes).
+
+    Votes without a layout, files and tensors agree, too: searches of machines cast such.
     """
     first = votes[0]
     for vote in votes[1:]:
-        for field in ("key", "world_size", "cursor", "optimizer_steps"):
-            mine, other = getattr(first, field), getattr(vote, field)
+        for fact in ("key", "world_size", "cursor", "optimizer_steps", "layout"):
+            mine, other = getattr(first, fact), getattr(vote, fact)
             if mine != other:
-                return f"rank {first.rank} votes with {field}={mine}, rank {vote.rank} with {other}"
+                return f"rank {first.rank} votes with {fact}={mine}, rank {vote.rank} with {other}"
     ranks = sorted(vote.rank for vote in votes)
     if ranks != list(range(first.world_size)):
         return f"votes of ranks {ranks}, but the world size is {first.world_size}"
+    if first.layout is not None and math.prod(first.layout) != first.world_size:
+        return f"the layout {first.layout} (shards, replicas) is not one of {first.world_size} ranks"
     return _wrong_files(votes) or _wrong_tensors(votes)
 
 
 def _wrong_files(votes: Sequence[Vote]) -> str | None:
-    paths = Counter(entry.path for vote in votes for entry in vote.files)
-    if twice := sorted(path for path, times in paths.items() if times > 1):
-        return f"{twice} were written by several ranks"
-    if odd := sorted(path for path in paths if not is_part_path(path)):
-        return f"{odd} cannot be files of a point"
-    if missing := sorted({c.file for vote in votes for t in vote.tensors for c in t.chunks} - set(paths)):
-        return f"tensors lie in {missing}, which no vote lists"
+    for vote in votes:
+        paths = [entry.path for entry in vote.files]
+        expected = [] if vote.layout is None else [part_path(vote.rank, vote.world_size)]
+        if paths != expected:
+            return f"rank {vote.rank} votes for the files {paths}, its own is {expected}"
     return None
 
 
 def _wrong_tensors(votes: Sequence[Vote]) -> str | None:
-    forms: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
+    names: list[tuple[str, str]] = []
     for vote in votes:
-        for entry in vote.tensors:
-            known = forms.setdefault((entry.group, entry.name), (entry.dtype, entry.shape))
-            if known != (entry.dtype, entry.shape):
-                here = (entry.dtype, entry.shape)
-                return (
-                    f"{entry.group} tensor {entry.name} is {known} for one rank, {here} for rank {vote.rank}"
-                )
-    for entry in merge_tensors(votes):
-        found, needed = sum(math.prod(c.sizes) for c in entry.chunks), math.prod(entry.shape)
-        if found != needed:
-            return (
-                f"the chunks of {entry.group} tensor {entry.name} hold {found} elements, "
-                f"shape {entry.shape} needs {needed}"
-            )
+        if vote.tensors and vote.rank:
+            return f"rank {vote.rank} lists tensors, which rank 0 does"
+        names += [(tensor.group, tensor.name) for tensor in vote.tensors]
+    if len(set(names)) != len(names):
+        return "rank 0 lists tensors twice"
+    groups = {group for group, _ in names}
+    for vote in votes:
+        if odd := sorted(vote.sums.keys() - groups):
+            return f"rank {vote.rank} has sums of the groups {odd}, of which rank 0 lists no tensors"
     return None
 
 
+def state_sums(votes: Iterable[Vote]) -> dict[str, int]:
+    """To each group the sum of all rows of a save, modulo 2^128."""
+    sums: dict[str, int] = {}
+    for vote in votes:
+        for group, found in vote.sums.items():
+            sums[group] = (sums.get(group, 0) + found) % MODULUS
+    return dict(sorted(sums.items()))
+
+
+def commit_document(commit: Commit) -> dict[str, Any]:
+    """The content of COMMIT, in the commit's own format."""
+    content: dict[str, Any] = encode(commit)
+    if commit.format == 1:
+        del content["state_sums"]
+    return content
+
+
 def is_part_path(path: str) -> bool:
-    """Whether `path` may name a file written by a rank: inside the point's folder, and none of the
-    coordinator's own.
+    """Whether `path` may name a file written by a rank (in format 1): inside the point's folder, and none of
+    the coordinator's own.
     """
     parts = PurePosixPath(path).parts
     return (

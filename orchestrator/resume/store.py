@@ -47,10 +47,10 @@ from orchestrator.errors import BusyError
 from orchestrator.history.claim_files import ATTEMPTS, JOURNAL, ClaimFiles, now_text
 from orchestrator.history.claims import ForkedFrom
 from orchestrator.json_form import encode
+from orchestrator.parts.part_file import FORMAT
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.resume.pins import PinFiles
 from orchestrator.resume.point_files import PointFiles
-from orchestrator.resume.points import FORMAT
 from orchestrator.resume.run_file import RUN_FILE, RunFile, read_run
 from orchestrator.resume.verify import POINTS
 from orchestrator.storage.sealed import seal

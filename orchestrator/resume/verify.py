@@ -6,6 +6,7 @@ Nothing it reads is ever executed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
@@ -13,16 +14,22 @@ from blake3 import blake3
 
 from orchestrator.errors import OrchestratorError, ResumePointError
 from orchestrator.json_form import decode
-from orchestrator.planning.weights_digest import weights_digest
-from orchestrator.records import Cursor, FileEntry, TensorEntry
+from orchestrator.parts.documents import FORMATS, PARTS, manifest_of
+from orchestrator.parts.format1 import weights_digest_of_format_1
+from orchestrator.parts.manifest import MODEL, Manifest, PartDamage
+from orchestrator.parts.part_file import FORMAT, part_path
+from orchestrator.parts.reading import PointReader
+from orchestrator.planning.weights_sum import weights_sum
+from orchestrator.records import Cursor, FileEntry
 from orchestrator.resume import points
-from orchestrator.resume.points import COMMIT, CONFIG, CURSOR, DOCUMENTS, FORMAT, PARTS, RNG, Commit, Damage
+from orchestrator.resume.points import COMMIT, CONFIG, CURSOR, DOCUMENTS, RNG, Commit, Damage
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import SealError, unseal
 
 Kind = TypeVar("Kind")
 
 POINTS = "points"
+STRETCH_BYTES = 256 << 20
 
 
 class DamageError(Exception):
@@ -53,10 +60,10 @@ def read_commit(storage: Storage, name: str) -> Commit:
     except SealError as error:
         raise damage(str(error)) from error
     written = content.get("format") if isinstance(content, dict) else None
-    if isinstance(written, int) and written != FORMAT:
+    if isinstance(written, int) and written not in FORMATS:
         raise ResumePointError(
-            f"resume point {name} has format {written}, this version reads {FORMAT}; "
-            "use the version that wrote it"
+            f"resume point {name} has format {written}, this version reads "
+            f"{', '.join(map(str, FORMATS))}; use the version that wrote it"
         )
     commit = decoded(name, COMMIT, Commit, content)
     if commit.key.point_name != name:
@@ -64,17 +71,87 @@ def read_commit(storage: Storage, name: str) -> Commit:
     if points.files_digest(commit.files) != commit.files_digest:
         raise damage("lists other files than its digest of the list says")
     paths = [entry.path for entry in commit.files]
-    if (
-        len(set(paths)) != len(paths)
-        or not all(points.is_part_path(p) or p in DOCUMENTS for p in paths)
-        or {*DOCUMENTS} - {*paths}
-    ):
+    if len(set(paths)) != len(paths) or {*paths} != {*DOCUMENTS} | _parts_of(commit):
         raise damage("lists files that cannot be those of a point")
+    if commit.format == FORMAT and weights_sum([_sum_of(commit)]) != commit.weights_digest:
+        raise damage(f"has the weights digest {commit.weights_digest} and the sums {commit.state_sums}")
     return commit
 
 
+def _parts_of(commit: Commit) -> set[str]:
+    """The files of tensors that a COMMIT may list; those that it must, in format 2."""
+    if commit.format == FORMAT:
+        if commit.world_size != len(commit.files) - len(DOCUMENTS):
+            return set()
+        return {part_path(rank, commit.world_size) for rank in range(commit.world_size)}
+    paths = [entry.path for entry in commit.files]
+    return {path for path in paths if points.is_part_path(path)}
+
+
+def _sum_of(commit: Commit) -> int:
+    """Of the model's rows; what is no sum gives one that no digest has."""
+    try:
+        return int(commit.state_sums.get(MODEL, "0"), 16)
+    except ValueError:
+        return -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """A part of a file that is looked at by itself: the pieces that begin in [start, start + bytes); of a
+    document, and in format 1, all of it.
+    """
+
+    entry: FileEntry
+    start: int
+    bytes: int
+
+
+def whole(entry: FileEntry) -> Stretch:
+    """All of a file."""
+    return Stretch(entry=entry, start=0, bytes=entry.bytes)
+
+
+def stretches(commit: Commit) -> list[Stretch]:
+    """The point's files of tensors, so cut that several threads find work in one."""
+    parts = [entry for entry in commit.files if entry.path not in DOCUMENTS]
+    if commit.format == 1:
+        return [whole(entry) for entry in parts]
+    return [
+        Stretch(entry=entry, start=start, bytes=min(STRETCH_BYTES, entry.bytes - start))
+        for entry in parts
+        for start in range(0, max(1, entry.bytes), STRETCH_BYTES)
+    ]
+
+
+def check_part(storage: Storage, name: str, reader: PointReader, stretch: Stretch) -> None:
+    """Raise `DamageError` unless the bytes of a file of tensors are those that were committed."""
+    path = stretch.entry.path
+    if reader.format == 1:
+        return check_file(storage, name, stretch.entry, with_digest=True)
+    try:
+        reader.check(path, stretch.start, stretch.start + stretch.bytes)
+    except PartDamage as error:
+        raise DamageError(name, error.file, error.reason) from error
+
+
+def check_sums(commit: Commit, reader: PointReader) -> None:
+    """Raise `DamageError` if the sums in COMMIT are not those of its parts: a writer's mistake."""
+    if commit.format == 1:
+        return
+    name = commit.key.point_name
+    try:
+        found = {group: f"{total:032x}" for group, total in reader.sums().items()}
+    except PartDamage as error:
+        raise DamageError(name, error.file, error.reason) from error
+    if found != commit.state_sums:
+        raise DamageError(name, COMMIT, f"has the sums {commit.state_sums}, those of its parts are {found}")
+
+
 def check_file(storage: Storage, name: str, entry: FileEntry, with_digest: bool) -> None:
-    """Raise `DamageError` unless the file has the committed size and, if asked for, digest."""
+    """Raise `DamageError` unless the file has the committed size and, if asked for, digest (of all its
+    bytes: not for parts of format 2).
+    """
     path = point_path(name, entry.path)
     try:
         found_bytes = storage.size(path)
@@ -119,26 +196,29 @@ def read_listed(storage: Storage, commit: Commit, file: str) -> bytes:
     return data
 
 
-def read_parts(storage: Storage, commit: Commit) -> tuple[TensorEntry, ...]:
-    """A point's tensors. Raises `DamageError`."""
-    name, tensors = commit.key.point_name, read_document(storage, commit, PARTS).get("tensors")
-    if not isinstance(tensors, list):
-        raise DamageError(name, PARTS, "holds no list of tensors")
-    return tuple(decoded(name, PARTS, TensorEntry, tensor) for tensor in tensors)
+def read_manifest(storage: Storage, commit: Commit) -> Manifest:
+    """A point's tensors, of whatever format. Raises `DamageError`."""
+    name = commit.key.point_name
+    try:
+        return manifest_of(name, commit.files, read_document(storage, commit, PARTS))
+    except PartDamage as error:
+        raise DamageError(name, error.file, error.reason) from error
 
 
-def check_documents(storage: Storage, name: str, commit: Commit) -> None:
-    """Raise `DamageError` if the documents, each as committed, do not fit together: a writer's mistake."""
+def check_documents(storage: Storage, name: str, commit: Commit) -> Manifest:
+    """The point's manifest. Raises `DamageError` if the documents, each as committed, do not fit together: a
+    writer's mistake.
+    """
     decoded(name, CURSOR, Cursor, read_document(storage, commit, CURSOR))
     for file in (CONFIG, RNG):
         read_document(storage, commit, file)
-    tensors = read_parts(storage, commit)
-    files = {entry.path for entry in commit.files}
-    if elsewhere := {chunk.file for tensor in tensors for chunk in tensor.chunks} - files:
-        raise DamageError(name, PARTS, f"names {sorted(elsewhere)}, which COMMIT does not list")
-    found = weights_digest(tensors)
-    if found != commit.weights_digest:
+    manifest = read_manifest(storage, commit)
+    written = 1 if manifest.layout is None else FORMAT
+    if written != commit.format:
+        raise DamageError(name, PARTS, f"is of format {written}, COMMIT of {commit.format}")
+    if commit.format == 1 and (found := weights_digest_of_format_1(manifest)) != commit.weights_digest:
         raise DamageError(name, PARTS, f"gives weights digest {found}, committed was {commit.weights_digest}")
+    return manifest
 
 
 def decoded(name: str, file: str, kind: type[Kind], content: Any) -> Kind:

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import ConfigError
+from orchestrator.parts.documents import read_manifest
+from orchestrator.parts.manifest import MODEL, Manifest, PartDamage, damaged
+from orchestrator.parts.reading import PointReader
 from orchestrator.storage.files import Storage
 
 if TYPE_CHECKING:
@@ -39,10 +42,8 @@ def folder_of(where: str) -> Path:
 def held_in(where: str) -> Shapes:
     """Names and shapes of the weights that lie there. Raises `ConfigError` if there are none to read."""
     if is_point(where):
-        from orchestrator.trainer.weights import read_parts
-
-        files, point = _point_files(where)
-        return {entry.name: entry.shape for entry in read_parts(point, files) if entry.group == "model"}
+        _, manifest = _point(where)
+        return {name: each.shape for (group, name), each in manifest.tensors.items() if group == MODEL}
     try:
         return {name: shape for file in weight_files(where) for name, shape in _header(file).items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -145,17 +146,20 @@ def fill(
 def _fill_from_point(model: nn.Module, where: str) -> None:
     import torch
 
-    from orchestrator.trainer.state import own_tensors
-    from orchestrator.trainer.weights import checked_tensors
+    from orchestrator.trainer.loading import fill_items
+    from orchestrator.trainer.state import own_tensors, whole_item
 
+    storage, manifest = _point(where)
+    reader = PointReader(storage, manifest)
     own = dict(own_tensors(dict(model.state_dict(keep_vars=True))))
-    files, point = _point_files(where)
     with torch.no_grad():
-        for entry, chunk, tensor in checked_tensors(point, files, "model"):
-            target = own[entry.name].detach()
-            for dimension, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                target = target.narrow(dimension, offset, size)
-            target.copy_(tensor)
+        for (group, name), saved in manifest.tensors.items():
+            if group == MODEL:
+                target, dtype = own[name].detach(), getattr(torch, saved.dtype)
+                as_saved = target if target.dtype == dtype else torch.empty(saved.shape, dtype=dtype)
+                fill_items(reader, manifest.point, [whole_item(MODEL, name, as_saved, sharded=False)])
+                if as_saved is not target:
+                    target.copy_(as_saved)
 
 
 def _fill_from_files(model: nn.Module, where: str) -> None:
@@ -172,10 +176,14 @@ def _fill_from_files(model: nn.Module, where: str) -> None:
                     own[name].detach().copy_(file.get_tensor(name))
 
 
-def _point_files(where: str) -> tuple[Storage, str]:
-    """The run's storage and the point's name."""
+def _point(where: str) -> tuple[Storage, Manifest]:
+    """The run's storage, and the point's tensors. Raises `ResumePointError`."""
     folder = folder_of(where)
-    return Storage(str(folder.parent.parent)), folder.name
+    storage = Storage(str(folder.parent.parent))
+    try:
+        return storage, read_manifest(storage, folder.name)
+    except PartDamage as error:
+        raise damaged(folder.name, error) from error
 
 
 def _header(path: Path) -> Shapes:

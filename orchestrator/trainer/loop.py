@@ -40,6 +40,7 @@ from orchestrator.trainer.gradient_ddp import FastGradient
 from orchestrator.trainer.gradient_invariant import InvariantGradient
 from orchestrator.trainer.group import GenerationEnded, Group, collective
 from orchestrator.trainer.job import DONE, LEFT, STOPPED, Outcome, TrainJob
+from orchestrator.trainer.loading import StateFiles, digest_of
 from orchestrator.trainer.membership import Feed, Membership
 from orchestrator.trainer.model import NO_LOSS, pick_device, set_determinism
 from orchestrator.trainer.peak_memory import peak_memory_bytes
@@ -47,7 +48,6 @@ from orchestrator.trainer.saving import await_votes, save_share
 from orchestrator.trainer.state import TrainState
 from orchestrator.trainer.state_sync import Prepared, agree, apply_prepared
 from orchestrator.trainer.step_summary import RankContribution, StepSummary
-from orchestrator.trainer.weights import StateFiles, digest_of
 
 _log = logging.getLogger(__name__)
 # A feed is notified of so many coming steps, and fetches as many as it has room for: small steps are fetched

@@ -14,11 +14,12 @@ from concurrent.futures import Future
 
 import torch
 
+from orchestrator.planning.state_layout import layout_of
 from orchestrator.records import GenerationView, StateKey, StepRecord, Vote
 from orchestrator.trainer.group import GenerationEnded, Group
+from orchestrator.trainer.loading import StateFiles, saved_tensors, write_share
 from orchestrator.trainer.membership import Membership
 from orchestrator.trainer.state import TrainState
-from orchestrator.trainer.weights import StateFiles, write_share
 
 _ASK_AGAIN_S = 0.05
 
@@ -39,18 +40,21 @@ def save_share(
     key = state.key
     assert key is not None, "a blank member has nothing to save"
     begin = time.monotonic()
-    entries, tensors = write_share(state.items(), key.point_name, view.rank, view.world_size, files)
+    items, layout = state.items(), layout_of(view.world_size, 1)
+    written = write_share(items, key.point_name, layout, view.rank, files.storage)
     return Vote(
         key=key,
         rank=view.rank,
         world_size=view.world_size,
         cursor=state.cursor,
         optimizer_steps=state.optimizer_steps,
-        files=entries,
-        tensors=tensors,
+        files=(written.entry,),
+        tensors=saved_tensors(items) if view.rank == 0 else (),
         save_blocked_s=time.monotonic() - begin,
         records=tuple(records),
         peak_memory_bytes=peak_memory_bytes,
+        layout=(layout.num_shards, layout.num_replicas),
+        sums=written.sums,
     )
 
 

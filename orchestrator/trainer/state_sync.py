@@ -16,9 +16,9 @@ from orchestrator.errors import TrainingError
 from orchestrator.faults import Hook
 from orchestrator.records import Cursor, GenerationView, Source, StateKey
 from orchestrator.trainer.group import GenerationEnded, Group, collective
+from orchestrator.trainer.loading import StateFiles, load
 from orchestrator.trainer.reshard import DigestError, Resharding, tensor_as_bytes
 from orchestrator.trainer.state import TrainState
-from orchestrator.trainer.weights import StateFiles, load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -113,7 +113,7 @@ def test_an_export_that_was_cut_off_is_never_whole_and_is_made_again(store: RunS
         pass
 
     point = save(1)
-    file = Path(store.storage.root) / "points" / point.name / "model" / "00000-of-00002.safetensors"
+    file = Path(store.storage.root) / "points" / point.name / "state" / "00000-of-00002.safetensors"
     data = file.read_bytes()
     file.unlink()
     os.mkfifo(file)  # whoever reads it stands still

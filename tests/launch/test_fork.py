@@ -343,7 +343,7 @@ def test_where_there_are_no_hard_links_the_files_are_copied(
 ) -> None:
     runner, (first, _) = trained  # noqa: F811
     fork = Forked(runner)
-    model = f"points/{first.point_name}/model"
+    parts = f"points/{first.point_name}/state"
 
     def link(self: disk.OsDisk, old: str, new: str) -> None:
         raise PermissionError(1, "no hard links")
@@ -353,7 +353,7 @@ def test_where_there_are_no_hard_links_the_files_are_copied(
     damage(runner.folder, first)
     assert all(row["healthy"] for row in Run(fork.folder).verify()), "it needs nothing of the other run"
     assert fork.launch().step == 20
-    assert runner.store.storage.list(model)
+    assert runner.store.storage.list(parts)
 
 
 def test_the_command_makes_a_fork_only_when_it_is_told_to(

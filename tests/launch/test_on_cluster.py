@@ -39,7 +39,7 @@ def test_a_fallback_to_an_older_point_says_how_many_steps_are_trained_again(
     points = [runner.launch().point_name for _ in range(1 + damaged)]
     assert trained_again(runner.begin()) == []
     for name in points[1:]:
-        shutil.rmtree(runner.folder / "points" / name / "model")
+        shutil.rmtree(runner.folder / "points" / name / "state")
     (line,) = trained_again(runner.begin())
     assert line == f"the newest whole resume point is {points[0]}: {said} them) are trained again"
 

@@ -74,7 +74,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def damage(run: Path, point: str) -> None:
     """A byte of its weights is another one."""
-    file = next((run / "points" / point / "model").iterdir())
+    file = next((run / "points" / point).glob("*/*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)

@@ -139,7 +139,7 @@ def test_a_rewind_to_an_orphan_names_the_fork_that_can_take_it(trained: Trained)
 
 
 def damage(folder: Path, point: StateKey) -> str:
-    weights = max((folder / "points" / point.point_name / "model").iterdir())
+    weights = max((folder / "points" / point.point_name / "state").iterdir())
     weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
     return weights.name
 

@@ -175,7 +175,7 @@ def test_no_order_leaves_a_fork_with_half_a_point(
     job: JobConfig, data: DataSpec, forking: GoingBack  # noqa: F811
 ) -> None:
     forked = scene(job, data, ended=False)
-    files = ("COMMIT", "rng.json", "model/00001-of-00002.safetensors")  # one of each kind
+    files = ("COMMIT", "rng.json", "state/00001-of-00002.safetensors")  # one of each kind
     shared = {f"{ROOT}/points/{forked.point}/{file}" for file in files} | {f"{ROOT}/pins/{forked.point}.json"}
     programs = [lambda disk: retention(forked, disk), lambda disk: forking(forked, disk)]
     ends: Counter[tuple[bool, bool]] = Counter()

@@ -193,7 +193,7 @@ def test_a_start_that_has_nothing_left_to_train_verifies_the_point_that_says_so(
     job = job.model_copy(update={"train": job.train.model_copy(update=stop)})
     plan = looking_ahead.look_before_start(runner.store, job, runner.prepared(), nobody)
     assert (plan.point, looking_ahead.reached(plan)) == (newest.point_name, True)
-    weights = max((runner.folder / "points" / newest.point_name / "model").iterdir())
+    weights = max((runner.folder / "points" / newest.point_name / "state").iterdir())
     weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
     plan = looking_ahead.look_before_start(runner.store, job, runner.prepared(), nobody)
     assert (plan.point, looking_ahead.reached(plan)) == (older.point_name, False)

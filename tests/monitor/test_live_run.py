@@ -108,7 +108,7 @@ def test_a_named_point_that_is_deleted_while_it_is_read_is_refused_as_deleted(
 
 
 @pytest.mark.parametrize("command", [Run.verify, Run.list_points])
-@pytest.mark.parametrize("file", ["COMMIT", "model/00000-of-00002.safetensors"])
+@pytest.mark.parametrize("file", ["COMMIT", "state/00000-of-00002.safetensors"])
 def test_damage_is_shown_by_file_while_another_point_is_deleted(
     disk: ModelDisk, live: LiveRun, command: Callable[[Run], list[dict[str, Any]]], file: str
 ) -> None:

@@ -228,7 +228,7 @@ def test_a_damaged_point_counts_as_none_that_is_kept(runner: Runner) -> None:  #
         runner.launch(resume={"keep_latest": 1})
     names = runner.store.point_names()
     for name in names[2:]:
-        weights = max((runner.folder / "points" / name / "model").iterdir())
+        weights = max((runner.folder / "points" / name / "state").iterdir())
         weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
     assert pruned(runner) == {}, "the two whole ones are the newest two"
     assert runner.store.point_names() == names

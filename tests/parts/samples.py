@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,3 +72,12 @@ def job_of(buffer: Path, state: Sequence[StateTensor] = STATE, point: str = POIN
         parts=tuple(places),
         buffer=os.fspath(buffer),
     )
+
+
+def byte_of(path: Path, group: str = "model") -> int:
+    """Where the first byte of the first tensor of a group lies in a part."""
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    places = [each["data_offsets"] for name, each in header.items() if name.startswith(f"{group}/")]
+    return begin + min(first for first, last in places if last > first)

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.planning.state_layout import layout_of
 from orchestrator.records import Cursor, StateKey, Vote
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+from orchestrator.trainer.loading import saved_tensors, write_share
 from orchestrator.trainer.state import TrainState
-from orchestrator.trainer.weights import write_share
 
 CPU = torch.device("cpu")
 VOCABULARY = 40
@@ -68,7 +69,8 @@ def commit(
     key = StateKey(attempt=attempt, generation=1, step=step)
     votes = []
     for rank in range(world_size):
-        files, tensors = write_share(state.items(), key.point_name, rank, world_size, store.storage)
+        layout = layout_of(world_size, 1)
+        written = write_share(state.items(), key.point_name, layout, rank, store.storage)
         votes.append(
             Vote(
                 key=key,
@@ -76,10 +78,12 @@ def commit(
                 world_size=world_size,
                 cursor=Cursor(),
                 optimizer_steps=state.optimizer_steps,
-                files=files,
-                tensors=tensors,
+                files=(written.entry,),
+                tensors=saved_tensors(state.items()) if rank == 0 else (),
                 save_blocked_s=0.0,
                 records=(),
+                layout=(layout.num_shards, layout.num_replicas),
+                sums=written.sums,
             )
         )
     return store.commit_point(votes, config.flat(), {"rule": "none"}, None)

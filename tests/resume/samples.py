@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from blake3 import blake3
+import dataclasses
 
 from orchestrator.history.claims import GenerationStart
 from orchestrator.history.journal import JournalWriter
-from orchestrator.records import (
-    Cursor,
-    FileEntry,
-    SourceCursor,
-    StateKey,
-    StepRecord,
-    TensorChunk,
-    TensorEntry,
-    Vote,
-)
+from orchestrator.parts.manifest import state_tensor
+from orchestrator.parts.part_file import PartRows, make_part, write_part
+from orchestrator.planning.state_layout import Layout
+from orchestrator.records import Cursor, FileEntry, SavedTensor, SourceCursor, StateKey, StepRecord, Vote
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
@@ -81,30 +73,44 @@ def cursor(at: StateKey) -> Cursor:
     )
 
 
+TENSORS = tuple(
+    SavedTensor(group=group, name="w", dtype="uint8", shape=(20, 10), sharded=True)
+    for group in ("model", "optimizer")
+)
+
+
 def write_vote(storage: Storage, at: StateKey, rank: int, world_size: int = 2, num_bytes: int = 100) -> Vote:
-    """What a rank does for a save: write its share, sync, vote. One file per group, one tensor in each."""
-    files, tensors = [], []
-    for group in ("model", "optimizer"):
-        data = bytes((at.step + 3 * rank + n + len(group)) % 251 for n in range(num_bytes))
-        path = f"{group}/{rank:05d}-of-{world_size:05d}.safetensors"
-        written = storage.write(f"points/{at.point_name}/{path}", data)
-        storage.sync(f"points/{at.point_name}/{group}")
-        files.append(replace(written, path=path))
-        chunk = TensorChunk(offsets=(0,), sizes=(num_bytes,), file=path, digest=blake3(data).hexdigest())
-        tensors.append(
-            TensorEntry(name=f"w{rank}", group=group, dtype="uint8", shape=(num_bytes,), chunks=(chunk,))
+    """What a rank does for a save: write its part, sync, vote. A shard of `num_bytes` bytes of a tensor in
+    each group.
+    """
+    layout = Layout(num_shards=world_size, num_replicas=1)
+    rows = num_bytes // 10
+    tensors = tuple(dataclasses.replace(each, shape=(rows * world_size, 10)) for each in TENSORS)
+    parts = []
+    for tensor in tensors:
+        data = bytes((at.step + 3 * rank + n + len(tensor.group)) % 251 for n in range(num_bytes))
+        parts.append(
+            PartRows(
+                tensor=state_tensor(tensor),
+                dtype=tensor.dtype,
+                rows=range(rank * rows, rank * rows + rows),
+                data=memoryview(data),
+            )
         )
+    part = make_part(at.point_name, layout, rank, parts)
     return Vote(
         key=at,
         rank=rank,
         world_size=world_size,
         cursor=cursor(at),
         optimizer_steps=at.step,
-        files=tuple(files),
-        tensors=tuple(tensors),
+        files=(write_part(storage, at.point_name, part),),
+        tensors=tensors if rank == 0 else (),
         save_blocked_s=0.1 * (rank + 1),
         records=(record(at),),
         peak_memory_bytes=(rank + 1) << 30,
+        layout=(layout.num_shards, layout.num_replicas),
+        sums=part.sums,
     )
 
 

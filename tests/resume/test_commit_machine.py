@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.records import StateKey, TensorChunk, TensorEntry, Vote
+from orchestrator.records import FileEntry, SavedTensor, StateKey, Vote
 from orchestrator.resume.commit_events import (
     Acknowledge,
     Action,
@@ -285,13 +285,19 @@ def test_a_failure_gives_the_save_up_but_keeps_files_that_a_commit_may_list() ->
     assert run(state, Failed(key=P, reason="disk"))[1] == [given_up]
 
 
-def test_votes_that_disagree_or_do_not_hold_whole_tensors_are_no_save() -> None:
+def test_votes_that_disagree_are_no_save() -> None:
     other = replace(vote(P, 1), optimizer_steps=99)
-    chunk = TensorChunk(offsets=(0,), sizes=(3,), file="model/x", digest="")
-    half = replace(
-        vote(P, 1), tensors=(TensorEntry(name="w", group="model", dtype="u8", shape=(6,), chunks=(chunk,)),)
-    )
-    for wrong, words in ((other, "optimizer_steps"), (half, "no vote lists")):
+    tensor = SavedTensor(name="w", group="model", dtype="uint8", shape=(6,), sharded=True)
+    listing = replace(vote(P, 1), tensors=(tensor,))
+    file = FileEntry(path="state/00000-of-00002.safetensors", bytes=0, digest="")
+    of_another = replace(vote(P, 1), files=(file,))
+    for wrong, words in (
+        (other, "optimizer_steps"),
+        (replace(vote(P, 1), layout=(2, 1)), "layout"),
+        (listing, "rank 1 lists tensors, which rank 0 does"),
+        (of_another, "rank 1 votes for the files"),
+        (replace(vote(P, 1), sums={"model": 1}), "of which rank 0 lists no tensors"),
+    ):
         _, actions = run(machine(), cast(P, 0), VoteCast(vote=wrong, now_s=1.0))
         assert isinstance(actions[0], GiveUp)
         assert words in actions[0].reason

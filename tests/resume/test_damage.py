@@ -27,7 +27,7 @@ from tests.history.test_claim_files import IDENTITY
 from tests.resume.samples import key, no_sleep, write_point
 from tests.storage.crashfs import ModelDisk
 
-PARTS = [f"{group}/0000{rank}-of-00002.safetensors" for group in ("model", "optimizer") for rank in range(2)]
+PARTS = [f"state/0000{rank}-of-00002.safetensors" for rank in range(2)]
 FILES = [COMMIT, *DOCUMENTS, *PARTS]
 
 
@@ -95,6 +95,8 @@ def two_points(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 @pytest.mark.parametrize("file", FILES)
 def test_a_damaged_file_is_named_and_the_older_point_is_used(two_points, tmp_path, file, damage) -> None:
+    if (file, damage) == ("parts.json", of_another_step):
+        pytest.skip("parts.json is the same for all steps")
     run = tmp_path / "run"
     shutil.copytree(two_points, run)
     store = RunStore(Storage(str(run)))
@@ -122,7 +124,7 @@ def test_a_whole_point_is_healthy_and_reads_back_as_written(two_points) -> None:
     assert point.cursor.consumed_samples == 160
     assert point.config["train.lr"] == 1 / 20
     assert (point.commit.world_size, point.commit.save_blocked_s, point.commit.save_s) == (2, 0.2, 1.5)
-    assert [t.name for t in store.read_parts(point.name)] == ["w0", "w1", "w0", "w1"]
+    assert list(store.read_manifest(point.name).tensors) == [("model", "w"), ("optimizer", "w")]
 
 
 def test_no_single_flipped_bit_of_commit_goes_unnoticed(two_points) -> None:
@@ -190,10 +192,10 @@ class Bomb:
 ADVERSARIAL = [
     *FILES,
     ".metadata",
-    "model/.metadata",
+    "state/.metadata",
     "data.pkl",
-    "model/pytorch_model.bin",
-    "optimizer/state.pt",
+    "state/pytorch_model.bin",
+    "state/state.pt",
     "COMMIT.tmp-00",
 ]
 
@@ -211,7 +213,7 @@ def test_a_pickle_under_any_name_is_never_run(two_points, tmp_path, file) -> Non
         found, _ = store.healthy_newest(store.point_names())
         assert found is not None
         assert found.name == (key(10) if damaged else key(20)).point_name
-        for read in (store.read_point, store.read_parts):
+        for read in (store.read_point, store.read_manifest):
             try:
                 read(newer)
             except ResumePointError:
@@ -272,7 +274,7 @@ def test_a_commit_with_any_field_wrong_is_damage_of_that_file(two_points, tmp_pa
     store, commit = RunStore(Storage(str(run))), run / "points" / name / COMMIT
     whole = unseal(commit.read_bytes())
     # these are not compared with anything: any value of their type is as good
-    free = ("world_size", "optimizer_steps", "save_blocked_s", "save_s", "parent", "run_id")
+    free = ("optimizer_steps", "save_blocked_s", "save_s", "parent", "run_id")
     count = 0
     for what, content in [*changed(whole), ("a list", [whole]), ("nothing", None), ("a text", "x")]:
         commit.write_bytes(seal(content))
@@ -280,7 +282,7 @@ def test_a_commit_with_any_field_wrong_is_damage_of_that_file(two_points, tmp_pa
         try:
             damages = store.verify_point(name)
         except ResumePointError as error:
-            assert "this version reads 1" in str(error), what  # noqa: PT017
+            assert "this version reads 1, 2" in str(error), what  # noqa: PT017
             assert what.startswith("format="), what
             continue
         if damages:

@@ -22,6 +22,7 @@ from orchestrator.resume.export import export_point
 from orchestrator.resume.export_files import MARKER, read_marker
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
+from tests.parts.samples import byte_of
 from tests.resume.exports import FACTORY, LLAMA, SMALL, commit, job, logits, state_of, store_at
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format1" / "example"
@@ -123,9 +124,9 @@ def test_a_factorys_model_is_exported_as_plain_safetensors_and_the_runs_configur
 def test_a_damaged_tensor_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     config, store = job({"config": LLAMA}), store_at(tmp_path / "run")
     point = commit(store, config, state_of(config))
-    path = tmp_path / "run" / "points" / point.name / "model" / "00001-of-00002.safetensors"
+    path = tmp_path / "run" / "points" / point.name / "state" / "00001-of-00002.safetensors"
     data = bytearray(path.read_bytes())
-    data[-1] ^= 1
+    data[byte_of(path)] ^= 1
     path.write_bytes(data)
     with pytest.raises(ResumePointError, match=r"00001-of-00002.safetensors holds .* saved was"):
         export_point(store, point.name, tmp_path / "out")

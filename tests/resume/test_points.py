@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.errors import ResumePointError
 from orchestrator.records import StateKey, Vote
-from orchestrator.resume.points import COMMIT, PARTS, disagreement
+from orchestrator.resume.points import COMMIT, disagreement
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal, unseal
@@ -75,14 +75,12 @@ def test_giving_up_a_save_leaves_a_committed_point_of_its_name_whole(store: RunS
     assert store.leftovers() == []
 
 
-def test_a_weights_digest_that_is_not_that_of_the_parts_is_damage(store: RunStore, tmp_path: Path) -> None:
+def test_a_weights_digest_that_is_not_that_of_the_sums_is_damage(store: RunStore, tmp_path: Path) -> None:
     name = write_point(store, AT).name
     path = tmp_path / "run" / "points" / name / COMMIT
     content = unseal(path.read_bytes())
     path.write_bytes(seal({**content, "weights_digest": "0" * 64}))
     for fast in (False, True):
         (damage,) = store.verify_point(name, fast=fast)
-        assert damage.file == PARTS
-        assert damage.reason == (
-            f"gives weights digest {content['weights_digest']}, committed was {'0' * 64}"
-        )
+        assert damage.file == COMMIT
+        assert damage.reason.startswith(f"has the weights digest {'0' * 64} and the sums")

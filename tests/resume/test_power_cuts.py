@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from orchestrator.parts.part_file import FOLDER
 from orchestrator.records import FileEntry
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.verify import point_path
@@ -110,8 +111,7 @@ class PartsFirst(RunStore):
     """Planted mistake: a point's files are deleted before its COMMIT."""
 
     def delete_point(self, name: str) -> None:
-        for group in ("model", "optimizer"):
-            self.storage.delete_folder(point_path(name, group))
+        self.storage.delete_folder(point_path(name, FOLDER))
         super().delete_point(name)
 
 

@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> RunStore:
 
 def flip(store: RunStore, name: str) -> None:
     """Changes a bit of a point's tensors and back: no size shows it."""
-    file = next(Path(store.storage.root, "points", name, "model").iterdir())
+    file = next(Path(store.storage.root, "points", name, "state").iterdir())
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -82,7 +82,7 @@ def test_a_mark_that_is_not_as_it_was_written_is_one_nevertheless(store, content
     mark = store.read_mark(NEWER)
     assert (mark.point, mark.by) == (NEWER, "")
     assert mark.damages[0].file == f"quarantine/{NEWER}.json"
-    assert "has digest" in store.verify_point(NEWER, fast=True)[0].reason
+    assert "with digest" in store.verify_point(NEWER, fast=True)[0].reason
     flip(store, NEWER)
     assert read(store, NEWER), "whoever finds it whole lifts it"
     assert store.read_mark(NEWER) is None

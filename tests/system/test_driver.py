@@ -68,7 +68,7 @@ def test_a_start_falls_back_past_a_damaged_point_and_says_so(
     finished: Job, cluster: Any, unbroken: tuple[str, list[float]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     newest = max((Path(finished.run.uri) / "points").iterdir())
-    damaged = max((newest / "model").iterdir())
+    damaged = max((newest / "state").iterdir())
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(bytes(content))

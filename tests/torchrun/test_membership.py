@@ -16,6 +16,7 @@ from torch.distributed import TCPStore
 
 from orchestrator.errors import ElasticError
 from orchestrator.records import Cursor, MemberState, StateKey, StepRecord, Vote
+from orchestrator.resume.committed import CommittedFiles
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from orchestrator.torchrun.membership import Start, StaticMembership
@@ -114,7 +115,8 @@ def rank_main(rank: int, world_size: int, port: int, folder: Path, stop_at: int 
         membership = StaticMembership(meet(), recorder)
         if recorder is not None:
             recorder.membership = membership
-        outcome = train(tiny_job(train__max_steps=5), membership, FormulaFeed(), Storage(str(folder)))
+        files = CommittedFiles(Storage(str(folder)))
+        outcome = train(tiny_job(train__max_steps=5), membership, FormulaFeed(), files)
         (folder / f"outcome-{rank}").write_text(f"{outcome.reason} {outcome.key}")
     except Exception as error:  # noqa: BLE001  the test reads it
         (folder / f"outcome-{rank}").write_text(f"{type(error).__name__}: {error}")
@@ -135,7 +137,7 @@ def rank_with_a_full_disk(rank: int, port: int, folder: Path, failing: int) -> N
     membership = StaticMembership(meet(), NotingRecorder(folder) if rank == 0 else None)
     storage = Storage(str(folder), FullAtStep2() if rank == failing else OsDisk(), lambda seconds: None)
     job = tiny_job(train__max_steps=5, resume__every_steps=2)
-    outcome = train(job, membership, FormulaFeed(), storage)
+    outcome = train(job, membership, FormulaFeed(), CommittedFiles(storage))
     (folder / f"outcome-{rank}").write_text(f"{outcome.reason} {outcome.key}")
 
 
@@ -190,7 +192,7 @@ def test_a_static_group_trains_saves_and_reports_to_its_recorder(tmp_path, world
         "ended in order": True,
         "memory is known": True,
     }
-    assert (tmp_path / "points/00000005-a0004-g0001/model").is_dir()
+    assert (tmp_path / "points/00000005-a0004-g0001/state").is_dir()
 
 
 def test_a_stop_asked_of_rank_0_stops_all_after_a_save(tmp_path):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import json
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -240,10 +239,11 @@ class Launch:
         return read_journal(self.storage)
 
     def _state_digest(self, name: str) -> str:
-        entries = json.loads(self.storage.read(f"points/{name}/parts.json"))["tensors"]
-        facts = ("group", "name", "dtype", "shape")
-        contents = sorted(([*(e[fact] for fact in facts), e["chunks"][0]["digest"]]) for e in entries)
-        return blake3(repr(contents).encode()).hexdigest()
+        store = RunStore(self.storage)
+        forms = [
+            (t.group, t.name, t.dtype, t.shape) for t in store.read_manifest(name).tensors.values()
+        ]
+        return blake3(repr((sorted(forms), store.read_point(name).commit.state_sums)).encode()).hexdigest()
 
     # ------------------------------------------------------------------------------------------------ members
     def _accept(self) -> None:

@@ -23,8 +23,9 @@ from orchestrator.config.schema import parse_config
 from orchestrator.errors import StorageError
 from orchestrator.launch.remote_membership import Place, RemoteMembership
 from orchestrator.planning.schedule import budgets_for
-from orchestrator.records import FileEntry
+from orchestrator.resume.committed import CommittedFiles
 from orchestrator.storage.files import Storage
+from orchestrator.storage.store import Pieces
 from orchestrator.trainer.group import GenerationEnded
 from orchestrator.trainer.job import TrainJob
 from orchestrator.trainer.loop import train
@@ -114,10 +115,10 @@ class FullDisk(Storage):
         super().__init__(root)
         self._step = step
 
-    def write(self, path: str, data: bytes | memoryview) -> FileEntry:
+    def put(self, path: str, pieces: Pieces, size: int) -> None:
         if self._step is not None and path.startswith(f"points/{self._step:08d}-"):
             raise StorageError(f"cannot write {path}: no space left on device (ENOSPC)")
-        return super().write(path, data)
+        super().put(path, pieces, size)
 
 
 def kill_at_call(function: str, number: int) -> None:
@@ -143,7 +144,7 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
     membership.member = name
     if plan.kill_forming is not None:
         kill_at_call("torch.distributed.init_process_group", plan.kill_forming)
-    files = FullDisk(root, plan.full_disk_at)
+    files = CommittedFiles(FullDisk(root, plan.full_disk_at))
     done: set[str] = (
         set()
     )  # a step is trained again after its summary was lost; what was planned for it happens once

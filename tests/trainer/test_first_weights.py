@@ -17,6 +17,7 @@ from orchestrator.resume.export import export_point
 from orchestrator.resume.init_weights import weights_identity, weights_sentence
 from orchestrator.trainer.state import MODEL, TrainState
 from orchestrator.trainer.trial import try_model
+from tests.parts.samples import byte_of
 from tests.resume.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
 
 MIXTRAL = {"model_type": "mixtral", **SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -135,9 +136,9 @@ def test_a_folder_without_weights_and_a_changed_file_are_refused(tmp_path: Path)
     for where in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigError, match=r"there is no model.safetensors, .* give a folder that"):
             weights_sentence(str(where))
-    path = tmp_path / "run" / "points" / point.name / "model" / "00000-of-00002.safetensors"
+    path = tmp_path / "run" / "points" / point.name / "state" / "00000-of-00002.safetensors"
     data = bytearray(path.read_bytes())
-    data[-1] ^= 1
+    data[byte_of(path)] ^= 1
     path.write_bytes(data)
     with pytest.raises(ResumePointError, match=r"00000-of-00002.safetensors holds .* saved was"):
         started(job({**FACTORY, "init_from": str(tmp_path / "run" / "points" / point.name)}))

@@ -242,13 +242,13 @@ def test_a_point_is_pinned_verified_and_unpinned_from_the_page(tmp_path: Path) -
 
 def test_a_damaged_file_is_named_by_verify(tmp_path: Path) -> None:
     run = served(tmp_path)
-    file = next((tmp_path / "made" / "points" / run.point / "model").iterdir())
+    file = next((tmp_path / "made" / "points" / run.point / "state").iterdir())
     file.chmod(0o644)
     file.write_bytes(b"x" * file.stat().st_size)
     done = confirmed(run.client, "made", "verify", point=run.point)
     assert done.state == "done"
     assert done.is_bad
-    assert f"{run.point} is damaged: model/{file.name}" in done.text
+    assert f"{run.point} is damaged: state/{file.name}" in done.text
 
 
 def test_a_plan_is_stale_when_the_run_has_moved_on_and_then_nothing_is_done(tmp_path: Path) -> None:

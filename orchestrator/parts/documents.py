@@ -1,0 +1,105 @@
+"""parts.json, the document of a point that says which tensors it holds: made for a new point, and read of any
+format.
+
+Who gives it the content of a document has compared its digest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import orjson
+from blake3 import blake3
+
+from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.json_form import decode
+from orchestrator.parts.dtypes import SAFETENSORS
+from orchestrator.parts.format1 import manifest_of_format_1
+from orchestrator.parts.manifest import Manifest, Name, PartDamage, state_tensor
+from orchestrator.parts.part_file import FORMAT, part_path
+from orchestrator.planning.state_layout import Layout
+from orchestrator.records import FileEntry, SavedTensor, TensorEntry
+from orchestrator.storage.files import Storage
+from orchestrator.storage.sealed import unseal
+
+COMMIT, PARTS = "COMMIT", "parts.json"
+FORMATS = (1, FORMAT)
+
+
+def parts_document(layout: Layout, saved: Iterable[SavedTensor]) -> dict[str, Any]:
+    """The content of parts.json of format 2: `items` are [group, name, dtype, shape, sharded], once for all
+    ranks, in the order by which `planning.state_layout` divides them.
+    """
+    return {
+        "format": FORMAT,
+        "layout": {"num_shards": layout.num_shards, "num_replicas": layout.num_replicas},
+        "items": [[t.group, t.name, t.dtype, list(t.shape), t.sharded] for t in saved],
+    }
+
+
+def read_manifest(storage: Storage, point: str) -> Manifest:
+    """The manifest of a point from its own folder alone: parts.json must be the one that COMMIT lists.
+
+    Raises `PartDamage`, and `StorageError`.
+    """
+    folder = f"points/{point}"
+    try:
+        content = unseal(storage.read(f"{folder}/{COMMIT}"))
+        files = tuple(decode(FileEntry, each) for each in content["files"])
+    except FileNotFoundError as error:
+        raise PartDamage(COMMIT, "is missing") from error
+    except StorageError:
+        raise
+    except (OrchestratorError, KeyError, TypeError) as error:
+        raise PartDamage(COMMIT, f"{error}") from error
+    try:
+        data = storage.read(f"{folder}/{PARTS}")
+        parts = orjson.loads(data)
+    except FileNotFoundError as error:
+        raise PartDamage(PARTS, "is missing") from error
+    except orjson.JSONDecodeError as error:
+        raise PartDamage(PARTS, f"is not JSON: {error}") from error
+    listed = FileEntry(path=PARTS, bytes=len(data), digest=blake3(data).hexdigest())
+    if listed not in files or not isinstance(parts, dict):
+        raise PartDamage(PARTS, f"has digest {listed.digest}, which is not the one that COMMIT lists")
+    return manifest_of(point, files, parts)
+
+
+def manifest_of(point: str, files: Sequence[FileEntry], parts: Mapping[str, Any]) -> Manifest:
+    """The manifest of a point from the list of files in its COMMIT and the content of its parts.json, of
+    whatever format. Raises `PartDamage` of parts.json if they do not fit together.
+    """
+    listed = {entry.path: entry for entry in files if "/" in entry.path}
+    found = parts.get("format")
+    try:
+        if found == FORMAT:
+            return _of_format_2(point, listed, parts)
+        if found == 1:
+            entries = tuple(decode(TensorEntry, each, PARTS) for each in parts["tensors"])
+            return manifest_of_format_1(point, listed, entries)
+    except (OrchestratorError, KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        raise PartDamage(PARTS, f"is not as this version writes it: {error}") from error
+    raise PartDamage(PARTS, f"has format {found}, this version reads {', '.join(map(str, FORMATS))}")
+
+
+def _of_format_2(point: str, listed: dict[str, FileEntry], parts: Mapping[str, Any]) -> Manifest:
+    sizes = parts["layout"]
+    layout = Layout(num_shards=sizes["num_shards"], num_replicas=sizes["num_replicas"])
+    tensors: dict[Name, SavedTensor] = {}
+    for group, name, dtype, shape, sharded in parts["items"]:
+        saved = decode(
+            SavedTensor,
+            {"group": group, "name": name, "dtype": dtype, "shape": shape, "sharded": sharded},
+            f"item {group}/{name}",
+        )
+        fits = dtype in SAFETENSORS and all(size >= 0 for size in saved.shape)
+        if not fits or (group, name) in tensors:
+            raise ValueError(f"its item {group}/{name} {dtype} {shape} cannot be, or is there twice")
+        state_tensor(saved)
+        tensors[group, name] = saved
+    expected = {part_path(rank, layout.world_size) for rank in range(layout.world_size)}
+    if listed.keys() != expected:
+        odd = sorted(listed.keys() ^ expected)
+        raise ValueError(f"its layout {layout} and the files in COMMIT differ by {odd[:5]}")
+    return Manifest(point=point, layout=layout, tensors=tensors, files=listed)

@@ -1,0 +1,102 @@
+"""What a committed point says of its tensors, in one form for every format: which there are, and in which
+files their rows lie.
+
+Values only: `documents` makes one of what lies in storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from orchestrator.errors import ResumePointError
+from orchestrator.parts.dtypes import SAFETENSORS
+from orchestrator.parts.part_file import part_path
+from orchestrator.planning.state_layout import (
+    Layout,
+    StateTensor,
+    held_rows,
+    writing_replicas,
+    written_rows,
+)
+from orchestrator.records import FileEntry, SavedTensor, TensorChunk
+
+MODEL, OPTIMIZER = "model", "optimizer"  # groups of tensors
+Name = tuple[str, str]  # group and name of a tensor
+
+
+class PartDamage(Exception):
+    """A file of a point is surely absent, or is not as it was written; carries this from where it is found to
+    where it is reported.
+    """
+
+    def __init__(self, file: str, reason: str) -> None:
+        self.file, self.reason = file, reason
+        super().__init__(f"{file} {reason}")
+
+
+def damaged(point: str, damage: PartDamage) -> ResumePointError:
+    """What to report of it to whoever wanted to load the point."""
+    return ResumePointError(f"resume point {point}: {damage}; restore the file, or resume from another point")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The tensors of the point `point`, by (group, name), and its files of tensors by path.
+
+    Of format 2 the rows in each file follow from `layout`; of format 1 (`layout` is None) `chunks` says which
+    rows of a tensor lie where, with the digest of their bytes.
+    """
+
+    point: str
+    layout: Layout | None
+    tensors: dict[Name, SavedTensor]
+    files: dict[str, FileEntry]
+    chunks: dict[Name, tuple[TensorChunk, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def state(self) -> tuple[StateTensor, ...]:
+        """The tensors as `planning.state_layout` wants them, in the order of the point."""
+        return tuple(state_tensor(tensor) for tensor in self.tensors.values())
+
+    def rows_of_rank(self, rank: int) -> dict[Name, range]:
+        """Which rows of which tensors lie in the file of `rank` (format 2); those without any are left
+        out.
+        """
+        assert self.layout is not None, "files of format 1 belong to no layout"
+        rows = written_rows(self.state, self.layout, rank)
+        return {name: found for name, found in zip(self.tensors, rows, strict=True) if found}
+
+    def files_of(self, name: Name, rows: range) -> list[str]:
+        """The files in which there are rows of a tensor that are among `rows`."""
+        if self.layout is None:
+            return list(dict.fromkeys(chunk.file for chunk in self.chunks[name]))
+        number = self._numbers[name]
+        tensor, first = self.state[number], self._replicas[number] * self.layout.num_shards
+        shards = range(self.layout.num_shards if tensor.sharded else 1)
+        held = ((shard, held_rows(tensor, self.layout.num_shards, shard)) for shard in shards)
+        return [
+            part_path(first + shard, self.layout.world_size)
+            for shard, theirs in held
+            if max(theirs.start, rows.start) < min(theirs.stop, rows.stop)
+        ]
+
+    @cached_property
+    def _numbers(self) -> dict[Name, int]:
+        return {name: number for number, name in enumerate(self.tensors)}
+
+    @cached_property
+    def _replicas(self) -> tuple[int, ...]:
+        assert self.layout is not None
+        return writing_replicas(self.state, self.layout)
+
+
+def state_tensor(saved: SavedTensor) -> StateTensor:
+    """A tensor of a point as `planning.state_layout` wants it."""
+    return StateTensor(
+        group=saved.group,
+        name=saved.name,
+        shape=saved.shape,
+        itemsize=SAFETENSORS[saved.dtype][1],
+        sharded=saved.sharded,
+    )

@@ -1,0 +1,187 @@
+"""Tensors of a state into a point's files and back: this rank's part, as the layout of its group divides the
+state, and the rows that it holds, from a point of any layout and any format.
+
+No collective, no pickle. It knows nothing of steps, votes or commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from orchestrator.errors import ResumePointError
+from orchestrator.parts.manifest import Manifest, PartDamage, damaged
+from orchestrator.parts.part_file import PartRows, make_part, part_sum, write_part
+from orchestrator.parts.part_job import PartWritten
+from orchestrator.parts.reading import BytesTarget, PointReader, Target, Wanted
+from orchestrator.planning.state_layout import Layout, written_rows
+from orchestrator.planning.weights_digest import weights_digest
+from orchestrator.planning.weights_sum import weights_sum
+from orchestrator.records import SavedTensor, TensorChunk, TensorEntry
+from orchestrator.storage.files import Storage
+from orchestrator.trainer.state import MODEL, Item, tensor_bytes
+
+
+class StateFiles(Protocol):
+    """Where points lie; `resume.committed.CommittedFiles` is one."""
+
+    @property
+    def storage(self) -> Storage:
+        """The run's."""
+
+    def manifest(self, point: str) -> Manifest:
+        """The tensors of a committed point, as its COMMIT has them. Raises `ResumePointError` if it is
+        damaged, `StorageError` if that cannot be determined.
+        """
+
+
+# ---------------------------------------------------------------------------------------------------- saving
+def saved_tensors(items: Iterable[Item]) -> tuple[SavedTensor, ...]:
+    """What rank 0's vote lists: the tensors of the whole state."""
+    return tuple(
+        SavedTensor(
+            group=item.group,
+            name=item.name,
+            dtype=dtype_name(item.tensor),
+            shape=item.whole.shape,
+            sharded=item.whole.sharded,
+        )
+        for item in items
+    )
+
+
+def write_share(
+    items: Sequence[Item], point: str, layout: Layout, rank: int, storage: Storage
+) -> PartWritten:
+    """Writes this rank's part of the point, whole and durable: of `items`, which are all that it holds, those
+    rows that it writes (`planning.state_layout.written_rows`). Raises `StorageError`.
+    """
+    rows = written_rows([item.whole for item in items], layout, rank)
+    parts = [_rows(item, its) for item, its in zip(items, rows, strict=True) if its]
+    made = make_part(point, layout, rank, parts)
+    return PartWritten(entry=write_part(storage, point, made), sums=made.sums)
+
+
+def _rows(item: Item, rows: range) -> PartRows:
+    tensor = item.tensor
+    if item.whole.shape:
+        tensor = tensor[rows.start - item.first_row : rows.stop - item.first_row]
+    return PartRows(tensor=item.whole, dtype=dtype_name(item.tensor), rows=rows, data=tensor_bytes(tensor))
+
+
+# ---------------------------------------------------------------------------------------------------- digests
+def digest_of(items: Iterable[Item]) -> str:
+    """The `weights_digest` that a point of this state has, whichever layout saves it. `items` hold every
+    tensor whole.
+    """
+    return weights_sum(sum_of(item) for item in items if item.group == MODEL)
+
+
+def sum_of(item: Item) -> int:
+    """The sum of the rows that this member holds of a tensor (`planning.weights_sum`)."""
+    return part_sum(_rows(item, _held(item)))
+
+
+def digest_of_format_1(items: Iterable[Item]) -> str:
+    """The digest (64 hex digits) that runs of format 1 noted of such a state. `items` hold every tensor
+    whole.
+    """
+    return weights_digest(_entry(item) for item in items if item.group == MODEL)
+
+
+def _entry(item: Item) -> TensorEntry:
+    shape = tuple(item.tensor.shape)
+    digest = blake3(tensor_bytes(item.tensor)).hexdigest()
+    whole = TensorChunk(offsets=(0,) * len(shape), sizes=shape, file="", digest=digest)
+    return TensorEntry(
+        name=item.name, group=item.group, dtype=dtype_name(item.tensor), shape=shape, chunks=(whole,)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- loading
+def load(items: Sequence[Item], point: str, files: StateFiles) -> None:
+    """Fills `items` with their rows of a point, of any layout and format, every byte compared with its
+    digest; `TrainState.filled` must follow.
+
+    Beside the state it takes one buffer of 64 MiB (pinned where tensors lie on a GPU). Raises
+    `ResumePointError` naming the file that is damaged, or the tensors that this model has and the point does
+    not (or the other way round); then items may hold anything: the state is blank.
+    """
+    manifest = files.manifest(point)
+    _check_form(manifest, items)
+    pinned = any(item.tensor.is_cuda for item in items)
+    reader = PointReader(files.storage, manifest, lambda num_bytes: _buffer(num_bytes, pinned))
+    fill_items(reader, point, items)
+
+
+def fill_items(reader: PointReader, point: str, items: Sequence[Item]) -> None:
+    """As `load`, of tensors whose names and forms were compared with the point's before."""
+    wanted = {
+        (item.group, item.name): Wanted(rows=_held(item), target=_target(item.tensor)) for item in items
+    }
+    try:
+        reader.read(wanted)
+    except PartDamage as error:
+        raise damaged(point, error) from error
+
+
+def _held(item: Item) -> range:
+    num_rows = len(item.tensor) if item.whole.shape else 1
+    return range(item.first_row, item.first_row + num_rows)
+
+
+def _target(tensor: Tensor) -> Target:
+    flat = _flat(tensor)
+    return _Device(flat) if flat.device.type != "cpu" else BytesTarget(flat.numpy().data)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The same memory as bytes."""
+    assert tensor.is_contiguous(), f"a tensor of shape {tuple(tensor.shape)} does not lie in one piece"
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _buffer(num_bytes: int, pinned: bool) -> memoryview:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy().data
+
+
+class _Device:
+    """See `Target`: bytes of a tensor that lies elsewhere."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat
+
+    def view(self, start: int, num_bytes: int) -> memoryview | None:
+        """They cannot be read to."""
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Copies them there, and waits for it: `data` may be overwritten."""
+        self._flat[start : start + len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+
+def _check_form(manifest: Manifest, items: Sequence[Item]) -> None:
+    point = manifest.point
+    saved = {f"{group}/{name}": tensor for (group, name), tensor in manifest.tensors.items()}
+    state = {f"{item.group}/{item.name}": item for item in items}
+    missing, unknown = sorted(set(state) - set(saved)), sorted(set(saved) - set(state))
+    if missing or unknown:
+        raise ResumePointError(
+            f"resume point {point} has no tensors {missing[:5]} and has {unknown[:5]}, which the model of "
+            "this job has not; use the model that the point was made with"
+        )
+    for name, tensor in saved.items():
+        theirs, ours = (tensor.dtype, tensor.shape), (dtype_name(state[name].tensor), state[name].whole.shape)
+        if theirs != ours:
+            raise ResumePointError(
+                f"resume point {point} has {name} as {theirs}, the model of this job as {ours}; "
+                "use the model that the point was made with"
+            )
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Torch's name of a tensor's type of numbers."""
+    return str(tensor.dtype).removeprefix("torch.")
