@@ -147,9 +147,9 @@ class PinFiles:
             )
 
     def deleted(self, point: str) -> None:
-        """The point is gone, and nobody holds it."""
+        """Who has begun to delete the point holds it no more: it is gone, or stays after all."""
         number, hold = self._held(point)
-        if hold is not None:
+        if hold is not None and hold.what == DELETION:
             self._remove(point, number)
 
     def _take(self, point: str, what: str, by: str, reason: str, run_id: str) -> Hold:

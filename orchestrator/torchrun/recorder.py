@@ -317,7 +317,8 @@ class RankZeroRecorder:
                     if request := await in_daemon_thread(look):
                         self._hear(request)
                     note_pins(self._journal, await in_daemon_thread(self._pins.look))
-                self._wants_save = self._requests.wants_save(self._clock()) or self._wants_save
+                again = self._commits.retries.due(time.monotonic())
+                self._wants_save = self._requests.wants_save(self._clock()) or again or self._wants_save
                 await asyncio.sleep(REQUESTS_EVERY_S)
         except Exception as error:  # noqa: BLE001  nobody awaits it: requests would be lost in silence
             self._fail(error)
