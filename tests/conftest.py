@@ -56,6 +56,7 @@ ON_RAY = {
     "tests/system/test_notebook.py",
     "tests/system/test_refusals.py",
     "tests/system/test_replayed.py",
+    "tests/system/test_runs_in_buckets.py",
     "tests/system/test_shapes.py",
     "tests/test_docs_run.py",
     "tests/system/test_submitted.py",
