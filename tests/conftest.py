@@ -55,6 +55,7 @@ ON_RAY = {
     "tests/system/test_refusals.py",
     "tests/system/test_replayed.py",
     "tests/system/test_shapes.py",
+    "tests/system/test_sharded.py",
     "tests/test_docs_run.py",
     "tests/system/test_submitted.py",
 }
@@ -75,6 +76,9 @@ FORKED = {
     "tests/trainer/test_kills.py",
     "tests/trainer/test_power_loss.py",
     "tests/trainer/test_precision.py",
+    "tests/trainer/test_reformings.py",
+    "tests/trainer/test_sharded.py",
+    "tests/trainer/test_sharded_runs.py",
     "tests/trainer/test_worlds.py",
 }
 
