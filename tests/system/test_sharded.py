@@ -20,14 +20,15 @@ def test_a_killed_worker_takes_its_rows_along_and_the_run_goes_on_in_other_layou
     job: Job, cluster: Any, tmp_path: Path, unbroken: tuple[str, list[float]]
 ) -> None:
     _, losses = unbroken
-    shard = {"train__parallel": "shard", "cluster__num_workers": 3}
+    fast = {"train__numerics": "fast"}
+    shard = {**fast, "train__parallel": "shard", "cluster__num_workers": 3}
     plan = job.faults().kill("gradient_done", step=6, rank=1)
     first = job.train(plan, **shard, train__max_steps=9)
     assert (first.outcome, first.step) == ("done", 9), first.reason
     assert plan.struck() == [0]
-    with ranks(tmp_path, 2, job.config(train__parallel=HSDP, train__max_steps=12)) as group:
+    with ranks(tmp_path, 2, job.config(**fast, train__parallel=HSDP, train__max_steps=12)) as group:
         assert group.end(300.0) == [0, 0], group.said()
-    last = job.train(train__parallel="replicate", train__numerics="fast")
+    last = job.train(**fast, train__parallel="replicate")
     assert (last.outcome, last.step) == ("done", 16), last.reason
     assert_exactly_once(job)
     assert job.losses() == pytest.approx(losses, rel=1e-5)
