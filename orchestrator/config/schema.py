@@ -401,6 +401,13 @@ class ResumeConfig(_Section):
     """Save a resume point every so many steps; null: not by steps."""
     every_minutes: Annotated[float | None, free("a number > 0, or null", gt=0)] = None
     """Save a resume point every so many minutes; null: not by time."""
+    memory_every_steps: Annotated[
+        Literal["auto"] | int | None, free("auto, a whole number >= 1, or null", ge=1)
+    ] = "auto"
+    """Each worker copies its part of the state in memory every so many steps, and a neighbour keeps another
+    copy: a lost worker costs at most the steps since. `auto`: 10 where workers hold parts of the state, else
+    null; null: none, and a lost part costs the steps since the last point.
+    """
     keep_latest: Annotated[int, free("a whole number >= 1", ge=1)] = 3
     """Resume points that are kept."""
     keep_every: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None

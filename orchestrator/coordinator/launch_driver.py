@@ -169,6 +169,8 @@ class LaunchDriver:
         """Ticks the launch machine and forms the generations that it decides on."""
         while True:
             async with self.commits.lock:
+                if self.commits.retries.due(time.monotonic()) and self.machine.ended is None:
+                    self.machine.save_again()
                 actions = self.machine.tick(time.monotonic())
                 await self.carry_out(action for action in actions if not isinstance(action, Form))
                 for action in actions:
@@ -232,9 +234,12 @@ class LaunchDriver:
     # ------------------------------------------------------------ storage
     async def _keep_journal(self) -> None:
         """Keeps the journal durable, and looks for a newer claim."""
+        next_s = time.monotonic()
         while True:
             if self.machine.ended is None:
-                await self.flush()
+                if time.monotonic() >= next_s:
+                    await self.flush()
+                    next_s = time.monotonic() + self.journal.least_flush_s
                 await self.commits.notify(Tick(now_s=time.monotonic()))
             for text in self._metrics.troubles():
                 await self.warned(text)

@@ -6,7 +6,7 @@ One list of items serves both copying to blank members and saving. It knows no f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,6 +68,10 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """The tensor's values as bytes, in order; a copy only where it lies on a GPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+def _at_once() -> None:
+    """Nobody copies the state in the background."""
 
 
 class OwnRows:
@@ -153,7 +157,8 @@ class TrainState:
     """Model, AdamW and their place in the run; every member holds all of it (`replicate`).
 
     `key` is None while the member is blank: then nothing in here may be used or sent. `committed` says that a
-    committed resume point holds this very state.
+    committed resume point holds this very state. Whoever writes to the items calls `writable` before;
+    `apply` and `initialise` do.
     """
 
     sharded = False  # whether members hold different rows
@@ -162,6 +167,8 @@ class TrainState:
         self._layout = Layout(num_shards=1, num_replicas=1)
         self._first = partial(first_model, model, train.precision, train.seed, device, invariant)
         self.model: nn.Module = build_model(model, train.precision, train.seed, device, invariant)
+        # returns when the tensors may be written to: who copies them in the background sets it
+        self.writable: Callable[[], None] = _at_once
         self.key: StateKey | None = None
         self.cursor = Cursor()
         self.committed = False
@@ -250,6 +257,7 @@ class TrainState:
                 f"the model's forward pass changes its buffers {changed}, which would differ between ranks; "
                 "use layers without running statistics, or register them with persistent=False"
             )
+        self.writable()
         self._untouched = self.committed = False
         self._rows.step(lr)
 
@@ -262,6 +270,7 @@ class TrainState:
         """Back to the first weights and an optimizer that has not stepped, whatever was there."""
         if self._untouched:
             return
+        self.writable()
         fresh = dict(own_tensors(self._first().state_dict(keep_vars=True)))
         for item in self.items():
             if item.group == MODEL:

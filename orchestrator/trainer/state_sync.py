@@ -122,6 +122,7 @@ def _check_holders(view: GenerationView, holds: Sequence[bool]) -> None:
 
 def _from_storage(state: TrainState, view: GenerationView, files: StateFiles) -> None:
     state.key = None
+    state.writable()
     if view.point is not None:
         load(state.items(), view.point, files)
         state.filled()
@@ -133,6 +134,7 @@ def _from_storage(state: TrainState, view: GenerationView, files: StateFiles) ->
 def _receive(group: Group, state: TrainState, holds: bool, copies: Copies | None, faults: Hook) -> None:
     """Rows of the parent's state from who holds them to who needs them."""
     view = group.view
+    state.writable()
     live, before = own_shard(view), state.before()
     if not (holds or state.sharded):
         state.key = None  # from before the first byte until the digests have been compared

@@ -115,9 +115,8 @@ def rank_main(rank: int, world_size: int, port: int, folder: Path, stop_at: int 
         membership = StaticMembership(meet(), recorder)
         if recorder is not None:
             recorder.membership = membership
-        outcome = train(
-            tiny_job(train__max_steps=5), membership, FormulaFeed(), CommittedFiles(Storage(str(folder)))
-        )
+        files = CommittedFiles(Storage(str(folder)))
+        outcome = train(tiny_job(train__max_steps=5), membership, FormulaFeed(), files)
         (folder / f"outcome-{rank}").write_text(f"{outcome.reason} {outcome.key}")
     except Exception as error:  # noqa: BLE001  the test reads it
         (folder / f"outcome-{rank}").write_text(f"{type(error).__name__}: {error}")
@@ -193,7 +192,7 @@ def test_a_static_group_trains_saves_and_reports_to_its_recorder(tmp_path, world
         "ended in order": True,
         "memory is known": True,
     }
-    assert (tmp_path / "points/00000005-a0004-g0001/model").is_dir()
+    assert (tmp_path / "points/00000005-a0004-g0001/state").is_dir()
 
 
 def test_a_stop_asked_of_rank_0_stops_all_after_a_save(tmp_path):
