@@ -15,6 +15,7 @@ from orchestrator.paused_gc import paused_gc
 from orchestrator.planning import batches
 from orchestrator.planning.digest import batch_digest
 from orchestrator.planning.schedule import learning_rate
+from orchestrator.planning.weights_sum import weights_sum
 from orchestrator.records import (
     BETWEEN,
     FEED_WAIT,
@@ -34,20 +35,18 @@ from orchestrator.records import (
     StepRange,
     StepRecord,
 )
-from orchestrator.trainer.document_attention import require_document_attention
-from orchestrator.trainer.gradient import Gradient, cut
-from orchestrator.trainer.gradient_ddp import FastGradient
-from orchestrator.trainer.gradient_invariant import InvariantGradient
+from orchestrator.trainer.gradient import cut
 from orchestrator.trainer.group import GenerationEnded, Group, collective
 from orchestrator.trainer.job import DONE, LEFT, STOPPED, Outcome, TrainJob
-from orchestrator.trainer.loading import StateFiles, digest_of
+from orchestrator.trainer.loading import StateFiles, digest_of, share_sum
 from orchestrator.trainer.membership import Feed, Membership
+from orchestrator.trainer.memory_point import memory_points
 from orchestrator.trainer.model import NO_LOSS, pick_device, set_determinism
+from orchestrator.trainer.parallel import state_and_gradient
 from orchestrator.trainer.peak_memory import peak_memory_bytes
 from orchestrator.trainer.save_triggers import SaveTriggers, carried_out
 from orchestrator.trainer.saver import Saver
 from orchestrator.trainer.saving import Unsaved, await_saves
-from orchestrator.trainer.state import TrainState
 from orchestrator.trainer.state_sync import Prepared, agree, apply_prepared
 from orchestrator.trainer.step_summary import RankContribution, StepSummary
 
@@ -65,9 +64,9 @@ def train(
     `faults(place, step, rank)` is called at `connecting`, `resharding`, `state_half_sent`,
     `state_half_received`, `joined` with the label of the last step done, and at `step_begin`,
     `gradient_done`, `summary_received`, `applied` with that of the step that is made there; of a save at
-    `staging_begun`, `staged`, `save_part_written`, in threads beside the loop, with the step that is saved.
-    Raises `TrainingError` if a step is wrong; it was not applied on any rank. Errors of feed, membership and
-    storage pass through.
+    `staging_begun`, `staged`, `save_part_written`, in threads beside the loop, with the step that is saved;
+    at those of `MemoryPoints`. Raises `TrainingError` if a step is wrong; it was not applied on any rank.
+    Errors of feed, membership and storage pass through.
     """
     return _Trainer(job, membership, feed, files, faults).run()
 
@@ -83,18 +82,10 @@ class _Trainer:
         self._device = pick_device(job.device)
         set_determinism(job.invariant, self._device)
         with paused_gc():  # the model's code comes with it
-            self._state = TrainState(job.model, job.train, self._device, job.invariant)
-            model, seed, precision = self._state.model, job.train.seed, job.train.precision
-            by_document = job.document_attention
-            if by_document:
-                require_document_attention(model, job.seq_len)
-            self._gradient: Gradient = (
-                InvariantGradient(model, seed, precision)
-                if job.invariant
-                else FastGradient(model, seed, precision, by_document)
-            )
+            self._state, self._gradient = state_and_gradient(job, self._device)
         self._saver = Saver(membership, PartWriter(files.storage, _log.warning), self._device, faults)
-        self._state.writable = self._saver.writable
+        self._memory = memory_points(job.resume.memory_every_steps, self._state.sharded, self._device, faults)
+        self._state.writable = self._writable
         self._prepared: Prepared | None = None
         self._records: list[StepRecord] = []
         self._unsaved = Unsaved()
@@ -115,6 +106,7 @@ class _Trainer:
         """
         outcome = self._run()
         self._saver.close()
+        self._memory.close()
         return outcome
 
     def _run(self) -> Outcome:
@@ -134,6 +126,10 @@ class _Trainer:
                     saving=self._saver.saving,
                     records=tuple(self._records),
                     reason=reason,
+                    holdings=(
+                        *state.holdings(prepared.key if prepared is not None else None),
+                        *self._memory.holdings(),
+                    ),
                 )
             )
             if view is None:
@@ -153,7 +149,11 @@ class _Trainer:
             self._faults("connecting", view.step, view.rank)
             store = self._membership.connect_store(view)
         limit_s, called_off = self._job.forming_limit_s, lambda: self._membership.control_requests(view).ended
-        with Group.formed(view, store, self._device, limit_s, called_off) as group:
+        with (
+            Group.formed(view, store, self._device, limit_s, called_off) as group,
+            self._state.within(),
+            self._memory.within(view, store),
+        ):
             self._membership.when_ended(view, group.call_off)
             prepared, self._prepared = self._prepared, None
             self._end_of_data = False
@@ -166,7 +166,9 @@ class _Trainer:
                 self._files,
                 self._faults,
                 self._has_stepped,
+                self._memory,
             )
+            self._memory.enter(self._state)
             self._membership.phase(STEP)
             self._allow(group)
             self._saver.prepare(self._state, view.rank)
@@ -191,7 +193,7 @@ class _Trainer:
                 return self._finish(group, STOPPED if self._job.stops_at(self._state.cursor) else DONE)
             control = self._step(group, batch)
             self._has_stepped = self._all_warm = True
-            self._note_digest(view)
+            self._note_digest(group)
             self._allow(group)
             if control & SAVE:
                 self._save(view)
@@ -200,6 +202,11 @@ class _Trainer:
                 return self._finish(group, DONE if over else STOPPED)
             if control & REFORM:
                 raise GenerationEnded("a re-form at a step boundary was requested")
+
+    def _writable(self) -> None:
+        """Returns when nothing copies the state any more."""
+        self._saver.writable()
+        self._memory.writable()
 
     def _allow(self, group: Group) -> None:
         """How long the next collectives may wait for a peer: it may take five times as long as the last step
@@ -276,6 +283,7 @@ class _Trainer:
             data_wait_s=self._waited_s,
             save_blocked_s=self._saver.take_blocked_s(),
             busy=not self._saver.is_free,
+            whole=self._memory.is_whole,
             control=control,
             acknowledged=acknowledged,
             grad_norm=norm,
@@ -301,6 +309,7 @@ class _Trainer:
         self._end_of_data = batch.end_of_data
         record = summary.record(prepared.key, prepared.cursor, prepared.lr, ended=time.time())
         self._keep(view, record, summary.acknowledged)
+        self._memory.applied(self._state, sealed=summary.num_whole == view.world_size)
         return carried_out(summary.control, summary.num_busy)
 
     def _reduce(self, view: GenerationView, batch: BatchSlice) -> tuple[int | None, float]:
@@ -344,11 +353,25 @@ class _Trainer:
         )
         return control, wanted.acknowledged_step
 
-    def _note_digest(self, view: GenerationView) -> None:
-        """Rank 0 says what the weights are, every so many steps: all members hold the same."""
-        key, every = self._state.key, self._job.digest_every_steps
-        if key is not None and every is not None and view.rank == 0 and key.step % every == 0:
-            self._membership.digest(view, key, digest_of(self._state.items()))
+    def _note_digest(self, group: Group) -> None:
+        """Rank 0 says what the weights are, every so many steps. Of a sharded state each member adds its rows
+        up.
+        """
+        state, view = self._state, group.view
+        key, every = state.key, self._job.digest_every_steps
+        if key is None or every is None or key.step % every:
+            return
+        if state.sharded:
+            own = share_sum(state.items(), state.layout, view.rank)
+            rows = group.gather(
+                [own >> at & 0xFFFFFFFF for at in range(0, 160, 32)], "a digest of the weights"
+            )
+            sums = [sum(part << 32 * number for number, part in enumerate(row)) for row in rows]
+            digest = weights_sum(sums)
+        elif view.rank == 0:
+            digest = digest_of(state.items())
+        if view.rank == 0:
+            self._membership.digest(view, key, digest)
 
     # -------------------------------------------------------------------------------- saves
     def _save(self, view: GenerationView) -> None:

@@ -72,6 +72,11 @@ class StagingBuffer:
         """How much it holds."""
         return self._reserved
 
+    @property
+    def memory(self) -> Tensor:
+        """The buffer itself, flat uint8 on the CPU: what was staged lies in it once that is `done`."""
+        return self._shared
+
     def reserve(self, num_bytes: int) -> None:
         """Makes room for so many bytes and has each page of it written to, in the thread, so that the first
         copy costs what every other does. Only while nobody reads the buffer. Where the machine has no room,

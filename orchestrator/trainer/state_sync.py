@@ -89,7 +89,7 @@ def agree(
         _receive(group, state, holds, copies, faults)
     else:
         committed = view.point is not None
-        if not holds:
+        if not holds or state.sharded:  # what it holds is a shard of what nobody can put together
             _from_storage(state, view, files)
     if view.cursor is not None:
         state.cursor = view.cursor
@@ -128,6 +128,7 @@ def _from_storage(state: TrainState, view: GenerationView, files: StateFiles) ->
         state.filled()
     else:
         state.initialise()
+        state.cursor = Cursor()  # of whoever has trained before, and lost its part of the state
 
 
 def _receive(group: Group, state: TrainState, holds: bool, copies: Copies | None, faults: Hook) -> None:
