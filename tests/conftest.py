@@ -73,6 +73,7 @@ FORKED = {
     "tests/monitor/dashboard/test_page.py",
     "tests/monitor/views/test_parts.py",
     "tests/storage/test_failing.py",
+    "tests/storage/test_large_content.py",
     "tests/storage/test_reaching_buckets.py",
     "tests/system/test_torchrun.py",
     "tests/test_examples.py",
