@@ -240,8 +240,11 @@ def test_a_refusal_says_what_is_wrong_and_what_to_do(override: str, said: str) -
     ("overrides", "said"),
     [
         (("parallel=shard", "numerics=invariant"), "needs the whole gradient on every worker; set train.num"),
-        (("parallel=replicate", "compile=blocks"), "is blocks, which is for sharded models, and train.paral"),
-        (("parallel=replicate", "activation_checkpointing=blocks"), "set it to none, or shard"),
+        (("parallel=auto", "compile=blocks"), "is blocks, which is for sharded models, and train.paral"),
+        (
+            ("parallel=replicate", "activation_checkpointing=blocks"),
+            "set it to none, or train.parallel=shard",
+        ),
     ],
 )
 def test_a_refusal_of_fields_that_do_not_go_together_names_both(
