@@ -6,6 +6,7 @@ They import neither ray nor torch before a test asks for a cluster, so that the 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ from hypothesis import settings
 
 from orchestrator.data.sample_corpus import train_tokenizer
 from orchestrator.paused_gc import paused_gc
+from orchestrator.storage.files import Storage
 from tests import warm_python
 
 # Properties are judged by what they find, never by how long a busy machine takes for one example.
@@ -55,6 +57,7 @@ ON_RAY = {
     "tests/system/test_refusals.py",
     "tests/system/test_replayed.py",
     "tests/system/test_shapes.py",
+    "tests/system/test_sharded.py",
     "tests/test_docs_run.py",
     "tests/system/test_submitted.py",
 }
@@ -64,10 +67,12 @@ ON_RAY = {
 FORKED = {
     "tests/data/test_format_limits.py",
     "tests/data/test_memory.py",
+    "tests/history/test_killed_writer.py",
     "tests/launch/test_replay.py",
     "tests/monitor/dashboard/test_page.py",
     "tests/monitor/views/test_parts.py",
     "tests/storage/test_failing.py",
+    "tests/storage/test_reaching_buckets.py",
     "tests/system/test_torchrun.py",
     "tests/test_examples.py",
     "tests/torchrun/test_membership.py",
@@ -75,6 +80,9 @@ FORKED = {
     "tests/trainer/test_kills.py",
     "tests/trainer/test_power_loss.py",
     "tests/trainer/test_precision.py",
+    "tests/trainer/test_reformings.py",
+    "tests/trainer/test_sharded.py",
+    "tests/trainer/test_sharded_runs.py",
     "tests/trainer/test_worlds.py",
 }
 
@@ -123,6 +131,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             assert _file(item.nodeid) in ON_RAY, f"{item.nodeid} uses the Ray cluster: add its file to ON_RAY"
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda i: (_file(i.nodeid) not in ON_RAY, i.get_closest_marker("system") is None))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """What uses `new_storage` runs on a folder and on a bucket; who takes `tmp_path` itself changes files of
+    the folder by hand.
+    """
+    if "storage_kind" in metafunc.fixturenames:
+        by_hand = "tmp_path" in inspect.signature(metafunc.function).parameters
+        metafunc.parametrize("storage_kind", ("local",) if by_hand else ("local", "s3"), scope="function")
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The URL of a server of S3, one for all tests of a process."""
+    from tests.storage.servers import moto
+
+    with moto() as url:
+        yield url
+
+
+@pytest.fixture
+def new_storage(
+    storage_kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Storage]:
+    """The storage of a run of this name: the same one for each call with it."""
+    if storage_kind == "local":
+        return lambda name: Storage(str(tmp_path / name))
+    from orchestrator.storage.open import open_storage
+    from tests.storage.servers import new_bucket, reach
+
+    url = request.getfixturevalue("s3_server")
+    reach(monkeypatch, url, tmp_path)
+    bucket = new_bucket(url)
+    return lambda name: open_storage(f"{bucket}/{name}")
 
 
 def _stdlib_documents() -> Iterator[tuple[str, str]]:

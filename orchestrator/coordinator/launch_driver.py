@@ -234,9 +234,12 @@ class LaunchDriver:
     # ------------------------------------------------------------ storage
     async def _keep_journal(self) -> None:
         """Keeps the journal durable, and looks for a newer claim."""
+        next_s = time.monotonic()
         while True:
             if self.machine.ended is None:
-                await self.flush()
+                if time.monotonic() >= next_s:
+                    await self.flush()
+                    next_s = time.monotonic() + self.journal.least_flush_s
                 await self.commits.notify(Tick(now_s=time.monotonic()))
             for text in self._metrics.troubles():
                 await self.warned(text)

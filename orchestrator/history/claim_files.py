@@ -7,7 +7,7 @@ It knows which process may claim which number; not what a point contains, nor wh
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -17,10 +17,12 @@ from orchestrator.cluster.machine import Process, this_process
 from orchestrator.errors import BusyError, FencedError, OrchestratorError, StorageError
 from orchestrator.history.busy import Busy, Free, Look, Watch, judge
 from orchestrator.history.claims import Claim, ClaimParent
-from orchestrator.history.heartbeat import Heartbeat
+from orchestrator.history.heartbeat import Heartbeat, heartbeat_of
+from orchestrator.history.segments import journal_folder
 from orchestrator.json_form import decode, encode
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import SealError, seal, unseal
+from orchestrator.storage.store import Listed
 
 ATTEMPTS, JOURNAL = "attempts", "journal"
 START, FORK, RESUME, REWIND, RESTARTED = "start", "fork", "resume", "rewind", "coordinator_restarted"
@@ -64,8 +66,7 @@ class ClaimFiles:
     # ---------------------------------------------------------------------- reading
     def claim_numbers(self) -> list[int]:
         """The numbers that are taken, ascending."""
-        matches = (_CLAIM_NAME.fullmatch(name) for name in self.storage.list(ATTEMPTS))
-        return sorted(int(match.group(1)) for match in matches if match)
+        return sorted(_numbers(self.storage.list(ATTEMPTS)))
 
     def newest_claim(self) -> Claim | None:
         """The claim with the highest number, None if there is none."""
@@ -209,13 +210,13 @@ class ClaimFiles:
 
     def heartbeat(self, number: int) -> Heartbeat:
         """The sign of life of attempt `number`: beat every 2 s or so, while the attempt lives."""
-        return Heartbeat(self.storage, f"{ATTEMPTS}/{number:04d}.heartbeat")
+        return heartbeat_of(self.storage, f"{ATTEMPTS}/{number:04d}.heartbeat")
 
     def start_heartbeat(self, number: int) -> Heartbeat:
         """That of the process that claims attempt `number`, from the claim on: the coordinator has its own
         when it begins, which may be long after.
         """
-        return Heartbeat(self.storage, f"{ATTEMPTS}/{number:04d}.start-heartbeat")
+        return heartbeat_of(self.storage, f"{ATTEMPTS}/{number:04d}.start-heartbeat")
 
     # ---------------------------------------------------------------------- busy
     def watch_busy(
@@ -232,34 +233,53 @@ class ClaimFiles:
         ended.
         """
         watch: Watch | None = None
+        known: dict[int, Claim] = {}
         while True:
-            verdict = judge(watch, self._look(is_dead), clock(), seconds)
+            verdict = judge(watch, self._look(is_dead, known), clock(), seconds)
             if not isinstance(verdict, Watch):
                 return verdict
             watch = verdict
             wait(watch_s)
 
-    def _look(self, is_dead: Callable[[Claim], bool]) -> Look:
-        newest = self.newest_claim()
-        if newest is None:
+    def _look(self, is_dead: Callable[[Claim], bool], known: dict[int, Claim]) -> Look:
+        """`known`: claims that were read, which never change."""
+        listed = self.storage.listed(ATTEMPTS)
+        number = max(_numbers(found.name for found in listed), default=0)
+        if not number:
             return Look(newest=0, over=False, signs=b"")
-        over = self.read_end(newest.number) is not None or is_dead(newest)
-        signs = b"" if over else self.signs_of_life(newest.number)
-        return Look(newest=newest.number, over=over, signs=signs)
+        newest = known.get(number) or self.read_claim(number)
+        if newest.why != UNREADABLE:  # where there are no hard links it may only be torn for a moment
+            known[number] = newest
+        said_end = any(f"{ATTEMPTS}/{found.name}" == _end_path(number) for found in listed)
+        over = (said_end and self.read_end(number) is not None) or is_dead(newest)
+        signs = b"" if over else self.signs_of_life(number, listed)
+        return Look(newest=number, over=over, signs=signs)
 
-    def signs_of_life(self, number: int) -> bytes:
-        """All in which it would show that attempt `number` lives: two looks differ if it did meanwhile."""
-        folder = f"{JOURNAL}/a{number:04d}"
-        paths = [f"{folder}/{name}" for name in self.storage.list(folder)]
-        attempt = f"{number:04d}."
-        paths += [f"{ATTEMPTS}/{name}" for name in self.storage.list(ATTEMPTS) if name.startswith(attempt)]
-        return orjson.dumps([[path, self._size(path)] for path in paths])
+    def signs_of_life(self, number: int, listed: Sequence[Listed] | None = None) -> bytes:
+        """All in which it would show that attempt `number` lives: two looks differ if it did meanwhile.
+        `listed`: what lies in `attempts/` now, if that is known.
+
+        One request for each folder, where lists say sizes and tags.
+        """
+        folder, attempt = journal_folder(number), f"{number:04d}."
+        found = [(f"{folder}/{each.name}", each) for each in self.storage.listed(folder)]
+        listed = self.storage.listed(ATTEMPTS) if listed is None else listed
+        found += [(f"{ATTEMPTS}/{each.name}", each) for each in listed if each.name.startswith(attempt)]
+        return orjson.dumps([[path, *self._state(path, each)] for path, each in found])
+
+    def _state(self, path: str, listed: Listed) -> tuple[int, str]:
+        return (self._size(path), "") if listed.facts is None else (listed.facts.size, listed.facts.tag)
 
     def _size(self, path: str) -> int:
         try:
             return self.storage.size(path)
         except FileNotFoundError:
             return -1
+
+
+def _numbers(names: Iterable[str]) -> Iterator[int]:
+    """Those of the claims among the names."""
+    return (int(match[1]) for match in map(_CLAIM_NAME.fullmatch, names) if match)
 
 
 def unreadable_claim(number: int) -> UnreadableFile:

@@ -1,36 +1,54 @@
-"""The sign of life of one attempt: a file that grows, for other starts to watch (membership rule 12).
+"""The sign of life of one attempt: a file that changes, for other starts to watch (membership rule 12).
 
 It knows nothing of who watches and decides nothing; what the file contains means nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Protocol
 
 from orchestrator.errors import StorageError
 from orchestrator.storage.disk import AppendHandle
 from orchestrator.storage.files import Storage
 
 
-class Heartbeat:
-    """For one thread. A file is dead after a failed write, so the next beat begins another one
-    (`0003.heartbeat-2`) and takes the dead one away: the sign of life returns when the storage does.
+class Heartbeat(Protocol):
+    """`at_once`: how many beats may be under way at a time, in threads."""
+
+    at_once: int
+
+    def beat(self) -> bool:
+        """Another content, which others see when this returns; False if storage did not take it (it may have
+        waited for that). The caller beats again after its usual time, and need not report it: the journal
+        fails with the storage.
+        """
+        ...
+
+
+def heartbeat_of(storage: Storage, path: str) -> Heartbeat:
+    """The one for this storage; `path` is the first file's, and nothing is written before the first beat."""
+    return GrowingHeartbeat(storage, path) if storage.traits.appends else RenewedHeartbeat(storage, path)
+
+
+class GrowingHeartbeat:
+    """One more byte each time. A file is dead after a failed write (which may take 2 s), so the next beat
+    begins another one (`0003.heartbeat-2`) and takes the dead one away: the sign of life returns when the
+    storage does.
     """
 
+    at_once = 1
+
     def __init__(self, storage: Storage, path: str) -> None:
-        """`path` is the first file's; nothing is written before the first beat."""
         self._storage, self._path, self._next = storage, path, path
         self._files = 0
         self._file: AppendHandle | None = None
 
     def beat(self) -> bool:
-        """One more byte, which others see when this returns; False if storage did not take it (it may have
-        waited about 2 s for that). The caller beats again after its usual time, and need not report it: the
-        journal fails with the storage.
-        """
+        """See `Heartbeat`."""
         try:
             if self._file is None:
                 self._file = self._open()
@@ -49,14 +67,56 @@ class Heartbeat:
         return self._storage.append(self._next)
 
 
+class RenewedHeartbeat:
+    """One object, put anew each time, never with a content that it had. A beat that comes late takes the
+    place of a newer one: that is another content, too, so that others watch for longer.
+
+    A request that hangs is given up by the library only after minutes, so the next beats do not wait for it.
+    """
+
+    at_once = 4
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        self._storage, self._path = storage, path
+        self._numbers = itertools.count(1)
+
+    def beat(self) -> bool:
+        """See `Heartbeat`."""
+        number = next(self._numbers)
+        try:
+            # where a list says no tag, the size shows it
+            self._storage.write(self._path, f"{number}".encode() + b"." * (number % 60))
+        except StorageError:
+            return False
+        return True
+
+
+class Pulse:
+    """Beats when it is asked to, and waits for nothing: in threads of its own, so that the sign of life does
+    not wait behind a long commit, and another start take the attempt for dead.
+    """
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
+        self._beating: list[threading.Thread] = []
+
+    def beat(self) -> None:
+        """Begins a beat, unless as many are under way as may be: while storage hangs no more queue up."""
+        self._beating = [thread for thread in self._beating if thread.is_alive()]
+        if len(self._beating) < self._heartbeat.at_once:
+            thread = threading.Thread(target=self._heartbeat.beat, name="heartbeat", daemon=True)
+            thread.start()
+            self._beating.append(thread)
+
+
 @contextmanager
 def beating(heartbeat: Heartbeat, every_s: float) -> Iterator[None]:
-    """Beats at once and every so often, from a thread, until it is left."""
-    over = threading.Event()
+    """Beats at once and every so often, from threads, until it is left."""
+    over, pulse = threading.Event(), Pulse(heartbeat)
 
     def beat() -> None:
         while True:
-            heartbeat.beat()
+            pulse.beat()
             if over.wait(every_s):
                 return
 
@@ -67,19 +127,3 @@ def beating(heartbeat: Heartbeat, every_s: float) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-
-
-class Pulse:
-    """Beats when it is asked to, and waits for nothing: in a thread of its own, so that the sign of life does
-    not wait behind a long commit, and another start take the attempt for dead.
-    """
-
-    def __init__(self, heartbeat: Heartbeat) -> None:
-        self._heartbeat = heartbeat
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="heartbeat")
-        self._beating: Future[bool] | None = None
-
-    def beat(self) -> None:
-        """Begins a beat, if none is under way: while storage hangs none queue up."""
-        if self._beating is None or self._beating.done():
-            self._beating = self._thread.submit(self._heartbeat.beat)

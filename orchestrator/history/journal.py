@@ -4,43 +4,39 @@ anyone.
 It knows lines, segments and which step records are durable; not who sends records, nor which of them count in
 the end (history.lineage).
 
-Layout: `journal/a0003/000001.jsonl`, `000002.jsonl`, … for attempt 3. Every line has `seq` (1, 2, … within
-the attempt), `time` (UTC, for people), `run`, `run_id`, `attempt` and `kind`; `step` and `rank` where they
-mean something. Kind `step`: the fields of `records.StepRecord`, whose attempt may be an older one (members
-that outlived a coordinator bring records). Kind `generation`: the fields of `history.claims.GenerationStart`.
-Any other kind is an event (`history.event_kinds`). A float that is not finite is a string ("nan", "inf",
-"-inf"). `run_id` is that of run.json, and absent where that has none. A segment is closed before the next
-begins, and never changed afterwards.
+Layout: `journal/a0003/000001.jsonl`, `000002.jsonl`, … for attempt 3 (`segments` has all names). Every line
+has `seq` (1, 2, … within the attempt), `time` (UTC, for people), `run`, `run_id`, `attempt` and `kind`;
+`step` and `rank` where they mean something. Kind `step`: the fields of `records.StepRecord`, whose attempt
+may be an older one (members that outlived a coordinator bring records). Kind `generation`: the fields of
+`history.claims.GenerationStart`. Any other kind is an event (`history.event_kinds`). A float that is not
+finite is a string ("nan", "inf", "-inf"). `run_id` is that of run.json, and absent where that has none. A
+segment is closed before the next begins, and never changed afterwards.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
 import orjson
 
-from orchestrator.errors import StorageError, TrainingError
+from orchestrator.errors import TrainingError
 from orchestrator.history.claims import GenerationStart
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.segments import segment_path
+from orchestrator.history.segment_log import SEGMENT_BYTES, segment_log
 from orchestrator.json_form import encode
 from orchestrator.records import StateKey, StepRecord
-from orchestrator.storage.disk import AppendHandle
 from orchestrator.storage.files import Storage
 
 STEP, GENERATION = "step", "generation"
 OWN_FIELDS = ("seq", "time", "run", "run_id", "kind")  # of every line, beside its attempt
-SEGMENT_BYTES = 16 << 20
 REMEMBERED = 100_000  # step records compared with later copies, which come soon: until acknowledged
 # What all ranks know alike of a step; the other fields are one rank's own measurements.
 _SHARED = ("consumed_samples", "consumed_tokens", "target_tokens", "loss", "lr", "digest")
@@ -81,8 +77,7 @@ class JournalWriter:
     """The journal of one attempt. Lines are collected in memory and durable after `flush`; thread-safe.
 
     `event`, `step` and `generation` never wait for a disk. After a `StorageError` the next `flush` tries
-    again, in a new segment, from the first line that is not known to be durable: so a segment may end in
-    lines that stand in the next one, too, and in a part of one.
+    again, from the first line that is not known to be durable.
     """
 
     def __init__(
@@ -99,8 +94,8 @@ class JournalWriter:
         segment is closed when it has reached this size. `run_id`: that of run.json.
         """
         self._listener = listener
-        self._storage, self._attempt, self._run = storage, attempt, run or os.path.basename(storage.root)
-        self._segment_bytes, self._now, self._run_id = segment_bytes, now, run_id
+        self._attempt, self._run = attempt, run or os.path.basename(storage.root)
+        self._now, self._run_id = now, run_id
         self._lock = threading.Lock()  # over what is collected and known
         self._disk_lock = threading.Lock()  # over the file: held while a disk is waited for
         self._pending: list[bytes] = []
@@ -108,9 +103,7 @@ class JournalWriter:
         self._seen: OrderedDict[StateKey, StepRecord] = OrderedDict()
         self._chains: dict[int, _Chain] = {}
         self._seq = 0
-        self._segments = 0
-        self._file: AppendHandle | None = None
-        self._newest_file: AppendHandle | None = None  # of the newest segment, also when that is closed
+        self._log = segment_log(storage, attempt, segment_bytes)
 
     def event(self, kind: EventKind, **fields: Any) -> None:
         """Note an event with the fields of its kind, which are JSON values."""
@@ -165,7 +158,7 @@ class JournalWriter:
                 lines, self._pending = self._pending, []
                 facts, self._pending_facts = self._pending_facts, []
             try:
-                self._write(lines)
+                self._log.write(lines)
             except BaseException:  # a line that is forgotten leaves a gap, and no command reads past that
                 with self._lock:
                     self._pending = [*lines, *self._pending]
@@ -175,6 +168,11 @@ class JournalWriter:
                 for fact in facts:
                     self._note_durable(fact)
                 return self._newest()
+
+    @property
+    def least_flush_s(self) -> float:
+        """Who flushes without anybody waiting for it leaves so much time in between, or more."""
+        return self._log.least_flush_s
 
     def covers(self, key: StateKey) -> bool:
         """Whether every step of this attempt on the chain up to `key` has a durable record (rule 14).
@@ -209,18 +207,15 @@ class JournalWriter:
         return mean if math.isfinite(mean) else None
 
     def why_lost(self) -> str:
-        """How it shows that the newest segment's name does not lead to what was written here any more,
-        because somebody deleted or replaced it; empty if all is well. Raises `StorageError` if that cannot be
-        determined.
-        """
+        """See `SegmentLog`."""
         with self._disk_lock:
-            return self._newest_file.why_lost() if self._newest_file else ""
+            return self._log.why_lost()
 
     def close(self) -> None:
         """Flush and close the segment. Raises `StorageError`; if only closing failed, all is durable."""
         self.flush()
         with self._disk_lock:
-            self._close_segment()
+            self._log.close()
 
     # ---------------------------------------------------------------------- inside
     def _append(self, kind: str, fields: dict[str, Any]) -> None:
@@ -233,44 +228,6 @@ class JournalWriter:
             "attempt": self._attempt,
         }
         self._pending.append(orjson.dumps({**line, "kind": kind, **fields}, option=orjson.OPT_APPEND_NEWLINE))
-
-    def _write(self, lines: list[bytes]) -> None:
-        """Append the lines and sync, beginning a new segment whenever one is full. Takes out of `lines` what
-        is durable.
-        """
-        try:
-            while lines:
-                if self._file is None:
-                    self._file = self._newest_file = self._new_segment()
-                room = self._segment_bytes - self._file.num_bytes
-                sizes = itertools.accumulate(map(len, lines), initial=0)
-                taken = sum(size < room for size in itertools.islice(sizes, len(lines)))
-                self._file.write(b"".join(lines[:taken]))
-                self._file.sync()
-                if self._file.num_bytes >= self._segment_bytes:
-                    self._close_segment()  # if that fails the lines come again: readers take each once
-                del lines[:taken]
-        except BaseException:
-            with suppress(Exception):  # the first failure is the one to tell
-                self._close_segment()
-            raise
-
-    def _close_segment(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
-
-    def _new_segment(self) -> AppendHandle:
-        path = segment_path(self._attempt, self._segments + 1)
-        try:
-            file = self._storage.append(path)
-        except StorageError:
-            # segments are numbered without gaps: one that was created although that failed keeps its number
-            with suppress(StorageError):
-                self._segments += self._storage.exists(path)
-            raise
-        self._segments += 1
-        return file
 
     def _note_durable(self, fact: StepRecord | GenerationStart) -> None:
         if fact.attempt != self._attempt:

@@ -24,7 +24,8 @@ FOLDER = "journal"
 _ATTEMPT = re.compile(r"a(\d{4,})")
 _FILE = re.compile(r"(\d{6,})(?:\.p(\d{6,}))?\.jsonl")
 _LOOKS = 5  # at a folder whose names are of several moments
-_AT_A_TIME = 16  # pieces that are read at once: each is a request, which is mostly waiting
+# Pieces that are read at once, for each is a request, which is mostly waiting; few are not worth the threads.
+_AT_A_TIME, _IN_TURN = 16, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +182,7 @@ def _joined(storage: Storage, pieces: Sequence[Piece], offset: int) -> bytes:
         begin, end = end, end + piece.num_bytes
         if end > offset:
             wanted.append((piece.path, max(0, offset - begin)))
-    if len(wanted) == 1:
-        return storage.read(*wanted[0])
+    if len(wanted) <= _IN_TURN:
+        return b"".join(storage.read(*each) for each in wanted)
     with ThreadPoolExecutor(max_workers=_AT_A_TIME) as threads:
         return b"".join(threads.map(lambda each: storage.read(*each), wanted))

@@ -18,7 +18,8 @@ import orjson
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal import GENERATION, OWN_FIELDS, SEGMENT_BYTES, STEP
+from orchestrator.history.journal import GENERATION, OWN_FIELDS, STEP
+from orchestrator.history.segment_log import SEGMENT_BYTES
 from orchestrator.history.segments import SegmentRef, journals, num_bytes, read_from, segments
 from orchestrator.json_form import decode
 from orchestrator.records import GroupChange, GroupMember, Loss

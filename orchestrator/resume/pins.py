@@ -2,6 +2,15 @@
 
     pins/00000480-a0003-g0007.json   sealed; Hold. Created exclusively, deleted by who gives it back
 
+Where a deleted name cannot be used again safely (a bucket: a delayed repeat of the deletion would take the
+next hold away, and a pin lost is a point lost) each hold has a name of its own, and nothing is deleted:
+
+    pins/00000480-a0003-g0007.0001.json            sealed; Hold, the first of the point
+    pins/00000480-a0003-g0007.0001.released.json   sealed; Release: it was given back
+
+The hold with the highest number counts, unless it is released; a name without a number is number 0. Both
+kinds are read everywhere, for a run's files may be copied from a folder to a bucket and back.
+
 Both take the same name, so that of a pin and a deletion at the same moment one comes first, and the other
 hears of it: a point that was pinned is deleted by nobody, and one that is being deleted cannot be pinned.
 That holds on dead runs, too, for no process of the run is needed. It knows no lineage and no retention.
@@ -17,7 +26,7 @@ person does (`unpin`), who hears which forks still need the point. A fork needs 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from orchestrator.errors import OrchestratorError, RefusedError, StorageError, WantedPointError
@@ -30,7 +39,8 @@ from orchestrator.storage.sealed import seal, unseal
 
 FOLDER = "pins"
 PIN, DELETION = "pin", "deletion"
-_NAME = re.compile(r"(.+)\.json")
+RELEASED = ".released"
+_NAME = re.compile(r"(.+?)(?:\.(\d{4,}))?(\.released)?\.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +67,15 @@ class Hold:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Release:
+    """That a point's hold `number` was given back; `created` is for people (ISO 8601)."""
+
+    point: str
+    number: int
+    created: str
+
+
 class PinFiles:
     """The holds of one run. Every method may raise `StorageError`; then nothing was decided."""
 
@@ -65,17 +84,7 @@ class PinFiles:
 
     def read_hold(self, point: str) -> Hold | None:
         """Who holds the point; None: nobody. A file that is not as it was written counts as a pin."""
-        path = _path(point)
-        try:
-            found = decode(Hold, unseal(self.storage.read(path)), path)
-        except FileNotFoundError:
-            return None
-        except OrchestratorError as error:
-            if isinstance(error, StorageError):
-                raise
-            reason = f"{path} is not as it was written: {error}"
-            return Hold(point=point, what=PIN, by="", reason=reason, created="")
-        return found
+        return self._held(point)[1]
 
     def pins(self) -> dict[str, Hold]:
         """The pins by point."""
@@ -85,18 +94,13 @@ class PinFiles:
         """The pins, for who looks often: the files of those in `known` are not read again, so that
         one that was given back and made anew in between stays as it was known.
         """
-        matches = (match for match in map(_NAME.fullmatch, self.storage.list(FOLDER)) if match)
-        names = [match[1] for match in matches if parse_point_name(match[1])]
-        holds = [known.get(name) or self.read_hold(name) for name in names]
-        return {hold.point: hold for hold in holds if hold is not None and hold.what == PIN}
+        return {hold.point: hold for hold in self._holds(known) if hold.what == PIN}
 
     def deletions(self) -> frozenset[str]:
         """The points that somebody has begun to delete, and those that `points --prune` has deleted by
         retention: nobody misses them.
         """
-        matches = (match for match in map(_NAME.fullmatch, self.storage.list(FOLDER)) if match)
-        holds = [self.read_hold(match[1]) for match in matches if parse_point_name(match[1])]
-        return frozenset(hold.point for hold in holds if hold is not None and hold.what == DELETION)
+        return frozenset(hold.point for hold in self._holds({}) if hold.what == DELETION)
 
     def pin(self, point: str, by: str, reason: str, run_id: str) -> Hold:
         """Keep the point until `unpin`; returns the pin, or that which stood there before. Raises
@@ -117,10 +121,10 @@ class PinFiles:
 
     def unpin(self, point: str) -> Hold | None:
         """Give the pin back: the point may be deleted from now on. Returns the pin; None: there was none."""
-        hold = self.read_hold(point)
+        number, hold = self._held(point)
         if hold is None or hold.what != PIN:
             return None
-        self._remove(point)
+        self._remove(point, number)
         return hold
 
     def may_delete(self, point: str, by: str, reason: str, run_id: str) -> bool:
@@ -133,34 +137,96 @@ class PinFiles:
         """For who has claimed, before it looks whether the point is whole: raises `WantedPointError` if
         somebody has begun to delete it, who may go on with that at any later time.
         """
-        hold = self.read_hold(point)
+        number, hold = self._held(point)
         if hold is not None and hold.what == DELETION:
             raise WantedPointError(
                 f"nothing goes back to resume point {point}: {hold.by} has begun to delete it "
                 f"({hold.reason}), and may go on with that; nothing is changed. Name another point or, once "
-                f"no process of {hold.by} is left, delete {self.storage.root}/{_path(point)} and give the "
-                "command again"
+                f"no process of {hold.by} is left, delete {self.storage.root}/{_path(point, number)} and "
+                "give the command again"
             )
 
     def deleted(self, point: str) -> None:
-        """The point is gone, and nobody holds it."""
-        self._remove(point)
+        """Who has begun to delete the point holds it no more: it is gone, or stays after all."""
+        number, hold = self._held(point)
+        if hold is not None and hold.what == DELETION:
+            self._remove(point, number)
 
     def _take(self, point: str, what: str, by: str, reason: str, run_id: str) -> Hold:
         """The hold on the point: that which stands there, or this one."""
         while True:
-            if (there := self.read_hold(point)) is not None:
+            newest, there = self._held(point)
+            if there is not None:
                 return there
             hold = Hold(point=point, what=what, by=by, reason=reason, created=now_text(), run_id=run_id)
-            if self.storage.create(_path(point), seal(encode(hold))):
+            number = 0 if self.storage.traits.frees_names and not newest else newest + 1
+            if self.storage.create(_path(point, number), seal(encode(hold))):
                 return hold
 
-    def _remove(self, point: str) -> None:
-        self.storage.delete(_path(point))
-        self.storage.sync(FOLDER)
+    def _remove(self, point: str, number: int) -> None:
+        if number == 0 and self.storage.traits.frees_names:
+            self.storage.delete(_path(point, 0))
+            self.storage.sync(FOLDER)
+            return
+        release = Release(point=point, number=number, created=now_text())
+        self.storage.create(_path(point, number, RELEASED), seal(encode(release)))
+
+    def _held(self, point: str) -> tuple[int, Hold | None]:
+        """The highest number of a hold on the point, 0 if there was none, and that hold unless it was given
+        back. What is absent is asked for by its name.
+        """
+        if self.storage.traits.frees_names and (found := self._read(point, 0)) is not None:
+            return 0, found
+        number = max(_numbers(self.storage.list(FOLDER)).get(point, ()), default=0)
+        if not self.storage.traits.frees_names:
+            while self.storage.exists(_path(point, number + 1)):
+                number += 1
+        elif not number:
+            return 0, None
+        if self.storage.exists(_path(point, number, RELEASED)):
+            return number, None
+        return number, self._read(point, number)
+
+    def _holds(self, known: Mapping[str, Hold]) -> list[Hold]:
+        """Of all points, with one list. Those in `known` are not read again."""
+        names = self.storage.list(FOLDER)
+        numbers, released = _numbers(names), _numbers(names, RELEASED)
+        standing = {
+            point: 0 if self.storage.traits.frees_names and 0 in found else max(found)
+            for point, found in numbers.items()
+        }
+        holds = [
+            known.get(point) or self._read(point, number)
+            for point, number in standing.items()
+            if number not in released.get(point, ())
+        ]
+        return [hold for hold in holds if hold is not None]
+
+    def _read(self, point: str, number: int) -> Hold | None:
+        path = _path(point, number)
+        try:
+            found = decode(Hold, unseal(self.storage.read(path)), path)
+        except FileNotFoundError:
+            return None
+        except OrchestratorError as error:
+            if isinstance(error, StorageError):
+                raise
+            reason = f"{path} is not as it was written: {error}"
+            return Hold(point=point, what=PIN, by="", reason=reason, created="")
+        return found
 
 
-def _path(point: str) -> str:
+def _numbers(names: Iterable[str], which: str = "") -> dict[str, set[int]]:
+    """By point the numbers of its holds, or of those that are released."""
+    found: dict[str, set[int]] = {}
+    for match in map(_NAME.fullmatch, names):
+        if match and (match[3] or "") == which and parse_point_name(match[1]):
+            found.setdefault(match[1], set()).add(int(match[2] or 0))
+    return found
+
+
+def _path(point: str, number: int, which: str = "") -> str:
     if parse_point_name(point) is None:
         raise RefusedError(f"{point!r} is no name of a resume point; `orchestrator points` lists them")
-    return f"{FOLDER}/{point}.json"
+    numbered = f".{number:04d}" if number or which else ""
+    return f"{FOLDER}/{point}{numbered}{which}.json"

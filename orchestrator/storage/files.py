@@ -108,6 +108,12 @@ class Storage:
 
         return open_storage(root)
 
+    def within(self, limit_s: float) -> Storage:
+        """The same storage, of which a call gives up after `limit_s` seconds where it would ask longer (in a
+        bucket; half a minute for a document, minutes for content): a sign of life that comes late is none.
+        """
+        return Storage.on(self._store.within(limit_s))
+
     def take(self, other: Storage, theirs: str, path: str) -> bool:
         """A file of another folder under a new name here: a second name for the same bytes (a hard link; no
         file is ever written again), or a copy where the file system cannot: then False. Sure after `sync`, as
@@ -215,6 +221,10 @@ class Storage:
     def delete(self, path: str) -> None:
         """Take a file away; durable after `sync` of its folder. Absent is fine."""
         self._store.delete((self._inside(path),))
+
+    def delete_all(self, paths: Sequence[str]) -> None:
+        """As `delete`, in few requests where a store has such."""
+        self._store.delete([self._inside(path) for path in paths])
 
     def delete_folder(self, folder: str) -> None:
         """Take a folder and all below it away; links are removed, not followed. Absent is fine."""

@@ -29,6 +29,7 @@ from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.history.claims import GenerationStart
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.heartbeat import Pulse
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.request_files import SAVE, STOP, Request, RequestFiles
 from orchestrator.json_form import encode
@@ -267,10 +268,10 @@ class RankZeroRecorder:
 
     def _beat(self) -> None:
         # a hint for other starts, which watch the journal grow too
-        heartbeat = self._store.heartbeat(self._attempt.number)
-        heartbeat.beat()
+        pulse = Pulse(self._store.heartbeat(self._attempt.number))
+        pulse.beat()
         while not self._over.wait(HEARTBEAT_EVERY_S):
-            heartbeat.beat()
+            pulse.beat()
 
     def _stop_writing(self) -> None:
         """Returns when all that was begun has come to its end."""
@@ -286,8 +287,11 @@ class RankZeroRecorder:
         hearing = asyncio.create_task(self._hear_requests())
         try:
             await self._commits.notify(GenerationFormed(generation=GENERATION, parent=self._attempt.parent))
+            next_s = time.monotonic()
             while self._failure is None and not self._stopping.is_set():
-                await self._flush()
+                if time.monotonic() >= next_s:
+                    await self._flush()
+                    next_s = time.monotonic() + self._journal.least_flush_s
                 await self._commits.notify(Tick(now_s=time.monotonic()))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(FLUSH_EVERY_S):

@@ -128,6 +128,7 @@ def _from_storage(state: TrainState, view: GenerationView, files: StateFiles) ->
         state.filled()
     else:
         state.initialise()
+        state.cursor = Cursor()  # of whoever has trained before, and lost its part of the state
 
 
 def _receive(group: Group, state: TrainState, holds: bool, copies: Copies | None, faults: Hook) -> None:

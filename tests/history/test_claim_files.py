@@ -19,8 +19,8 @@ from tests.resume.samples import key, record, start, write_point
 
 
 @pytest.fixture
-def store(tmp_path) -> RunStore:
-    return RunStore(Storage(str(tmp_path / "run")))
+def store(new_storage: Callable[[str], Storage]) -> RunStore:
+    return RunStore(new_storage("run"))
 
 
 def test_claims_and_parents_are_read_back_as_written(store) -> None:
@@ -163,7 +163,7 @@ def test_a_run_is_busy_when_its_heartbeat_or_journal_grows(store) -> None:
         clock = Clock({7.0: heartbeat.beat})
         assert store.watch_busy(10, clock, clock.wait) == Busy(number=1)
         assert clock.now < 8
-    clock = Clock({3.0: lambda: store.storage.append("journal/a0001/000001.jsonl").write(b"x")})
+    clock = Clock({3.0: lambda: store.storage.write("journal/a0001/000001.jsonl", b"x")})
     assert store.watch_busy(10, clock, clock.wait) == Busy(number=1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,8 +20,8 @@ from orchestrator.storage.files import Storage
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> FindingFiles:
-    return FindingFiles(Storage(str(tmp_path)), "run")
+def files(new_storage: Callable[[str], Storage]) -> FindingFiles:
+    return FindingFiles(new_storage("run"), "run")
 
 
 def row(name: str, healthy: bool) -> dict[str, object]:
@@ -52,7 +53,7 @@ def test_many_who_look_at_once_get_a_number_each(files: FindingFiles) -> None:
 @pytest.mark.parametrize("damage", [lambda data: data[:50], lambda data: data.replace(b"true", b"null")])
 def test_a_damaged_finding_says_so_and_nothing_else(files: FindingFiles, tmp_path: Path, damage) -> None:
     files.add(AUDIT, 1, 0.0, {"exactly_once": True})
-    path = tmp_path / "findings" / "000001.json"
+    path = tmp_path / "run" / "findings" / "000001.json"
     path.write_bytes(damage(path.read_bytes()))
     (found,) = files.all()
     assert (found.what, found.result) == ("", {})
@@ -61,6 +62,6 @@ def test_a_damaged_finding_says_so_and_nothing_else(files: FindingFiles, tmp_pat
 
 
 def test_a_finding_of_another_run_is_none_of_this_one(files: FindingFiles, tmp_path: Path) -> None:
-    FindingFiles(Storage(str(tmp_path)), "another").add(AUDIT, 1, 0.0, {"exactly_once": True})
+    FindingFiles(Storage(str(tmp_path / "run")), "another").add(AUDIT, 1, 0.0, {"exactly_once": True})
     (found,) = files.all()
     assert "it is finding 1 of run another" in found.unreadable

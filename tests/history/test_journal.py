@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -14,6 +15,7 @@ from orchestrator.history import journal_reader as reader
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import OWN_FIELDS, JournalWriter
 from orchestrator.history.journal_reader import read_journal, read_outline
+from orchestrator.history.segments import read_first
 from orchestrator.monitor.tail import read_tail
 from orchestrator.records import StepRecord
 from orchestrator.storage.files import Storage
@@ -22,8 +24,8 @@ from tests.storage.crashfs import ModelDisk
 
 
 @pytest.fixture
-def storage(tmp_path) -> Storage:
-    return Storage(str(tmp_path / "quickstart"))
+def storage(new_storage: Callable[[str], Storage]) -> Storage:
+    return new_storage("quickstart")
 
 
 def writer(storage: Storage, attempt: int = 1, segment_bytes: int = 1 << 20) -> JournalWriter:
@@ -56,7 +58,7 @@ def test_every_line_is_json_with_the_common_fields(storage) -> None:
     journal = writer(storage)
     journal.step(record(key(1)))
     journal.flush()
-    line = json.loads(storage.read("journal/a0001/000001.jsonl"))
+    line = json.loads(read_first(storage, 1))
     common = {
         "seq": 1,
         "time": "2026-01-02T00:00:00.000+00:00",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from orchestrator.storage.files import Storage
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> Storage:
-    return Storage(str(tmp_path))
+def storage(new_storage: Callable[[str], Storage]) -> Storage:
+    return new_storage("run")
 
 
 def test_requests_are_read_as_they_were_asked_and_only_by_their_launch(storage: Storage) -> None:
@@ -39,7 +40,7 @@ def test_many_who_ask_at_once_get_a_number_each(storage: Storage) -> None:
 def test_a_damaged_request_asks_for_nothing_and_says_why(storage: Storage, tmp_path: Path, damage) -> None:
     files = RequestFiles(storage, "aa", "run")
     files.ask(SAVE)
-    path = tmp_path / "requests" / "aa" / "000001.json"
+    path = tmp_path / "run" / "requests" / "aa" / "000001.json"
     path.write_bytes(damage(path.read_bytes()))
     found = files.read(1)
     assert found is not None
@@ -56,7 +57,7 @@ def test_a_request_of_another_run_asks_for_nothing(storage: Storage) -> None:
 
 def test_storage_that_cannot_be_read_is_no_answer(storage: Storage, tmp_path: Path) -> None:
     RequestFiles(storage, "aa", "run").ask(STOP)
-    path = tmp_path / "requests" / "aa" / "000001.json"
+    path = tmp_path / "run" / "requests" / "aa" / "000001.json"
     path.unlink()
     path.symlink_to(path)
     with pytest.raises(StorageError):

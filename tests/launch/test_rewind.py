@@ -170,19 +170,21 @@ def test_a_living_launch_is_left_alone(trained: Trained, monkeypatch: pytest.Mon
     attempt = runner.begin()
     heart = runner.store.heartbeat(attempt.number)
     monkeypatch.setattr(busy_watch, "BUSY_WATCH_S", 60.0)
-    monkeypatch.setattr(runner.store.__class__, "newest_claim", beating_at(heart, runner.store.newest_claim))
+    monkeypatch.setattr(
+        runner.store.__class__, "signs_of_life", beating_at(heart, runner.store.signs_of_life)
+    )
     text = f"attempt 4 of launch .* is alive; .*`orchestrator stop {runner.folder}`"
     with pytest.raises(BusyError, match=text):
         Run(runner.folder).rewind(first.point_name)
     assert max(runner.store.claim_numbers()) == attempt.number
 
 
-def beating_at(heart: Any, newest_claim: Any) -> Any:
-    """Each look at the newest claim finds that its launch has shown another sign of life."""
+def beating_at(heart: Any, signs_of_life: Any) -> Any:
+    """Each look at them finds that the launch has shown another one."""
 
-    def look(store: Any) -> Any:
+    def look(store: Any, number: int, listed: Any = None) -> Any:
         heart.beat()
-        return newest_claim()
+        return signs_of_life(number)
 
     return look
 

@@ -20,6 +20,7 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.history.claim_files import REWIND
 from orchestrator.history.claims import ClaimParent, ForkedFrom
 from orchestrator.history.journal import JournalWriter
+from orchestrator.history.segment_log import SEGMENT_BYTES, GrowingSegments, SegmentLog
 from orchestrator.launch import rewind as rewinding
 from orchestrator.launch.rewind import RewindPlan
 from orchestrator.launch.which_point import Wanted
@@ -80,12 +81,20 @@ def scene(job: JobConfig, data: DataSpec, *, ended: bool) -> Scene:  # noqa: F81
     return Scene(run, disk.files(), point, not ended, seen, plan, describe(run.store, point))
 
 
+def going_on(log: SegmentLog, storage: Storage) -> SegmentLog:
+    """It goes on with the next segment."""
+    assert isinstance(log, GrowingSegments)
+    after = GrowingSegments(storage, 1, SEGMENT_BYTES)
+    after.num_segments = log.num_segments
+    return after
+
+
 # ------------------------------------------------------------------ who deletes: whether it has
 def retention(scene: Scene, disk: Disk) -> bool:
     """The coordinator of attempt 1, which asked for a newer claim a moment ago."""
     store, old = scene.store(disk), scene.run.live.journal
     journal = JournalWriter(store.storage, 1, run="run", run_id=scene.run.run.id)
-    journal._seq, journal._segments = old._seq, old._segments  # noqa: SLF001  it goes on with the next segment
+    journal._seq, journal._log = old._seq, going_on(old._log, store.storage)  # noqa: SLF001
     committer = PointCommitter(store, journal, 1, {}, {}, lambda: 0.0, run_id=scene.run.run.id)
     return bool(committer.perform(DeletePoints(names=(scene.point,))).names)
 

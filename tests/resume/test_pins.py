@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import pytest
 
-from orchestrator.errors import RefusedError
+from orchestrator.errors import RefusedError, WantedPointError
 from orchestrator.history.claim_files import START
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.journal_reader import read_journal
@@ -22,22 +23,27 @@ from tests.monitor.live_run import Paused
 from tests.resume.driver import Coordinator
 from tests.resume.samples import key, no_sleep
 from tests.storage.crashfs import ModelDisk
+from tests.storage.interleaved_buckets import Act, Faults, interleavings
+from tests.storage.model_store import ModelBucket, ModelStore
 
 POINT = key(10).point_name
 CALLS = tuple(name for name in vars(Disk) if not name.startswith("_"))
 
 
-@pytest.fixture
-def disk() -> ModelDisk:
-    return ModelDisk()
-
-
-@pytest.fixture
-def store(disk: ModelDisk) -> RunStore:
+@pytest.fixture(params=["disk", "bucket"])
+def store(request: pytest.FixtureRequest) -> RunStore:
     """A run whose attempt 1 is claimed."""
-    store = RunStore(Storage("/run", disk, no_sleep))
+    on_disk = request.param == "disk"
+    storage = Storage("/run", ModelDisk(), no_sleep) if on_disk else Storage.on(ModelStore(ModelBucket()))
+    store = RunStore(storage)
     store.claim(1, "aaaa", START, "host")
     return store
+
+
+def is_free(store: RunStore, point: str = POINT) -> bool:
+    """Nobody holds the point, and a folder has nothing that says who did."""
+    left = store.storage.list("pins") if store.storage.traits.frees_names else []
+    return store.read_hold(point) is None and store.pins() == {} and not store.deletions() and left == []
 
 
 def pin(store: RunStore, point: str = POINT) -> Hold:
@@ -64,7 +70,7 @@ def test_retention_keeps_what_is_pinned_and_deletes_it_once_that_is_given_back(s
     coordinator.journal.flush()
     events = [e for e in read_journal(store.storage).events if e.kind == "deleting points"]
     assert [e.fields["points"] for e in events] == [[key(20).point_name], [POINT]], "none of a pinned one"
-    assert store.storage.list("pins") == []
+    assert is_free(store)
 
 
 def test_a_pin_stays_what_it_was_when_another_one_pins_the_point(store: RunStore) -> None:
@@ -80,7 +86,7 @@ def test_there_must_be_a_point_to_pin(store: RunStore) -> None:
     for name in ("../../etc", "x", ""):
         with pytest.raises(RefusedError, match="no name of a resume point"):
             pin(store, name)
-    assert store.storage.list("pins") == []
+    assert is_free(store)
     assert store.unpin(POINT) is None
 
 
@@ -93,6 +99,109 @@ def test_a_pin_that_cannot_be_read_still_keeps_its_point(store: RunStore, damage
     assert POINT in store.point_names()
     assert "not as it was written" in store.pins()[POINT].reason
     assert store.unpin(POINT) is not None
+
+
+def test_a_point_is_pinned_and_given_back_as_often_as_anybody_likes(store: RunStore) -> None:
+    saved(store, 10)
+    for _ in range(3):
+        held = pin(store)
+        assert (store.read_hold(POINT), store.pins()) == (held, {POINT: held})
+        assert store.unpin(POINT) == held
+        assert store.unpin(POINT) is None
+        assert is_free(store)
+    assert store.may_delete(POINT, "attempt 1", "resume.keep_latest", "")
+    assert store.deletions() == {POINT}
+    with pytest.raises(WantedPointError, match=rf"delete {store.storage.root}/pins/{POINT}.*json and"):
+        store.require_kept(POINT)
+    store.deleted(POINT)
+    assert is_free(store)
+    store.require_kept(POINT)
+
+
+def test_a_runs_pins_hold_when_its_files_are_copied_to_a_bucket_and_back() -> None:
+    disk, bucket = Storage("/run", ModelDisk(), no_sleep), Storage.on(ModelStore(ModelBucket()))
+    here, there = RunStore(disk), RunStore(bucket)
+    here.claim(1, "aaaa", START, "host")
+    saved(here, 10)
+    held = pin(here)
+    copied(disk, bucket)
+    assert there.pins() == {POINT: held}
+    assert there.unpin(POINT) == held
+    assert is_free(there)
+    again = there.pin(POINT, "bob@head", "once more", "")
+    back = RunStore(Storage("/back", ModelDisk(), no_sleep))
+    copied(bucket, back.storage)
+    back.storage.delete(f"pins/{POINT}.json")
+    assert (back.read_hold(POINT), back.pins()) == (again, {POINT: again})
+    assert not back.may_delete(POINT, "attempt 2", "resume.keep_latest", "")
+    assert back.unpin(POINT) == again
+    assert back.pins() == {}
+    assert back.may_delete(POINT, "attempt 2", "resume.keep_latest", "")
+
+
+def copied(source: Storage, to: Storage, folder: str = "") -> None:
+    for name in source.list(folder):
+        path = f"{folder}/{name}".lstrip("/")
+        try:
+            to.write(path, source.read(path))
+        except FileNotFoundError:
+            copied(source, to, path)
+
+
+# ------------------------------------------------------------------ at the same moment
+def in_a_bucket(act: Callable[[RunStore], Any]) -> Act:
+    return lambda store: act(RunStore(Storage.on(store)))
+
+
+def renewing(store: RunStore) -> Hold:
+    pin(store)
+    store.unpin(POINT)
+    return pin(store)
+
+
+def with_a_point() -> dict[str, bytes]:
+    bucket = ModelBucket()
+    store = RunStore(Storage.on(ModelStore(bucket)))
+    store.claim(1, "aaaa", START, "host")
+    saved(store, 10, 20)
+    return bucket.contents()
+
+
+def pins_of(bucket: ModelBucket, pinning: Callable[[RunStore], Any], faults: Faults) -> Iterator[Any]:
+    """(is pinned and there, what who pins and who deletes were told), for each order of their requests."""
+
+    def shared(key: str) -> bool:
+        return key.startswith("run/pins") or key == f"run/points/{POINT}/COMMIT"
+
+    programs = [in_a_bucket(pinning), in_a_bucket(deletion)]
+    for after, (pinned, deleted) in interleavings(bucket.contents(), programs, shared, faults):
+        store = RunStore(Storage.on(ModelStore(after)))
+        yield list(store.pins()) == [POINT], POINT in store.point_names(), pinned, deleted
+
+
+@pytest.mark.parametrize("pinning", [pin, renewing])
+@pytest.mark.parametrize("faults", [Faults(), Faults(repeats=1)])
+def test_in_no_order_of_requests_to_a_bucket_is_a_pinned_point_deleted(
+    pinning: Callable[[RunStore], Any], faults: Faults
+) -> None:
+    seen = set()
+    for is_pinned, is_there, pinned, deleted in pins_of(ModelBucket.of(with_a_point()), pinning, faults):
+        assert is_pinned == isinstance(pinned, Hold)
+        assert is_there or not is_pinned
+        assert deleted is not is_there
+        seen.add(is_pinned)
+    assert seen == {True, False}
+
+
+def test_with_one_name_that_is_used_again_a_late_deletion_would_lose_a_pin() -> None:
+    def as_in_a_folder(store: RunStore) -> Hold:
+        bucket = store.storage._store  # noqa: SLF001
+        assert isinstance(bucket, ModelStore)
+        bucket.traits = replace(bucket.traits, frees_names=True)  # type: ignore[misc]
+        return renewing(store)
+
+    found = pins_of(ModelBucket.of(with_a_point()), as_in_a_folder, Faults(repeats=1))
+    assert any(isinstance(pinned, Hold) and not is_pinned for is_pinned, _, pinned, _ in found)
 
 
 def moments(
@@ -162,7 +271,7 @@ def test_a_deletion_that_a_kill_cut_off_is_ended_by_the_next_one(store: RunStore
         pin(store)
     coordinator.committer.perform(DeletePoints(names=(POINT,)))
     assert store.point_names() == [key(20).point_name]
-    assert store.storage.list("pins") == []
+    assert is_free(store)
 
 
 def test_pins_that_are_made_and_given_back_are_journalled_once_each(store: RunStore) -> None:

@@ -18,7 +18,7 @@ import obstore
 import pytest
 
 from orchestrator.errors import StorageError
-from orchestrator.storage.buckets import bucket_of
+from orchestrator.storage.buckets import bucket_of, forget_buckets
 from orchestrator.storage.object_store import PART_BYTES, TOKEN, ObjectStore
 from orchestrator.storage.tries import TRIES
 from tests.resume.samples import no_sleep
@@ -133,7 +133,7 @@ def test_a_server_that_deletes_one_object_at_a_time_and_minds_an_absent_one_is_e
     for number in range(3):
         put(store, f"a/{number}", b"x")
     monkeypatch.setenv("AWS_DISABLE_BULK_DELETE", "true")
-    bucket_of.cache_clear()
+    forget_buckets()
     proxy.rule = lambda method, path: "404" if method == "DELETE" and path.endswith(("none", "/a")) else None
     proxy.asked.clear()
     store.delete(["a/none", "a/0"])

@@ -192,7 +192,7 @@ def test_a_static_group_trains_saves_and_reports_to_its_recorder(tmp_path, world
         "ended in order": True,
         "memory is known": True,
     }
-    assert (tmp_path / "points/00000005-a0004-g0001/model").is_dir()
+    assert (tmp_path / "points/00000005-a0004-g0001/state").is_dir()
 
 
 def test_a_stop_asked_of_rank_0_stops_all_after_a_save(tmp_path):
