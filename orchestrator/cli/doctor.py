@@ -11,12 +11,12 @@ from orchestrator.cli.shared import Json, app, print_json, print_lines
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from orchestrator.launch.doctor import Check
+    from orchestrator.launch.doctor_check import Check
 
 
 @app.command()
 def doctor(
-    storage: Annotated[str, typer.Argument(help="the folder that holds runs, as run.storage")] = "./runs",
+    storage: Annotated[str, typer.Argument(help="the folder or bucket of runs, as run.storage")] = "./runs",
     address: Annotated[
         str | None,
         typer.Option(metavar="HOST:6379|http://HOST:8265", help="also a cluster: its GCS, or its job server"),

@@ -21,7 +21,8 @@ def export(
         list[str],
         typer.Argument(
             metavar="[POINT] OUT",
-            help="the folder to make, which comes last; before it a point's name, or nothing: the newest one",
+            help="the folder to make (or a bucket's URI), which comes last; before it a point's name, or "
+            "nothing: the newest one",
             show_default=False,
         ),
     ],

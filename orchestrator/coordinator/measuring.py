@@ -4,6 +4,7 @@ the attempt runs in a Ray cluster, and those that the user asks for.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from orchestrator.history.loggers import LoggedRun, logger
 from orchestrator.history.metric_log import MetricLog, MetricLogs, Sink, TensorBoard
 from orchestrator.history.metrics import METRICS, PREFIX, Meter, Sample
 from orchestrator.history.saved_history import SavedHistory
+from orchestrator.storage.open import open_storage
 
 
 class RaySink:
@@ -43,17 +45,27 @@ class RaySink:
         return RayMetrics(declared, {"run": self._run})
 
 
-def measured(flat_config: Mapping[str, Any], run_folder: str, run: str, attempt: Attempt) -> MetricLogs:
-    """The metrics of an attempt; it hears them from the journal."""
+def measured(flat_config: Mapping[str, Any], location: str, run: str, attempt: Attempt) -> MetricLogs:
+    """The metrics of an attempt of the run at `location` (as `open_storage` takes it); it hears them from the
+    journal. What a logger keeps in files lies in a folder of this machine where the run lies in a bucket.
+    """
+    folder = open_storage(location).folder or _scratch(attempt)
     saved_tokens = attempt.point.cursor.consumed_tokens if attempt.point else 0
     sinks: list[Sink] = []
     if flat_config.get("monitor.tensorboard"):
-        sinks.append(TensorBoard(Path(run_folder), attempt.number))
+        sinks.append(TensorBoard(folder, attempt.number))
     if in_a_cluster():
         sinks.append(RaySink(run))
-    logged = LoggedRun(name=run, id=attempt.run_id, folder=Path(run_folder), config=flat_config)
+    logged = LoggedRun(name=run, id=attempt.run_id, folder=folder, config=flat_config)
     asked: list[list[Sink]] = [
         [logger(name, logged, SavedHistory(attempt.history, attempt.history_saved_to))]
         for name in flat_config.get("monitor.loggers") or ()
     ]
     return MetricLogs([MetricLog(Meter(saved_tokens), each) for each in (sinks, *asked)])
+
+
+def _scratch(attempt: Attempt) -> Path:
+    """The same one for all attempts of the run on this machine."""
+    folder = Path(tempfile.gettempdir()) / f"orchestrator-{attempt.run_id or 'run'}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder

@@ -6,12 +6,12 @@ Pure. `launch.doctor_facts` finds the facts; neither starts or loads Ray or torc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
-State = Literal["ok", "warn", "bad"]
+from orchestrator.launch.doctor_bucket import BucketFacts, judge_bucket
+from orchestrator.launch.doctor_check import Check, State
 
 # by package: what pyproject.toml asks for, and the version that the tests run with (constraints.txt)
 VERSIONS = {
@@ -100,7 +100,7 @@ class Facts:
     health: Mapping[str, str]
     ours: Mapping[str, str]
     cluster: ClusterFacts | None
-    storage: StorageFacts
+    storage: StorageFacts | BucketFacts
     shm_bytes: int | None
     open_files: int | None
     cpus: float
@@ -108,23 +108,6 @@ class Facts:
     memory_bytes: int | None
     gpus: Sequence[Gpu]
     cpu_bfloat16: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
-    """One line: `value` is what was found, `limit` what it is measured by, `advice` what to set and why, ""
-    where nothing is to be done.
-    """
-
-    name: str
-    state: State
-    value: str
-    limit: str = ""
-    advice: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
 
 
 def diagnose(facts: Facts) -> tuple[Check, ...]:
@@ -269,7 +252,10 @@ def _cluster(found: ClusterFacts, facts: Facts) -> Iterator[Check]:
 
 
 # ------------------------------------------------------------ storage
-def _storage(found: StorageFacts) -> Iterator[Check]:
+def _storage(found: StorageFacts | BucketFacts) -> Iterator[Check]:
+    if isinstance(found, BucketFacts):
+        yield from judge_bucket(found)
+        return
     if found.trouble:
         advice = "correct its rights or the path, or take another run.storage"
         value = f"{found.folder}: {found.trouble}"

@@ -27,8 +27,9 @@ from orchestrator.launch.doctor import (
     Gpu,
     StorageFacts,
 )
+from orchestrator.launch.doctor_bucket import BucketFacts, try_bucket
 from orchestrator.storage.files import Storage
-from orchestrator.storage.local_store import require_local
+from orchestrator.storage.open import open_storage
 
 STORAGE_S = 10.0  # how long storage is waited for
 _GPUS = ("nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits")
@@ -63,9 +64,9 @@ def collect(storage: str, address: str | None) -> Facts:
         )
 
 
-def look_at_storage(folder: str, make: Callable[[str], Storage] = Storage) -> StorageFacts:
+def look_at_storage(folder: str, make: Callable[[str], Storage] = open_storage) -> StorageFacts | BucketFacts:
     """Tries a folder in one of its own, which it removes. One that does not exist is tried where it would be
-    made. Storage that hangs is given up after `STORAGE_S`.
+    made. Of a bucket's URI what a bucket must do is tried. Storage that hangs is given up after `STORAGE_S`.
     """
     asked = Asked(lambda: _try_storage(folder, make))
     asked.ask()
@@ -76,8 +77,9 @@ def look_at_storage(folder: str, make: Callable[[str], Storage] = Storage) -> St
     return found or StorageFacts(folder=folder, trouble=f"it has not answered for {STORAGE_S:.0f} s")
 
 
-def _try_storage(folder: str, make: Callable[[str], Storage]) -> StorageFacts:
-    require_local(folder, "it")
+def _try_storage(folder: str, make: Callable[[str], Storage]) -> StorageFacts | BucketFacts:
+    if "://" in folder:
+        return try_bucket(make(folder))
     parent, missing = Path(os.path.abspath(os.path.expanduser(folder))), list[str]()
     while not parent.exists():
         missing.insert(0, str(parent))

@@ -4,7 +4,6 @@ itself is `resume.export`'s.
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from orchestrator.errors import RefusedError
 from orchestrator.resume.export import export_point
 from orchestrator.resume.points import Damage
 from orchestrator.resume.store import RunStore
+from orchestrator.storage.open import absolute
 
 
 def export(
@@ -28,7 +28,7 @@ def export(
     return {
         "run": uri,
         "point": name,
-        "out": os.path.abspath(os.path.expanduser(out)),
+        "out": absolute(str(out)),
         "dtype": exported.dtype,
         "weights_digest": exported.weights_digest,
         "bytes": exported.num_bytes,

@@ -32,6 +32,7 @@ from orchestrator.resume.store import RunStore
 from orchestrator.resume.tensor_files import SHARD_BYTES, Buffer, Form, Piece, write_file, write_tensors
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import TEMPORARY
+from orchestrator.storage.open import above
 from orchestrator.storage.sealed import seal
 
 RUN_CONFIG = "run_config.json"
@@ -43,7 +44,7 @@ def export_point(
 ) -> Exported:
     """Writes the weights of the point `name` to the folder `out`, which must not exist, or be empty; whole or
     not at all: it is written beside it under another name (`.OUT.tmp-…`, which a kill leaves) and then
-    renamed.
+    renamed. An `out` in a bucket (`s3://…`) has no other name: it is whole as soon as EXPORT is there.
 
     `dtype` (one of `DTYPES`) rounds floating-point numbers as torch does; without it they are as trained.
     Raises `RefusedError` for another `dtype`, an `out` that is taken or lies in the run's folder, and a point
@@ -53,12 +54,16 @@ def export_point(
         raise RefusedError(
             f"--dtype={dtype}: weights are exported as {', '.join(DTYPES)}, or without it as trained"
         )
-    folder = Path(os.path.abspath(os.path.expanduser(out)))
-    _require_free(folder, Path(store.storage.root))
+    where = store.storage.beside(str(out))
+    if where.folder is None:
+        _require_free_prefix(where, store.storage.root)
+        return write_export(store, name, where, "", dtype, shard_bytes)
+    folder, run = where.folder, store.storage.root
+    _require_free(folder, run)
     beside = folder.with_name(f".{folder.name}{TEMPORARY}{secrets.token_hex(8)}")
     try:
         exported = write_export(store, name, Storage(str(beside)), "", dtype, shard_bytes)
-        _require_free(folder, Path(store.storage.root))
+        _require_free(folder, run)
         os.rename(beside, folder)  # also where `out` is an empty folder
         Storage(str(folder.parent)).sync("")
     except OSError as error:
@@ -118,11 +123,24 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
 
 
 # ---------------------------------------------------------------------------------------------------- inside
-def _require_free(folder: Path, run: Path) -> None:
-    if folder == run or run in folder.parents:
+def _require_outside(where: str, run: str) -> None:
+    if where == run or run in above(where):
         raise RefusedError(
-            f"{folder} lies in the run's folder {run}, where the run alone writes; give another folder"
+            f"{where} lies in the run's folder {run}, where the run alone writes; give another folder"
         )
+
+
+def _require_free_prefix(where: Storage, run: str) -> None:
+    _require_outside(where.root, run)
+    if where.list(""):
+        raise RefusedError(
+            f"{where.root} is not empty; an export overwrites nothing: give another prefix, or delete what a "
+            "cut-off export left there (one that is whole has EXPORT)"
+        )
+
+
+def _require_free(folder: Path, run: str) -> None:
+    _require_outside(str(folder), run)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RefusedError(
             f"{folder} exists and is not empty; an export overwrites nothing: give another folder"

@@ -7,7 +7,7 @@ It knows names, forms and bytes; where they come from and what they mean, its ca
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -94,22 +94,26 @@ def _shards(pieces: Sequence[Piece], shard_bytes: int) -> list[list[Piece]]:
 
 
 def _write_shard(storage: Storage, folder: str, name: str, shard: Sequence[Piece]) -> FileEntry:
-    hasher, file = blake3(), storage.append(f"{folder}/{name}" if folder else name)
-    try:
-        head = _header([form for piece in shard for form in piece.forms])
-        hasher.update(head)
-        file.write(head)
+    head = _header([form for piece in shard for form in piece.forms])
+    size = len(head) + sum(piece.num_bytes for piece in shard)
+    digest = ""
+
+    def content() -> Iterator[Buffer]:
+        nonlocal digest
+        hasher = blake3(head)
+        yield head
         for piece in shard:
             made = piece.make()
             for form in piece.forms:
                 data = made[form.name]
                 assert len(data) == form.num_bytes, f"{form.name} has {len(data)} bytes, not {form.num_bytes}"
                 hasher.update(data)
-                file.write(data)
-        file.sync()
-    finally:
-        file.close()
-    return FileEntry(path=name, bytes=file.num_bytes, digest=hasher.hexdigest())
+                yield data
+        digest = hasher.hexdigest()
+
+    storage.put(f"{folder}/{name}" if folder else name, content, size)
+    storage.sync(folder)
+    return FileEntry(path=name, bytes=size, digest=digest)
 
 
 def _header(forms: Iterable[Form]) -> bytes:

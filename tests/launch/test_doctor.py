@@ -22,7 +22,6 @@ from orchestrator.launch.doctor import (
     PYTHON,
     VERSIONS,
     AuthFacts,
-    Check,
     ClusterFacts,
     Facts,
     Gpu,
@@ -30,6 +29,7 @@ from orchestrator.launch.doctor import (
     diagnose,
     worst,
 )
+from orchestrator.launch.doctor_check import Check
 from orchestrator.launch.doctor_facts import collect, look_at_storage
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
@@ -191,7 +191,7 @@ def test_a_file_system_that_gives_a_name_twice_is_found_out(tmp_path: Path) -> N
 def test_a_folder_that_cannot_be_tried_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "is no folder" in look_at_storage(str(tmp_path / "file" / "runs")).trouble
-    assert "URI" in look_at_storage("s3://bucket/runs").trouble
+    assert "is no storage" in look_at_storage("hdfs://bucket/runs").trouble
 
 
 def test_storage_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from orchestrator.resume import export as exporting
 from orchestrator.resume.export import export_point
 from orchestrator.resume.export_files import MARKER, read_marker
 from orchestrator.storage.files import Storage
+from orchestrator.storage.local_store import LocalStore
 from tests.parts.samples import byte_of
 from tests.resume.exports import FACTORY, LLAMA, SMALL, commit, job, logits, state_of, store_at
 
@@ -158,7 +159,7 @@ def test_an_export_that_is_cut_off_anywhere_has_no_marker_and_no_name(
     point = commit(store, config, state_of(config))
     calls = 0
 
-    class Cut(Storage):
+    class Cut(LocalStore):
         """The `at`-th write fails for good."""
 
         def _try(self, what: str, full: str, action: Any) -> Any:
@@ -168,9 +169,10 @@ def test_an_export_that_is_cut_off_anywhere_has_no_marker_and_no_name(
                 raise StorageError("cut off")
             return super()._try(what, full, action)
 
-    monkeypatch.setattr(exporting, "Storage", Cut)
+    monkeypatch.setattr(exporting, "Storage", lambda root: Storage.on(Cut(root)))
     at = 0
     export_point(store, point.name, tmp_path / "whole")
+    assert calls
     for at in range(1, calls + 1):  # noqa: B007  the class reads it
         calls = 0
         with pytest.raises(StorageError, match="cut off"):

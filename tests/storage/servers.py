@@ -40,11 +40,14 @@ def no_fault(method: str, path: str) -> Fault | None:
 
 @dataclass
 class Proxy:
-    """Where it listens, what it does next (method, path with its query -> fault), and what it was asked."""
+    """Where it listens, what it does next (method, path with its query -> fault), what it was asked, and the
+    headers of requests that it leaves out.
+    """
 
     url: str = ""
     rule: Rule = no_fault
     asked: list[tuple[str, str]] = field(default_factory=list)
+    forgets: tuple[str, ...] = ()
 
     def one_in(self, fault: Fault, method: str, part: str = "", first: int = 1) -> None:
         """That fault meets the `first`-th request of this kind and no other; what was asked is forgotten."""
@@ -142,7 +145,8 @@ class _Passing(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass
 
     def _ask(self, body: bytes) -> tuple[HTTPResponse, bytes]:
-        return self._upstream(self.command, body, dict(self.headers.items()))
+        headers = {k: value for k, value in self.headers.items() if k.lower() not in self.told.forgets}
+        return self._upstream(self.command, body, headers)
 
     def _upstream(self, method: str, body: bytes, headers: dict[str, str]) -> tuple[HTTPResponse, bytes]:
         connection = HTTPConnection(self.upstream, timeout=60)

@@ -1,0 +1,277 @@
+"""A run in a bucket, read by every command as one in a folder: the same documents, but for where it lies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+import orchestrator
+from orchestrator.cli.commands import main
+from orchestrator.coordinator.survey import survey
+from orchestrator.data.sources import frozen_list
+from orchestrator.data.sources.fragments import load_plan
+from orchestrator.errors import ConfigError, RefusedError, StorageError
+from orchestrator.launch.doctor import BucketFacts
+from orchestrator.launch.doctor_facts import look_at_storage
+from orchestrator.monitor.dashboard.app import make_app
+from orchestrator.storage.buckets import bucket_of
+from orchestrator.storage.files import Storage
+from orchestrator.storage.open import above, absolute, join, open_storage, split
+from orchestrator.storage.probe import check_bucket
+from tests.storage.servers import moto, new_bucket, proxy_before, reach
+
+ROOT = Path(__file__).resolve().parents[2]
+NEWEST, ORPHAN = "00000010-a0003-g0001", "00000008-a0002-g0001"
+SECRET = "hunter2-and-more"
+TOKEN, HOST = "t" * 43, "http://127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with moto() as url:
+        yield url
+
+
+@pytest.fixture
+def bucket(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    reach(monkeypatch, server, tmp_path)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    bucket_of.cache_clear()
+    return new_bucket(server)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: `example` is a run, `job.yaml` what it was started with."""
+    shutil.copytree(ROOT / "tests" / "examples" / "format1", tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def put(folder: Path, uri: str) -> str:
+    storage = open_storage(uri)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            storage.write(str(path.relative_to(folder)), path.read_bytes())
+    return uri
+
+
+def contents(storage: Storage, folder: str = "") -> dict[str, bytes]:
+    found = {}
+    for each in storage.listed(folder):
+        path = f"{folder}/{each.name}" if folder else each.name
+        if each.facts is None and storage.folder is None:
+            found |= contents(storage, path)
+        else:
+            found[path] = storage.read(path)
+    return found
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        main([*words])
+    return int(str(ended.value.code)), capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "points RUN --json",
+        "points RUN",
+        "points RUN --tree",
+        "verify RUN --json",
+        "status RUN --json",
+        "audit RUN --json --processes 1",
+        "samples RUN --step 10 --json --text",
+        "replay RUN --step 9 --json",
+    ],
+)
+def test_a_command_says_of_a_run_in_a_bucket_what_it_says_of_one_in_a_folder(
+    command: str, bucket: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uri = put(folder / "example", f"{bucket}/team/runs/example")
+    expected = said(capsys, *command.replace("RUN", str(folder / "example")).split())
+    found = said(capsys, *command.replace("RUN", uri).split())
+    assert expected[0] == 0
+    told = found[1].replace(uri, str(folder / "example"))
+    if "--json" not in command:
+        assert (found[0], told) == expected
+        return
+    here, there = (json.loads(text) for text in (expected[1], told))
+    for document in (here, there):
+        if isinstance(document, dict):
+            for measured in ("seconds", "last_step_age_s", "newest_point_age_s"):
+                document.pop(measured, None)
+    assert there == here
+
+
+def test_weights_are_exported_from_a_bucket_and_into_one(bucket: str, folder: Path, tmp_path: Path) -> None:
+    run = orchestrator.open(put(folder / "example", f"{bucket}/example"))
+    report = run.export(tmp_path / "out")
+    assert (report["out"], report["point"]) == (str(tmp_path / "out"), NEWEST)
+    there = run.export(f"{bucket}/weights/newest")
+    assert (there["out"], there["files"]) == (f"{bucket}/weights/newest", report["files"])
+    mine, theirs = (
+        contents(open_storage(f"{bucket}/weights/newest")),
+        contents(Storage(str(tmp_path / "out"))),
+    )
+    for files in (mine, theirs):
+        files.pop("EXPORT")  # it says when
+    assert mine == theirs
+    with pytest.raises(RefusedError, match="newest is not empty; an export overwrites nothing"):
+        run.export(f"{bucket}/weights/newest")
+    with pytest.raises(RefusedError, match="where the run alone writes"):
+        run.export(f"{bucket}/example/weights")
+
+
+def test_a_plan_of_a_run_in_a_bucket_continues_it(bucket: str, folder: Path) -> None:
+    put(folder / "example", f"{bucket}/runs/example")
+    overrides = ["train.max_steps=20", "resume.keep_latest=4"]
+    here = orchestrator.plan("job.yaml", overrides)
+    before = contents(open_storage(f"{bucket}/runs/example"))
+    there = orchestrator.plan("job.yaml", [*overrides, f"run.storage={bucket}/runs"])
+    assert (there.action, there.point, there.consumed_tokens) == ("resume", NEWEST, here.consumed_tokens)
+    assert contents(open_storage(f"{bucket}/runs/example")) == before, "what was tried there is gone"
+
+
+def test_pins_are_kept_and_given_back_in_a_bucket(bucket: str, folder: Path) -> None:
+    run = orchestrator.open(put(folder / "example", f"{bucket}/example"))
+    run.pin(ORPHAN, "mine")
+    assert [row["name"] for row in run.list_points() if row["pin"]] == [ORPHAN]
+    assert [each.deleted for each in run.prune()] == [False]
+    run.unpin(ORPHAN)
+    assert [row["name"] for row in run.list_points() if row["pin"]] == []
+    assert [each.point for each in run.prune()] == [ORPHAN]
+    assert ORPHAN not in [row["name"] for row in run.list_points()]
+
+
+def test_the_runs_of_a_bucket_are_listed_and_shown(bucket: str, folder: Path) -> None:
+    put(folder / "example", f"{bucket}/runs/example")
+    put(folder / "example", f"{bucket}/runs/other")
+    put(folder / "corpus", f"{bucket}/runs/corpus")
+    assert [run.uri for run in orchestrator.runs(f"{bucket}/runs")] == [
+        f"{bucket}/runs/example",
+        f"{bucket}/runs/other",
+    ]
+    client = client_of(f"{bucket}/runs")
+    document = client.get("/api/runs").json()
+    assert document["storage"] == f"{bucket}/runs"
+    assert [run["uri"] for run in document["runs"]] == [f"{bucket}/runs/example", f"{bucket}/runs/other"]
+    assert client.get("/api/runs/corpus").status_code == 404
+    here, there = client_of(str(folder)), client_of(f"{bucket}/runs/example")
+    for route in ("points", "events", "attempts", f"points/{NEWEST}"):
+        expected = here.get(f"/api/runs/example/{route}")
+        found = there.get(f"/api/runs/example/{route}")
+        assert expected.status_code == 200, route
+        text = found.text.replace(f"{bucket}/runs", str(folder))
+        assert json.loads(text) == expected.json(), route
+    assert there.get("/api/runs/other").status_code == 404, "only the one was asked for"
+
+
+def client_of(location: str) -> TestClient:
+    app = make_app(open_storage(location), TOKEN, clock=lambda: 2e9)
+    return TestClient(app, base_url=HOST, headers={"Authorization": f"Bearer {TOKEN}"})
+
+
+def test_a_frozen_list_in_a_bucket_is_read_once_by_a_machine(
+    bucket: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = put(folder / "example", f"{bucket}/example")
+    run = orchestrator.open(uri)
+    assert run.audit(processes=1)["exactly_once"]
+    (plan,) = run._trained_data(survey(run._store)).plans
+    reference = plan.reference
+    assert reference is not None
+    assert (reference.storage, reference.path) == (uri, "manifest/made.parquet")
+    load_plan.cache_clear()
+    first = load_plan(reference)
+    load_plan.cache_clear()
+    open_storage(uri).delete("manifest/made.parquet")
+    assert load_plan(reference) == first, "the machine has a copy"
+    (copy,) = frozen_list._cache().iterdir()
+    copy.write_bytes(copy.read_bytes()[:-1])
+    load_plan.cache_clear()
+    with pytest.raises(orchestrator.errors.DataIdentityError, match="cannot be read"):
+        load_plan(reference)
+
+
+# ----------------------------------------------------------------------------------- before a launch begins
+def test_a_bucket_that_can_be_written_is_left_as_it_was(bucket: str) -> None:
+    check_bucket(open_storage(f"{bucket}/runs/new"))
+    assert open_storage(bucket).list("") == []
+
+
+def test_a_store_that_lets_a_name_be_created_twice_is_refused(
+    server: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with proxy_before(server) as proxy:
+        proxy.forgets = ("if-none-match",)
+        reach(monkeypatch, proxy.url, tmp_path)
+        with pytest.raises(StorageError, match="two launches could train one run"):
+            check_bucket(open_storage(f"{bucket}/runs/new"))
+        found = look_at_storage(f"{bucket}/runs")
+        assert isinstance(found, BucketFacts)
+        assert not found.exclusive
+        assert open_storage(bucket).list("") == []
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [("403", "access to s3://bucket.* is denied"), ("400", "does not answer as it")],
+)
+def test_a_bucket_that_cannot_be_written_says_why_and_what_to_do(
+    status: Any, text: str, server: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with proxy_before(server) as proxy:
+        reach(monkeypatch, proxy.url, tmp_path)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        bucket_of.cache_clear()
+        proxy.rule = lambda method, path: status if method == "PUT" else None
+        with pytest.raises(StorageError, match=f"run.storage cannot be written: .*{text}") as refused:
+            check_bucket(open_storage(f"{bucket}/runs/new", sleep=lambda seconds: None))
+        assert SECRET not in str(refused.value)
+
+
+def test_doctor_tries_a_bucket_and_leaves_nothing(bucket: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = look_at_storage(f"{bucket}/runs")
+    assert isinstance(found, BucketFacts)
+    assert (found.exclusive, found.listed, found.reads, found.deletes) == (True, True, True, True)
+    assert open_storage(bucket).list("") == []
+    _, text = said(capsys, "doctor", f"{bucket}/runs", "--json")
+    states = {check["name"]: check["state"] for check in json.loads(text)["checks"]}
+    assert states["storage"] == states["exclusive create"] == states["list after write"] == "ok"
+    assert SECRET not in text
+
+
+# ------------------------------------------------------------------------------------------ what is written
+@pytest.mark.parametrize(
+    "uri", [f"s3://me:{SECRET}@bucket/runs", f"s3://{SECRET}@bucket/runs", f"gs://bucket/runs?key={SECRET}"]
+)
+def test_a_uri_with_a_secret_is_refused_without_saying_it(uri: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        open_storage(uri)
+    assert "give credentials by the environment" in str(refused.value)
+    assert SECRET not in str(refused.value)
+
+
+def test_places_are_said_in_one_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute("runs/") == str(tmp_path / "runs")
+    assert absolute("s3://b/runs/") == "s3://b/runs"
+    assert split("s3://b/runs/a") == ("s3://b/runs", "a")
+    assert split("s3://b/runs") == ("s3://b", "runs")
+    assert split("s3://b") == ("s3://b", "")
+    assert split("/runs/a/") == ("/runs", "a")
+    assert join("s3://b/", "runs", "a") == "s3://b/runs/a"
+    assert above("s3://b/c/d") == ("s3://b/c", "s3://b")
+    assert above("s3://b") == ()
+    assert above("/c/d") == ("/c", "/")
+    assert Storage(str(tmp_path)).beside("s3://b/c").root == "s3://b/c"
+    assert open_storage("s3://b/c").beside(str(tmp_path)).folder == tmp_path
