@@ -462,8 +462,8 @@ class GenerationView:
     that step, holds its shard of the parent.
 
     `sources[s]` are all who can give shard s of the parent, `Source` by `Source`, of len(sources) shards;
-    empty where `source_rank` is None. `keep` is the newest memory point that is complete among the members:
-    its copies are not to be overwritten before a newer one is whole on every rank. `nodes[rank]` is a number
+    empty where `source_rank` is None. `keep` is a memory point that is complete among the members: its copies
+    are not to be overwritten before a newer one is whole on every rank. `nodes[rank]` is a number
     for the node of each rank, `own_host` the host under which the others reach this member.
     """
 

@@ -391,6 +391,21 @@ def _decay(schedule: str, decay_steps: int | None, *stops: int | None) -> str | 
     return None
 
 
+def _parallel(parallel: Any, numerics: str) -> str | None:
+    if parallel in ("auto", "replicate") or numerics != "invariant":
+        return None
+    return (
+        f"is {_show(parallel)}, and train.numerics=invariant, which needs the whole gradient on every "
+        "worker; set train.numerics=fast, or train.parallel=replicate"
+    )
+
+
+def _of_blocks(wanted: str, parallel: Any) -> str | None:
+    if wanted == "none" or parallel != "replicate":
+        return None
+    return f"is {wanted}, which is for sharded models, and train.parallel=replicate; set it to none, or shard"
+
+
 def _range(num_workers: int | list[int]) -> str | None:
     if isinstance(num_workers, int) or num_workers[0] <= num_workers[1]:
         return None
@@ -449,6 +464,9 @@ _RULES = (
     ),
     _Between(fields=("pack.seq_len", "model.config"), check=_positions),
     _Between(fields=("train.schedule", "train.decay_steps", *_STOPS), check=_decay),
+    _Between(fields=("train.parallel", "train.numerics"), check=_parallel),
+    _Between(fields=("train.compile", "train.parallel"), check=_of_blocks),
+    _Between(fields=("train.activation_checkpointing", "train.parallel"), check=_of_blocks),
     _Between(fields=("cluster.num_workers",), check=_range),
     _Between(fields=("resume.data", "resume.skip_steps", "resume.skip_samples"), check=_mode),
     _Between(fields=("resume.skip_steps", "resume.skip_samples"), check=_one_skip),

@@ -266,6 +266,15 @@ class ModelConfig(_Section):
     """
 
 
+class ShardsConfig(_Section):
+    """`train.parallel` as HSDP."""
+
+    shard: Annotated[int, Field(ge=2)]
+    """Workers that hold the state together."""
+    replicate: Annotated[int, Field(ge=1)]
+    """How many times they hold it, with all workers there."""
+
+
 class TrainConfig(_Section):
     """Batches, length, optimizer and schedule."""
 
@@ -312,7 +321,34 @@ class TrainConfig(_Section):
     no resume changes to or from it.
     """
     numerics: Annotated[Literal["auto", "invariant", "fast"], may_change("auto, invariant or fast")] = "auto"
-    """`invariant`: the same bits on any number of workers; `auto`: invariant on CPU, fast on GPU."""
+    """`invariant`: the same bits on any number of workers, under `parallel: replicate` only; `auto`:
+    invariant on CPU where each worker holds the whole state, else fast.
+    """
+    parallel: Annotated[
+        Literal["auto", "replicate", "shard"] | ShardsConfig,
+        may_change("auto, replicate, shard or {shard: n, replicate: m}"),
+    ] = "auto"
+    """Who holds the state: `replicate`: each worker all of it (DDP). `shard`: each an equal part (FSDP2).
+    `{shard: n, replicate: m}`: n workers together, m times (HSDP); with a number of workers that n does not
+    divide each holds a part of its own. `auto`: replicate where that fits in memory, else shard.
+    """
+    compile: Annotated[Literal["none", "blocks"], may_change("none or blocks")] = "none"
+    """`blocks`: each block of a sharded model is compiled by `torch.compile`, which takes up to minutes in
+    the first step of each process; last bits change.
+    """
+    activation_checkpointing: Annotated[Literal["none", "blocks"], may_change("none or blocks")] = "none"
+    """`blocks`: activations inside each block of a sharded model are not kept for backward, but computed
+    again: less memory, about a third more work.
+    """
+
+    @property
+    def num_shards(self) -> int | None:
+        """Into how many parts `parallel` cuts the state (None: one for each worker); 1 under `auto`, which is
+        decided by who knows the machines.
+        """
+        if isinstance(self.parallel, ShardsConfig):
+            return self.parallel.shard
+        return None if self.parallel == "shard" else 1
 
 
 class ClusterConfig(_Section):
@@ -365,6 +401,13 @@ class ResumeConfig(_Section):
     """Save a resume point every so many steps; null: not by steps."""
     every_minutes: Annotated[float | None, free("a number > 0, or null", gt=0)] = None
     """Save a resume point every so many minutes; null: not by time."""
+    memory_every_steps: Annotated[
+        Literal["auto"] | Annotated[int, Field(ge=1)] | None, free("auto, a whole number >= 1, or null")
+    ] = "auto"
+    """Each worker copies its part of the state in memory every so many steps, and a neighbour keeps another
+    copy: a lost worker costs at most the steps since. `auto`: 10 where workers hold parts of the state, else
+    null; null: none, and a lost part costs the steps since the last point.
+    """
     keep_latest: Annotated[int, free("a whole number >= 1", ge=1)] = 3
     """Resume points that are kept."""
     keep_every: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None

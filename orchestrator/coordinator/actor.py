@@ -189,6 +189,13 @@ class Coordinator:
             PartFailed(key=key, rank=rank, world_size=world_size, reason=reason, now_s=time.monotonic())
         )
 
+    async def is_given_up(self, launch: str, key: StateKey, world_size: int) -> bool:
+        """Whether a save that a member began, one of `world_size` ranks, can never be committed: then it need
+        not write its part to the end.
+        """
+        self._check(launch)
+        return key.attempt != self._attempt.number or self._commits.is_hopeless(key, world_size)
+
     async def digest(self, launch: str, key: StateKey, weights_digest: str) -> None:
         """What the weights of a state are; of an older attempt's it is left out."""
         self._check(launch)

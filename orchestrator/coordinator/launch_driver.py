@@ -169,6 +169,8 @@ class LaunchDriver:
         """Ticks the launch machine and forms the generations that it decides on."""
         while True:
             async with self.commits.lock:
+                if self.commits.retries.due(time.monotonic()) and self.machine.ended is None:
+                    self.machine.save_again()
                 actions = self.machine.tick(time.monotonic())
                 await self.carry_out(action for action in actions if not isinstance(action, Form))
                 for action in actions:

@@ -237,6 +237,12 @@ class LaunchMachine:
         """A vote came: what was asked for as a save has begun."""
         self.rendezvous.save_answered(self._save)
 
+    def save_again(self) -> None:
+        """A save is asked for, as soon as members can begin one; until one has begun, or is committed."""
+        self._num_saves += 1
+        self._save = f"save-{self._num_saves}"
+        self.rendezvous.request_save(self._save)
+
     def control_requests(self, attempt: int, generation: int, acknowledged_step: int) -> ControlRequests:
         """What is wanted of a generation; see `Rendezvous.control_requests`."""
         found = self.rendezvous.control_requests(attempt, generation, acknowledged_step)
@@ -294,6 +300,7 @@ class LaunchMachine:
     def committed(self, key: StateKey) -> list[Action]:
         """A save was committed."""
         self._saving.worked()
+        self.rendezvous.save_answered(self._save)  # who asked for more than this one holds asks again
         self._saved = max(self._saved or key, key)
         return [_note(answer) for answer in self._requests.committed(key)]
 
@@ -308,9 +315,7 @@ class LaunchMachine:
         if self.ended is not None:
             return actions
         if self._requests.wants_save(now):
-            self._num_saves += 1
-            self._save = f"save-{self._num_saves}"
-            self.rendezvous.request_save(self._save)
+            self.save_again()
         for action in self.rendezvous.tick(now):
             match action:
                 case LeaveOut():

@@ -137,6 +137,12 @@ class CoordinatorProcess:
             return None
         return self._unheard()
 
+    async def is_given_up(self, launch: str, key: StateKey, world_size: int) -> bool | StillWaiting:
+        """See `Coordinator`."""
+        if here := await self._begun():
+            return await here.is_given_up(launch, key, world_size)
+        return self._unheard() or False
+
     async def finished(self, launch: str, member: str, key: StateKey, reason: str) -> StillWaiting | None:
         """See `Coordinator`."""
         if here := await self._begun():

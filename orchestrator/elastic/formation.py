@@ -87,7 +87,7 @@ class Formation:
     - `parent` is the state that it continues (None: from nothing). Members hold it: `source`, who has some
       or all of it, is rank 0, and `sources[s]` are all who can give shard s of it, of len(sources) shards.
       Where `source` is None the point `point` holds it. `cursor` belongs to the parent.
-    - `keep`: the newest memory point that is complete among the members (`GenerationView`).
+    - `keep`: the memory point whose copies stay until there is a newer one (`GenerationView`).
     - `step` is the label from which this generation counts: `parent.step`, unless `rebase` changed it.
     - `probe_ports`: two generations in a row failed before their first step with nobody to blame, so members
       should try each other's ports first.

@@ -132,11 +132,19 @@ def held_by_all(requests: Iterable[JoinRequest]) -> list[Holding]:
     return [holding for request in requests for holding in held_by(request)]
 
 
-def newest_memory_point(holdings: Iterable[Holding], floor: StateKey | None) -> StateKey | None:
-    """The newest memory point that is complete, unless a newer point makes it worthless."""
-    copies = [h for h in holdings if h.source in (Source.STAGED, Source.NEIGHBOUR)]
-    found = newest_complete(copies, floor)
-    return None if found is None else found.key
+def memory_point_to_keep(holdings: Iterable[Holding], floor: StateKey | None) -> StateKey | None:
+    """The memory point that is not to be overwritten before the next generation has made one of its own: the
+    newest of which every shard is held by two members, so that any one of them may be lost meanwhile; where
+    a loss has left no such point, the newest that is complete. None: there is none, or `floor`, the newest
+    committed point, is newer.
+    """
+    by_key: dict[StateKey, list[Holding]] = {}
+    for holding in holdings:
+        if holding.source in (Source.STAGED, Source.NEIGHBOUR) and not (floor and holding.key < floor):
+            by_key.setdefault(holding.key, []).append(holding)
+    found = [state for copies in by_key.values() if (state := complete(copies)) is not None]
+    spare = {state.key: all(len({h.member for h in s}) > 1 for s in state.holders) for state in found}
+    return max(spare, key=lambda key: (spare[key], key), default=None)
 
 
 def _whole(key: StateKey, source: Source, cursor: Cursor | None) -> HeldShard:

@@ -213,7 +213,8 @@ class MembershipState:
         request = arrival.request if arrival else current.requests.get(name) if current and inside else None
         waits = None
         if arrival and request:
-            waits = arrival.since, request.key, request.leaves, request.prepared, request.holdings
+            held = tuple((h.key, h.shard, h.source) for h in request.holdings)
+            waits = arrival.since, request.key, request.leaves, request.prepared, held
         delay = backoff.not_before(request.node_id) if request else None
         new = bool(current and name in current.newcomers)
         return inside, new, self.gone.get(name), self._deadlines.get(name), waits, delay

@@ -29,8 +29,8 @@ from orchestrator.elastic.holdings import (
     CompleteState,
     complete,
     held_by_all,
+    memory_point_to_keep,
     newest_complete,
-    newest_memory_point,
 )
 from orchestrator.elastic.membership_state import DEAD, LEFT, MembershipState
 from orchestrator.elastic.parent_state import ParentStateSelection
@@ -425,7 +425,7 @@ class Rendezvous:
             probe_ports=self._backoff.probe_ports,
             save_only=save_only,
             sources=_by_ranks(state, members) if state else (),
-            keep=newest_memory_point(held, self._states.floor),
+            keep=memory_point_to_keep(held, self._states.floor),
         )
         if formation.probe_ports:
             self._backoff.probed()

@@ -62,7 +62,7 @@ class EventKind(StrEnum):
     POINT_VERIFIED = "point verified", "point", "checked", "healthy", "seconds"
     POINT_PINNED = "point pinned", "point", "by", "reason"
     POINT_UNPINNED = "point unpinned", "point", "by", "reason"
-    SAVE_GIVEN_UP = "save given up", "point", "reason"
+    SAVE_GIVEN_UP = "save given up", "point", "reason", "retry_s"
     DELETING_POINTS = "deleting points", "points"  # durable before the first file goes
     POINTS_DELETED = "points deleted", "points"
     POINT_NOT_DELETED = "point not deleted", "point", "reason"

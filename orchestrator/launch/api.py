@@ -105,11 +105,14 @@ def _launch(
             return _already_done(job, plan, time.monotonic() - began, progress)
         from orchestrator.cluster.connection import ClusterConnection, starts_local_ray
         from orchestrator.data.feed.memory import memory_of
-        from orchestrator.launch.needs import needs_of
+        from orchestrator.launch.needs import choose_shards, needs_of
 
         memory_of(job, spec)  # raises where too little is asked for
-        limits, needs = _limits(job), needs_of(job)
-        if local := starts_local_ray(job):
+        limits = _limits(job)
+        workers, local = limits.start_workers, starts_local_ray(job)
+        num_shards = choose_shards(job, workers, _this_machine() if local else ())
+        needs = needs_of(job, num_shards, workers)
+        if local:
             _check_this_machine(needs, limits)
         for note in require_model(job, plan, spec.vocab_size):
             progress.say(note)
@@ -117,6 +120,9 @@ def _launch(
         heard = partial(progress.foreign, "Ray")
         with ClusterConnection(job, cpus, needs.object_store_bytes, heard, progress.say):
             newest = watched()
+            if not local:
+                num_shards = choose_shards(job, workers, _memories())
+                needs = needs_of(job, num_shards, workers)
             limits = _preflight(job, needs, limits, storage, () if local else _memories())
             from orchestrator.launch.dashboard_beside import dashboard_beside
             from orchestrator.launch.exports import exporting
@@ -132,7 +138,16 @@ def _launch(
                     exporting(store, attempt.number, job.resume.export_every, progress.say),
                 ):
                     status = supervise(
-                        job, attempt, plan, spec, storage, limits, fault_plan, progress, until_tokens
+                        job,
+                        attempt,
+                        plan,
+                        spec,
+                        storage,
+                        limits,
+                        fault_plan,
+                        progress,
+                        until_tokens,
+                        num_shards,
                     )
     return _result(job, status, time.monotonic() - began)
 
@@ -172,10 +187,12 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
         return found
     from orchestrator.cluster.connection import starts_local_ray
     from orchestrator.elastic.policy import disk_problems
-    from orchestrator.launch.needs import needs_of
+    from orchestrator.launch.needs import choose_shards, needs_of
 
-    needs = needs_of(job)
-    if local := starts_local_ray(job):
+    workers, local = job.cluster.start_workers, starts_local_ray(job)
+    num_shards = choose_shards(job, workers, _this_machine() if local else ())
+    needs = needs_of(job, num_shards, workers)
+    if local:
         _check_this_machine(needs, _limits(job))
     _refuse(disk_problems(*_disk_bytes(job, needs, storage)))
     untried = require_model(job, found, spec.vocab_size)
@@ -198,7 +215,11 @@ def _look_ahead(job: JobConfig, storage: Storage) -> tuple[ResumePlan, DataSpec 
         point, _ = choose_point(store, seen, wanted_point(seen, job), fast=True)
         found = decide(store, job, point, None)
         return replace(found, action="refuse", refusals=(*found.refusals, str(error))), None
-    return replace(found, notes=(*found.notes, *spec.notes, str(memory_of(job, spec)))), spec
+    from orchestrator.launch.needs import choose_shards, memory_notes
+
+    here = _this_machine() if job.cluster.address is None else ()
+    held = memory_notes(job, choose_shards(job, job.cluster.start_workers, here))
+    return replace(found, notes=(*found.notes, *spec.notes, str(memory_of(job, spec)), *held)), spec
 
 
 def open_stream(
@@ -261,13 +282,17 @@ def _limits(job: JobConfig) -> Limits:
 
 def _check_this_machine(needs: Needs, limits: Limits) -> None:
     """Memory, before a Ray is started here: what others hold now is not subtracted, for they may end."""
+    from orchestrator.launch.needs import memory_problems
+
+    _refuse(memory_problems(needs, limits.start_workers, _this_machine()))
+
+
+def _this_machine() -> list[tuple[str, int]]:
     import socket
 
     from orchestrator.cluster import machine
-    from orchestrator.launch.needs import memory_problems
 
-    here = (socket.gethostname(), machine.memory_bytes() or 0)
-    _refuse(memory_problems(needs, limits.start_workers, [here]))
+    return [(socket.gethostname(), machine.memory_bytes() or 0)]
 
 
 def _refuse(problems: Sequence[str]) -> None:

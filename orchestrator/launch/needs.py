@@ -9,14 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.planning.memory import ModelSize, WorkerMemory, worker_memory
+from orchestrator.planning.state_layout import Layout, layout_of
+
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
 # A process with Python, Ray and: torch and transformers; a tokenizer and the readers; neither.
 _WORKER_BYTES, _TOKENIZER_BYTES, _FEEDER_BYTES = 1 << 30, 700 << 20, 300 << 20
 _TOKENIZER_OBJECT_BYTES = 16 << 20
-# Weights, gradients and AdamW's two moments while training; all but the gradients in a point.
-_COPIES, _POINT_COPIES = 4, 3
+_POINT_COPIES = 3  # weights and AdamW's two moments
 # Dense models with the three matrices of a gated feed-forward in every layer, and what transformers takes for
 # each where a configuration leaves it out, as far as it is not: an LM head of its own, heads of hidden_size /
 # num_attention_heads, no heads shared.
@@ -47,19 +49,22 @@ class Needs:
     text: str
 
 
-def needs_of(job: JobConfig) -> Needs:
-    """The needs of a job. With `cluster.use_gpu` the state lies on the GPUs, whose memory nobody looks at."""
-    data, dtype_bytes = job.data, 2 if job.train.precision == "pure_bf16" else 4
+def needs_of(job: JobConfig, num_shards: int | None = 1, num_workers: int = 1) -> Needs:
+    """The needs of a job whose state is cut into `num_shards` (see `layout_of`) among `num_workers`. With
+    `cluster.use_gpu` the state lies on the GPUs, whose memory nobody looks at.
+    """
+    data, dtype_bytes = job.data, _weight_bytes(job)
     parameters = count_parameters(job.model.config or {})
-    state = 0 if job.cluster.use_gpu else parameters * dtype_bytes * _COPIES
+    layout = layout_of(num_workers, num_shards)
+    held = memory_in(job, layout)
     tokenizer = _TOKENIZER_BYTES + data.window_bytes
-    of_state = (
-        f" + {parameters:,} parameters × {dtype_bytes} bytes × {_COPIES} for weights, gradients and AdamW"
-        if state
-        else ""
-    )
+    of_state = ""
+    if parameters and not job.cluster.use_gpu:
+        of_state = f" + {parameters:,} parameters × {dtype_bytes} bytes × 4 for weights, gradients and AdamW"
+        if layout.num_shards > 1:
+            of_state += f" / {layout.num_shards} shards + {gib(held.gathered)} for gathered blocks"
     return Needs(
-        worker_bytes=_WORKER_BYTES + state,
+        worker_bytes=_WORKER_BYTES + (0 if job.cluster.use_gpu else held.training),
         feed_bytes=_FEEDER_BYTES + data.replay_bytes + data.num_tokenizers * tokenizer,
         point_bytes=parameters * dtype_bytes * _POINT_COPIES,
         object_store_bytes=(data.num_tokenizers + 2) * _TOKENIZER_OBJECT_BYTES,
@@ -67,6 +72,68 @@ def needs_of(job: JobConfig) -> Needs:
         f"data.replay_bytes={data.replay_bytes}, each of {data.num_tokenizers} tokenizers "
         f"{gib(_TOKENIZER_BYTES)} + data.window_bytes={data.window_bytes}",
     )
+
+
+def choose_shards(
+    job: JobConfig, num_workers: int, machines: Sequence[tuple[str, int]], with_feed: bool = True
+) -> int | None:
+    """The number of shards of `train.parallel` (see `layout_of`). `auto`: one, unless `memory_problems` say
+    that `num_workers` workers cannot hold the whole state each; then one for each worker.
+    """
+    if job.train.parallel != "auto":
+        return job.train.num_shards
+    if job.train.numerics == "invariant" or job.cluster.use_gpu:
+        return 1
+    return 1 if not memory_problems(needs_of(job), num_workers, machines, with_feed) else None
+
+
+def memory_in(job: JobConfig, layout: Layout, before: Layout | None = None) -> WorkerMemory:
+    """What a worker holds of the state, at least; all 0 where the model's size is not known."""
+    weight_bytes = _weight_bytes(job)
+    compute_bytes = 2 if job.train.precision == "bf16" else weight_bytes
+    return worker_memory(model_size(job.model.config or {}), layout, weight_bytes, compute_bytes, before)
+
+
+def memory_notes(job: JobConfig, num_shards: int | None) -> list[str]:
+    """What `plan` says of a worker's memory, with the fewest and the most workers; nothing of a model whose
+    size is not known.
+    """
+    cluster, found = job.cluster, []
+    where = "on its GPU" if cluster.use_gpu else f"beside {gib(_WORKER_BYTES)} for the process"
+    for world in sorted({cluster.start_workers, cluster.max_workers}):
+        layout = layout_of(world, num_shards)
+        held = memory_in(job, layout, before=layout_of(max(1, world - 1), num_shards))
+        if not held.weights:
+            return []
+        parts = [
+            f"weights {gib(held.weights)}",
+            f"gradients {gib(held.gradients)}",
+            f"AdamW {gib(held.moments)}",
+        ]
+        if layout.num_shards > 1:
+            parts.append(f"gathered blocks {gib(held.gathered)}")
+        reforming = ""
+        if held.peak > held.training:
+            reforming = f"; {gib(held.peak)} while workers come or go"
+        found.append(
+            f"memory of a worker of {world} ({layout_text(layout)}), at least: {', '.join(parts)} = "
+            f"{gib(held.training)} {where}, activations not counted{reforming}; a save is staged in "
+            f"{gib(held.staged)} of the machine's memory"
+        )
+    return found
+
+
+def layout_text(layout: Layout) -> str:
+    """A layout for people."""
+    if layout.num_shards == 1:
+        return "replicate: each holds the whole state"
+    if layout.num_replicas == 1:
+        return f"shard: the state in {layout.num_shards} parts"
+    return f"{layout.num_replicas} times the state in {layout.num_shards} parts"
+
+
+def _weight_bytes(job: JobConfig) -> int:
+    return 2 if job.train.precision == "pure_bf16" else 4
 
 
 def count_parameters(shape: Mapping[str, Any]) -> int:
@@ -77,9 +144,14 @@ def count_parameters(shape: Mapping[str, Any]) -> int:
     left out, and how many heads there are of which size, is known by heart of a few types of model
     (`_GATED`); tests/trainer/test_model.py compares it with transformers.
     """
+    return model_size(shape).parameters
+
+
+def model_size(shape: Mapping[str, Any]) -> ModelSize:
+    """As `count_parameters`, with a layer as a block."""
     kind = shape.get("model_type")
     if kind not in _GATED:
-        return 0
+        return ModelSize()
     shape = {**_GATED[kind], **shape}
     hidden, vocab, layers = (
         _whole(shape, name) for name in ("hidden_size", "vocab_size", "num_hidden_layers")
@@ -89,8 +161,8 @@ def count_parameters(shape: Mapping[str, Any]) -> int:
     shared = _whole(shape, "num_key_value_heads") or heads
     keys = width * shared // heads if heads else 0
     layer = 2 * hidden * width + 2 * hidden * keys + 3 * hidden * _whole(shape, "intermediate_size")
-    tables = 1 if shape.get("tie_word_embeddings") else 2
-    return tables * vocab * hidden + layers * layer
+    rest = (1 if shape.get("tie_word_embeddings") else 2) * vocab * hidden
+    return ModelSize(parameters=rest + layers * layer, block=layer if layers else 0, rest=rest)
 
 
 def memory_problems(

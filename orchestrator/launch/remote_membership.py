@@ -48,6 +48,7 @@ _REPORT_EVERY_S = 0.5
 _PROBE_S = 3.0  # how long a port is tried
 _LONG_PHASE_S = 1.0  # a shorter one is nobody's business
 _AGAIN_S = 60.0
+_GIVEN_UP_EVERY_S = 5.0  # how often a member that saves asks whether that is still wanted
 _QUIET = ControlRequests(ended=False, save=False, stop=False, reform=False, acknowledged_step=-1)
 # what rank 0 asks for by itself when the coordinator stays away
 _ALONE = ControlRequests(ended=False, save=True, stop=True, reform=False, acknowledged_step=-1)
@@ -96,6 +97,8 @@ class RemoteMembership:
         self._step_limit_s = PHASE_LIMITS_S[SAVE_WAIT]
         self._end = GenerationEnd()
         self._stepped_at = time.monotonic()  # when the newest step was finished
+        self._undecided: tuple[StateKey, int] | None = None  # a save, and by how many ranks
+        self._given_up: StateKey | None = None  # the newest that is known to be
         self._broken: BaseException | None = None
         self._in_thread("report", self._report_loop)
 
@@ -176,20 +179,16 @@ class RemoteMembership:
 
     def vote(self, vote: Vote) -> Future[bool]:
         """Sends the vote from a thread of its own; the future answers whether the point was committed."""
-        answer: Future[bool] = Future()
+        return self._ask_aside("vote", self._launch, vote)
 
-        def send() -> None:
-            try:
-                answer.set_result(bool(self._ask("vote", self._launch, vote)))
-            except BaseException as error:  # noqa: BLE001  the future carries it to the loop
-                answer.set_exception(error)
+    def save_failed(self, view: GenerationView, key: StateKey, error: OrchestratorError) -> Future[bool]:
+        """Reports to the coordinator, from a thread of its own, that this rank has no part of the save."""
+        return self._ask_aside("save_failed", self._launch, key, view.rank, view.world_size, str(error))
 
-        threading.Thread(target=send, daemon=True, name="vote").start()
-        return answer
-
-    def save_failed(self, view: GenerationView, key: StateKey, error: OrchestratorError) -> None:
-        """Reports to the coordinator that this rank could not write its part; the save is given up."""
-        self._ask("save_failed", self._launch, key, view.rank, view.world_size, str(error))
+    def is_given_up(self, view: GenerationView, key: StateKey) -> bool:
+        """What the reporting thread has heard, which asks from time to time while this is asked."""
+        self._undecided = (key, view.world_size)
+        return key == self._given_up
 
     def finished(self, key: StateKey, reason: str) -> None:
         """Reports to the coordinator that this member's part of the run is over, and before it what waits."""
@@ -221,6 +220,19 @@ class RemoteMembership:
                 self._broken = error
 
         threading.Thread(target=run, daemon=True, name=name).start()
+
+    def _ask_aside(self, method: str, *arguments: Any) -> Future[bool]:
+        """`_ask` in a thread; what it answers, as a truth."""
+        answer: Future[bool] = Future()
+
+        def send() -> None:
+            try:
+                answer.set_result(bool(self._ask(method, *arguments)))
+            except BaseException as error:  # noqa: BLE001  the future carries it to the loop
+                answer.set_exception(error)
+
+        threading.Thread(target=send, daemon=True, name=method).start()
+        return answer
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """One call, repeated while the coordinator is away or has nothing to say yet; `ElasticError` after
@@ -282,6 +294,7 @@ class RemoteMembership:
         stays away the records stay with the members, who bring them to the next join.
         """
         reported, reported_at = STEP, time.monotonic()
+        asked_at = reported_at
         while True:
             time.sleep(_REPORT_EVERY_S)
             phase, since = self._doing()
@@ -295,8 +308,18 @@ class RemoteMembership:
                     limit_s = self._step_limit_s if phase == ENDING else PHASE_LIMITS_S[phase]
                     self._ask("phase", self._launch, self.member, limit_s)
                     reported, reported_at = phase, now
+                if now - asked_at > _GIVEN_UP_EVERY_S:
+                    asked_at = now
+                    self._ask_about_save()
             except OrchestratorError:
                 continue  # it may come back, and then hears what is new; the loop's own calls have a limit
+
+    def _ask_about_save(self) -> None:
+        if (undecided := self._undecided) is None:
+            return
+        self._undecided = None
+        if self._ask("is_given_up", self._launch, *undecided):
+            self._given_up = undecided[0]
 
     def _send_reports(self) -> None:
         """One batch at a time: when this returns, what was to be reported before it is."""

@@ -35,6 +35,7 @@ class WorkerTask:
     budgets: Budgets
     config_digest: str
     storage: str  # as `open_storage` takes it
+    num_shards: int | None = 1  # see `TrainJob`
     fault_plan: str = ""  # JSON of faults.FaultPlan, "" outside tests
     until_tokens: int | None = None  # see `TrainJob`
 
@@ -83,6 +84,7 @@ def train_function(config: dict[str, Any]) -> None:
         config_digest=task.config_digest,
         device="cuda" if task.config.cluster.use_gpu else "cpu",
         digest_every_steps=task.config.monitor.digest_every_steps,
+        num_shards=task.num_shards,
         until_tokens=task.until_tokens,
     )
     context = ray.get_runtime_context()

@@ -138,10 +138,14 @@ def flat_shard(tensors: Sequence[StateTensor], num_shards: int, shard: int) -> F
     """Where each tensor's rows lie in the flat buffer of a shard; tensors of which it has no row have an
     empty place. O(len(tensors)).
     """
+    return _flat(tensors, [held_rows(tensor, num_shards, shard) for tensor in tensors])
+
+
+def _flat(tensors: Sequence[StateTensor], rows: Sequence[range]) -> FlatShard:
     places: list[Place] = []
     offset = 0
-    for tensor in tensors:
-        places.append(Place(tensor=tensor, rows=held_rows(tensor, num_shards, shard), offset=offset))
+    for tensor, some in zip(tensors, rows, strict=True):
+        places.append(Place(tensor=tensor, rows=some, offset=offset))
         offset += -(-places[-1].num_bytes // ALIGN_BYTES) * ALIGN_BYTES
     return FlatShard(places=tuple(places), num_bytes=offset)
 
@@ -177,3 +181,8 @@ def written_rows(tensors: Sequence[StateTensor], layout: Layout, rank: int) -> t
         else range(0)
         for tensor, writer in zip(tensors, writing_replicas(tensors, layout), strict=True)
     )
+
+
+def flat_part(tensors: Sequence[StateTensor], layout: Layout, rank: int) -> FlatShard:
+    """Where the rows that `rank` writes at a save lie in its staging buffer, as `flat_shard` does it."""
+    return _flat(tensors, written_rows(tensors, layout, rank))

@@ -33,6 +33,7 @@ from orchestrator.resume.commit_events import (
 )
 from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.resume.points import Point
+from orchestrator.resume.save_retries import SaveRetries
 from orchestrator.resume.store_actions import PointCommitter, failure, note_committed
 
 Result = TypeVar("Result")
@@ -80,6 +81,7 @@ class Commits:
         storage may take before it counts as failed, and how long the listener lets saves fail.
         """
         self.lock = asyncio.Lock()
+        self.retries = SaveRetries()  # its user asks when one is due
         self.newest = newest  # the newest committed point on the lineage
         self._machine, self._committer, self._journal = machine, committer, journal
         self._listener, self._storage_limit_s = listener, storage_limit_s
@@ -94,6 +96,10 @@ class Commits:
     def under_way(self) -> bool:
         """Votes of some save are still missing, or it is being committed."""
         return bool(self._machine.saves)
+
+    def is_hopeless(self, key: StateKey, world_size: int) -> bool:
+        """See `CommitMachine`."""
+        return self._machine.is_hopeless(key, world_size)
 
     async def vote(self, vote: Vote, wait_s: float | None = None) -> bool | StillWaiting:
         """True once the point is committed, False if the save was given up; `StillWaiting` after `wait_s`. A
@@ -206,14 +212,21 @@ class Commits:
         if isinstance(action, Acknowledge) and not action.late:
             await self._note_commit(action.key)
         if isinstance(action, GiveUp) and not action.late:
-            self._journal.event(EventKind.SAVE_GIVEN_UP, point=action.key.point_name, reason=action.reason)
+            retry_s = self.retries.given_up(action.by_storage, time.monotonic())
+            self._journal.event(
+                EventKind.SAVE_GIVEN_UP,
+                point=action.key.point_name,
+                reason=action.reason,
+                retry_s=retry_s,
+            )
             text = f"the save of {action.key.point_name} was given up: {action.reason}"
             await self._listener.gave_up(text, action.by_storage)
             if action.by_storage and not self._fails:
                 self._fails = True
                 await self._listener.warned(
-                    "the next save tries again, after the last step at once; if none succeeds for "
-                    f"{self._storage_limit_s:g} s the run stops. Nothing that was committed is lost"
+                    f"another save is tried in {retry_s:g} s, then ever later, and after the last step at "
+                    f"once; if none succeeds for {self._storage_limit_s:g} s the run stops. Nothing that was "
+                    "committed is lost"
                 )
         for rank in action.ranks:
             answer = self._votes.pop((action.key, rank), None)
@@ -223,6 +236,7 @@ class Commits:
     async def _note_commit(self, key: StateKey) -> None:
         """Journals it also where a newer save was quicker: that is how a COMMIT that is lost is missed."""
         self._fails = False
+        self.retries.committed()
         point = self._committer.last_point
         assert point is not None, f"{key.point_name} is acknowledged, and nothing was committed"
         assert point.key == key, f"{key.point_name} is acknowledged, the last COMMIT is that of {point.name}"

@@ -118,6 +118,16 @@ class CommitMachine:
         parents = {**self.parents, generation: parent}
         return not dataclasses.replace(self, generation=generation, parents=parents)._on_path(newest)
 
+    def is_hopeless(self, key: StateKey, world_size: int) -> bool:
+        """Whether a save of `key` by `world_size` ranks, of which no vote may have come yet, can never be
+        committed: it was given up, or would be with the next vote.
+        """
+        if key in self.outcomes:
+            return self.outcomes[key] is not None
+        if self._is_foreign(key) or not self._on_path(key):
+            return True
+        return self._missing_voter(self._save(key, world_size, 0.0)) is not None
+
     # ---- saves
     def _vote(self, event: VoteCast) -> tuple[CommitMachine, tuple[Action, ...]]:
         vote, key = event.vote, event.vote.key
@@ -161,8 +171,14 @@ class CommitMachine:
             return self._stopped_writing(key, event.rank)
         save = self._save(key, event.world_size, event.now_s)
         save = dataclasses.replace(save, failed=save.failed | set_of(event.rank))
+        after = self._with(save)
+        # who stops because the save is hopeless reports that, too
+        if not self._on_path(key):
+            return after._give_up(key, AFTER)
+        if (missing := self._missing_voter(save)) is not None:
+            return after._give_up(key, f"rank {missing} ended before it had saved its part")
         reason = f"rank {event.rank} could not save its part: {event.reason}"
-        return self._with(save)._give_up(key, reason, by_storage=True)
+        return after._give_up(key, reason, by_storage=True)
 
     def _voter_gone(self, event: VoterGone) -> tuple[CommitMachine, tuple[Action, ...]]:
         known = self.departures.get(event.generation, NOBODY_LEFT)

@@ -12,8 +12,8 @@ profile without keys, such as one of SSO, needs boto3, which is asked for them).
 `AZURE_STORAGE_CONNECTION_STRING`, or `AZURE_STORAGE_ACCOUNT_NAME` with `AZURE_STORAGE_ACCOUNT_KEY`, a SAS
 token, or a managed identity. Another endpoint: `AWS_ENDPOINT_URL_S3` or `AWS_ENDPOINT_URL`,
 `STORAGE_EMULATOR_HOST`, `AZURE_STORAGE_ENDPOINT`. Public buckets: `AWS_SKIP_SIGNATURE`,
-`GOOGLE_SKIP_SIGNATURE`, `AZURE_SKIP_SIGNATURE` = true. A server of S3 that deletes one object at a time only:
-`AWS_DISABLE_BULK_DELETE` = true.
+`GOOGLE_SKIP_SIGNATURE`, `AZURE_SKIP_SIGNATURE` = true. A server of S3 that deletes one object at a time only,
+and does not say so: `AWS_DISABLE_BULK_DELETE` = true.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, StorageError
+from orchestrator.storage.redacted import redacted
 
 S3, GCS, AZURE = ("s3", "s3a"), ("gs", "gcs"), ("az", "azure", "abfs", "abfss")
 SCHEMES = (*S3, *GCS, *AZURE)
-# The library repeats what a server refuses for the moment, or what breaks off, for so long.
-_RETRY: dict[str, Any] = {"max_retries": 5, "retry_timeout": timedelta(seconds=30)}
+_MOST_REPEATS = 5
 _KEYS = {
     "aws_access_key_id": "access_key_id",
     "aws_secret_access_key": "secret_access_key",
@@ -57,10 +58,57 @@ def split_bucket(uri: str) -> tuple[str, str] | None:
     return (f"{scheme}://{bucket}", key.strip("/")) if scheme in SCHEMES and bucket else None
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """In seconds: one request may take `request_s`, its answer included. What is refused for the moment, or
+    breaks off, is repeated by the library within `retry_s` of the first request. `again_s`: what is left of
+    that is begun anew by whoever asks, but not later than so long after its first begin.
+
+    So a call ends within the sum of the three.
+    """
+
+    request_s: float
+    retry_s: float
+    again_s: float
+
+    @classmethod
+    def within(cls, limit_s: float) -> Limits:
+        """A call ends within `limit_s`."""
+        return cls(limit_s / 3, limit_s / 3, limit_s / 3)
+
+
+# What carries content: at 8 MiB a part, as much as 70 kB/s need.
+CONTENT = Limits(request_s=120.0, retry_s=30.0, again_s=120.0)
+# A question, or a document of some kB: servers answer in a tenth of a second, and one that says nothing for
+# 10 s says nothing on this connection any more. A claim, a commit, or an end waits no longer than 30 s.
+DOCUMENT = Limits.within(30.0)
+
+_owner: int | None = None  # the process that has reached a bucket
+
+
+def bucket_of(bucket: str, limits: Limits = CONTENT, in_bulk: bool = True) -> Any:
+    """The store of a bucket's own URI, made once per process and kind of limits. It asks nothing yet.
+    `in_bulk`: it may delete many objects of S3 in one request.
+
+    Raises `ConfigError` without the library, and `StorageError` in a process that was forked after a bucket
+    was reached: both would use the same connections, which ends in the one hanging or the other one crashing.
+    """
+    global _owner  # noqa: PLW0603  there is one library per process
+    if _owner not in (None, os.getpid()):
+        raise StorageError(
+            f"cannot reach {bucket} from process {os.getpid()}: it was forked from process {_owner}, which "
+            "had reached a bucket before, and a fork breaks the connections of both; start such processes by "
+            'spawn or forkserver (of a torch DataLoader: multiprocessing_context="spawn"), or before '
+            "anything is read from a bucket"
+        )
+    store = _made(bucket, limits, in_bulk)
+    _owner = os.getpid()
+    return store
+
+
 # A process has few buckets; each keeps its connections.
 @lru_cache(maxsize=32)
-def bucket_of(bucket: str) -> Any:
-    """The store of a bucket's own URI, made once per process. It asks nothing yet."""
+def _made(bucket: str, limits: Limits, in_bulk: bool) -> Any:
     try:
         from obstore import store as stores
     except ImportError as error:
@@ -71,26 +119,43 @@ def bucket_of(bucket: str) -> Any:
     store: Any = stores
     scheme, _, name = bucket.partition("://")
     if scheme in S3:
-        config = _s3_config()
+        config = _s3_config() | ({} if in_bulk else {"disable_bulk_delete": True})
         more = {"credential_provider": provider} if (provider := _s3_provider(config)) else {}
-        return store.S3Store(name, config=config, client_options=_client(config), retry_config=_RETRY, **more)
+        return store.S3Store(
+            name, config=config, client_options=_client(config, limits), retry_config=_retry(limits), **more
+        )
     if scheme in GCS:
         config = _gcs_config()
         # an emulator believes everybody, and the library writes nothing without a token
         more = {"credential_provider": _nobodys_token} if config else {}
         return store.GCSStore(
-            name, config=config, client_options=_client(config), retry_config=_RETRY, **more
+            name, config=config, client_options=_client(config, limits), retry_config=_retry(limits), **more
         )
     config = _azure_config()
     container, _, host = name.partition("@")
     if host:
         config["account_name"] = host.partition(".")[0]
-    return store.AzureStore(container, config=config, client_options=_client(config), retry_config=_RETRY)
+    return store.AzureStore(
+        container, config=config, client_options=_client(config, limits), retry_config=_retry(limits)
+    )
 
 
-def _client(config: dict[str, Any]) -> Any:
+def _client(config: dict[str, Any], limits: Limits) -> Any:
     plain = str(config.get("endpoint") or config.get("base_url") or "").startswith("http://")
-    return {"allow_http": plain, "connect_timeout": "10s", "timeout": "120s"}
+    return {
+        "allow_http": plain,
+        "connect_timeout": timedelta(seconds=min(10.0, limits.request_s)),
+        "timeout": timedelta(seconds=limits.request_s),
+    }
+
+
+def _retry(limits: Limits) -> Any:
+    return {"max_retries": _MOST_REPEATS, "retry_timeout": timedelta(seconds=limits.retry_s)}
+
+
+def forget_buckets() -> None:
+    """The next `bucket_of` looks anew where they are and how one is let in: the environment has changed."""
+    _made.cache_clear()
 
 
 def _s3_config() -> dict[str, Any]:
@@ -164,21 +229,21 @@ class NoBucketError(FileNotFoundError):
 def explained(uri: str, rights: str = "list and read") -> Iterator[None]:
     """What the library raises about `uri`, as the `OSError` that a file of this machine would raise:
     `FileNotFoundError`, `PermissionError`, or another one; its text says what is wrong and what to do.
-    `rights`: those that are needed there.
+    `rights`: those that are needed there. It has no secrets in it.
     """
     from obstore import exceptions
 
     try:
         yield
     except (exceptions.BaseError, FileNotFoundError, PermissionError) as error:
-        raise _in_words(uri, rights, error) from error
+        raise _in_words(uri, rights, error) from None  # its own text may have what signed the request
 
 
 def _in_words(uri: str, rights: str, error: Exception) -> OSError:
     from obstore import exceptions
 
     text = str(error).partition("\n\nDebug source")[0]
-    at, shown = split_bucket(uri), text[:_SHOWN]
+    at, shown = split_bucket(uri), redacted(text)[:_SHOWN]
     bucket = at[0] if at else uri
     if any(word in text for word in ("NoSuchBucket", "ContainerNotFound", "specified bucket does not")):
         return NoBucketError(errno.ENOENT, "there is no such bucket at this endpoint", bucket)
@@ -194,7 +259,10 @@ def _in_words(uri: str, rights: str, error: Exception) -> OSError:
     if denied or isinstance(error, exceptions.UnauthenticatedError | exceptions.PermissionDeniedError):
         what = f"access to {bucket} is denied to these credentials: give them the rights to {rights} it"
         return PermissionError(errno.EACCES, f"{what}, or {_how_to_sign(bucket)} ({shown})", uri)
-    return OSError(errno.EIO, f"the storage does not answer as it should ({shown})", uri)
+    what = f"the storage does not answer as it should ({shown})"
+    return OSError(
+        errno.EIO, f"{what}; check that {bucket} is reached from this machine, then run again", uri
+    )
 
 
 def _how_to_sign(bucket: str) -> str:

@@ -108,6 +108,12 @@ class Storage:
 
         return open_storage(root)
 
+    def within(self, limit_s: float) -> Storage:
+        """The same storage, of which a call gives up after `limit_s` seconds where it would ask longer (in a
+        bucket; half a minute for a document, minutes for content): a sign of life that comes late is none.
+        """
+        return Storage.on(self._store.within(limit_s))
+
     def take(self, other: Storage, theirs: str, path: str) -> bool:
         """A file of another folder under a new name here: a second name for the same bytes (a hard link; no
         file is ever written again), or a copy where the file system cannot: then False. Sure after `sync`, as

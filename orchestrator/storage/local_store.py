@@ -67,6 +67,10 @@ class LocalStore:
         """See `Store`. Another folder of the same disk."""
         return LocalStore(root, self.disk, self._sleep)
 
+    def within(self, limit_s: float) -> LocalStore:
+        """See `Store`. A call of the system cannot be given up."""
+        return self
+
     # ---------------------------------------------------------------------- writing
     def put(self, path: str, pieces: Pieces, size: int, *, exclusive: bool = False) -> bool:
         """See `Store`. What fails leaves no part of a file, unless even taking it away failed.

@@ -15,7 +15,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 from orchestrator.errors import ConfigError, StorageError
-from orchestrator.storage.buckets import SCHEMES, NoBucketError, bucket_of, explained, split_bucket
+from orchestrator.storage.buckets import (
+    CONTENT,
+    DOCUMENT,
+    SCHEMES,
+    Limits,
+    NoBucketError,
+    bucket_of,
+    explained,
+    split_bucket,
+)
 from orchestrator.storage.exact_pieces import exact
 from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits
 from orchestrator.storage.tries import tried
@@ -29,6 +38,9 @@ _MOST_PARTS = 10_000  # S3's limit
 _MOST_COPIED_BYTES = 5 << 30  # S3 copies no larger object in one request
 _READ_BYTES = 32 << 20  # so much comes in one answer: one that takes longer than the limit would never end
 _AT_A_TIME = 1000  # the most objects that one request lists or deletes
+_DOCUMENT_BYTES = 1 << 20  # a request with more than that carries content
+_NO_BULK = ("status code: 501", "status code: 405")
+_one_by_one = set[str]()  # the buckets whose server deletes no other way, as it has said
 _RIGHTS = "list, read, write and delete in"
 # What an object that was created exclusively carries: who made it.
 TOKEN = "token"  # noqa: S105  no secret: it is there to be read
@@ -38,14 +50,17 @@ class ObjectStore:
     """See `Store`. What an upload began and did not finish is seen by nobody; its parts may stay, and cost,
     until a rule of the bucket removes them.
 
-    The library repeats for up to 30 s what a server refuses for the moment; what is left of it, and what
-    breaks off, is tried 4 times, so that an error may come after some minutes.
+    A call gives up after `buckets.DOCUMENT`'s half a minute; one that carries content, more than 1 MiB of it,
+    after `buckets.CONTENT`'s minutes for each part; and all calls of a store that is `within` a limit after
+    that.
     """
 
     traits = Traits(refuses_taken=False, lists_facts=True, appends=False, frees_names=False)
 
-    def __init__(self, root: str, sleep: Callable[[float], None] = time.sleep) -> None:
-        """`root`: `s3://bucket/prefix`, or of another scheme. Asks nothing yet.
+    def __init__(
+        self, root: str, sleep: Callable[[float], None] = time.sleep, limits: Limits | None = None
+    ) -> None:
+        """`root`: `s3://bucket/prefix`, or of another scheme. Asks nothing yet. `limits`: of all calls.
 
         Raises `ConfigError` for what is no such URI.
         """
@@ -59,11 +74,15 @@ class ObjectStore:
         if any(part in ("", ".", "..") for part in self._prefix.split("/")) and self._prefix:
             raise ConfigError(f"{root}: a prefix has no empty part, no '.' and no '..'; give one without")
         self.root = f"{self._bucket_uri}/{self._prefix}".rstrip("/")
-        self._sleep = sleep
+        self._sleep, self._limits = sleep, limits
 
     def beside(self, root: str) -> ObjectStore:
         """See `Store`."""
-        return ObjectStore(root, self._sleep)
+        return ObjectStore(root, self._sleep, self._limits)
+
+    def within(self, limit_s: float) -> ObjectStore:
+        """See `Store`."""
+        return ObjectStore(self.root, self._sleep, Limits.within(limit_s))
 
     # ---------------------------------------------------------------------- writing
     def put(self, path: str, pieces: Pieces, size: int, *, exclusive: bool = False) -> bool:
@@ -77,7 +96,7 @@ class ObjectStore:
             with self._told("create", path):
                 return self._create(path, b"".join(exact(pieces, size, self._uri(path))))
         with self._told("write", path):
-            tried(lambda: self._put(path, pieces, size), self._sleep)
+            self._tried(lambda: self._put(path, pieces, size), size)
         return True
 
     def sync(self, folder: str) -> None:
@@ -87,11 +106,12 @@ class ObjectStore:
         """See `Store`. By the server, within one bucket, and not of more than 5 GiB."""
         if not isinstance(source, ObjectStore) or source._bucket_uri != self._bucket_uri:
             return False
-        if source.facts(theirs).size > _MOST_COPIED_BYTES:
+        size = source.facts(theirs).size
+        if size > _MOST_COPIED_BYTES:
             return False
         key, ours = source._key(theirs), self._key(path)
         with source._found("copy", theirs):
-            source._ask(theirs, lambda library, bucket: library.copy(bucket, key, ours))
+            source._ask(theirs, lambda library, bucket: library.copy(bucket, key, ours), size)
         return True
 
     # ---------------------------------------------------------------------- reading
@@ -104,7 +124,7 @@ class ObjectStore:
         with self._found("read", path):
             while done < len(into):
                 part = into[done : done + _READ_BYTES]
-                found = tried(partial(self._read, path, start + done, part), self._sleep)
+                found = self._tried(partial(self._read, path, start + done, part), len(part))
                 done += found
                 if found < len(part):
                     break
@@ -130,7 +150,9 @@ class ObjectStore:
 
     # ---------------------------------------------------------------------- deleting
     def delete(self, paths: Sequence[str]) -> None:
-        """See `Store`. One request for 1,000 objects of S3 (unless `AWS_DISABLE_BULK_DELETE` is set)."""
+        """See `Store`. One request for 1,000 objects of S3, and one for each where a server says that it has
+        no such request (or `AWS_DISABLE_BULK_DELETE` is set).
+        """
         self._delete([self._key(path) for path in paths])
 
     def delete_folder(self, folder: str) -> None:
@@ -146,12 +168,21 @@ class ObjectStore:
     def _uri(self, path: str) -> str:
         return f"{self.root}/{path}" if path else self.root
 
-    def _ask(self, path: str, request: Callable[[Any, Any], Result]) -> Result:
-        """The answer of the library to one request, which may be repeated."""
-        return tried(lambda: self._ask_once(path, request), self._sleep)
+    def _ask(self, path: str, request: Callable[[Any, Any], Result], num_bytes: int = 0) -> Result:
+        """The answer of the library to one request that moves so much content, and which may be repeated."""
+        return self._tried(lambda: self._ask_once(path, request, num_bytes), num_bytes)
 
-    def _ask_once(self, path: str, request: Callable[[Any, Any], Result]) -> Result:
-        bucket = bucket_of(self._bucket_uri)  # says so if the library is not installed
+    def _tried(self, action: Callable[[], Result], num_bytes: int = 0) -> Result:
+        return tried(action, self._sleep, self._limits_for(num_bytes).again_s)
+
+    def _limits_for(self, num_bytes: int) -> Limits:
+        return self._limits or (CONTENT if num_bytes > _DOCUMENT_BYTES else DOCUMENT)
+
+    def _ask_once(
+        self, path: str, request: Callable[[Any, Any], Result], num_bytes: int = 0, in_bulk: bool = True
+    ) -> Result:
+        # says so if the library is not installed
+        bucket = bucket_of(self._bucket_uri, self._limits_for(num_bytes), in_bulk)
         import obstore
 
         with explained(self._uri(path), _RIGHTS):
@@ -198,7 +229,7 @@ class ObjectStore:
             )
 
         try:
-            self._ask_once(path, request)
+            self._ask_once(path, request, size)
         except OSError:
             if content.failure is not None:  # the upload was given up for it, and that failed, too
                 raise content.failure from None
@@ -233,7 +264,7 @@ class ObjectStore:
             text = "the name was refused as taken, and nothing is there; try again"
             raise unknown or OSError(errno.EIO, text, self._uri(path))
 
-        return tried(once, self._sleep)
+        return self._tried(once)
 
     def _token(self, path: str) -> str | None:
         """Of the object that is there: what it carries, "" where it was not created exclusively."""
@@ -261,7 +292,7 @@ class ObjectStore:
             return min(len(into), size - start)
 
         try:
-            expected = self._ask_once(path, request)
+            expected = self._ask_once(path, request, len(into))
         except OSError as error:
             # a range that begins at the end, or after it, is an error to them, each in its own words
             if error.errno == errno.EIO and at == 0 and self.facts(path).size <= start:
@@ -282,7 +313,7 @@ class ObjectStore:
 
     def _delete_some(self, keys: Sequence[str]) -> None:
         try:
-            self._ask("", lambda library, bucket: library.delete(bucket, keys))
+            self._tried(lambda: self._delete_once(keys))
         except NoBucketError:
             raise
         except FileNotFoundError:
@@ -290,6 +321,20 @@ class ObjectStore:
             if len(keys) > 1:
                 for key in keys:
                     self._delete_some([key])
+
+    def _delete_once(self, keys: Sequence[str]) -> None:
+        def request(library: Any, bucket: Any) -> None:
+            library.delete(bucket, keys)
+
+        if self._bucket_uri not in _one_by_one:
+            try:
+                self._ask_once("", request)
+                return
+            except OSError as error:
+                if not any(answer in str(error) for answer in _NO_BULK):
+                    raise
+            _one_by_one.add(self._bucket_uri)
+        self._ask_once("", request, in_bulk=False)
 
 
 class _Noting(Iterator[memoryview]):

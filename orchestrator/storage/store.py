@@ -74,6 +74,12 @@ class Store(Protocol):
         """Another root, reached in the same way."""
         ...
 
+    def within(self, limit_s: float) -> Store:
+        """The same root, of which every call comes to an end within `limit_s` seconds where the store has a
+        hand in that (a disk that hangs, hangs): a sign of life that comes late is none.
+        """
+        ...
+
     def put(self, path: str, pieces: Pieces, size: int, *, exclusive: bool = False) -> bool:
         """Publish an object of `size` bytes, whole or not at all, whatever is raised, by `pieces` too.
 
@@ -127,6 +133,10 @@ class AppendingStore(Store, Protocol):
     """A store whose files can grow."""
 
     def beside(self, root: str) -> AppendingStore:
+        """See `Store`."""
+        ...
+
+    def within(self, limit_s: float) -> AppendingStore:
         """See `Store`."""
         ...
 

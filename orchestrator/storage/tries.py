@@ -6,6 +6,8 @@ It knows error numbers only: a store maps what went wrong to the `OSError` that 
 from __future__ import annotations
 
 import errno
+import math
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -31,19 +33,22 @@ _LASTING = frozenset(
 )
 
 
-def tried(action: Callable[[], Result], sleep: Callable[[float], None]) -> Result:
-    """What `action` returns, run again while it fails for a passing reason. Raises its last `OSError`."""
+def tried(action: Callable[[], Result], sleep: Callable[[float], None], again_s: float = math.inf) -> Result:
+    """What `action` returns, run again while it fails for a passing reason, and not later than `again_s`
+    seconds after its first begin. Raises its last `OSError`.
+    """
+    began = time.monotonic()
     try:
         return action()  # as nearly always; what retries costs more than most calls
     except OSError as error:
-        if error.errno in _LASTING:
+        if error.errno in _LASTING or time.monotonic() - began > again_s:
             raise
     import tenacity
 
     sleep(FIRST_WAIT_S)
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception(lambda e: isinstance(e, OSError) and e.errno not in _LASTING),
-        stop=tenacity.stop_after_attempt(TRIES - 1),
+        stop=lambda state: state.attempt_number >= TRIES - 1 or time.monotonic() - began > again_s,
         wait=tenacity.wait_exponential(multiplier=2 * FIRST_WAIT_S, max=2.0),
         sleep=sleep,
         reraise=True,

@@ -195,12 +195,19 @@ class StaticMembership:
         self._votes.put((vote, answer))
         return answer
 
-    def save_failed(self, view: GenerationView, key: StateKey, error: OrchestratorError) -> None:
+    def save_failed(self, view: GenerationView, key: StateKey, error: OrchestratorError) -> Future[bool]:
         """See `Membership`: told in the place of this rank's vote, for which the others wait. Who leaves with
         this save ends with an error, for no other generation can be formed to save under a new name.
         """
         failed = _PartFailed(key=key, rank=view.rank, reason=str(error))
-        self._votes.put((failed, Future()))  # nobody waits for that answer
+        answer: Future[bool] = Future()
+        self._votes.put((failed, answer))
+        return answer
+
+    def is_given_up(self, view: GenerationView, key: StateKey) -> bool:
+        """See `Membership`: a save is decided when all ranks have written or failed, and not before."""
+        del view, key
+        return False
 
     def finished(self, key: StateKey, reason: str) -> None:
         """See `Membership`."""

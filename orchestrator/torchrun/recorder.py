@@ -203,6 +203,7 @@ class RankZeroRecorder:
 
     def save_failed(self, key: StateKey, rank: int, world_size: int, reason: str) -> None:
         """A rank could not write its part of the save of `key`: it is given up, and its votes answered so."""
+        self._wants_save = False  # it has begun
         failed = PartFailed(key=key, rank=rank, world_size=world_size, reason=reason, now_s=time.monotonic())
         assert self._loop is not None, "a group saves after it has begun"
         with suppress(RuntimeError):  # the loop has just ended
@@ -317,7 +318,8 @@ class RankZeroRecorder:
                     if request := await in_daemon_thread(look):
                         self._hear(request)
                     note_pins(self._journal, await in_daemon_thread(self._pins.look))
-                self._wants_save = self._requests.wants_save(self._clock()) or self._wants_save
+                again = self._commits.retries.due(time.monotonic())
+                self._wants_save = self._requests.wants_save(self._clock()) or again or self._wants_save
                 await asyncio.sleep(REQUESTS_EVERY_S)
         except Exception as error:  # noqa: BLE001  nobody awaits it: requests would be lost in silence
             self._fail(error)

@@ -67,7 +67,7 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if job.cluster.use_gpu:
         _require_gpus()
-    _require_memory(job)
+    num_shards = _require_memory(job)
     if "RANK" not in os.environ:
         raise ConfigError(f"RANK is not set: this is no process of torchrun; {_USAGE}")
     from orchestrator.torchrun.store_rendezvous import meet
@@ -78,7 +78,8 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
     if rendezvous.rank != 0:
         return _follow(rendezvous, job, storage, fault_plan)
     with Progress.shown(job.monitor.progress_s) as progress:
-        return _lead(rendezvous, job, storage, fault_plan, progress, _command(config, overrides))
+        command = _command(config, overrides)
+        return _lead(rendezvous, job, storage, fault_plan, progress, command, num_shards)
 
 
 def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
@@ -121,6 +122,7 @@ def _lead(
     fault_plan: str,
     progress: Progress,
     command: str,
+    num_shards: int | None,
 ) -> Outcome | None:
     """Rank 0: decides whether and how the run goes on, claims it, and records it."""
     store = RunStore(storage)
@@ -142,7 +144,8 @@ def _lead(
     with _ending(recorder), rendezvous.reporting_failure("decision"):
         spec = starting.freeze(job, storage, spec, attempt)
         spans = [encode(span) for span in attempt.encoders]
-        rendezvous.publish("decision", [encode(attempt.budgets), spans, encode(starting.reading_of(attempt))])
+        reading = encode(starting.reading_of(attempt))
+        rendezvous.publish("decision", [encode(attempt.budgets), spans, reading, num_shards])
     for note in spec.notes:
         progress.say(f"note: {note}")
     announcing.announce(progress.say, job, attempt, plan)
@@ -153,7 +156,9 @@ def _lead(
         exporting(store, attempt.number, job.resume.export_every, progress.say),
         _shown(progress, recorder, job.monitor.progress_s, members),
     ):
-        outcome = _train(rendezvous, job, spec, storage, attempt.budgets, recorder, progress.say, fault_plan)
+        outcome = _train(
+            rendezvous, job, spec, storage, attempt.budgets, recorder, progress.say, fault_plan, num_shards
+        )
     status = recorder.status()
     why = ""
     if outcome.reason == "done":
@@ -165,15 +170,25 @@ def _lead(
 
 
 def _follow(rendezvous: StoreRendezvous, job: JobConfig, storage: Storage, fault_plan: str) -> Outcome | None:
-    """The other ranks: of the decision they need budgets, encoders and lists; the data are frozen by then."""
+    """The other ranks: of the decision they need budgets, encoders, lists and shards; the data are frozen by
+    then.
+    """
     decision = rendezvous.receive("decision")
     if decision is None:
         return None
-    budgets, encoders, reading = decision
+    budgets, encoders, reading, num_shards = decision
     spec = starting.read_frozen_data(job, storage, decode(Reading, reading))
     spec = spec.made_by(tuple(decode(EncoderSpan, span) for span in encoders))
     return _train(
-        rendezvous, job, spec, storage, decode(Budgets, budgets), None, lambda text: None, fault_plan
+        rendezvous,
+        job,
+        spec,
+        storage,
+        decode(Budgets, budgets),
+        None,
+        lambda text: None,
+        fault_plan,
+        num_shards,
     )
 
 
@@ -204,17 +219,21 @@ def _require_gpus() -> None:
         )
 
 
-def _require_memory(job: JobConfig) -> None:
-    """Of the ranks on this machine; each reads the data itself, which is not counted."""
+def _require_memory(job: JobConfig) -> int | None:
+    """Into how many parts the state is cut (see `layout_of`), if the ranks on this machine have memory for
+    it; each reads the data itself, which is not counted. Raises `ResourceError`.
+    """
     from orchestrator.cluster.machine import memory_bytes
-    from orchestrator.launch.needs import memory_problems, needs_of
+    from orchestrator.launch.needs import choose_shards, memory_problems, needs_of
 
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    problems = memory_problems(
-        needs_of(job), num_ranks, [("this machine", memory_bytes() or 0)], with_feed=False
-    )
+    world_size = int(os.environ.get("WORLD_SIZE", str(num_ranks)))
+    here = [("this machine", memory_bytes() or 0)]
+    num_shards = choose_shards(job, num_ranks, here, with_feed=False)
+    problems = memory_problems(needs_of(job, num_shards, world_size), num_ranks, here, with_feed=False)
     if problems:
         raise ResourceError(problems[0])
+    return num_shards
 
 
 def _train(
@@ -226,6 +245,7 @@ def _train(
     recorder: RankZeroRecorder | None,
     say: Callable[[str], None],
     fault_plan: str,
+    num_shards: int | None,
 ) -> Outcome:
     from orchestrator.data.feed.local_feed import InProcessFeed
     from orchestrator.trainer.job import TrainJob
@@ -244,6 +264,7 @@ def _train(
         config_digest=starting.config_digest(job),
         device="cuda" if job.cluster.use_gpu else "cpu",  # the loop takes the GPU of LOCAL_RANK
         digest_every_steps=job.monitor.digest_every_steps,
+        num_shards=num_shards,
     )
     membership = StaticMembership(rendezvous, recorder)
     feed = InProcessFeed(spec, job.data.replay_bytes)

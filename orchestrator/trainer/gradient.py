@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from orchestrator.planning import batches
 from orchestrator.records import BatchSlice
+from orchestrator.trainer.model import NO_LOSS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +88,20 @@ class Gradient(Protocol):
         """The 2-norm of the whole gradient, before it was scaled down to `max_norm` (None: not scaled). The
         same on every rank.
         """
+
+
+def empty_micro_batch(device: torch.device, by_document: bool) -> MicroBatch:
+    """A sample without targets, for a rank without a micro-batch: its loss and gradient are 0, but it takes
+    part in the collectives.
+    """
+    nothing = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    return MicroBatch(
+        number=-1,
+        first_sample=-1,
+        input_ids=nothing,
+        labels=torch.full_like(nothing, NO_LOSS),
+        document_ids=nothing if by_document else None,
+    )
 
 
 def forget(parameters: Sequence[nn.Parameter]) -> None:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from orchestrator.trainer.gradient import MicroBatch, add_losses, forget, scale
+from orchestrator.trainer.gradient import MicroBatch, add_losses, empty_micro_batch, forget, scale
 from orchestrator.trainer.group import GenerationEnded, collective
-from orchestrator.trainer.model import NO_LOSS, loss_sum, seed_micro_batch
+from orchestrator.trainer.model import loss_sum, seed_micro_batch
 from orchestrator.trainer.step_summary import fixed_point
 
 
@@ -64,7 +64,8 @@ class FastGradient:
         loss: int | None = 0
         for micro in micros[:-1]:
             loss = add_losses(loss, self._backward(micro, targets, last=False))
-        last = micros[-1] if micros else self._empty()
+        device = self._parameters[0].device
+        last = micros[-1] if micros else empty_micro_batch(device, self._by_document)
         return add_losses(loss, self._backward(last, targets, last=True))
 
     def clip(self, max_norm: float | None) -> float:
@@ -98,20 +99,6 @@ class FastGradient:
 
     def _loss(self, model: nn.Module, micro: MicroBatch) -> Tensor:
         return loss_sum(model, micro.input_ids, micro.labels, self._precision, micro.document_ids)
-
-    def _empty(self) -> MicroBatch:
-        """A sample without targets, for a rank without a micro-batch: its loss and gradient are 0, but it
-        takes part in the sum.
-        """
-        device = self._parameters[0].device
-        nothing = torch.zeros(1, 2, dtype=torch.int64, device=device)
-        return MicroBatch(
-            number=-1,
-            first_sample=-1,
-            input_ids=nothing,
-            labels=torch.full_like(nothing, NO_LOSS),
-            document_ids=nothing if self._by_document else None,
-        )
 
     def sum_bucket(self, bucket: Tensor) -> Any:
         """Begins the sum of a bucket over the ranks; its future gives the bucket."""

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from blake3 import blake3
 from torch import Tensor
 from torch._C._distributed_c10d import Store
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from orchestrator.planning.state_layout import Layout
 from orchestrator.records import LOAD, PHASE_LIMITS_S, GenerationView
 from orchestrator.trainer.gloo_sockets import GlooSockets
 from orchestrator.trainer.reshard import Pending
@@ -55,6 +57,7 @@ class Group:
         self.view, self._limit_s = view, limit_s
         self._forming = datetime.timedelta(seconds=limit_s)
         self._sockets = GlooSockets()
+        self._of_mesh: list[dist.ProcessGroup] = []
 
     @classmethod
     @contextmanager
@@ -91,6 +94,7 @@ class Group:
             yield group
         finally:
             group._sockets.forget()
+            group._of_mesh.clear()
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -135,7 +139,8 @@ class Group:
         """From now on a collective may wait so long for a peer that says nothing. The same on every rank."""
         if seconds != self._limit_s:
             self._limit_s = seconds
-            _set_pg_timeout(datetime.timedelta(seconds=seconds))
+            for group in (None, *self._of_mesh):
+                _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
     def gather(self, values: Sequence[int], what: str) -> list[list[int]]:
         """The integers of every rank, by rank."""
@@ -154,6 +159,26 @@ class Group:
     def give(self, buffer: Tensor, rank: int) -> Pending:
         """Sends `buffer` to `rank`; see `reshard.Peers`."""
         return _started(dist.isend(buffer, rank))
+
+    def mesh(self, layout: Layout, device: torch.device) -> DeviceMesh:
+        """The ranks as a mesh of the dimension "shard", with "replicate" before it where there are several
+        replicas; every rank must call it. `allow` and `call_off` hold for its groups, too.
+        """
+        shards, replicas = layout.num_shards, layout.num_replicas
+        if replicas == 1:
+            assert dist.group.WORLD is not None
+            return DeviceMesh.from_group(dist.group.WORLD, device.type, mesh_dim_names=("shard",))
+        rows = torch.arange(layout.world_size).view(replicas, shards)
+        own: list[dist.ProcessGroup] = []
+        with collective("dividing the group"), self._sockets.watched():
+            for of_one in (rows.T, rows):  # the holders of each shard, then the shards of each replica
+                for ranks in of_one.tolist():
+                    made = dist.new_group(ranks, timeout=datetime.timedelta(seconds=self._limit_s))
+                    if self.view.rank in ranks:
+                        own.append(made)
+        self._of_mesh = own
+        names = ("replicate", "shard")
+        return DeviceMesh.from_group(own, device.type, mesh=rows, mesh_dim_names=names)
 
     def take(self, buffer: Tensor, rank: int) -> Pending:
         """Receives a message of `rank` into `buffer`; see `reshard.Peers`."""

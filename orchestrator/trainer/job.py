@@ -26,6 +26,7 @@ class TrainJob:
     the least for a peer that says nothing; five times the last step if that is more, and
     `records.PHASE_LIMITS_S` where a peer may be loading or saving, and in the very first step.
     `document_attention`: tokens attend to their own document alone.
+    `num_shards`: into how many parts the state is cut (`planning.state_layout.layout_of`); 1: replicate.
     `until_tokens`: the launch stops after the step that reaches so many, whatever the budgets allow.
     """
 
@@ -38,14 +39,17 @@ class TrainJob:
     device: str = "cpu"
     document_attention: bool = False
     digest_every_steps: int | None = None
+    num_shards: int | None = 1
     until_tokens: int | None = None
     forming_limit_s: float = 10.0
     collective_limit_s: float = 60.0
 
     @property
     def invariant(self) -> bool:
-        """Whether `train.numerics` means the fixed tree: `auto` is invariant on a CPU, fast on a GPU."""
-        auto = self.train.numerics == "auto"
+        """Whether `train.numerics` means the fixed tree: `auto` is invariant on a CPU, fast on a GPU and
+        where the state is sharded.
+        """
+        auto = self.train.numerics == "auto" and self.num_shards == 1
         return not self.device.startswith("cuda") if auto else self.train.numerics == "invariant"
 
     def stops_at(self, cursor: Cursor) -> bool:

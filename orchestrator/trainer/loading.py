@@ -81,6 +81,15 @@ def digest_of(items: Iterable[Item]) -> str:
     return weights_sum(sum_of(item) for item in items if item.group == MODEL)
 
 
+def share_sum(items: Sequence[Item], layout: Layout, rank: int) -> int:
+    """The sum over the rows of the model that this rank would write: those of all ranks add up to that of the
+    whole model (`weights_sum`).
+    """
+    written = written_rows([item.whole for item in items], layout, rank)
+    shares = [_rows(item, rows) for item, rows in zip(items, written, strict=True) if rows]
+    return sum(part_sum(share) for share in shares if share.tensor.group == MODEL)
+
+
 def sum_of(item: Item) -> int:
     """The sum of the rows that this member holds of a tensor (`planning.weights_sum`)."""
     return part_sum(_rows(item, _held(item)))

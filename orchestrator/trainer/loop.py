@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future
 
-from orchestrator.errors import ElasticError, StorageError, TrainingError
+from orchestrator.errors import TrainingError
 from orchestrator.faults import Hook, no_fault
+from orchestrator.parts.part_writer import PartWriter
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning import batches
 from orchestrator.planning.digest import batch_digest
 from orchestrator.planning.schedule import learning_rate
+from orchestrator.planning.weights_sum import weights_sum
 from orchestrator.records import (
     BETWEEN,
     FEED_WAIT,
@@ -34,18 +35,18 @@ from orchestrator.records import (
     StepRange,
     StepRecord,
 )
-from orchestrator.trainer.document_attention import require_document_attention
-from orchestrator.trainer.gradient import Gradient, cut
-from orchestrator.trainer.gradient_ddp import FastGradient
-from orchestrator.trainer.gradient_invariant import InvariantGradient
+from orchestrator.trainer.gradient import cut
 from orchestrator.trainer.group import GenerationEnded, Group, collective
 from orchestrator.trainer.job import DONE, LEFT, STOPPED, Outcome, TrainJob
-from orchestrator.trainer.loading import StateFiles, digest_of
+from orchestrator.trainer.loading import StateFiles, digest_of, share_sum
 from orchestrator.trainer.membership import Feed, Membership
+from orchestrator.trainer.memory_point import memory_points
 from orchestrator.trainer.model import NO_LOSS, pick_device, set_determinism
+from orchestrator.trainer.parallel import state_and_gradient
 from orchestrator.trainer.peak_memory import peak_memory_bytes
-from orchestrator.trainer.saving import await_votes, save_share
-from orchestrator.trainer.state import TrainState
+from orchestrator.trainer.save_triggers import SaveTriggers, carried_out
+from orchestrator.trainer.saver import Saver
+from orchestrator.trainer.saving import Unsaved, await_saves
 from orchestrator.trainer.state_sync import Prepared, agree, apply_prepared
 from orchestrator.trainer.step_summary import RankContribution, StepSummary
 
@@ -53,7 +54,6 @@ _log = logging.getLogger(__name__)
 # A feed is notified of so many coming steps, and fetches as many as it has room for: small steps are fetched
 # more at a time, for each answer has its price.
 _STEPS_AHEAD, _SMALL_STEPS_AHEAD, _SMALL_STEPS_TOKENS = 8, 32, 1 << 23
-LAST_SAVE_LIMIT_S = 300.0  # how long the last state of a run is tried to be saved
 
 
 def train(
@@ -63,9 +63,10 @@ def train(
 
     `faults(place, step, rank)` is called at `connecting`, `resharding`, `state_half_sent`,
     `state_half_received`, `joined` with the label of the last step done, and at `step_begin`,
-    `gradient_done`, `summary_received`, `applied`, `save_part_written` with that of the step that is made
-    there. Raises `TrainingError` if a step is wrong; it was not applied on any rank. Errors of feed,
-    membership and storage pass through.
+    `gradient_done`, `summary_received`, `applied` with that of the step that is made there; of a save at
+    `staging_begun`, `staged`, `save_part_written`, in threads beside the loop, with the step that is saved;
+    at those of `MemoryPoints`. Raises `TrainingError` if a step is wrong; it was not applied on any rank.
+    Errors of feed, membership and storage pass through.
     """
     return _Trainer(job, membership, feed, files, faults).run()
 
@@ -81,34 +82,39 @@ class _Trainer:
         self._device = pick_device(job.device)
         set_determinism(job.invariant, self._device)
         with paused_gc():  # the model's code comes with it
-            self._state = TrainState(job.model, job.train, self._device, job.invariant)
-            model, seed, precision = self._state.model, job.train.seed, job.train.precision
-            by_document = job.document_attention
-            if by_document:
-                require_document_attention(model, job.seq_len)
-            self._gradient: Gradient = (
-                InvariantGradient(model, seed, precision)
-                if job.invariant
-                else FastGradient(model, seed, precision, by_document)
-            )
+            self._state, self._gradient = state_and_gradient(job, self._device)
+        self._saver = Saver(membership, PartWriter(files.storage, _log.warning), self._device, faults)
+        self._memory = memory_points(job.resume.memory_every_steps, self._state.sharded, self._device, faults)
+        self._state.writable = self._writable
         self._prepared: Prepared | None = None
         self._records: list[StepRecord] = []
-        self._votes: list[tuple[StateKey, Future[bool]]] = []
-        self._saved: StateKey | None = None  # the newest save that this rank has begun
-        self._voted: StateKey | None = None  # the newest save that this rank voted for
         self._unsaved = Unsaved()
         self._has_stepped = False
         self._all_warm = False  # every member of the group has done a step in its process
         self._end_of_data = False
-        self._blocked_s = 0.0  # by saves, since the last record
         self._waited_s = 0.0  # for the batch
-        self._step_began = self._last_save = time.monotonic()
+        self._step_began = time.monotonic()
+        self._triggers = SaveTriggers(
+            every_steps=job.resume.every_steps,
+            every_minutes=job.resume.every_minutes,
+            since_s=self._step_began,
+        )
 
     def run(self) -> Outcome:
+        """See `train`. Where it raises, threads may be left that wait for storage; they end with the
+        process.
+        """
+        outcome = self._run()
+        self._saver.close()
+        self._memory.close()
+        return outcome
+
+    def _run(self) -> Outcome:
         leaves: tuple[int, int] | None = None
         reason = "start"
         while True:
-            self._notice_commits()
+            self._saver.writable()  # who joins has staged what it saves
+            self._saver.poll(self._state)
             self._membership.phase(STEP)
             state, prepared = self._state, self._prepared
             view = self._membership.join(
@@ -117,13 +123,19 @@ class _Trainer:
                     cursor=state.cursor if state.key is not None else None,
                     leaves=leaves,
                     prepared=prepared.key if prepared is not None else None,
-                    saving=self._voted,
+                    saving=self._saver.saving,
                     records=tuple(self._records),
                     reason=reason,
+                    holdings=(
+                        *state.holdings(prepared.key if prepared is not None else None),
+                        *self._memory.holdings(),
+                    ),
                 )
             )
             if view is None:
                 return Outcome(reason=LEFT, key=state.key, cursor=state.cursor)
+            formed = self._triggers.first if leaves is None else self._triggers.formed
+            self._triggers = formed(view.step)
             leaves = (view.attempt, view.generation)
             try:
                 return self._generation(view)
@@ -137,7 +149,11 @@ class _Trainer:
             self._faults("connecting", view.step, view.rank)
             store = self._membership.connect_store(view)
         limit_s, called_off = self._job.forming_limit_s, lambda: self._membership.control_requests(view).ended
-        with Group.formed(view, store, self._device, limit_s, called_off) as group:
+        with (
+            Group.formed(view, store, self._device, limit_s, called_off) as group,
+            self._state.within(),
+            self._memory.within(view, store),
+        ):
             self._membership.when_ended(view, group.call_off)
             prepared, self._prepared = self._prepared, None
             self._end_of_data = False
@@ -150,9 +166,12 @@ class _Trainer:
                 self._files,
                 self._faults,
                 self._has_stepped,
+                self._memory,
             )
+            self._memory.enter(self._state)
             self._membership.phase(STEP)
             self._allow(group)
+            self._saver.prepare(self._state, view.rank)
             self._faults("joined", view.step, view.rank)
             self._feed.open(view, self._state.cursor)
             self._step_began = time.monotonic()
@@ -167,14 +186,15 @@ class _Trainer:
         while True:
             if self._membership.control_requests(view).ended:
                 raise GenerationEnded("the membership ended it")
+            self._saver.poll(self._state)
             step = None if self._end_of_data else self._next_range(self._state.cursor)
             batch = None if step is None else self._slice(view, step)
             if batch is None or batch.step.num_samples == 0:
                 return self._finish(group, STOPPED if self._job.stops_at(self._state.cursor) else DONE)
             control = self._step(group, batch)
             self._has_stepped = self._all_warm = True
-            self._note_digest(view)
-            self._allow(group, saves=bool(control & SAVE))
+            self._note_digest(group)
+            self._allow(group)
             if control & SAVE:
                 self._save(view)
             if control & STOP:
@@ -183,12 +203,16 @@ class _Trainer:
             if control & REFORM:
                 raise GenerationEnded("a re-form at a step boundary was requested")
 
-    def _allow(self, group: Group, saves: bool = False) -> None:
+    def _writable(self) -> None:
+        """Returns when nothing copies the state any more."""
+        self._saver.writable()
+        self._memory.writable()
+
+    def _allow(self, group: Group) -> None:
         """How long the next collectives may wait for a peer: it may take five times as long as the last step
-        did; how long a save takes, and the first step of any member's process (which may compile), nobody
-        knows.
+        did; how long the first step of any member's process takes (which may compile), nobody knows.
         """
-        known = self._all_warm and self._records and not saves
+        known = self._all_warm and self._records
         limit_s = max(self._job.collective_limit_s, 5 * self._records[-1].step_s) if known else 0.0
         limit_s = limit_s or PHASE_LIMITS_S[SAVE_WAIT]
         group.allow(limit_s)
@@ -257,7 +281,9 @@ class _Trainer:
                 batch.first_index, batch.source_numbers, batch.input_ids, batch.labels, batch.document_ids
             ),
             data_wait_s=self._waited_s,
-            save_blocked_s=self._blocked_s,
+            save_blocked_s=self._saver.take_blocked_s(),
+            busy=not self._saver.is_free,
+            whole=self._memory.is_whole,
             control=control,
             acknowledged=acknowledged,
             grad_norm=norm,
@@ -281,10 +307,10 @@ class _Trainer:
         self._membership.phase(BETWEEN)
         self._faults("applied", label, view.rank)
         self._end_of_data = batch.end_of_data
-        self._blocked_s = 0.0
         record = summary.record(prepared.key, prepared.cursor, prepared.lr, ended=time.time())
         self._keep(view, record, summary.acknowledged)
-        return summary.control
+        self._memory.applied(self._state, sealed=summary.num_whole == view.world_size)
+        return carried_out(summary.control, summary.num_busy)
 
     def _reduce(self, view: GenerationView, batch: BatchSlice) -> tuple[int | None, float]:
         job = self._job
@@ -317,91 +343,61 @@ class _Trainer:
     def _control(self, view: GenerationView, label: int) -> tuple[int, int]:
         """The control and the acknowledged step for the summary; only rank 0's are used."""
         wanted = self._membership.control_requests(view)
-        every_steps, every_minutes = self._job.resume.every_steps, self._job.resume.every_minutes
-        due = every_steps is not None and label % every_steps == 0
-        due = due or (every_minutes is not None and time.monotonic() - self._last_save >= every_minutes * 60)
-        # the request is repeated until the first vote has been heard of
-        due = due or (wanted.save and all(answer.done() for _, answer in self._votes))
-        control = (SAVE if due else 0) | (STOP if wanted.stop else 0) | (REFORM if wanted.reform else 0)
+        # what is due waits until this rank is free, so that it keeps no re-form from happening; a request is
+        # repeated until the first vote has been heard of
+        due = self._saver.is_free and self._triggers.due(label, time.monotonic())
+        control = (
+            (SAVE if due or wanted.save else 0)
+            | (STOP if wanted.stop else 0)
+            | (REFORM if wanted.reform else 0)
+        )
         return control, wanted.acknowledged_step
 
-    def _note_digest(self, view: GenerationView) -> None:
-        """Rank 0 says what the weights are, every so many steps: all members hold the same."""
-        key, every = self._state.key, self._job.digest_every_steps
-        if key is not None and every is not None and view.rank == 0 and key.step % every == 0:
-            self._membership.digest(view, key, digest_of(self._state.items()))
+    def _note_digest(self, group: Group) -> None:
+        """Rank 0 says what the weights are, every so many steps. Of a sharded state each member adds its rows
+        up.
+        """
+        state, view = self._state, group.view
+        key, every = state.key, self._job.digest_every_steps
+        if key is None or every is None or key.step % every:
+            return
+        if state.sharded:
+            own = share_sum(state.items(), state.layout, view.rank)
+            rows = group.gather(
+                [own >> at & 0xFFFFFFFF for at in range(0, 160, 32)], "a digest of the weights"
+            )
+            sums = [sum(part << 32 * number for number, part in enumerate(row)) for row in rows]
+            digest = weights_sum(sums)
+        elif view.rank == 0:
+            digest = digest_of(state.items())
+        if view.rank == 0:
+            self._membership.digest(view, key, digest)
 
     # -------------------------------------------------------------------------------- saves
     def _save(self, view: GenerationView) -> None:
-        """Writes this rank's part and votes. Where storage fails the save is given up; training goes on."""
+        """Begins the save of the state as it is; what becomes of it does not concern training."""
         key = self._state.key
         assert key is not None, "a blank member has nothing to save"
-        self._saved, self._last_save = key, time.monotonic()
-        self._membership.phase(SAVE_WAIT)
-        try:
-            peak = peak_memory_bytes(self._device)
-            vote = save_share(self._state, view, self._files, self._records, peak)
-        except StorageError as error:
-            self._membership.save_failed(view, key, error)
-            self._blocked_s += time.monotonic() - self._last_save
-            return
-        finally:
-            self._membership.phase(STEP)
-        self._faults("save_part_written", vote.key.step, view.rank)
-        self._blocked_s += vote.save_blocked_s
-        self._last_save, self._voted = time.monotonic(), vote.key
-        self._notice_commits()
-        self._votes.append((vote.key, self._membership.vote(vote)))
-
-    def _notice_commits(self) -> None:
-        """Whether the present state is in a committed point; answered votes are forgotten. An error that
-        answers a vote is raised.
-        """
-        waiting = []
-        for key, answer in self._votes:
-            if not answer.done():
-                waiting.append((key, answer))
-            elif answer.result() and key == self._state.key:
-                self._state.committed = True
-        self._votes = waiting
+        self._triggers = self._triggers.begun(key.step, time.monotonic())
+        peak = peak_memory_bytes(self._device)
+        self._saver.begin(self._state, view, self._records, peak)
 
     def _finish(self, group: Group, reason: str) -> Outcome:
-        """Saves the last state unless a point holds it, waits until all votes are answered, and leaves.
+        """Waits for the save at hand, saves the last state unless a point holds it, and leaves when that is
+        answered.
 
         Raises `GenerationEnded` if the save was given up: the members meet again and save under a new name;
         `ElasticError` if that has gone on for too long.
         """
-        state = self._state
+        state, saver = self._state, self._saver
         assert state.key is not None, "a member that trains holds a state"
-        if not state.committed and state.key != self._saved:
+        last = (None, state.key)
+        await_saves(group, self._membership, saver, state, lambda: saver.saving in last)
+        if not state.committed and state.key != saver.begun:
             self._save(group.view)
-        if not await_votes(group, self._membership, self._votes, None if state.committed else state.key):
+        if not await_saves(group, self._membership, saver, state, lambda: saver.is_free):
             self._unsaved.again(state.key.point_name)
             raise GenerationEnded(f"the save of {state.key.point_name} was given up")
         state.committed = True
         self._membership.finished(state.key, reason)
         return Outcome(reason=reason, key=state.key, cursor=state.cursor)
-
-
-class Unsaved:
-    """Paces and bounds the tries to save the last state of a run."""
-
-    def __init__(self, limit_s: float = LAST_SAVE_LIMIT_S) -> None:
-        self._limit_s = limit_s
-        self._since: float | None = None
-        self._wait_s = 0.1
-
-    def again(self, point: str) -> None:
-        """A save was given up: waits a little before the next, longer each time. Raises `ElasticError` when
-        the limit is reached.
-        """
-        now = time.monotonic()
-        self._since = now if self._since is None else self._since
-        if now - self._since > self._limit_s:
-            raise ElasticError(
-                f"the last state of the run could not be saved for {now - self._since:.0f} s "
-                f"(allowed: {self._limit_s:g} s): every save was given up, the last one as {point}; the "
-                "journal says why. Start the same command again: it continues from the newest resume point"
-            )
-        time.sleep(self._wait_s)
-        self._wait_s = min(2 * self._wait_s, 5.0)

@@ -101,13 +101,19 @@ class Membership(Protocol):
         """
 
     def vote(self, vote: Vote) -> Future[bool]:
-        """Sends a vote; True: the point is committed, False: the save was given up. An exception ends the
-        member.
+        """Sends a vote; True: the point is committed, False: the save was given up. Never blocks. An
+        exception ends the member.
         """
 
-    def save_failed(self, view: GenerationView, key: StateKey, error: OrchestratorError) -> None:
-        """This rank could not write its part of the save of `key` and has stopped writing it: the save is to
-        be given up, and the member trains on. Raises `error` where it cannot.
+    def save_failed(self, view: GenerationView, key: StateKey, error: OrchestratorError) -> Future[bool]:
+        """This rank, which is that of `view`, has no part of the save of `key` and writes none any more: the
+        save is to be given up, and the member trains on. Never blocks; answered False when that is known. An
+        exception ends the member.
+        """
+
+    def is_given_up(self, view: GenerationView, key: StateKey) -> bool:
+        """Whether it is known that the save of `key`, which this member began as that of `view`, will not be
+        committed; never blocks. Asked again and again while that save is not answered.
         """
 
     def finished(self, key: StateKey, reason: str) -> None:

@@ -85,6 +85,13 @@ def build_model(
     return model.to(device).train()
 
 
+def bare_model(config: ModelConfig, precision: str, seed: int, device: torch.device) -> nn.Module:
+    """`build_model` without reading the weights of `model.pretrained`: they are drawn instead."""
+    if config.pretrained is not None:
+        config = config.model_copy(update={"init_from": config.pretrained})  # whose reader overwrites them
+    return build_model(config, precision, seed, device, invariant=False)
+
+
 def first_model(
     config: ModelConfig, precision: str, seed: int, device: torch.device, invariant: bool
 ) -> nn.Module:

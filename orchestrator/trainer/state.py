@@ -6,8 +6,9 @@ One list of items serves both copying to blank members and saving. It knows no f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from orchestrator.errors import TrainingError
 from orchestrator.planning.state_layout import Layout, StateTensor
-from orchestrator.records import Cursor, StateKey
+from orchestrator.records import Cursor, HeldShard, StateKey
 from orchestrator.trainer.model import build_model, first_model
 
 if TYPE_CHECKING:
@@ -69,12 +70,95 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
+def _at_once() -> None:
+    """Nobody copies the state in the background."""
+
+
+class OwnRows:
+    """The rows that one member holds of every tensor of a state, AdamW over them, and the count of its steps.
+
+    Weight decay applies to tensors of two and more dimensions, as is usual (not to biases and norms). AdamW
+    works element by element, so that rows of a tensor get the bits that the whole tensor would.
+    """
+
+    def __init__(self, items: Sequence[Item], train: TrainConfig, device: torch.device) -> None:
+        """`items` of the group MODEL; those whose tensor is an `nn.Parameter` that requires a gradient are
+        trained.
+        """
+        self._model = list(items)
+        self.trained = {
+            item.name: item
+            for item in items
+            if isinstance(item.tensor, nn.Parameter) and item.tensor.requires_grad
+        }
+        self.buffers = {item.name: item.tensor for item in items if not isinstance(item.tensor, nn.Parameter)}
+        tensors = [item.tensor for item in self.trained.values()]
+        self._steps = torch.zeros((), dtype=torch.int64)
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": [t for t in tensors if t.ndim >= 2], "weight_decay": train.weight_decay},
+                {"params": [t for t in tensors if t.ndim < 2], "weight_decay": 0.0},
+            ],
+            lr=train.lr,
+            betas=(train.betas[0], train.betas[1]),
+            eps=train.eps,
+            fused=True,
+        )
+        # made here rather than at the first step, so that a state always has the same items
+        for tensor in tensors:
+            self._optimizer.state[tensor] = {
+                "step": torch.zeros((), dtype=torch.float32, device=device),
+                **{
+                    moment: torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+                    for moment in _MOMENTS
+                },
+            }
+        self.note_buffers()
+
+    @property
+    def optimizer_steps(self) -> int:
+        """How often AdamW has stepped."""
+        return int(self._steps)
+
+    def items(self) -> list[Item]:
+        """All of them, in an order that is the same for every member."""
+        items = [replace(item, tensor=item.tensor.detach()) for item in self._model]
+        items.append(whole_item(OPTIMIZER, STEPS, self._steps, sharded=False))
+        for name, item in self.trained.items():
+            of_one = self._optimizer.state[item.tensor]
+            for moment in _MOMENTS:
+                whole = replace(item.whole, group=OPTIMIZER, name=f"{moment}.{name}")
+                items.append(replace(item, whole=whole, tensor=of_one[moment]))
+        return items
+
+    def note_buffers(self) -> None:
+        """From here on `changed_buffers` counts."""
+        self._versions = {name: t._version for name, t in self.buffers.items()}
+
+    def changed_buffers(self) -> list[str]:
+        """Names of the buffers that were written to since `note_buffers`."""
+        return [name for name, t in self.buffers.items() if t._version != self._versions[name]]
+
+    def filled(self) -> None:
+        """Must follow whatever wrote to the items: the optimizer's own counts are set from them."""
+        for item in self.trained.values():
+            self._optimizer.state[item.tensor]["step"].fill_(float(self._steps))
+        self.note_buffers()
+
+    def step(self, lr: float) -> None:
+        """One step of AdamW with the gradients that stand in `.grad`."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._steps += 1
+
+
 class TrainState:
-    """Model, AdamW and their place in the run.
+    """Model, AdamW and their place in the run; every member holds all of it (`replicate`).
 
     `key` is None while the member is blank: then nothing in here may be used or sent. `committed` says that a
-    committed resume point holds this very state. Weight decay applies to tensors of two and more dimensions,
-    as is usual (not to biases and norms).
+    committed resume point holds this very state. Whoever writes to the items calls `writable` before;
+    `apply` and `initialise` do.
     """
 
     sharded = False  # whether members hold different rows
@@ -83,44 +167,24 @@ class TrainState:
         self._layout = Layout(num_shards=1, num_replicas=1)
         self._first = partial(first_model, model, train.precision, train.seed, device, invariant)
         self.model: nn.Module = build_model(model, train.precision, train.seed, device, invariant)
+        # returns when the tensors may be written to: who copies them in the background sets it
+        self.writable: Callable[[], None] = _at_once
         self.key: StateKey | None = None
         self.cursor = Cursor()
         self.committed = False
         # holds the first weights; those of another folder are read only by who needs them
         self._untouched = model.init_from is None
         self._held = dict(self.model.state_dict(keep_vars=True))  # the tensors themselves, under all names
-        self._named = dict(own_tensors(self._held))
-        for tensor in self._named.values():
+        items = []
+        for name, tensor in own_tensors(self._held):
             tensor.data = tensor.data.contiguous()
-        trained = {name: t for name, t in self._named.items() if t.requires_grad}
-        self._steps = torch.zeros((), dtype=torch.int64)
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": [t for t in trained.values() if t.ndim >= 2], "weight_decay": train.weight_decay},
-                {"params": [t for t in trained.values() if t.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=train.lr,
-            betas=(train.betas[0], train.betas[1]),
-            eps=train.eps,
-            fused=True,
-        )
-        # made here rather than at the first step, so that a state always has the same items
-        for tensor in trained.values():
-            self._optimizer.state[tensor] = {
-                "step": torch.zeros((), dtype=torch.float32, device=device),
-                **{
-                    moment: torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-                    for moment in _MOMENTS
-                },
-            }
-        self._trained = trained
-        self._buffers = {name: t for name, t in self._named.items() if not isinstance(t, nn.Parameter)}
-        self._versions = {name: t._version for name, t in self._buffers.items()}
+            items.append(whole_item(MODEL, name, tensor, sharded=isinstance(tensor, nn.Parameter)))
+        self._rows = OwnRows(items, train, device)
 
     @property
     def optimizer_steps(self) -> int:
         """How often the optimizer has stepped; part of the state, never re-based."""
-        return int(self._steps)
+        return self._rows.optimizer_steps
 
     @property
     def layout(self) -> Layout:
@@ -141,29 +205,35 @@ class TrainState:
         """
         return None if self.key is None else (self._layout, 0, self.items())
 
+    def holdings(self, prepared: StateKey | None) -> tuple[HeldShard, ...]:
+        """What this member can give of the state that it trains, and of the step whose gradient it keeps;
+        empty: the whole of both, or nothing where it is blank.
+        """
+        del prepared
+        return ()
+
     def formed(self) -> None:
         """All members have what they need of what was before: it is dropped."""
 
+    def leave(self) -> None:
+        """The generation is over: nothing refers to its process group any more. The tensors stay."""
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Around a generation: `leave` follows, however it ends."""
+        try:
+            yield
+        finally:
+            self.leave()
+
     def items(self) -> list[Item]:
         """Every tensor that makes up the state, in an order that is the same for every member."""
-        items = [
-            whole_item(MODEL, name, tensor.detach(), sharded=name not in self._buffers)
-            for name, tensor in self._named.items()
-        ]
-        items.append(whole_item(OPTIMIZER, STEPS, self._steps, sharded=False))
-        for name, tensor in self._trained.items():
-            of_one = self._optimizer.state[tensor]
-            items += [
-                whole_item(OPTIMIZER, f"{moment}.{name}", of_one[moment], sharded=True) for moment in _MOMENTS
-            ]
-        return items
+        return self._rows.items()
 
     def filled(self) -> None:
-        """Must follow whatever wrote to the items: the optimizer's own counts are set from them."""
+        """Must follow whatever wrote to the items."""
         self._untouched = False
-        for tensor in self._trained.values():
-            self._optimizer.state[tensor]["step"].fill_(float(self._steps))
-        self._versions = {name: t._version for name, t in self._buffers.items()}
+        self._rows.filled()
 
     def digest(self) -> bytes:
         """32 bytes (blake3) that two states share if, and only if, all their items are equal to the last
@@ -181,29 +251,26 @@ class TrainState:
         pass has changed a buffer, for then the ranks hold different ones, or has put another tensor in the
         place of one of the state, which would neither be trained nor saved.
         """
-        changed = self._changed_by_forward()
+        changed = sorted({*self._rows.changed_buffers(), *self._replaced()})
         if changed:
             raise TrainingError(
                 f"the model's forward pass changes its buffers {changed}, which would differ between ranks; "
                 "use layers without running statistics, or register them with persistent=False"
             )
+        self.writable()
         self._untouched = self.committed = False
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self._steps += 1
+        self._rows.step(lr)
 
-    def _changed_by_forward(self) -> list[str]:
-        """Names of tensors that were written to, came, went or were replaced since the last step."""
-        written = [name for name, t in self._buffers.items() if t._version != self._versions[name]]
+    def _replaced(self) -> list[str]:
+        """Names of tensors that came, went or were replaced since the state was made."""
         now = self.model.state_dict(keep_vars=True)
-        other = [name for name in {**self._held, **now} if self._held.get(name) is not now.get(name)]
-        return sorted({*written, *other})
+        return [name for name in {**self._held, **now} if self._held.get(name) is not now.get(name)]
 
     def initialise(self) -> None:
         """Back to the first weights and an optimizer that has not stepped, whatever was there."""
         if self._untouched:
             return
+        self.writable()
         fresh = dict(own_tensors(self._first().state_dict(keep_vars=True)))
         for item in self.items():
             if item.group == MODEL:

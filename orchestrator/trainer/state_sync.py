@@ -89,7 +89,7 @@ def agree(
         _receive(group, state, holds, copies, faults)
     else:
         committed = view.point is not None
-        if not holds:
+        if not holds or state.sharded:  # what it holds is a shard of what nobody can put together
             _from_storage(state, view, files)
     if view.cursor is not None:
         state.cursor = view.cursor
@@ -122,16 +122,19 @@ def _check_holders(view: GenerationView, holds: Sequence[bool]) -> None:
 
 def _from_storage(state: TrainState, view: GenerationView, files: StateFiles) -> None:
     state.key = None
+    state.writable()
     if view.point is not None:
         load(state.items(), view.point, files)
         state.filled()
     else:
         state.initialise()
+        state.cursor = Cursor()  # of whoever has trained before, and lost its part of the state
 
 
 def _receive(group: Group, state: TrainState, holds: bool, copies: Copies | None, faults: Hook) -> None:
     """Rows of the parent's state from who holds them to who needs them."""
     view = group.view
+    state.writable()
     live, before = own_shard(view), state.before()
     if not (holds or state.sharded):
         state.key = None  # from before the first byte until the digests have been compared

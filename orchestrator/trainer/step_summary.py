@@ -18,11 +18,10 @@ from orchestrator.records import BatchSlice, Cursor, StateKey, StepRecord
 
 FRACTION_BITS = 24  # of the loss in fixed point
 _LOSS_LIMIT = 1 << 61  # of a micro-batch; a larger sum is taken for a broken one
-_RANKS, _NOT_FINITE, _LOSS, _TARGETS, _SAMPLES, _DIGEST, _WAIT_US, _BLOCKED_US = range(
-    8
-)  # every rank adds to these
-_CONTROL, _ACKNOWLEDGED, _GRAD_NORM, _STEP_S = range(8, 12)  # rank 0 alone
-NUM_SLOTS = 12  # and one for each rank, which it fills alone: its peak memory
+# every rank adds to these
+_RANKS, _NOT_FINITE, _LOSS, _TARGETS, _SAMPLES, _DIGEST, _WAIT_US, _BLOCKED_US, _BUSY, _WHOLE = range(10)
+_CONTROL, _ACKNOWLEDGED, _GRAD_NORM, _STEP_S = range(10, 14)  # rank 0 alone
+NUM_SLOTS = 14  # and one for each rank, which it fills alone: its peak memory
 _MASK = (1 << 64) - 1
 
 
@@ -39,7 +38,8 @@ def fixed_point(loss: float) -> int | None:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankContribution:
     """What one rank adds. `loss` in fixed point over its micro-batches, None if one was not finite; `digest`
-    of its samples (unsigned).
+    of its samples (unsigned); `busy`: it holds a save whose vote or report is not answered, so that no other
+    can begin; `whole`: it has its copies of the memory point under way.
 
     `control`, `acknowledged` (the newest durable step of this generation, −1: none), `grad_norm` and `step_s`
     count for rank 0 only. `peak_memory_bytes`: see `trainer.peak_memory`.
@@ -51,6 +51,8 @@ class RankContribution:
     digest: int
     data_wait_s: float
     save_blocked_s: float
+    busy: bool = False
+    whole: bool = False
     control: int = 0
     acknowledged: int = -1
     grad_norm: float = 0.0
@@ -74,6 +76,8 @@ class RankContribution:
         values[_DIGEST] = _signed(self.digest)
         values[_WAIT_US] = round(self.data_wait_s * 1e6)
         values[_BLOCKED_US] = round(self.save_blocked_s * 1e6)
+        values[_BUSY] = int(self.busy)
+        values[_WHOLE] = int(self.whole)
         if rank == 0:
             values[_CONTROL] = self.control
             values[_ACKNOWLEDGED] = self.acknowledged
@@ -87,7 +91,8 @@ class RankContribution:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSummary:
     """The sum, the same on every rank that has it. `loss` is the sum over targets (nats), times are means
-    over the ranks (seconds), `peak_memory_bytes` is the greatest.
+    over the ranks (seconds), `num_busy` ranks hold an undecided save, `num_whole` have their copies of the
+    memory point under way, `peak_memory_bytes` is the greatest.
     """
 
     ranks: int
@@ -98,6 +103,8 @@ class StepSummary:
     digest: int
     data_wait_s: float
     save_blocked_s: float
+    num_busy: int
+    num_whole: int
     control: int
     acknowledged: int
     grad_norm: float
@@ -118,6 +125,8 @@ class StepSummary:
             digest=values[_DIGEST] & _MASK,
             data_wait_s=values[_WAIT_US] / 1e6 / ranks,
             save_blocked_s=values[_BLOCKED_US] / 1e6 / ranks,
+            num_busy=values[_BUSY],
+            num_whole=values[_WHOLE],
             control=values[_CONTROL],
             acknowledged=values[_ACKNOWLEDGED],
             grad_norm=_number(values[_GRAD_NORM]),

@@ -7,24 +7,18 @@ S3 does. Azure runs against Azurite (`npm install azurite`), and is skipped wher
 
 from __future__ import annotations
 
-import base64
 import glob
 import gzip
-import hashlib
-import hmac
 import io
 import itertools
 import os
 import pickle
-import shutil
-import subprocess
 import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -44,9 +38,10 @@ from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import ETAG, difference, freeze, from_parquet, to_parquet
 from orchestrator.data.sources.remote_files import name_fits
 from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError
-from orchestrator.storage.buckets import bucket_of
+from orchestrator.storage.buckets import bucket_of, forget_buckets
 from orchestrator.storage.files import Storage
 from tests.data.making import job, plain, samples, some_texts, spec_of, write_corpus
+from tests.storage.azurite import azurite, connection_string, make_container
 
 Make = Callable[..., dict[str, Any]]
 CLOUD = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "CLOUDSDK_")
@@ -58,9 +53,9 @@ def no_credentials_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         if name.startswith(CLOUD):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    bucket_of.cache_clear()
+    forget_buckets()
     yield
-    bucket_of.cache_clear()
+    forget_buckets()
 
 
 # ------------------------------------------------------------------------------ servers
@@ -74,23 +69,10 @@ def s3() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    program = shutil.which("azurite-blob")
-    if program is None:
-        pytest.skip("azurite-blob is not on the path")
-    folder = tmp_path_factory.mktemp("azurite")
-    process = subprocess.Popen(
-        [program, "--blobPort", "0", "--location", str(folder), "--skipApiVersionCheck"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    line = next(line for line in process.stdout if "successfully listens on" in line)
-    yield line.split()[-1]
-    process.terminate()
-    process.wait(10)
+    with azurite(tmp_path_factory.mktemp("azurite")) as url:
+        yield url
 
 
-AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 CONTENT = "application/octet-stream"
 numbers = itertools.count()
 
@@ -101,8 +83,7 @@ def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     kind, name = str(request.param), f"bucket{next(numbers)}"
     if kind == "az":
         url = request.getfixturevalue("azure")
-        text = f"AccountName=devstoreaccount1;AccountKey={AZURITE_KEY};BlobEndpoint={url}/devstoreaccount1;"
-        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection_string(url))
         make_container(url, name)
         return f"az://{name}"
     url = request.getfixturevalue("s3")
@@ -116,16 +97,6 @@ def reach_s3(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-
-
-def make_container(url: str, name: str) -> None:
-    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
-    what = "PUT" + "\n" * 5 + CONTENT + "\n" * 7
-    what += "".join(f"{key}:{value}\n" for key, value in sorted(headers.items()))
-    what += f"/devstoreaccount1/devstoreaccount1/{name}\nrestype:container"
-    signed = hmac.new(base64.b64decode(AZURITE_KEY), what.encode(), hashlib.sha256).digest()
-    headers["Authorization"] = f"SharedKey devstoreaccount1:{base64.b64encode(signed).decode()}"
-    ask("PUT", f"{url}/devstoreaccount1/{name}?restype=container", headers)
 
 
 def ask(method: str, url: str, headers: dict[str, str], data: bytes = b"") -> None:
@@ -335,7 +306,7 @@ def test_keys_come_from_the_profile_where_the_environment_has_none(
     (tmp_path / ".aws" / "credentials").write_text(f"[lab]\n{keys}")
     (tmp_path / ".aws" / "config").write_text(f"[profile lab]\nregion = eu-west-1\nendpoint_url = {s3}\n")
     monkeypatch.setenv("AWS_PROFILE", "lab")
-    bucket_of.cache_clear()
+    forget_buckets()
     assert list_files("s", "s3://profiled", "jsonl").names == ("a.jsonl",)
 
 

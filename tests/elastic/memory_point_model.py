@@ -1,8 +1,10 @@
-"""A model of FSDP2 ranks that keep memory points, and a search over all orders of their copies, summaries,
-steps and losses: what is left after any loss must hold a complete state no older than the newest sealed
-memory point.
+"""A model of FSDP2 ranks that keep memory points, and a search over all orders of their copies, messages,
+summaries, steps, losses and new generations: what is left after any loss must hold a complete state no older
+than the newest sealed memory point.
 
-It follows lab/fsdp2/holdings.py; every decision which state is complete is made by `newest_complete`.
+Which buffer is taken, what is held and what is sealed is decided by the real `MemorySlots`, one for each
+rank; which state is complete, and which memory point is kept, by `holdings`. It follows
+lab/fsdp2/holdings.py.
 """
 
 from __future__ import annotations
@@ -13,54 +15,69 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
-from orchestrator.elastic.holdings import Holding, newest_complete
-from orchestrator.records import Source, StateKey
-
-Copy = tuple[int, bool] | None  # the step that a buffer holds, and whether it is whole
+from orchestrator.elastic.holdings import Holding, memory_point_to_keep, newest_complete
+from orchestrator.planning.neighbours import neighbours
+from orchestrator.records import HeldShard, Source, StateKey
+from orchestrator.trainer.memory_slots import MemorySlots
 
 
 class Rank(NamedTuple):
-    """One member: the step it is live at, its own buffers, and those it keeps for the rank before it."""
+    """One member: the step it is live at, whether it is yet to send its memory point, and its buffers.
+    `coming`: the copy that is on its way to it, with what its sender keeps.
+    """
 
     live: int
-    own: tuple[Copy, ...]
-    kept: tuple[Copy, ...]
+    slots: MemorySlots
+    staged: bool = True  # nothing reads the live tensors
+    sent: bool = True
+    coming: StateKey | None = None
 
 
 class Group(NamedTuple):
-    """All ranks; `summed`: the summary of the next step has come; `point`: the memory point in the making."""
+    """All ranks. `summed`: the summary of the next step has come, and whether it seals the memory point;
+    `sealed`: the newest memory point that any summary sealed.
+    """
 
     ranks: tuple[Rank, ...]
-    summed: bool
-    sealed: int | None
-    point: int
+    generation: int = 1
+    summed: bool | None = None
+    sealed: StateKey | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """How far the search goes, and with how many buffers; `in_turn`: a buffer is taken whatever is sealed."""
+    """How far the search goes. `lost`: so many members at once, no two of them neighbours."""
 
     world: int = 3
     steps: int = 2
-    own: int = 2
-    kept: int = 2
+    generations: int = 1
     lost: int = 1
-    in_turn: bool = False
+    slots: MemorySlots = MemorySlots()
+    keeps_newest: bool = False  # wrong: a new generation keeps the newest point, however few hold it
 
 
 def search(bounds: Bounds) -> tuple[str, int]:
     """What is lost, after which events (empty: nothing ever is); how many states were seen. Breadth first."""
-    blank = Rank(0, (None,) * bounds.own, (None,) * bounds.kept)
-    start = Group((blank,) * bounds.world, False, None, 0)
+    keeper = neighbours(["node"] * bounds.world)
+    losses = [
+        lost
+        for lost in combinations(range(bounds.world), bounds.lost)
+        if not any(keeper[a] == b or keeper[b] == a for a, b in combinations(lost, 2))
+    ]
+    first = Group(tuple(Rank(0, bounds.slots.entered(None, True)) for _ in range(bounds.world)))
+    start = began(first, range(bounds.world))
     came: dict[Group, tuple[Group, str] | None] = {start: None}
     todo = deque([start])
     while todo:
         group = todo.popleft()
-        for lost in combinations(range(bounds.world), bounds.lost):
-            beside = any((b - a) % bounds.world in (1, bounds.world - 1) for a, b in combinations(lost, 2))
-            if not beside and not survives(group, lost):
-                return f"{lost} lost, sealed {group.sealed}: {', '.join(trace(came, group)[-7:])}", len(came)
-        for event, after in events(group, bounds):
+        held = [held_by(number, rank, group) for number, rank in enumerate(group.ranks)]
+        for lost in losses:
+            found = newest_complete(
+                [h for n, of_one in enumerate(held) if n not in lost for h in of_one], None
+            )
+            if group.sealed is not None and (found is None or found.key < group.sealed):
+                return f"{lost} lost, sealed {group.sealed}: {', '.join(trace(came, group)[-9:])}", len(came)
+        for event, after in events(group, bounds, keeper):
             if after not in came:
                 came[after] = group, event
                 todo.append(after)
@@ -76,64 +93,96 @@ def trace(came: dict[Group, tuple[Group, str] | None], group: Group) -> list[str
     return found[::-1]
 
 
-def survives(group: Group, lost: tuple[int, ...]) -> bool:
-    """Whoever is left holds a complete state, no older than the sealed memory point."""
-    world, there = len(group.ranks), []
-    for number, rank in enumerate(group.ranks):
-        if number in lost:
-            continue
-        copies = [(rank.live, number, Source.LIVE)]
-        copies += [(c[0], number, Source.STAGED) for c in rank.own if c and c[1]]
-        copies += [(c[0], (number - 1) % world, Source.NEIGHBOUR) for c in rank.kept if c and c[1]]
-        there += [
-            Holding(
-                member=str(number),
-                key=StateKey(attempt=1, generation=1, step=step),
-                shard=shard,
-                num_shards=world,
-                source=source,
+def held_by(number: int, rank: Rank, group: Group) -> list[Holding]:
+    """All that a member can give: what it is live at, what it prepared, and its whole copies."""
+    shard = HeldShard(
+        key=key_of(group, rank.live), shard=number, num_shards=len(group.ranks), source=Source.LIVE
+    )
+    held = [shard, *rank.slots.holdings]
+    if group.summed is not None and rank.live == slowest(group):
+        held.append(
+            HeldShard(
+                key=key_of(group, rank.live + 1),
+                shard=number,
+                num_shards=len(group.ranks),
+                source=Source.PREPARED,
             )
-            for step, shard, source in copies
-        ]
-    found = newest_complete(there, None)
-    return group.sealed is None or (found is not None and found.key.step >= group.sealed)
+        )
+    return [
+        Holding(member=str(number), key=h.key, shard=h.shard, num_shards=h.num_shards, source=h.source)
+        for h in held
+    ]
 
 
-def buffer_for(copies: tuple[Copy, ...], group: Group, bounds: Bounds) -> int:
-    """The buffer of the memory point in the making: the one begun, else one without the sealed point."""
-    for number, copy in enumerate(copies):
-        if copy is not None and copy[0] == group.point:
-            return number
-    if bounds.in_turn or len(copies) == 1:
-        return group.point % len(copies)
-    return next(n for n, copy in enumerate(copies) if copy is None or copy[0] != group.sealed)
+def key_of(group: Group, step: int) -> StateKey:
+    return StateKey(attempt=1, generation=group.generation, step=step)
 
 
-def events(group: Group, bounds: Bounds) -> Iterator[tuple[str, Group]]:
+def slowest(group: Group) -> int:
+    return min(rank.live for rank in group.ranks)
+
+
+def events(group: Group, bounds: Bounds, keeper: tuple[int, ...]) -> Iterator[tuple[str, Group]]:
     """Every event that is possible now, and the group after it. A copy has a beginning and an end."""
-    ranks, point, slowest = group.ranks, group.point, min(rank.live for rank in group.ranks)
+    ranks, last = group.ranks, slowest(group)
     for number, rank in enumerate(ranks):
-        whole = (point, True) in rank.own
-        if rank.live == point and not whole:
-            own = copied(rank.own, buffer_for(rank.own, group, bounds), point)
-            yield f"{number} copies {point}", put(group, number, rank._replace(own=own))
-        if (point, True) in ranks[number - 1].own and (point, True) not in rank.kept:
-            kept = copied(rank.kept, buffer_for(rank.kept, group, bounds), point)
-            yield f"{number} receives {point}", put(group, number, rank._replace(kept=kept))
+        if not rank.staged:
+            yield (
+                f"{number} has copied",
+                put(group, number, rank._replace(staged=True, slots=rank.slots.staged())),
+            )
+        to = keeper[number]
+        if rank.staged and not rank.sent and ranks[to].coming is None:
+            making = rank.slots.making
+            assert making is not None, "what is sent is being made"
+            copy = HeldShard(key=making, shard=number, num_shards=len(ranks), source=Source.NEIGHBOUR)
+            slots, _ = ranks[to].slots.arriving(copy, rank.slots.keep)
+            after = put(group, number, rank._replace(sent=True))
+            after = put(after, to, after.ranks[to]._replace(slots=slots, coming=making))
+            yield f"{number} sends to {to}", after
+        if rank.coming is not None:
+            whole = rank._replace(slots=rank.slots.arrived(rank.coming), coming=None)
+            yield f"{number} has received", put(group, number, whole)
         # the live tensors are written to only when they have been copied
-        if group.summed and rank.live == slowest < bounds.steps and (rank.live != point or whole):
-            after = put(group, number, rank._replace(live=rank.live + 1))
-            if all(r.live == slowest + 1 for r in after.ranks):
-                after = after._replace(summed=False, point=slowest + 1)
-            yield f"{number} applies {rank.live + 1}", after
-    if not group.summed and all(rank.live == slowest for rank in ranks):
-        whole = all((point, True) in rank.own and (point, True) in rank.kept for rank in ranks)
-        yield "summary", group._replace(summed=True, sealed=point if whole else group.sealed)
+        if group.summed is not None and rank.live == last < bounds.steps and rank.staged:
+            slots = rank.slots.sealed() if group.summed else rank.slots
+            after = put(group, number, rank._replace(live=last + 1, slots=slots))
+            after = began(after, [number])
+            if all(r.live == last + 1 for r in after.ranks):
+                after = after._replace(summed=None)
+            yield f"{number} applies {last + 1}", after
+    if group.summed is None and all(rank.live == last for rank in ranks):
+        whole = all(rank.slots.is_whole for rank in ranks)
+        sealed = ranks[0].slots.making if whole else group.sealed
+        yield "summary", group._replace(summed=whole, sealed=sealed)
+    if group.generation < bounds.generations:
+        yield "a new generation", formed(group, bounds)
 
 
-def copied(copies: tuple[Copy, ...], number: int, point: int) -> tuple[Copy, ...]:
-    """The buffers after the copy into one has begun, or ended where it had begun."""
-    return (*copies[:number], (point, copies[number] == (point, False)), *copies[number + 1 :])
+def formed(group: Group, bounds: Bounds) -> Group:
+    """The generation ends, nobody is lost, and all form the next one, as after a join."""
+    held = [h for number, rank in enumerate(group.ranks) for h in held_by(number, rank, group)]
+    parent = newest_complete(held, None)
+    assert parent is not None, "nobody was lost"
+    copies = [h for h in held if h.source in (Source.STAGED, Source.NEIGHBOUR)]
+    newest = newest_complete(copies, None)
+    keep = (newest and newest.key) if bounds.keeps_newest else memory_point_to_keep(held, None)
+    ranks = tuple(Rank(parent.key.step, rank.slots.entered(keep, True)) for rank in group.ranks)
+    after = Group(ranks, group.generation + 1, None, group.sealed)
+    return began(after, range(len(ranks)))
+
+
+def began(group: Group, numbers: range | list[int]) -> Group:
+    """These members begin a memory point of what they are live at, if they may."""
+    for number in numbers:
+        rank = group.ranks[number]
+        if rank.slots.is_free:
+            copy = HeldShard(
+                key=key_of(group, rank.live), shard=number, num_shards=len(group.ranks), source=Source.STAGED
+            )
+            slots, _ = rank.slots.begun(copy)
+            group = put(group, number, rank._replace(slots=slots, staged=False, sent=False))
+    return group
 
 
 def put(group: Group, number: int, rank: Rank) -> Group:

@@ -146,6 +146,21 @@ def test_a_point_newer_than_the_memory_point_makes_that_worthless():
     assert (form(machine, 1.0).parent, machine._states.formed[2].keep) == (key(1, 9), None)
 
 
+def test_a_new_generation_keeps_the_memory_point_that_two_hold_until_it_has_its_own():
+    """Of step 7 nobody has a neighbour's copy yet; losing any rank would lose it, but not step 5."""
+    machine = started("abc")
+    for number, member in enumerate("abc"):
+        held = (
+            shard(number, 3, of=key(1, 9)),
+            shard(number, 3, Source.STAGED, key(1, 7)),
+            shard(number, 3, Source.STAGED, key(1, 5)),
+            shard((number - 1) % 3, 3, Source.NEIGHBOUR, key(1, 5)),
+        )
+        machine.join(holder(member, *held), 1.0)
+    made = form(machine, 1.0)
+    assert (made.parent, made.keep) == (key(1, 9), key(1, 5))
+
+
 def test_a_prepared_step_is_done_where_one_shard_has_seen_its_summary():
     machine = started("ab")
     machine.join(holder("a", shard(0, 2, of=key(1, 4))), 1.0)

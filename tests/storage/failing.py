@@ -113,6 +113,9 @@ class FailingStore:
     def beside(self, root: str) -> FailingStore:
         return type(self)(self.store.beside(root), self.failure, self.noted)
 
+    def within(self, limit_s: float) -> FailingStore:
+        return type(self)(self.store.within(limit_s), self.failure, self.noted)
+
     def put(self, path: str, pieces: Pieces, size: int, *, exclusive: bool = False) -> bool:
         hasher = blake3()
         for piece in pieces():

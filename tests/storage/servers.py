@@ -24,11 +24,27 @@ from urllib.parse import urlsplit
 import pytest
 from moto.server import ThreadedMotoServer
 
-from orchestrator.storage.buckets import bucket_of
+from orchestrator.storage.buckets import forget_buckets
 
 # A number: refused with it. reset: the connection breaks before the request is heard. "... after": what was
-# asked is done, and the answer is lost. cut: of the answer's body only a first part comes.
-Fault = Literal["400", "403", "404", "409", "500", "501", "503", "reset", "500 after", "reset after", "cut"]
+# asked is done, and the answer is lost. cut: of the answer's body only a first part comes. silence: nothing
+# comes. echo: refused as a signature would be, with a text that has all the headers.
+Fault = Literal[
+    "400",
+    "403",
+    "404",
+    "409",
+    "500",
+    "501",
+    "503",
+    "reset",
+    "silence",
+    "echo",
+    "cut",
+    "500 after",
+    "reset after",
+    "silence after",
+]
 Rule = Callable[[str, str], Fault | None]
 CLOUD = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "CLOUDSDK_")
 _numbers = itertools.count()
@@ -48,6 +64,7 @@ class Proxy:
     rule: Rule = no_fault
     asked: list[tuple[str, str]] = field(default_factory=list)
     forgets: tuple[str, ...] = ()
+    over: threading.Event = field(default_factory=threading.Event)
 
     def one_in(self, fault: Fault, method: str, part: str = "", first: int = 1) -> None:
         """That fault meets the `first`-th request of this kind and no other; what was asked is forgotten."""
@@ -95,6 +112,7 @@ def proxy_before(url: str, speaks: Literal["s3", "gs"] = "s3") -> Iterator[Proxy
         try:
             yield proxy
         finally:
+            proxy.over.set()
             server.shutdown()
             thread.join()
 
@@ -109,7 +127,7 @@ def reach(monkeypatch: pytest.MonkeyPatch, url: str, home: Path) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
-    bucket_of.cache_clear()
+    forget_buckets()
 
 
 def new_bucket(url: str, scheme: str = "s3") -> str:
@@ -135,11 +153,17 @@ class _Passing(BaseHTTPRequestHandler):
             return self._refuse(int(fault))
         if fault == "reset":
             return self._reset()
+        if fault == "silence":
+            return self._wait()
+        if fault == "echo":
+            return self._refuse(403, f"SignatureDoesNotMatch {self.path} {dict(self.headers.items())}")
         answer, data = self._ask(body)
         if fault == "500 after":
             return self._refuse(500)
         if fault == "reset after":
             return self._reset()
+        if fault == "silence after":
+            return self._wait()
         return self._answer(answer, data, cut=fault == "cut")
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass
@@ -173,8 +197,12 @@ class _Passing(BaseHTTPRequestHandler):
     def _name(self, name: str) -> str:
         return name
 
-    def _refuse(self, status: int) -> None:
-        data = b"<Error><Code>InternalError</Code></Error>"
+    def _wait(self) -> None:
+        self.told.over.wait()  # the client goes before
+        self.close_connection = True
+
+    def _refuse(self, status: int, message: str = "") -> None:
+        data = f"<Error><Code>InternalError</Code><Message>{message}</Message></Error>".encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()

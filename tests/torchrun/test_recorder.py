@@ -70,7 +70,8 @@ def test_votes_commit_a_point_only_when_the_journal_has_its_steps(runner: Runner
         "2 of 2 workers are ready · starting at step 1",
         "warning: the save of 00000003-a0001-g0001 was given up: "
         "the journal lacks step records before it, and no voter brought them",
-        "warning: the next save tries again, after the last step at once; if none succeeds for 300 s the run "
+        "warning: another save is tried in 5 s, then ever later, and after the last step at once; if none "
+        "succeeds for 300 s the run "
         "stops. Nothing that was committed is lost",
     ]
     made.finished(key(1), "stopped")
@@ -230,7 +231,10 @@ def test_when_saves_begin_to_fail_it_is_told_once_that_they_are_tried_again_and_
     assert save(made, store, key(10)) == [True, True]
     fails(11)
     made.finished(key(10), "stopped")
-    told = "the next save tries again, after the last step at once; if none succeeds for 300 s the run stops"
+    told = (
+        "another save is tried in 5 s, then ever later, and after the last step at once; if none succeeds "
+        "for 300 s the run stops"
+    )
     order = [text for text in said if "was given up" in text or told in text]
     assert [told in text for text in order] == [False, True, False, False, False, True], said
 

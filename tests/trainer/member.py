@@ -92,6 +92,7 @@ def tiny_job(**changes: Any) -> TrainJob:
         seq_len=config.pack.seq_len,
         budgets=budgets_for(config, None),
         config_digest="tiny",
+        num_shards=config.train.num_shards,
         collective_limit_s=30.0,
     )
 
@@ -222,9 +223,7 @@ def members(
     **launch: Any,
 ) -> Iterator[Members]:
     """A launch with these members started; whatever happens, no process of theirs is left."""
-    group = Members(
-        Launch(folder, first_size=len(names), **launch), job or tiny_job(), feed or FormulaFeed()
-    )
+    group = Members(Launch(folder, first_size=len(names), **launch), job or tiny_job(), feed or FormulaFeed())
     try:
         for name in names:
             group.start(name, (plans or {}).get(name))

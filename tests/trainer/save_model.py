@@ -301,7 +301,8 @@ def of_the_save(world: World, who: int) -> Iterator[tuple[str, Callable[[], Worl
             failed = world._replace(faults=world.faults - 1).put(who, rest)
             yield f"{name} cannot write {at.step}", lambda: on(failed, who, Stopped(key=at, reason="disk"))
     undecided = slot.copies or member.writes is not None
-    if key is not None and undecided and not slot.called_off and world.machine.outcomes.get(key) is not None:
+    size = len(world.ranks[key.generation - 1]) if key is not None else 0
+    if key and undecided and not slot.called_off and world.machine.is_hopeless(key, size):
         yield (
             f"{name} hears that {key.step} is given up",
             lambda: on(world, who, CallOff(key=key, reason="given up")),
@@ -408,12 +409,9 @@ def applied(world: World, who: int, waits: bool = True) -> World:
 
 
 def leaving(world: World, group: tuple[int, ...]) -> World:
-    """The run stops for these: what they still write of an older state is not wanted any more."""
+    """The run stops for these; a save of an older state comes to its end first."""
     for who in group:
-        member = world.members[who]
-        world = world.put(who, member._replace(life=LEAVING))
-        if member.slot.key is not None and member.slot.key != member.key:
-            world = on(world, who, CallOff(key=member.slot.key, reason="the run stops"))
+        world = world.put(who, world.members[who]._replace(life=LEAVING))
     return world
 
 

@@ -103,7 +103,7 @@ class FreeOnceItHasVoted(SaveSlot):
         ),
         (replace(NO_FAULT, carried_out=lambda control, busy: control), "a save of"),
         (replace(NO_FAULT, slot=VotesBeforeItIsWritten), "a COMMIT over a part that is missing"),
-        (replace(FAULT, slot=StopsWithoutAReport, steps=3), "a save is undecided for ever"),
+        (replace(FAULT, slot=StopsWithoutAReport, steps=3), "files stay for ever"),
         (replace(FAULT, slot=ReportsWhileItWrites), "files are deleted under a writer"),
         (replace(NO_FAULT, slot=FreeOnceItHasVoted), "a save is begun while another one is undecided"),
     ],

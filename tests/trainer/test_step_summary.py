@@ -110,4 +110,4 @@ def test_a_step_is_refused_with_both_values(contributions, message):
 def test_the_vector_holds_nothing_but_its_slots():
     assert of_rank().pack(1, 2).shape == (NUM_SLOTS + 2,)
     packed = of_rank(control=4, acknowledged=9, peak_memory_bytes=7).pack(1, 2)
-    assert packed[8:].tolist() == [0, 0, 0, 0, 0, 7]
+    assert packed[8:].tolist() == [0, 0, 0, 0, 0, 0, 0, 7]

@@ -32,6 +32,7 @@ def checks(facts: Facts, s: dict[str, Any], now: float) -> list[Check]:
         *_data_wait(s),
         *(_workers(s) if alive else ()),
         *(_save(facts, s, now) if alive else ()),
+        *(_last_save(facts, s, now) if alive else ()),
         *_damaged(facts, now),
         *_failures(facts),
         *_skipped(facts),
@@ -133,6 +134,20 @@ def _save(facts: Facts, s: dict[str, Any], now: float) -> Iterator[Check]:
     yield _check(
         "save", level, "Newest resume point", f"{span(now - point['t'])} ago", f"every {every:,} steps", note
     )
+
+
+def _last_save(facts: Facts, s: dict[str, Any], now: float) -> Iterator[Check]:
+    """Only where the newest save failed because of storage, and no point came after it."""
+    failed = facts.events("save given up")
+    point = s["point"]
+    if not failed or failed[-1].fields.get("retry_s") is None:
+        return
+    last = failed[-1]
+    if point is not None and point["t"] is not None and point["t"] > last.t:
+        return
+    in_s = last.t + last.fields["retry_s"] - now
+    again = f"next try in {span(in_s)}" if in_s > 0 else "next try: as soon as all workers are free"
+    yield _check("last_save", WARN, "Last save", f"failed, {again}", "", str(last.fields["reason"]))
 
 
 def _damaged(facts: Facts, now: float) -> Iterator[Check]:

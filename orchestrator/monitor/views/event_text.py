@@ -30,7 +30,6 @@ _FORMS: dict[str, str] = {
     EventKind.STATE_DIGEST: "The weights after step {step} have the digest {weights_digest:.16}",
     EventKind.POINT_NOT_DELETED: "Resume point {point} could not be deleted: {reason}",
     EventKind.DAMAGED_POINT: "Resume point {point} is damaged: {file} {reason}",
-    EventKind.SAVE_GIVEN_UP: "The save of {point} was given up: {reason}",
     EventKind.UNREADABLE_FILE: "{file} is not as it was written: {reason}",
     EventKind.LEFTOVER_KEPT: "What was left of the save of {point} could not be removed: {reason}",
     EventKind.LEFTOVER_REMOVED: "What was left of the save of {point} was removed",
@@ -80,6 +79,11 @@ def _control_request(e: Fields) -> str:
     return f"Asked to {e['what']}" + (f" by {e['by']}" if e.get("by") else "")
 
 
+def _save_given_up(e: Fields) -> str:
+    again = f"; another one is tried after {e['retry_s']:g} s" if e.get("retry_s") else ""
+    return f"The save of {e['point']} was given up: {e['reason']}{again}"
+
+
 def _point_verified(e: Fields) -> str:
     return f"Resume point {e['point']}" + (": every digest is right" if e["healthy"] else " is damaged")
 
@@ -100,6 +104,7 @@ _MADE: dict[str, Callable[[Fields], str]] = {
     EventKind.DELETING_POINTS: lambda e: f"About to delete: {', '.join(e['points'])}",
     EventKind.POINTS_DELETED: lambda e: f"Deleted by retention: {', '.join(e['points'])}",
     EventKind.POINT_VERIFIED: _point_verified,
+    EventKind.SAVE_GIVEN_UP: _save_given_up,
     "point pinned": lambda e: f"Resume point {e['point']} pinned by {e['by']}{_reason(e)}",
     "point unpinned": lambda e: f"Resume point {e['point']} unpinned by {e['by']}{_reason(e)}",
     "sources": lambda e: f"Counts of {', '.join(e['counts'])} where the attempt begins",

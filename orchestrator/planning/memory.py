@@ -1,0 +1,72 @@
+"""How many bytes of a job's state one worker holds in a layout, by what they are for.
+
+Pure integers, all of them lower bounds: activations and what libraries take are not known. It knows no
+machine and no configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.planning.state_layout import Layout, chunk_rows
+
+_MOMENTS = 2
+_SAVED = 1 + _MOMENTS  # weights and moments are in a point, gradients are not
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSize:
+    """Numbers of elements: of all `parameters`, of one of the equal blocks (`block`), and of what lies in no
+    block (`rest`): embeddings, and a head that is not tied to them. All 0: not known.
+    """
+
+    parameters: int = 0
+    block: int = 0
+    rest: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerMemory:
+    """What one worker holds, in bytes. `weights`, `gradients` and `moments` are its own rows. `gathered`: a
+    block and the rest as a whole, weights and gradients, while they are computed with. `staged`: the copy
+    that a save is written from. `reforming`: beside its weights and moments those of the layout before,
+    while rows are moved; gradients and gathered blocks are not there then.
+    """
+
+    weights: int
+    gradients: int
+    moments: int
+    gathered: int
+    staged: int
+    reforming: int
+
+    @property
+    def training(self) -> int:
+        """All that is held in a step, but for what is staged."""
+        return self.weights + self.gradients + self.moments + self.gathered
+
+    @property
+    def peak(self) -> int:
+        """The most that is needed at once beside what is staged: in a step, or while a group re-forms."""
+        return max(self.training, self.weights + self.moments + self.reforming)
+
+
+def worker_memory(
+    size: ModelSize, layout: Layout, weight_bytes: int, compute_bytes: int, before: Layout | None = None
+) -> WorkerMemory:
+    """The memory of the worker that holds most (shard 0). A weight has `weight_bytes`, `compute_bytes` where
+    it is gathered to be computed with. `before`: the layout from which members bring rows that are moved
+    (None: nothing is moved, or it lies in place).
+    """
+    own = chunk_rows(size.parameters, layout.num_shards) * weight_bytes
+    gathered = 0 if layout.num_shards == 1 else 2 * (size.rest + size.block) * compute_bytes
+    moved = before is not None and (layout.num_shards, before.num_shards) != (1, 1)
+    held = chunk_rows(size.parameters, before.num_shards) if before is not None and moved else 0
+    return WorkerMemory(
+        weights=own,
+        gradients=own,
+        moments=_MOMENTS * own,
+        gathered=gathered,
+        staged=chunk_rows(_SAVED * own, layout.num_replicas),
+        reforming=_SAVED * held * weight_bytes,
+    )

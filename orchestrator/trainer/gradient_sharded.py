@@ -1,0 +1,99 @@
+"""Gradients of a sharded model: FSDP2 gathers weights and sums gradients block by block, over the shards and
+for HSDP over the replicas.
+
+It knows model, ranks and collectives, nothing else. Its last bits depend on the layout, as those of DDP do on
+the world size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from orchestrator.planning import batches
+from orchestrator.trainer.gradient import MicroBatch, add_losses, empty_micro_batch, scale
+from orchestrator.trainer.group import GenerationEnded, collective
+from orchestrator.trainer.model import loss_sum, seed_micro_batch
+from orchestrator.trainer.sharded_state import ShardedState
+from orchestrator.trainer.step_summary import fixed_point
+
+
+class ShardedGradient:
+    """Every rank runs the same number of micro-batches, empty ones at the end, because each has collectives
+    of its own. After each backward a rank keeps the sum of its own rows alone, so that the whole gradient
+    never exists.
+
+    Gradients are summed, not averaged, because they are divided by the global number of targets before. A
+    parameter must be used in a micro-batch by all ranks or by none; one that none uses counts as zero.
+    """
+
+    def __init__(self, state: ShardedState, seed: int, precision: str, by_document: bool = False) -> None:
+        self._state, self._seed, self._by_document = state, seed, by_document
+        # FSDP2 casts to bfloat16 by itself
+        self._precision = "float32" if precision == "bf16" else precision
+        self._world_size = 1
+
+    def enter(self, rank: int, world_size: int) -> None:
+        """See `Gradient`; the state's model is of this generation."""
+        del rank
+        self._world_size = world_size
+
+    def leave(self) -> None:
+        """See `Gradient`: nothing is held."""
+
+    def reduce(self, micros: Sequence[MicroBatch], num_micro: int, targets: int) -> int | None:
+        """See `Gradient`. What it leaves are the rows that this rank holds."""
+        state = self._state
+        state.forget_gradients()
+        empty = empty_micro_batch(state.items()[0].tensor.device, self._by_document)
+        loss: int | None = 0
+        for number in range(batches.micro_batches_per_rank(num_micro, self._world_size)):
+            micro = micros[number] if number < len(micros) else empty
+            loss = add_losses(loss, self._backward(micro, targets))
+        state.take_gradients()
+        return loss
+
+    def clip(self, max_norm: float | None) -> float:
+        """See `Gradient`. Squares are summed in float64; one sum over the shards of a replica, of which all
+        have the same gradient.
+        """
+        gradients = self._state.own_gradients()
+        square = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
+        for gradient in gradients:
+            square += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+        with collective("the norm of the gradient"):
+            dist.all_reduce(square, group=self._state.mesh.get_group("shard"))
+        norm = math.sqrt(float(square))
+        scale(gradients, norm, max_norm)
+        return norm
+
+    def _backward(self, micro: MicroBatch, targets: int) -> int | None:
+        seed_micro_batch(self._seed, micro.first_sample)
+        try:
+            loss: Tensor = loss_sum(
+                self._state.model, micro.input_ids, micro.labels, self._precision, micro.document_ids
+            )
+            torch.autograd.backward(loss / max(1, targets))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if not raised_by_collective(error):
+                raise  # the model's own error
+            raise GenerationEnded(f"gathering weights, or summing the gradient: {error}") from error
+        return fixed_point(float(loss.detach()))
+
+
+def raised_by_collective(error: BaseException) -> bool:
+    """Whether torch's own code for collectives raised it (its innermost frame lies there), and no code that
+    such a collective was called from: FSDP2 has no other way to say that a peer is lost.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith(
+        "torch.distributed."
+    )

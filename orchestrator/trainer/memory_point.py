@@ -1,0 +1,236 @@
+"""Memory points: every so many steps each rank copies its shard of the state in memory, in a thread, and has
+a neighbour keep another copy, so that a lost rank costs at most the steps since (membership rule 5).
+
+It carries out what `MemorySlots` decides; which of the copies the next generation continues, the rendezvous
+knows.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from orchestrator.faults import Hook
+from orchestrator.planning.neighbours import neighbours
+from orchestrator.planning.state_layout import StateTensor, flat_shard
+from orchestrator.records import GenerationView, HeldShard, Source, StateKey
+from orchestrator.trainer.group import GenerationEnded, collective
+from orchestrator.trainer.memory_slots import MemorySlots
+from orchestrator.trainer.neighbour import Address, CopyHeader, NeighbourLink, new_token
+from orchestrator.trainer.staging import Staging, StagingBuffer
+from orchestrator.trainer.state import TrainState
+
+AUTO_EVERY_STEPS = 10
+
+
+class MemoryPoints:
+    """One member's memory points, one after every `every_steps`-th step that finds the last one sealed (None:
+    none), and one as soon as a generation has agreed on its state.
+
+    Memory: four times the largest shard of the group, on the CPU; in a group of one none are made. Between
+    `begin` and the end of its copy the state must not be written to: `writable` waits for that. `faults` is
+    called in threads at `memory_staged` and `neighbour_half_sent`, and at `sealed`, with the step copied.
+    """
+
+    def __init__(self, every_steps: int | None, device: torch.device, faults: Hook) -> None:
+        self._every, self._faults = every_steps, faults
+        self._own = tuple(StagingBuffer(device) for _ in range(2))
+        self._kept = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._lock = threading.Lock()
+        self._slots = MemorySlots()  # under the lock
+        self._tensors: Sequence[StateTensor] = ()
+        self._listener: socket.socket | None = None  # made with the first generation
+        self._address: Address | None = None
+        self._view: GenerationView | None = None
+        self._store: Store | None = None
+        self._link: NeighbourLink | None = None
+        self._staging: Staging | None = None
+
+    # ------------------------------------------------------------------------------ for the rendezvous
+    def holdings(self) -> tuple[HeldShard, ...]:
+        """All copies that are whole, own and kept ones; to be asked between generations."""
+        with self._lock:
+            return self._slots.holdings
+
+    def copy_of(self, key: StateKey, shard: int) -> list[Tensor]:
+        """See `state_sync.Copies`."""
+        with self._lock:
+            source, number = self._slots.place_of(key, shard)
+            slots = self._slots.own if source is Source.STAGED else self._slots.kept
+            copy = slots[number].copy
+        assert copy is not None, "what is held is there"
+        memory = self._own[number].memory if source is Source.STAGED else self._kept[number]
+        flat = flat_shard(self._tensors, copy.num_shards, shard)
+        return [memory[place.offset : place.offset + place.num_bytes] for place in flat.places]
+
+    # ------------------------------------------------------------------------------ a generation
+    @contextmanager
+    def within(self, view: GenerationView, store: Store) -> Iterator[None]:
+        """Around a generation, from before its members agree on their state: this rank says in the group's
+        store where it listens. When it is left, half copies end where they are, and whole ones stay.
+        """
+        self._view, self._store = view, store
+        if self._every is not None and view.nodes:
+            self._listener = self._listener or _listening()
+            port = int(self._listener.getsockname()[1])
+            self._address = Address(host=view.own_host, port=port, token=new_token())
+            with collective("announcing the memory points"):
+                store.set(f"memory/{view.rank}", self._address.to_json())
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def enter(self, state: TrainState) -> None:
+        """The group has agreed on its state: links to the neighbours and begins the first memory point."""
+        view, store = self._view, self._store
+        assert view is not None, "a generation is entered within it"
+        assert store is not None, "a generation is entered within it"
+        keeper = neighbours([str(node) for node in view.nodes])
+        with self._lock:
+            self._slots = self._slots.entered(view.keep, has_neighbour=bool(keeper))
+        if not keeper or self._address is None or self._listener is None:
+            return
+        with collective("looking for the neighbour"):
+            found = store.get(f"memory/{keeper[view.rank]}").decode()
+        self._tensors = [item.whole for item in state.items()]
+        half = partial(self._fault, "neighbour_half_sent")
+        self._link = NeighbourLink(
+            self._listener,
+            self._address,
+            Address.from_json(found),
+            self,
+            lambda header: half(header.copy.key),
+        )
+        self._begin(state)
+
+    def _leave(self) -> None:
+        if self._staging is not None:
+            self._staging.done.exception()  # waits: the slot is the machine's again
+        if self._link is not None:
+            self._link.close()
+        self._link = self._view = self._store = self._staging = self._address = None
+
+    def close(self) -> None:
+        """Gives all memory back."""
+        self._leave()
+        if self._listener is not None:
+            self._listener.close()
+        for buffer in self._own:
+            buffer.close()
+
+    # ------------------------------------------------------------------------------ steps
+    def writable(self) -> None:
+        """Returns when the state may be written to: nothing copies it any more."""
+        if self._staging is not None:
+            self._staging.wait()
+
+    @property
+    def is_whole(self) -> bool:
+        """What this rank says in the step's summary."""
+        with self._lock:
+            return self._slots.is_whole
+
+    def applied(self, state: TrainState, sealed: bool) -> None:
+        """A step was applied. `sealed`: its summary said that every rank has the memory point whole. Begins
+        the next one where it is due. Raises `GenerationEnded` if the copies do not get through.
+        """
+        link, view = self._link, self._view
+        if link is None or view is None:
+            return
+        if sealed:
+            with self._lock:
+                self._slots = self._slots.sealed()
+                key = self._slots.keep
+            assert key is not None, "a memory point was sealed"
+            self._fault("sealed", key)
+        if link.failure:
+            raise GenerationEnded(f"memory points do not reach their neighbours: {link.failure}")
+        if self._staging is not None and self._staging.done.done():
+            self._staging.done.result()  # what went wrong in the thread is raised here
+        assert state.key is not None, "a member that trains holds a state"
+        if self._every is not None and state.key.step % self._every == 0 and self._slots.is_free:
+            self._begin(state)
+
+    def _begin(self, state: TrainState) -> None:
+        view = self._view
+        assert view is not None, "memory points are made within a generation"
+        assert state.key is not None, "a member that trains holds a state"
+        copy = HeldShard(
+            key=state.key,
+            shard=state.layout.shard_of(view.rank),
+            num_shards=state.layout.num_shards,
+            source=Source.STAGED,
+            cursor=state.cursor,
+        )
+        with self._lock:
+            keep = self._slots.keep
+            self._slots, number = self._slots.begun(copy)
+        flat = flat_shard(self._tensors, copy.num_shards, copy.shard)
+        copies = [
+            (place, item.tensor)
+            for place, item in zip(flat.places, state.items(), strict=True)
+            if place.num_bytes
+        ]
+        buffer = self._own[number]
+        buffer.reserve(max(1, flat.num_bytes))
+        header = CopyHeader(copy=copy, keep=keep, num_bytes=flat.num_bytes)
+        self._staging = buffer.stage(copies, lambda: None, partial(self._staged, header, buffer))
+
+    # ------------------------------------------------------------------------------ in threads
+    def _staged(self, header: CopyHeader, buffer: StagingBuffer) -> None:
+        self._fault("memory_staged", header.copy.key)
+        with self._lock:
+            self._slots = self._slots.staged()
+        if self._link is not None:
+            self._link.send(header, memoryview(buffer.memory.numpy())[: header.num_bytes])  # type: ignore[arg-type]
+
+    def room(self, header: CopyHeader) -> memoryview:
+        """See `neighbour.Receiver`: the old copy is off the list before its first byte is overwritten."""
+        given = header.copy
+        kept = HeldShard(
+            key=given.key,
+            shard=given.shard,
+            num_shards=given.num_shards,
+            source=Source.NEIGHBOUR,
+            cursor=given.cursor,
+        )
+        with self._lock:
+            self._slots, number = self._slots.arriving(kept, header.keep)
+        if self._kept[number].numel() < header.num_bytes:
+            self._kept[number] = torch.zeros(header.num_bytes, dtype=torch.uint8)
+        return memoryview(self._kept[number].numpy())  # type: ignore[arg-type]
+
+    def arrived(self, header: CopyHeader) -> None:
+        """See `neighbour.Receiver`."""
+        with self._lock:
+            self._slots = self._slots.arrived(header.copy.key)
+
+    def _fault(self, place: str, key: StateKey) -> None:
+        self._faults(place, key.step, -1 if self._view is None else self._view.rank)
+
+
+def _listening() -> socket.socket:
+    """A port of this machine, under all its addresses."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=16, dualstack_ipv6=both)
+
+
+def memory_points(
+    every_steps: Literal["auto"] | int | None, sharded: bool, device: torch.device, faults: Hook
+) -> MemoryPoints:
+    """Those of `resume.memory_every_steps`. Where every member has the whole state nothing is lost with one,
+    so that `auto` makes none there.
+    """
+    if every_steps == "auto":
+        every_steps = AUTO_EVERY_STEPS if sharded else None
+    return MemoryPoints(every_steps, device, faults)

@@ -1,0 +1,149 @@
+"""Which buffer a memory point is copied to, when it counts as held, and when a buffer may be used again: a
+pure machine, one on each rank (membership rule 5).
+
+It knows buffers by number, and neither tensors nor sockets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from orchestrator.records import HeldShard, Source, StateKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """A buffer: the copy that it holds, or that is on its way into it (`whole` is False then)."""
+
+    copy: HeldShard | None = None
+    whole: bool = False
+
+    @property
+    def age(self) -> tuple[bool, StateKey | None]:
+        """By which the oldest whole copy comes after all that are not whole, and before the others."""
+        return self.whole, self.copy.key if self.whole and self.copy is not None else None
+
+    def holds(self, key: StateKey) -> bool:
+        """Whether all of the copy of `key` is there."""
+        return self.whole and self.copy is not None and self.copy.key == key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemorySlots:
+    """One member's buffers: two for copies of its own shard, two for those that it keeps for a neighbour.
+    With fewer, a loss while a buffer is written leaves no complete state (tests/elastic/memory_point_model.py
+    tries every order of copies, summaries, steps and losses).
+
+    `keep` is the newest memory point that is known to be whole on every rank, or that was complete among the
+    members when the generation was formed: no buffer that holds it is ever chosen. `making` is the one under
+    way, which every rank of the generation began after the same step; the next is begun when it is sealed.
+    """
+
+    own: tuple[Slot, ...] = (Slot(), Slot())
+    kept: tuple[Slot, ...] = (Slot(), Slot())
+    keep: StateKey | None = None
+    making: StateKey | None = None
+    has_neighbour: bool = False  # somebody's copies are kept here
+
+    # ---- a generation
+    def entered(self, keep: StateKey | None, has_neighbour: bool) -> MemorySlots:
+        """A new generation was formed; nothing is written to any buffer. `keep` is its view's. Half copies
+        are nobody's any more; whole ones can be given until they are overwritten.
+        """
+        return replace(
+            self,
+            own=tuple(slot if slot.whole else Slot() for slot in self.own),
+            kept=tuple(slot if slot.whole else Slot() for slot in self.kept),
+            keep=keep,
+            making=None,
+            has_neighbour=has_neighbour,
+        )
+
+    # ---- the own shard
+    @property
+    def is_free(self) -> bool:
+        """Whether a memory point may begin; the same on every rank after each step."""
+        return self.making is None
+
+    def begun(self, copy: HeldShard) -> tuple[MemorySlots, int]:
+        """The own shard is about to be copied; the number of its buffer, which is off the list from here."""
+        assert self.making is None, f"{copy.key} begins while {self.making} is not sealed"
+        number = self.choose(self.own, self.keep)
+        return replace(self, own=_put(self.own, number, Slot(copy=copy)), making=copy.key), number
+
+    def staged(self) -> MemorySlots:
+        """The copy of the own shard is whole."""
+        assert self.making is not None, "a copy that was begun ends"
+        return replace(self, own=_ended(self.own, self.making))
+
+    # ---- the neighbour's
+    def arriving(self, copy: HeldShard, keep: StateKey | None) -> tuple[MemorySlots, int]:
+        """A neighbour's copy begins to come; the number of its buffer. `keep` is what the sender knows to be
+        whole: it may have heard a summary that this rank has not, never the other way round, for no rank
+        seals what this one has not received.
+        """
+        number = self.choose(self.kept, keep)
+        return replace(self, kept=_put(self.kept, number, Slot(copy=copy))), number
+
+    def arrived(self, key: StateKey) -> MemorySlots:
+        """All of it has come, and its digest is the sender's."""
+        return replace(self, kept=_ended(self.kept, key))
+
+    # ---- all ranks
+    @property
+    def is_whole(self) -> bool:
+        """What this rank says in a step's summary: the memory point under way is whole here, the copy of the
+        neighbour's shard included.
+        """
+        if self.making is None or not any(slot.holds(self.making) for slot in self.own):
+            return False
+        return not self.has_neighbour or any(slot.holds(self.making) for slot in self.kept)
+
+    def sealed(self) -> MemorySlots:
+        """A step's summary said that every rank has the memory point whole."""
+        assert self.is_whole, f"{self.making} was sealed, and is not whole here: {self}"
+        return replace(self, keep=self.making, making=None)
+
+    @property
+    def holdings(self) -> tuple[HeldShard, ...]:
+        """All that can be given."""
+        return tuple(slot.copy for slot in (*self.own, *self.kept) if slot.copy is not None and slot.whole)
+
+    def choose(self, slots: tuple[Slot, ...], keep: StateKey | None) -> int:
+        """The buffer for the next copy: of those without `keep` one that holds nothing whole, else the one
+        with the oldest copy.
+        """
+        free = [n for n, slot in enumerate(slots) if keep is None or not slot.holds(keep)]
+        return min(free, key=lambda n: slots[n].age)
+
+    def place_of(self, key: StateKey, shard: int) -> tuple[Source, int]:
+        """Where a shard that is on the list lies: the own buffers first, and the buffer's number."""
+        for source, slots in ((Source.STAGED, self.own), (Source.NEIGHBOUR, self.kept)):
+            for number, slot in enumerate(slots):
+                if slot.holds(key) and slot.copy is not None and slot.copy.shard == shard:
+                    return source, number
+        raise AssertionError(f"shard {shard} of {key} is not among {self.holdings}")
+
+
+def _begun(slots: tuple[Slot, ...], copy: HeldShard, keep: StateKey | None) -> tuple[tuple[Slot, ...], int]:
+    """The slot without `keep` that holds the oldest copy, or none, has begun to hold `copy`."""
+    free = [n for n, slot in enumerate(slots) if keep is None or slot.copy is None or slot.copy.key != keep]
+    number = min(free, key=lambda n: _age(slots[n]))
+    return (*slots[:number], Slot(copy=copy), *slots[number + 1 :]), number
+
+
+def _age(slot: Slot) -> tuple[bool, bool, StateKey | None]:
+    whole = slot.whole and slot.copy is not None
+    return (whole, slot.copy is not None, slot.copy.key if whole and slot.copy is not None else None)
+
+
+def _put(slots: tuple[Slot, ...], number: int, slot: Slot) -> tuple[Slot, ...]:
+    return (*slots[:number], slot, *slots[number + 1 :])
+
+
+def _ended(slots: tuple[Slot, ...], key: StateKey) -> tuple[Slot, ...]:
+    assert any(slot.copy is not None and slot.copy.key == key for slot in slots), f"no copy of {key} began"
+    return tuple(
+        replace(slot, whole=True) if slot.copy is not None and slot.copy.key == key else slot
+        for slot in slots
+    )

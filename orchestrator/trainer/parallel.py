@@ -1,0 +1,35 @@
+"""The state and the gradient of a job, by who is to hold the state and by its numerics."""
+
+from __future__ import annotations
+
+import torch
+
+from orchestrator.trainer.document_attention import require_document_attention
+from orchestrator.trainer.gradient import Gradient
+from orchestrator.trainer.gradient_ddp import FastGradient
+from orchestrator.trainer.gradient_invariant import InvariantGradient
+from orchestrator.trainer.gradient_sharded import ShardedGradient
+from orchestrator.trainer.job import TrainJob
+from orchestrator.trainer.sharded_state import ShardedState
+from orchestrator.trainer.state import TrainState
+
+
+def state_and_gradient(job: TrainJob, device: torch.device) -> tuple[TrainState, Gradient]:
+    """Both of one member, before its first generation. Raises `ConfigError` where the model cannot be built,
+    or cannot attend within documents as the job asks.
+    """
+    seed, precision, by_document = job.train.seed, job.train.precision, job.document_attention
+    if job.num_shards != 1:
+        sharded = ShardedState(job.model, job.train, device, job.num_shards)
+        _require_documents(sharded, job)
+        return sharded, ShardedGradient(sharded, seed, precision, by_document)
+    state = TrainState(job.model, job.train, device, job.invariant)
+    _require_documents(state, job)
+    if job.invariant:
+        return state, InvariantGradient(state.model, seed, precision)
+    return state, FastGradient(state.model, seed, precision, by_document)
+
+
+def _require_documents(state: TrainState, job: TrainJob) -> None:
+    if job.document_attention:
+        require_document_attention(state.model, job.seq_len)

@@ -1,0 +1,303 @@
+"""Saves of one member while it trains: the staging buffer, the writer of its part and the vote, as `SaveSlot`
+asks for them.
+
+It knows neither the other members nor why a save is made; whether a point is committed, the answer says.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from orchestrator.errors import OrchestratorError, StorageError, text_of
+from orchestrator.faults import Hook
+from orchestrator.parts.part_job import JobPart, PartJob, PartWritten
+from orchestrator.parts.part_writer import PartWriter
+from orchestrator.planning.state_layout import Layout, flat_part
+from orchestrator.records import GenerationView, SavedTensor, StateKey, StepRecord, Vote
+from orchestrator.trainer.loading import dtype_name, saved_tensors
+from orchestrator.trainer.membership import Membership
+from orchestrator.trainer.save_slot import (
+    Action,
+    Answered,
+    Begin,
+    CallOff,
+    CastVote,
+    Copy,
+    Event,
+    Report,
+    SaveSlot,
+    Staged,
+    Stopped,
+    StopWriting,
+    Write,
+    Written,
+)
+from orchestrator.trainer.staging import Copies, Staging, StagingBuffer
+from orchestrator.trainer.state import Item, TrainState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What a rank saves of a generation's state: the rows that it writes and where they are staged. `tensors`
+    are those of the whole state, for rank 0's vote.
+    """
+
+    layout: Layout
+    num_bytes: int
+    parts: tuple[JobPart, ...]
+    copies: Copies
+    tensors: tuple[SavedTensor, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Save:
+    """The save at hand, and what its vote says beside the files."""
+
+    view: GenerationView
+    vote: Vote  # without its file and sums, until these are written
+    job: PartJob
+    copies: Copies
+    blocked_s: float = 0.0
+
+
+class Saver:
+    """One member's saves, one at a time; `begin` returns at once, and the rest happens in threads.
+
+    Between a save's begin and the end of its copy the state must not be written to: `writable` waits for
+    that, and for nothing else. Memory: the staging buffer, as large as the largest part so far, and no more
+    however slow the storage is.
+    """
+
+    def __init__(
+        self, membership: Membership, writer: PartWriter, device: torch.device, faults: Hook
+    ) -> None:
+        self._membership, self._writer, self._faults = membership, writer, faults
+        self._buffer = StagingBuffer(device)
+        self._changed = threading.Condition(threading.RLock())
+        self._plan: _Plan | None = None  # of the generation
+        self._slot = SaveSlot()  # under the lock, as all below it
+        self._save: _Save | None = None
+        self._staging: Staging | None = None
+        self._error: BaseException | None = None
+        self._committed: StateKey | None = None
+        self._begun: StateKey | None = None
+        self._blocked_s = 0.0
+
+    # ---------------------------------------------------------------------- for the loop
+    @property
+    def is_free(self) -> bool:
+        """Whether a save may begin."""
+        with self._changed:
+            return self._slot.is_free
+
+    @property
+    def saving(self) -> StateKey | None:
+        """The save that this member has begun, until its vote or its report is answered."""
+        with self._changed:
+            return self._slot.key
+
+    @property
+    def begun(self) -> StateKey | None:
+        """The newest save that was begun."""
+        return self._begun
+
+    def prepare(self, state: TrainState, rank: int) -> None:
+        """A generation has its state: decides what this rank saves of it, and makes the staging buffer large
+        enough, so that no save has to. While an older save is written the buffer stays as it is until the
+        next one begins.
+        """
+        items = state.items()
+        part = flat_part([item.whole for item in items], state.layout, rank)
+        mine = [(place, item) for place, item in zip(part.places, items, strict=True) if place.rows]
+        self._plan = _Plan(
+            layout=state.layout,
+            num_bytes=part.num_bytes,
+            parts=tuple(JobPart(place=place, dtype=dtype_name(item.tensor)) for place, item in mine),
+            copies=[(place, _rows(item, place.rows)) for place, item in mine],
+            tensors=saved_tensors(items) if rank == 0 else (),
+        )
+        with self._changed:
+            if self._slot.is_free:
+                self._buffer.reserve(part.num_bytes)
+
+    def begin(
+        self, state: TrainState, view: GenerationView, records: Sequence[StepRecord], peak_memory_bytes: int
+    ) -> None:
+        """Begins the save of the state as it is now; only while `is_free`, after `prepare`."""
+        began, plan = time.monotonic(), self._plan
+        assert state.key is not None, "a blank member has nothing to save"
+        assert plan is not None, "a generation is prepared before it saves"
+        self._buffer.reserve(plan.num_bytes)
+        job = PartJob(
+            point=state.key.point_name,
+            layout=plan.layout,
+            rank=view.rank,
+            parts=plan.parts,
+            buffer=self._buffer.path,
+        )
+        vote = Vote(
+            key=state.key,
+            rank=view.rank,
+            world_size=view.world_size,
+            cursor=state.cursor,
+            optimizer_steps=state.optimizer_steps,
+            files=(),
+            tensors=plan.tensors,
+            save_blocked_s=0.0,
+            records=tuple(records),
+            peak_memory_bytes=peak_memory_bytes,
+            layout=(plan.layout.num_shards, plan.layout.num_replicas),
+        )
+        with self._changed:
+            self._save = _Save(view=view, vote=vote, job=job, copies=plan.copies)
+            self._begun = state.key
+            self._on(Begin(key=state.key))
+            self._blocked(time.monotonic() - began)
+
+    def writable(self) -> None:
+        """Returns when the state may be written to: nothing copies it any more."""
+        staging = self._staging
+        if staging is None:
+            return
+        began = time.monotonic()
+        staging.wait()
+        with self._changed:
+            self._staging = None
+            self._blocked(time.monotonic() - began)
+
+    def take_blocked_s(self) -> float:
+        """For how long `begin` and `writable` have kept training since this was asked last."""
+        with self._changed:
+            waited_s, self._blocked_s = self._blocked_s, 0.0
+        return waited_s
+
+    def poll(self, state: TrainState) -> None:
+        """Notes in `state` whether it is committed, and hears whether the save at hand is given up. Raises
+        the error that answered a vote.
+        """
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            if self._committed is not None and self._committed == state.key:
+                state.committed = True
+            save = self._save
+        if save is not None and self._membership.is_given_up(save.view, save.vote.key):
+            self.call_off(save.vote.key, "the save was given up")
+
+    def call_off(self, key: StateKey, reason: str) -> None:
+        """The save of `key` is not wanted any more: if it is still written, that ends soon and is reported.
+        Its vote, if it was cast, stands.
+        """
+        with self._changed:
+            self._on(CallOff(key=key, reason=reason))
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when the save at hand has gone on, or has ended; or after a while."""
+        with self._changed:
+            if not self._slot.is_free and self._error is None:
+                self._changed.wait(timeout_s)
+
+    def close(self) -> None:
+        """Gives the memory back. What is still written is not wanted any more; it ends by itself, or with the
+        process.
+        """
+        if not self.is_free:
+            self._writer.cancel()
+            return
+        self._writer.close()
+        self._buffer.close()
+
+    # ---------------------------------------------------------------------- inside, from any thread
+    def _blocked(self, seconds: float) -> None:
+        self._blocked_s += seconds
+        if self._save is not None:
+            self._save.blocked_s += seconds
+
+    def _tell(self, event: Event) -> None:
+        with self._changed:
+            try:
+                self._on(event)
+            except BaseException as error:  # noqa: BLE001  a thread has nobody to raise it to
+                self._ends_with(error)
+
+    def _ends_with(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _on(self, event: Event) -> None:
+        self._slot, actions = self._slot.on(event)
+        if self._slot.is_free:
+            self._save = None
+        for action in actions:
+            self._carry_out(action)
+        self._changed.notify_all()
+
+    def _carry_out(self, action: Action) -> None:
+        save, key = self._save, action.key
+        assert save is not None, f"{action} without a save"
+        match action:
+            case Copy():
+                begun, ended = self._fault("staging_begun", save), self._fault("staged", save)
+                self._staging = self._buffer.stage(save.copies, begun, ended)
+                self._staging.done.add_done_callback(partial(self._staged, key))
+            case Write():
+                self._writer.write(save.job).add_done_callback(partial(self._written, save))
+            case StopWriting():
+                self._writer.cancel()
+            case CastVote():
+                vote = replace(save.vote, save_blocked_s=save.blocked_s)
+                self._membership.vote(vote).add_done_callback(partial(self._answered, key))
+            case Report():
+                error = StorageError(action.reason)
+                answer = self._membership.save_failed(save.view, key, error)
+                answer.add_done_callback(partial(self._answered, key))
+
+    def _staged(self, key: StateKey, done: Future[None]) -> None:
+        with self._changed:
+            if self._save is not None:
+                self._save.copies = ()  # the state may be another one before this save has ended
+        error = done.exception()
+        self._tell(Staged(key=key) if error is None else self._stopped(key, error))
+
+    def _written(self, save: _Save, done: Future[PartWritten]) -> None:
+        key = save.vote.key
+        try:
+            written = done.result()
+            save.vote = replace(save.vote, files=(written.entry,), sums=written.sums)
+            self._fault("save_part_written", save)()
+        except BaseException as error:  # noqa: BLE001  it is reported
+            self._tell(self._stopped(key, error))
+        else:
+            self._tell(Written(key=key))
+
+    def _stopped(self, key: StateKey, error: BaseException) -> Stopped:
+        if not isinstance(error, OrchestratorError):  # an error of ours: it ends the member, too
+            self._ends_with(error)
+        return Stopped(key=key, reason=text_of(error))
+
+    def _answered(self, key: StateKey, answer: Future[bool]) -> None:
+        error = answer.exception()
+        with self._changed:
+            if error is not None:
+                self._ends_with(error)
+            elif answer.result():
+                self._committed = key
+            self._tell(Answered(key=key))
+
+    def _fault(self, place: str, save: _Save) -> Callable[[], None]:
+        return partial(self._faults, place, save.vote.key.step, save.vote.rank)
+
+
+def _rows(item: Item, rows: range) -> Tensor:
+    """Those rows of it; a scalar is one row."""
+    tensor = item.tensor
+    return tensor[rows.start - item.first_row : rows.stop - item.first_row] if tensor.ndim else tensor

@@ -1,0 +1,28 @@
+"""When another save is tried after storage failed."""
+
+from __future__ import annotations
+
+from orchestrator.resume.save_retries import SaveRetries
+
+
+def test_saves_that_fail_are_tried_again_ever_later_and_once_each():
+    retries, now, waits = SaveRetries(), 0.0, []
+    for _ in range(9):
+        wait_s = retries.given_up(True, now)
+        assert wait_s is not None
+        assert not retries.due(now + wait_s - 0.1)
+        now += wait_s
+        assert retries.due(now)
+        assert not retries.due(now + 1e6), "one try for each failure"
+        waits.append(wait_s)
+    assert waits == [5, 10, 20, 40, 80, 160, 320, 320, 320]
+
+
+def test_a_commit_ends_the_tries_and_what_is_not_storages_fault_begins_none():
+    retries = SaveRetries()
+    retries.given_up(True, 0.0)
+    retries.committed()
+    assert not retries.due(1e6)
+    assert retries.given_up(False, 0.0) is None
+    assert not retries.due(1e6)
+    assert retries.given_up(True, 0.0) == 5, "it begins anew"

@@ -1,0 +1,306 @@
+"""Ranks of one process make real memory points: copies in memory, over sockets, compared, kept and given."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+from xxhash import xxh3_128
+
+from orchestrator.elastic.holdings import Holding, newest_complete
+from orchestrator.json_form import encode
+from orchestrator.planning.state_layout import Layout, StateTensor, held_rows
+from orchestrator.records import Cursor, GenerationView, HeldShard, Source, StateKey
+from orchestrator.trainer.group import GenerationEnded
+from orchestrator.trainer.memory_point import MemoryPoints
+from orchestrator.trainer.neighbour import Address, CopyHeader, NeighbourLink, new_token
+from orchestrator.trainer.reshard import tensor_as_bytes
+from orchestrator.trainer.state import Item
+
+LIMIT_S = 240.0
+CPU = torch.device("cpu")
+SHAPES = [("a", (70_001, 3), True), ("b", (2, 5), True), ("steps", (), False)]
+
+
+class FakeShard:
+    """What memory points need of a state: rows of a few tensors, whose values are those of a step."""
+
+    def __init__(self, world_size: int, rank: int) -> None:
+        self.layout, self.rank = Layout(num_shards=world_size, num_replicas=1), rank
+        self.key, self.cursor = StateKey(attempt=1, generation=1, step=0), Cursor()
+        self.tensors = [
+            whole[rows.start : rows.stop] if whole.ndim else whole for whole, rows in self._whole(0)
+        ]
+
+    def _whole(self, step: int) -> Iterator[tuple[Tensor, range]]:
+        for number, (name, shape, sharded) in enumerate(SHAPES):
+            whole = (
+                (torch.arange(max(1, torch.Size(shape).numel())) * (number + 1) + step).float().view(shape)
+            )
+            tensor = StateTensor(group="model", name=name, shape=shape, itemsize=4, sharded=sharded)
+            yield whole, held_rows(tensor, self.layout.num_shards, self.rank)
+
+    def step(self, points: MemoryPoints) -> None:
+        """One step: every value changes, when it may."""
+        points.writable()
+        torch._foreach_add_(self.tensors, 1)
+        key = self.key
+        self.key = StateKey(attempt=1, generation=key.generation, step=key.step + 1)
+        self.cursor = Cursor(consumed_samples=10 * self.key.step)
+
+    def items(self) -> list[Item]:
+        found = []
+        for (name, shape, sharded), tensor in zip(SHAPES, self.tensors, strict=True):
+            whole = StateTensor(group="model", name=name, shape=shape, itemsize=4, sharded=sharded)
+            rows = held_rows(whole, self.layout.num_shards, self.rank)
+            found.append(Item(whole=whole, tensor=tensor, first_row=rows.start))
+        return found
+
+    def expected(self, step: int, shard: int) -> list[Tensor]:
+        """The bytes of a shard at a step."""
+        of_it = FakeShard(self.layout.num_shards, shard)
+        return [tensor_as_bytes(cut(whole, rows)) for whole, rows in of_it._whole(step)]
+
+
+def cut(whole: Tensor, rows: range) -> Tensor:
+    return whole[rows.start : rows.stop] if whole.ndim else whole
+
+
+class Ranks:
+    """Ranks of one generation after the other; `step` does what the loop does around a summary."""
+
+    def __init__(self, world_size: int, every: int, nodes: Sequence[int] | None = None) -> None:
+        self.states = [FakeShard(world_size, rank) for rank in range(world_size)]
+        self.faults: list[Callable[[str, int, int], None]] = []
+        self.points = [MemoryPoints(every, CPU, self._fault) for _ in range(world_size)]
+        self.nodes = tuple(nodes or range(world_size))
+        self.generation = 0
+        self.generations = ExitStack()
+        self.sealed: list[int] = []
+
+    def _fault(self, place: str, step: int, rank: int) -> None:
+        for each in self.faults:
+            each(place, step, rank)
+
+    def enter(self, keep: StateKey | None = None) -> None:
+        """All form a group and agree on what they hold."""
+        self.generation += 1
+        store, world = HashStore(), len(self.states)
+        self.generations = ExitStack()
+        for rank, (points, state) in enumerate(zip(self.points, self.states, strict=True)):
+            state.key = StateKey(attempt=1, generation=self.generation, step=state.key.step)
+            view = GenerationView(
+                attempt=1,
+                generation=self.generation,
+                rank=rank,
+                world_size=world,
+                members=tuple("abcd"[:world]),
+                host="127.0.0.1",
+                port=1,
+                parent=None,
+                source_rank=None,
+                point=None,
+                cursor=None,
+                step=state.key.step,
+                launch="l",
+                keep=keep,
+                nodes=self.nodes,
+                own_host="127.0.0.1",
+            )
+            self.generations.enter_context(points.within(view, store))
+        for points, state in zip(self.points, self.states, strict=True):
+            points.enter(state)  # type: ignore[arg-type]
+
+    def step(self) -> None:
+        sealed = all(points.is_whole for points in self.points)
+        for points, state in zip(self.points, self.states, strict=True):
+            state.step(points)
+            points.applied(state, sealed)  # type: ignore[arg-type]
+        if sealed:
+            self.sealed.append(self.states[0].key.step)
+
+    def leave(self) -> None:
+        self.generations.close()
+
+    def wait(self) -> None:
+        """Until every rank has the memory point under way."""
+        until(lambda: all(points.is_whole for points in self.points))
+
+    def held(self, without: Sequence[int] = ()) -> list[Holding]:
+        return [
+            Holding(member=str(rank), key=h.key, shard=h.shard, num_shards=h.num_shards, source=h.source)
+            for rank, points in enumerate(self.points)
+            if rank not in without
+            for h in points.holdings()
+        ]
+
+
+def until(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not what():
+        assert time.monotonic() < end, "nothing happened in time"
+        time.sleep(0.001)
+
+
+@contextmanager
+def ranks(world_size: int, every: int = 1, nodes: Sequence[int] | None = None) -> Iterator[Ranks]:
+    group = Ranks(world_size, every, nodes)
+    try:
+        yield group
+    finally:
+        for points in group.points:
+            points.close()
+
+
+def check_given(group: Ranks, key: StateKey, without: Sequence[int] = ()) -> None:
+    """Whoever is said to hold a shard of `key` gives exactly its bytes."""
+    state = newest_complete([h for h in group.held(without) if h.key == key], None)
+    assert state is not None, f"{key} is not complete among {group.held(without)}"
+    for shard, holders in enumerate(state.holders):
+        for holding in holders:
+            found = group.points[int(holding.member)].copy_of(key, shard)
+            expected = group.states[0].expected(key.step, shard)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), holding
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_memory_point_outlives_the_loss_of_any_rank_with_every_byte(world_size):
+    with ranks(world_size) as group:
+        group.enter()
+        for _ in range(4):
+            group.wait()
+            group.step()
+        group.wait()
+        group.leave()
+        newest = StateKey(attempt=1, generation=1, step=4)
+        for lost in range(world_size):
+            check_given(group, newest, without=[lost])
+        held = [h for points in group.points for h in points.holdings() if h.key == newest]
+        assert [h.cursor for h in held] == [Cursor(consumed_samples=40)] * 2 * world_size
+        assert group.sealed == [1, 2, 3, 4]
+
+
+def test_the_neighbour_is_on_another_node():
+    with ranks(4, nodes=[0, 0, 1, 1]) as group:
+        group.enter()
+        group.wait()
+        group.leave()
+        for node in ([0, 1], [2, 3]):
+            check_given(group, StateKey(attempt=1, generation=1, step=0), without=node)
+
+
+def test_a_point_is_begun_every_so_many_steps_and_not_while_the_last_is_on_its_way():
+    with ranks(2, every=3) as group:
+        group.enter()
+        group.wait()
+        for _ in range(3):
+            group.step()
+        keys = {h.key.step for h in group.held()}
+        assert keys <= {0, 3}
+        group.wait()
+        assert {h.key.step for h in group.held()} == {0, 3}
+        assert group.sealed == [1]
+
+
+def test_a_new_generation_keeps_what_its_view_says_and_makes_one_of_its_own_at_once():
+    with ranks(3) as group:
+        group.enter()
+        group.wait()
+        group.step()
+        group.wait()
+        group.leave()
+        keep = StateKey(attempt=1, generation=1, step=0)
+        group.enter(keep)
+        group.wait()
+        group.leave()
+        check_given(group, keep)
+        check_given(group, StateKey(attempt=1, generation=2, step=1))
+        assert {h.key.generation for h in group.held()} == {1, 2}
+
+
+def test_a_copy_that_is_cut_off_is_on_no_list_and_the_sealed_one_is():
+    """The sender is closed when half of its copy was sent: the receiver's old buffer is lost to it, but the
+    sealed one is not.
+    """
+    with ranks(2) as group:
+        group.enter()
+        group.wait()
+        group.step()  # seals step 0, and begins step 1
+        group.wait()
+        ends: list[str] = []
+
+        def cut(place: str, step: int, rank: int) -> None:
+            if (place, step, rank) == ("neighbour_half_sent", 2, 0):
+                ends.append(place)
+                raise ConnectionError("cut")
+
+        group.faults.append(cut)
+        with pytest.raises(GenerationEnded, match="memory points do not reach their neighbours"):
+            until(lambda: group.step() is not None)  # the first seals step 1, and begins step 2
+        group.leave()
+        assert ends
+        there = {(h.key.step, h.shard) for h in group.points[1].holdings() if h.source is Source.NEIGHBOUR}
+        assert (1, 0) in there
+        assert (2, 0) not in there
+        for lost in (0, 1):
+            check_given(group, StateKey(attempt=1, generation=1, step=1), without=[lost])
+
+
+@pytest.mark.parametrize("changed", [None, 0, 5_000_000])
+def test_a_copy_with_one_other_bit_is_not_kept(changed):
+    """The test is the neighbour, and sends what a neighbour sends."""
+    with ranks(2) as group:
+        group.enter()
+        group.wait()
+        group.leave()
+        receiver = group.points[0]
+        address = Address(host="127.0.0.1", port=receiver._listener.getsockname()[1], token=new_token())
+        other = replace(address, port=group.points[1]._listener.getsockname()[1])
+        link = NeighbourLink(receiver._listener, address, other, receiver, lambda header: None)
+        data = bytearray(range(256)) * 20_000
+        copy = HeldShard(
+            key=StateKey(attempt=1, generation=2, step=1), shard=1, num_shards=2, source=Source.STAGED
+        )
+        header = json.dumps(encode(CopyHeader(copy=copy, keep=None, num_bytes=len(data)))).encode()
+        digest = xxh3_128(data).digest()
+        if changed is not None:
+            data[changed] ^= 1
+        with socket.create_connection(("127.0.0.1", address.port)) as neighbour:
+            neighbour.sendall(bytes.fromhex(address.token) + struct.pack("!I", len(header)) + header)
+            neighbour.sendall(bytes(data) + digest)
+            kept = replace(copy, source=Source.NEIGHBOUR)
+            until(lambda: bool(link.failure) or kept in receiver.holdings())
+        link.close()
+        assert (kept in receiver.holdings()) == (changed is None)
+        assert ("it was sent with" in link.failure) == (changed is not None)
+
+
+def test_a_stranger_is_sent_away_and_the_neighbour_is_heard():
+    with ranks(2) as group:
+        group.enter()
+        group.wait()
+        group.leave()
+        port = group.points[0]._listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(bytes(16))
+            group.enter()
+            group.wait()
+            assert stranger.recv(1) == b"", "it was closed"
+
+
+def test_alone_there_is_nobody_to_give_a_copy_to_and_none_is_made():
+    with ranks(1) as group:
+        group.enter()
+        group.step()
+        group.step()
+        assert group.held() == []
+        assert group.sealed == []
