@@ -68,6 +68,12 @@ def test_paths_stay_as_written_wherever_the_file_lies(tmp_path: Path) -> None:
     assert load_config(tmp_path / "job.yaml") == load_config(QUICKSTART)
 
 
+def test_every_default_may_be_given_by_hand() -> None:
+    config = parse_config(MINIMAL)
+    assert parse_config(nested(config.flat())) == config
+    assert parse_config(config.to_json()) == config
+
+
 def test_the_minimal_job_gets_the_documented_defaults() -> None:
     flat = parse_config(MINIMAL).flat()
     rules = {rule.path: rule for rule in field_rules()}
