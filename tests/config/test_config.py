@@ -16,7 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.config.problems import OTHER_NAMES
-from orchestrator.config.schema import as_job, field_rules, load_config, parse_config, resume_table
+from orchestrator.config.schema import (
+    as_job,
+    field_rules,
+    load_config,
+    nested,
+    parse_config,
+    resume_table,
+)
 from orchestrator.errors import ConfigError
 from tests.test_deployments import JOBS
 
