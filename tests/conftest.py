@@ -58,6 +58,7 @@ ON_RAY = {
     "tests/system/test_replayed.py",
     "tests/system/test_runs_in_buckets.py",
     "tests/system/test_shapes.py",
+    "tests/system/test_sharded.py",
     "tests/test_docs_run.py",
     "tests/system/test_submitted.py",
 }
@@ -72,6 +73,7 @@ FORKED = {
     "tests/monitor/dashboard/test_page.py",
     "tests/monitor/views/test_parts.py",
     "tests/storage/test_failing.py",
+    "tests/storage/test_large_content.py",
     "tests/storage/test_reaching_buckets.py",
     "tests/system/test_torchrun.py",
     "tests/test_examples.py",
@@ -80,6 +82,9 @@ FORKED = {
     "tests/trainer/test_kills.py",
     "tests/trainer/test_power_loss.py",
     "tests/trainer/test_precision.py",
+    "tests/trainer/test_reformings.py",
+    "tests/trainer/test_sharded.py",
+    "tests/trainer/test_sharded_runs.py",
     "tests/trainer/test_worlds.py",
 }
 

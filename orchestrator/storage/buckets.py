@@ -12,8 +12,8 @@ profile without keys, such as one of SSO, needs boto3, which is asked for them).
 `AZURE_STORAGE_CONNECTION_STRING`, or `AZURE_STORAGE_ACCOUNT_NAME` with `AZURE_STORAGE_ACCOUNT_KEY`, a SAS
 token, or a managed identity. Another endpoint: `AWS_ENDPOINT_URL_S3` or `AWS_ENDPOINT_URL`,
 `STORAGE_EMULATOR_HOST`, `AZURE_STORAGE_ENDPOINT`. Public buckets: `AWS_SKIP_SIGNATURE`,
-`GOOGLE_SKIP_SIGNATURE`, `AZURE_SKIP_SIGNATURE` = true. A server of S3 that deletes one object at a time only:
-`AWS_DISABLE_BULK_DELETE` = true.
+`GOOGLE_SKIP_SIGNATURE`, `AZURE_SKIP_SIGNATURE` = true. A server of S3 that deletes one object at a time only,
+and does not say so: `AWS_DISABLE_BULK_DELETE` = true.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ DOCUMENT = Limits.within(30.0)
 _owner: int | None = None  # the process that has reached a bucket
 
 
-def bucket_of(bucket: str, limits: Limits = CONTENT) -> Any:
+def bucket_of(bucket: str, limits: Limits = CONTENT, in_bulk: bool = True) -> Any:
     """The store of a bucket's own URI, made once per process and kind of limits. It asks nothing yet.
+    `in_bulk`: it may delete many objects of S3 in one request.
 
     Raises `ConfigError` without the library, and `StorageError` in a process that was forked after a bucket
     was reached: both would use the same connections, which ends in the one hanging or the other one crashing.
@@ -100,14 +101,14 @@ def bucket_of(bucket: str, limits: Limits = CONTENT) -> Any:
             'spawn or forkserver (of a torch DataLoader: multiprocessing_context="spawn"), or before '
             "anything is read from a bucket"
         )
-    store = _made(bucket, limits)
+    store = _made(bucket, limits, in_bulk)
     _owner = os.getpid()
     return store
 
 
 # A process has few buckets; each keeps its connections.
 @lru_cache(maxsize=32)
-def _made(bucket: str, limits: Limits) -> Any:
+def _made(bucket: str, limits: Limits, in_bulk: bool) -> Any:
     try:
         from obstore import store as stores
     except ImportError as error:
@@ -118,7 +119,7 @@ def _made(bucket: str, limits: Limits) -> Any:
     store: Any = stores
     scheme, _, name = bucket.partition("://")
     if scheme in S3:
-        config = _s3_config()
+        config = _s3_config() | ({} if in_bulk else {"disable_bulk_delete": True})
         more = {"credential_provider": provider} if (provider := _s3_provider(config)) else {}
         return store.S3Store(
             name, config=config, client_options=_client(config, limits), retry_config=_retry(limits), **more

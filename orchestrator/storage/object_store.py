@@ -39,6 +39,8 @@ _MOST_COPIED_BYTES = 5 << 30  # S3 copies no larger object in one request
 _READ_BYTES = 32 << 20  # so much comes in one answer: one that takes longer than the limit would never end
 _AT_A_TIME = 1000  # the most objects that one request lists or deletes
 _DOCUMENT_BYTES = 1 << 20  # a request with more than that carries content
+_NO_BULK = ("status code: 501", "status code: 405")
+_one_by_one = set[str]()  # the buckets whose server deletes no other way, as it has said
 _RIGHTS = "list, read, write and delete in"
 # What an object that was created exclusively carries: who made it.
 TOKEN = "token"  # noqa: S105  no secret: it is there to be read
@@ -148,7 +150,9 @@ class ObjectStore:
 
     # ---------------------------------------------------------------------- deleting
     def delete(self, paths: Sequence[str]) -> None:
-        """See `Store`. One request for 1,000 objects of S3 (unless `AWS_DISABLE_BULK_DELETE` is set)."""
+        """See `Store`. One request for 1,000 objects of S3, and one for each where a server says that it has
+        no such request (or `AWS_DISABLE_BULK_DELETE` is set).
+        """
         self._delete([self._key(path) for path in paths])
 
     def delete_folder(self, folder: str) -> None:
@@ -174,9 +178,11 @@ class ObjectStore:
     def _limits_for(self, num_bytes: int) -> Limits:
         return self._limits or (CONTENT if num_bytes > _DOCUMENT_BYTES else DOCUMENT)
 
-    def _ask_once(self, path: str, request: Callable[[Any, Any], Result], num_bytes: int = 0) -> Result:
+    def _ask_once(
+        self, path: str, request: Callable[[Any, Any], Result], num_bytes: int = 0, in_bulk: bool = True
+    ) -> Result:
         # says so if the library is not installed
-        bucket = bucket_of(self._bucket_uri, self._limits_for(num_bytes))
+        bucket = bucket_of(self._bucket_uri, self._limits_for(num_bytes), in_bulk)
         import obstore
 
         with explained(self._uri(path), _RIGHTS):
@@ -307,7 +313,7 @@ class ObjectStore:
 
     def _delete_some(self, keys: Sequence[str]) -> None:
         try:
-            self._ask("", lambda library, bucket: library.delete(bucket, keys))
+            self._tried(lambda: self._delete_once(keys))
         except NoBucketError:
             raise
         except FileNotFoundError:
@@ -315,6 +321,20 @@ class ObjectStore:
             if len(keys) > 1:
                 for key in keys:
                     self._delete_some([key])
+
+    def _delete_once(self, keys: Sequence[str]) -> None:
+        def request(library: Any, bucket: Any) -> None:
+            library.delete(bucket, keys)
+
+        if self._bucket_uri not in _one_by_one:
+            try:
+                self._ask_once("", request)
+                return
+            except OSError as error:
+                if not any(answer in str(error) for answer in _NO_BULK):
+                    raise
+            _one_by_one.add(self._bucket_uri)
+        self._ask_once("", request, in_bulk=False)
 
 
 class _Noting(Iterator[memoryview]):

@@ -135,6 +135,21 @@ def test_workers_are_a_number_or_a_range() -> None:
 
 
 @pytest.mark.parametrize(
+    ("override", "num_shards"),
+    [
+        ("train.parallel=auto", 1),
+        ("train.parallel=replicate", 1),
+        ("train.parallel=shard", None),
+        ("train.parallel={shard: 4, replicate: 2}", 4),
+    ],
+)
+def test_the_state_is_cut_into_as_many_parts_as_parallel_says(override: str, num_shards: int | None) -> None:
+    config = load_config(QUICKSTART, ["train.numerics=fast", override])
+    assert config.train.num_shards == num_shards
+    assert parse_config(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
     ("override", "said"),
     [
         ("train.lrr=1", "train.lrr is not a known field; did you mean train.lr?"),
@@ -196,6 +211,12 @@ def test_workers_are_a_number_or_a_range() -> None:
             "model.dtype=bfloat16",
             "model.dtype is a field no longer: weights are float32, so leave it out; for",
         ),
+        ("train.parallel=fsdp", "is 'fsdp'; expected auto, replicate, shard or {shard: n, replicate: m}"),
+        ("train.parallel={shard: 1, replicate: 2}", "expected auto, replicate, shard or {shard: n, replicat"),
+        ("train.parallel={shard: 4}", "expected auto, replicate, shard or {shard: n, replicate: m}"),
+        ("train={parallel: shard, numerics: invariant}", "needs the whole gradient on every worker; set tra"),
+        ("train={parallel: replicate, compile: blocks}", "is blocks, which is for sharded models, and train"),
+        ("train={parallel: replicate, activation_checkpointing: blocks}", "set it to none, or shard"),
         ("model.attn_implementation=flash", "is 'flash'; expected auto, eager or sdpa"),
         ("model={factory: 'a:b', attn_implementation: sdpa}", "is sdpa, but model.factory makes the model"),
         ("model.dtype=float32", "leave it out; for bfloat16 products set train.precision=bf16, and only"),

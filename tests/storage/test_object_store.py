@@ -144,6 +144,37 @@ def test_a_server_that_deletes_one_object_at_a_time_and_minds_an_absent_one_is_e
     assert store.list("a") == []
 
 
+@pytest.mark.parametrize("answer", ["501", "405"])
+def test_a_server_that_says_that_it_deletes_none_in_bulk_is_asked_one_by_one(
+    proxy: Proxy, store: ObjectStore, answer: Fault
+) -> None:
+    proxy.rule = lambda method, path: answer if method == "POST" and "delete" in path else None
+    for number in range(3):
+        put(store, f"a/{number}", b"x")
+    store.delete(["a/none", "a/0", "a/1"])
+    assert [listed.name for listed in store.list("a")] == ["2"]
+    proxy.asked.clear()
+    store.delete_folder("a")
+    assert {method for method, _ in proxy.asked} == {"GET", "DELETE"}, "it is asked once for all"
+    assert store.list("a") == []
+
+
+@pytest.mark.parametrize("num_names", [1001, pytest.param(10_000, marks=pytest.mark.chaos)])
+def test_a_folder_of_many_names_is_listed_and_deleted_a_thousand_a_request(
+    proxy: Proxy, store: ObjectStore, num_names: int
+) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda number: put(store, f"a/{number:05d}", b"x"), range(num_names)))
+    proxy.asked.clear()
+    found = store.list("a")
+    assert [listed.name for listed in found] == [f"{number:05d}" for number in range(num_names)]
+    assert all(listed.facts is not None and listed.facts.size == 1 for listed in found)
+    assert len(proxy.asked) == -(-num_names // 1000)
+    store.delete_folder("a")
+    assert len(proxy.asked) == 3 * -(-num_names // 1000), "listed again, and deleted"
+    assert store.list("a") == []
+
+
 # ------------------------------------------------------------------------------ faults that stay
 def test_a_fault_that_stays_is_an_error_after_some_tries_and_never_absence(
     proxy: Proxy, store: ObjectStore
