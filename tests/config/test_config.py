@@ -214,9 +214,6 @@ def test_the_state_is_cut_into_as_many_parts_as_parallel_says(override: str, num
         ("train.parallel=fsdp", "is 'fsdp'; expected auto, replicate, shard or {shard: n, replicate: m}"),
         ("train.parallel={shard: 1, replicate: 2}", "expected auto, replicate, shard or {shard: n, replicat"),
         ("train.parallel={shard: 4}", "expected auto, replicate, shard or {shard: n, replicate: m}"),
-        ("train={parallel: shard, numerics: invariant}", "needs the whole gradient on every worker; set tra"),
-        ("train={parallel: replicate, compile: blocks}", "is blocks, which is for sharded models, and train"),
-        ("train={parallel: replicate, activation_checkpointing: blocks}", "set it to none, or shard"),
         ("model.attn_implementation=flash", "is 'flash'; expected auto, eager or sdpa"),
         ("model={factory: 'a:b', attn_implementation: sdpa}", "is sdpa, but model.factory makes the model"),
         ("model.dtype=float32", "leave it out; for bfloat16 products set train.precision=bf16, and only"),
@@ -248,6 +245,22 @@ def test_the_state_is_cut_into_as_many_parts_as_parallel_says(override: str, num
 )
 def test_a_refusal_says_what_is_wrong_and_what_to_do(override: str, said: str) -> None:
     lines = refusal(override)
+    assert len(lines) == 1
+    assert said in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("parallel=shard", "numerics=invariant"), "needs the whole gradient on every worker; set train.num"),
+        (("parallel=replicate", "compile=blocks"), "is blocks, which is for sharded models, and train.paral"),
+        (("parallel=replicate", "activation_checkpointing=blocks"), "set it to none, or shard"),
+    ],
+)
+def test_a_refusal_of_fields_that_do_not_go_together_names_both(
+    overrides: tuple[str, ...], said: str
+) -> None:
+    lines = refusal(*(f"train.{override}" for override in overrides))
     assert len(lines) == 1
     assert said in lines[0]
 
