@@ -35,7 +35,10 @@ def test_no_interleaving_tears_a_save_or_leaves_anybody_waiting(rules: Rules) ->
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("rules", [Rules(), Rules(steps=2, faults=2), Rules(steps=2, generations=3)])
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    "rules", [Rules(), Rules(steps=2, faults=2, requests=0), Rules(steps=2, generations=3)]
+)
 def test_no_interleaving_does_so_in_wider_bounds(rules: Rules) -> None:
     result = search(rules)
     assert (result.broken, result.trace) == ("", ())
