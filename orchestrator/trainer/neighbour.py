@@ -26,7 +26,8 @@ from orchestrator.records import HeldShard, StateKey
 _LENGTH = struct.Struct("!I")
 _TOKEN_BYTES, _DIGEST_BYTES = 16, 16
 _PIECE = 4 << 20  # bytes of one send or receive, during which the GIL is free
-_CONNECT_S, _TRY_S = 60.0, 5.0  # how long a neighbour is tried to be reached, and each try
+CONNECT_LIMIT_S = 60.0  # how long a neighbour is tried to be reached
+_TRY_S = 5.0  # each try
 _LOOK_S = 0.2  # how often a thread that waits for a connection looks whether the link is closed
 
 
@@ -141,7 +142,7 @@ class NeighbourLink:
         return made
 
     def _connected(self) -> socket.socket:
-        end = time.monotonic() + _CONNECT_S
+        end = time.monotonic() + CONNECT_LIMIT_S
         while True:
             try:
                 return socket.create_connection((self._keeper.host, self._keeper.port), timeout=_TRY_S)
@@ -198,7 +199,7 @@ class NeighbourLink:
                 if self._closed.is_set():
                     raise
                 continue
-            self._opened(came).settimeout(_CONNECT_S)  # known from here on, so that `close` wakes the reading
+            self._opened(came).settimeout(CONNECT_LIMIT_S)  # known from here on, so that `close` wakes the reading
             with suppress(OSError):
                 if secrets.compare_digest(_read(came, _TOKEN_BYTES), token):
                     came.settimeout(None)
