@@ -199,7 +199,7 @@ class NeighbourLink:
                 if self._closed.is_set():
                     raise
                 continue
-            self._opened(came).settimeout(CONNECT_LIMIT_S)  # known from here on, so that `close` wakes the reading
+            self._opened(came).settimeout(CONNECT_LIMIT_S)  # `close` wakes the reading
             with suppress(OSError):
                 if secrets.compare_digest(_read(came, _TOKEN_BYTES), token):
                     came.settimeout(None)
