@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # A process with Python, Ray and: torch and transformers; a tokenizer and the readers; neither.
 _WORKER_BYTES, _TOKENIZER_BYTES, _FEEDER_BYTES = 1 << 30, 700 << 20, 300 << 20
 _TOKENIZER_OBJECT_BYTES = 16 << 20
+_TOKEN_BYTES = 4  # of a token that the feeder keeps
 _POINT_COPIES = 3  # weights and AdamW's two moments
 # Dense models with the three matrices of a gated feed-forward in every layer, and what transformers takes for
 # each where a configuration leaves it out, as far as it is not: an LM head of its own, heads of hidden_size /
@@ -123,6 +124,14 @@ def memory_notes(job: JobConfig, num_shards: int | None) -> list[str]:
             f"memory of a worker of {world} ({layout_text(layout)}), at least: {', '.join(parts)} = "
             f"{gib(held.training)} {where}, activations not counted{reforming}; a save is staged in "
             f"{gib(held.staged)}{copies} of the machine's memory"
+        )
+    every = memory_every_steps(job.resume.memory_every_steps, sharded=num_shards != 1)
+    step_bytes = job.train.global_batch_size * (job.pack.seq_len + 1) * _TOKEN_BYTES
+    if every is not None and every * step_bytes > job.data.replay_bytes:
+        found.append(
+            f"the steps of resume.memory_every_steps={every} take {gib(every * step_bytes)}, the feeder "
+            f"keeps data.replay_bytes={job.data.replay_bytes}: going back so far, it opens its sources anew, "
+            "which takes seconds; raise data.replay_bytes to avoid that"
         )
     return found
 

@@ -12,6 +12,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from orchestrator.records import HeldShard, StateKey
 _LENGTH = struct.Struct("!I")
 _TOKEN_BYTES, _DIGEST_BYTES = 16, 16
 _PIECE = 4 << 20  # bytes of one send or receive, during which the GIL is free
-_CONNECT_S = 10.0
+CONNECT_LIMIT_S = 60.0  # how long a neighbour is tried to be reached
+_TRY_S = 5.0  # each try
 _LOOK_S = 0.2  # how often a thread that waits for a connection looks whether the link is closed
 
 
@@ -139,10 +141,18 @@ class NeighbourLink:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return made
 
+    def _connected(self) -> socket.socket:
+        end = time.monotonic() + CONNECT_LIMIT_S
+        while True:
+            try:
+                return socket.create_connection((self._keeper.host, self._keeper.port), timeout=_TRY_S)
+            except TimeoutError:
+                if self._closed.is_set() or time.monotonic() > end:
+                    raise
+
     def _send_all(self) -> None:
-        keeper = self._keeper
-        out = self._opened(socket.create_connection((keeper.host, keeper.port), timeout=_CONNECT_S))
-        out.sendall(bytes.fromhex(keeper.token))
+        out = self._opened(self._connected())
+        out.sendall(bytes.fromhex(self._keeper.token))
         while (job := self._jobs.get()) is not None:
             header, data = job
             head, digest = json.dumps(encode(header)).encode(), xxh3_128()
@@ -189,10 +199,13 @@ class NeighbourLink:
                 if self._closed.is_set():
                     raise
                 continue
-            came.settimeout(_CONNECT_S)
+            self._opened(came).settimeout(CONNECT_LIMIT_S)  # `close` wakes the reading
             with suppress(OSError):
                 if secrets.compare_digest(_read(came, _TOKEN_BYTES), token):
-                    return self._opened(came)
+                    came.settimeout(None)
+                    return came
+            with self._lock:
+                self._sockets.remove(came)
             came.close()
 
 

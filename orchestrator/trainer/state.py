@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from orchestrator.errors import TrainingError
 from orchestrator.planning.state_layout import Layout, StateTensor
-from orchestrator.records import Cursor, HeldShard, StateKey
+from orchestrator.records import Cursor, HeldShard, Source, StateKey
 from orchestrator.trainer.model import build_model, first_model
 
 if TYPE_CHECKING:
@@ -210,10 +210,14 @@ class TrainState:
 
     def holdings(self, prepared: StateKey | None) -> tuple[HeldShard, ...]:
         """What this member can give of the state that it trains, and of the step whose gradient it keeps;
-        empty: the whole of both, or nothing where it is blank.
+        nothing where it is blank.
         """
-        del prepared
-        return ()
+        if self.key is None:
+            return ()
+        live = HeldShard(key=self.key, shard=0, num_shards=1, source=Source.LIVE, cursor=self.cursor)
+        if prepared is None:
+            return (live,)
+        return live, HeldShard(key=prepared, shard=0, num_shards=1, source=Source.PREPARED)
 
     def formed(self) -> None:
         """All members have what they need of what was before: it is dropped."""

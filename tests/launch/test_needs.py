@@ -128,6 +128,15 @@ def test_plan_says_what_a_worker_holds() -> None:
     assert memory_notes(job("model={factory: 'a:b'}"), None) == []
 
 
+def test_plan_says_where_a_memory_interval_is_more_than_the_feeder_keeps() -> None:
+    changes = ["train.global_batch_size=1000", "pack.seq_len=1023", "cluster.num_workers=4"]
+    assert len(memory_notes(job(SEVEN_B, *changes), None)) == 1
+    _, note = memory_notes(job(SEVEN_B, *changes, "resume.memory_every_steps=100"), None)
+    assert "resume.memory_every_steps=100 take 0.4 GiB" in note
+    assert "data.replay_bytes=268435456" in note
+    assert len(memory_notes(job(SEVEN_B, *changes), 1)) == 1, "replicate makes no memory points"
+
+
 def test_the_feed_grows_with_tokenizers_windows_and_what_it_keeps() -> None:
     one = needs_of(job("data.num_tokenizers=1"))
     assert needs_of(job("data.num_tokenizers=1", f"data.replay_bytes={GIB}")).feed_bytes - one.feed_bytes == (

@@ -23,9 +23,9 @@ Segments = tuple[tuple[int, int], ...]  # (world size, up to which step)
 
 
 def job_of(parallel: Any, **changes: Any) -> TrainJob:
-    return tiny_job(
-        train__numerics="fast", train__parallel=parallel, **{"resume__memory_every_steps": 2, **changes}
-    )
+    # a calm run may end after any step, which no warm-up may be longer than
+    fixed = {"train__numerics": "fast", "train__warmup_steps": 1, "resume__memory_every_steps": 2}
+    return tiny_job(train__parallel=parallel, **{**fixed, **changes})
 
 
 def losses(*launches: Launch) -> list[float]:
@@ -137,6 +137,18 @@ def test_hsdp_without_a_whole_replica_goes_on_from_a_memory_point(tmp_path, calm
     assert all(view.point is None and view.parent is not None for view in launch.views[1:])
     assert launch.views[-1].step >= 2
     assert_as_if_nothing_happened(launch, HSDP, calm, alone)
+
+
+def test_replicate_with_memory_points_goes_on_from_what_the_others_train(tmp_path, alone):
+    """They are never older than what any survivor has live; but they are there, and do no harm."""
+    launch, dead = run_with(tmp_path, "abc", {"b": Plan(kill=("gradient_done", 5))}, "replicate")
+    assert dead == {"b"}
+    second = launch.views[1]
+    assert second.parent == StateKey(attempt=1, generation=1, step=4)
+    assert {source.source for source in second.sources[0]} >= {Source.LIVE}
+    joined = next(request for name, request in launch.joins if name == "a" and request.leaves == (1, 1))
+    assert {h.source for h in joined.holdings} >= {Source.LIVE, Source.STAGED}
+    assert losses(launch) == pytest.approx(alone, rel=1e-5)
 
 
 # ---- several
