@@ -19,6 +19,8 @@ from orchestrator.parts.part_file import LENGTH_BYTES, Extent
 from orchestrator.planning.weights_digest import weights_digest
 from orchestrator.records import FileEntry, SavedTensor, TensorChunk, TensorEntry
 
+_DIGEST_DIGITS = 64
+
 
 def manifest_of_format_1(
     point: str, listed: dict[str, FileEntry], entries: Sequence[TensorEntry]
@@ -39,6 +41,8 @@ def manifest_of_format_1(
             raise ValueError(f"it has {entry.group}/{entry.name} twice in one file")
         if elsewhere := {chunk.file for chunk in entry.chunks} - listed.keys():
             raise ValueError(f"it names {sorted(elsewhere)}, which COMMIT does not list")
+        if any(len(chunk.digest) != _DIGEST_DIGITS for chunk in entry.chunks):
+            raise ValueError(f"it has {entry.group}/{entry.name} with a digest that is none")
         if entry.dtype not in SAFETENSORS:
             raise ValueError(f"it has {entry.group}/{entry.name} as {entry.dtype}")
         tensors[name] = SavedTensor(

@@ -143,6 +143,7 @@ def test_a_header_whose_facts_do_not_fit_together_is_refused() -> None:
         (b'\\"format\\":2', b'\\"format\\":3'),
         (b'\\"piece_bytes\\":64', b'\\"piece_bytes\\":20'),
         (b'\\"num_shards\\":1', b'\\"num_shards\\":0'),
+        (part.header[part.header.index(b'layer.bias\\":\\"') :][14:30], b"0" * 8 + b" " * 8),
     ):
         changed = part.header.replace(old, new)
         assert changed != part.header, old
