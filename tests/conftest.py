@@ -56,7 +56,9 @@ ON_RAY = {
     "tests/system/test_notebook.py",
     "tests/system/test_refusals.py",
     "tests/system/test_replayed.py",
+    "tests/system/test_runs_in_buckets.py",
     "tests/system/test_shapes.py",
+    "tests/system/test_sharded.py",
     "tests/test_docs_run.py",
     "tests/system/test_submitted.py",
 }
@@ -81,6 +83,9 @@ FORKED = {
     "tests/trainer/test_power_loss.py",
     "tests/trainer/test_precision.py",
     "tests/trainer/test_read_back.py",
+    "tests/trainer/test_reformings.py",
+    "tests/trainer/test_sharded.py",
+    "tests/trainer/test_sharded_runs.py",
     "tests/trainer/test_worlds.py",
 }
 

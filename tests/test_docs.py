@@ -49,7 +49,7 @@ from orchestrator.records import (
     StepRecord,
 )
 from orchestrator.resume.export_files import Exported
-from orchestrator.resume.pins import Hold, Release
+from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import Commit
 from orchestrator.resume.run_file import RunFile
 from tests.elastic.test_stall import status
@@ -405,7 +405,6 @@ FIELDS = {
     ),
     "attempts/0003.end.json": (AttemptEnd,),
     "pins/<point>.json": (Hold,),
-    "pins/<point>.0001.released.json": (Release,),
     "requests/<launch>/000001.json": (Request,),
     "findings/000001.json": (Finding,),
     "points/…/COMMIT": (Commit, StateKey, FileEntry),

@@ -402,7 +402,7 @@ class ResumeConfig(_Section):
     every_minutes: Annotated[float | None, free("a number > 0, or null", gt=0)] = None
     """Save a resume point every so many minutes; null: not by time."""
     memory_every_steps: Annotated[
-        Literal["auto"] | int | None, free("auto, a whole number >= 1, or null", ge=1)
+        Literal["auto"] | Annotated[int, Field(ge=1)] | None, free("auto, a whole number >= 1, or null")
     ] = "auto"
     """Each worker copies its part of the state in memory every so many steps, and a neighbour keeps another
     copy: a lost worker costs at most the steps since. `auto`: 10 where workers hold parts of the state, else

@@ -14,6 +14,7 @@ from orchestrator.coordinator.attempt import Attempt
 from orchestrator.history.loggers import LoggedRun, logger
 from orchestrator.history.metric_log import MetricLog, MetricLogs, Sink, TensorBoard
 from orchestrator.history.metrics import METRICS, PREFIX, Meter, Sample
+from orchestrator.history.published_folder import PublishedFolder
 from orchestrator.history.saved_history import SavedHistory
 from orchestrator.storage.open import open_storage
 
@@ -47,9 +48,11 @@ class RaySink:
 
 def measured(flat_config: Mapping[str, Any], location: str, run: str, attempt: Attempt) -> MetricLogs:
     """The metrics of an attempt of the run at `location` (as `open_storage` takes it); it hears them from the
-    journal. What a logger keeps in files lies in a folder of this machine where the run lies in a bucket.
+    journal. What a logger keeps in files lies in a folder of this machine where the run lies in a bucket,
+    and is published from there.
     """
-    folder = open_storage(location).folder or _scratch(attempt)
+    storage = open_storage(location)
+    folder = storage.folder or _scratch(attempt)
     saved_tokens = attempt.point.cursor.consumed_tokens if attempt.point else 0
     sinks: list[Sink] = []
     if flat_config.get("monitor.tensorboard"):
@@ -61,7 +64,11 @@ def measured(flat_config: Mapping[str, Any], location: str, run: str, attempt: A
         [logger(name, logged, SavedHistory(attempt.history, attempt.history_saved_to))]
         for name in flat_config.get("monitor.loggers") or ()
     ]
-    return MetricLogs([MetricLog(Meter(saved_tokens), each) for each in (sinks, *asked)])
+    logs = [MetricLog(Meter(saved_tokens), each) for each in (sinks, *asked)]
+    keeps_files = bool(flat_config.get("monitor.tensorboard") or asked)
+    if storage.folder is not None or not keeps_files:
+        return MetricLogs(logs)
+    return MetricLogs(logs, lambda trouble: PublishedFolder(storage, folder, trouble))
 
 
 def _scratch(attempt: Attempt) -> Path:

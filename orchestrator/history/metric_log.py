@@ -18,6 +18,7 @@ from orchestrator.history.claims import GenerationStart
 from orchestrator.history.event_file import FOLDER, EventFile
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.metrics import PER_STEP, Meter, Sample
+from orchestrator.history.published_folder import PublishedFolder
 from orchestrator.records import StepRecord
 
 CLOSE_S = 5.0  # how long the end of a run waits for a logger that hangs
@@ -144,8 +145,15 @@ class MetricLogs:
     waits for a network holds up no other.
     """
 
-    def __init__(self, logs: Sequence[MetricLog]) -> None:
+    def __init__(
+        self,
+        logs: Sequence[MetricLog],
+        publish: Callable[[Callable[[str], None]], PublishedFolder] | None = None,
+    ) -> None:
+        """`publish`: what publishes the files that the logs keep; it is given what hears of its troubles."""
         self._logs = tuple(logs)
+        self._troubles: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._published = publish(self._troubles.put) if publish is not None else None
 
     def step(self, record: StepRecord) -> None:
         """See `Listener`."""
@@ -164,7 +172,8 @@ class MetricLogs:
 
     def troubles(self) -> list[str]:
         """What has gone wrong since the last call, for people."""
-        return [text for log in self._logs for text in log.troubles()]
+        own = [self._troubles.get_nowait() for _ in range(self._troubles.qsize())]
+        return [*(text for log in self._logs for text in log.troubles()), *own]
 
     def close(self) -> None:
         """All that was heard is sent; what hangs is waited for `CLOSE_S`, together."""
@@ -173,3 +182,5 @@ class MetricLogs:
             log.end()
         for log in self._logs:
             log.close(max(0.0, until - time.monotonic()))
+        if self._published is not None:
+            self._published.close(CLOSE_S)

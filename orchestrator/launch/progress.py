@@ -70,8 +70,7 @@ class Progress:
     def begin(self, storage: Storage, attempt: int, wanted: int, total_steps: int | None) -> None:
         """The run's storage may be written from now on. `wanted`: workers that the run aims at."""
         self._total, self._wanted = total_steps, wanted
-        if storage.folder is not None:
-            self._log.open(storage.folder, attempt)
+        self._log.open(storage, attempt)
 
     def show(self, status: RunStatus) -> None:
         """A new status. Its notices and warnings are lines of their own, at once."""

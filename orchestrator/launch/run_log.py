@@ -1,18 +1,24 @@
 """The log file of a launch: everything that was said, with time stamps, and what is kept off the screen.
 
-It lies in the run's folder (`logs/0003-<host>.log`, after the attempt that the launch began with) and is for
-people: nothing reads it back, and a failure to write it never stops or delays a run.
+It lies in the run's storage (`logs/0003-<host>.log`, after the attempt that the launch began with) and is for
+people: nothing reads it back, and a failure to write it never stops or delays a run. Where that is a bucket,
+it grows in a folder of this machine, and is published every 60 s and at the end.
 """
 
 from __future__ import annotations
 
 import queue
 import re
+import shutil
 import socket
+import tempfile
 import threading
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+
+from orchestrator.history.published_folder import PublishedFolder
+from orchestrator.storage.files import Storage
 
 FOLDER = "logs"
 CLOSE_S = 5.0  # how long the end of a run waits for a storage that hangs
@@ -29,12 +35,19 @@ class RunLog:
         self._trouble = trouble
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
+        self._local: Path | None = None  # where it grows, if it is to be published
+        self._published: PublishedFolder | None = None
 
-    def open(self, run_folder: Path, attempt: int) -> None:
-        """The file lies in this run's folder; what was written before goes into it, too."""
+    def open(self, storage: Storage, attempt: int) -> None:
+        """The file lies in this run's storage; what was written before goes into it, too."""
         host = re.sub(r"[^\w.-]", "_", socket.gethostname())
-        path = run_folder / FOLDER / f"{attempt:04d}-{host}.log"
-        self.path = str(path)
+        name = f"{FOLDER}/{attempt:04d}-{host}.log"
+        folder = storage.folder
+        if folder is None:
+            folder = self._local = Path(tempfile.mkdtemp(prefix="orchestrator-log-"))
+            self._published = PublishedFolder(storage, folder, lambda text: self._trouble(f"warning: {text}"))
+        path = folder / name
+        self.path = f"{storage.root}/{name}"
         self._writer = threading.Thread(target=self._write, args=(path,), name="log", daemon=True)
         self._writer.start()
 
@@ -49,6 +62,8 @@ class RunLog:
         if self._writer is not None:
             self._lines.put(None)
             self._writer.join(CLOSE_S)
+        if self._published is not None and self._local is not None and self._published.close(CLOSE_S):
+            shutil.rmtree(self._local, ignore_errors=True)
 
     def _write(self, path: Path) -> None:
         reported = False

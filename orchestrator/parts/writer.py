@@ -20,6 +20,7 @@ import orjson
 from orchestrator.errors import OrchestratorError, text_of
 from orchestrator.parts.part_job import PartCancelled, failed_line, job_of, perform, written_line
 from orchestrator.storage.files import Storage
+from orchestrator.storage.open import open_storage
 
 _PR_SET_PDEATHSIG = 1
 _NICE = 5  # a save may wait, a step may not
@@ -52,7 +53,7 @@ def main(root: str, parent: int, cancels: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)
-    storage, cancelled = Storage(root), _Cancelled()
+    storage, cancelled = open_storage(root), _Cancelled()
     threading.Thread(target=cancelled.listen, args=(cancels,), daemon=True).start()
     for line in sys.stdin.buffer:
         sys.stdout.buffer.write(_answer(storage, orjson.loads(line), cancelled))

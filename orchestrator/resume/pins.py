@@ -2,14 +2,13 @@
 
     pins/00000480-a0003-g0007.json   sealed; Hold. Created exclusively, deleted by who gives it back
 
-Where a deleted name cannot be used again safely (a bucket: a delayed repeat of the deletion would take the
-next hold away, and a pin lost is a point lost) each hold has a name of its own, and nothing is deleted:
+In a bucket a deletion may be repeated late, and would then take away a hold that was made after it, and a pin
+lost is a point lost. So the next hold of a point has the next number there, and what is given back is marked,
+not deleted: the newest one counts, unless it is marked. Both kinds are read everywhere, for a run's files may
+be copied from a folder to a bucket and back.
 
-    pins/00000480-a0003-g0007.0001.json            sealed; Hold, the first of the point
-    pins/00000480-a0003-g0007.0001.released.json   sealed; Release: it was given back
-
-The hold with the highest number counts, unless it is released; a name without a number is number 0. Both
-kinds are read everywhere, for a run's files may be copied from a folder to a bucket and back.
+    pins/00000480-a0003-g0007.json  ….0001.json  ….0002.json        Hold, each created exclusively
+    pins/00000480-a0003-g0007.released.json  ….0001.released.json   empty: this hold was given back
 
 Both take the same name, so that of a pin and a deletion at the same moment one comes first, and the other
 hears of it: a point that was pinned is deleted by nobody, and one that is being deleted cannot be pinned.
@@ -39,8 +38,7 @@ from orchestrator.storage.sealed import seal, unseal
 
 FOLDER = "pins"
 PIN, DELETION = "pin", "deletion"
-RELEASED = ".released"
-_NAME = re.compile(r"(.+?)(?:\.(\d{4,}))?(\.released)?\.json")
+_NAME = re.compile(r"(.+?)(?:\.(\d{4,}))?(?:\.released)?\.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,15 +63,6 @@ class Hold:
             f"({self.reason or 'no reason is given'}): that pin and its reason hold, nothing is changed; "
             "unpin it first to give another reason"
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Release:
-    """That a point's hold `number` was given back; `created` is for people (ISO 8601)."""
-
-    point: str
-    number: int
-    created: str
 
 
 class PinFiles:
@@ -106,14 +95,14 @@ class PinFiles:
         """Keep the point until `unpin`; returns the pin, or that which stood there before. Raises
         `RefusedError` if there is no such point, or it is being deleted.
         """
-        hold = self._take(point, PIN, by, reason, run_id)
+        number, hold = self._take(point, PIN, by, reason, run_id)
         if hold.what != PIN:
             raise RefusedError(
                 f"resume point {point} cannot be pinned: {hold.by} has begun to delete it ({hold.reason}); "
                 "pin another one"
             )
         if not self.storage.exists(point_path(point, COMMIT)):  # from now on nobody takes it away
-            self.unpin(point)
+            self._give_back(point, number)
             raise RefusedError(
                 f"there is no resume point {point} to pin; `orchestrator points` lists those that there are"
             )
@@ -124,14 +113,14 @@ class PinFiles:
         number, hold = self._held(point)
         if hold is None or hold.what != PIN:
             return None
-        self._remove(point, number)
+        self._give_back(point, number)
         return hold
 
     def may_delete(self, point: str, by: str, reason: str, run_id: str) -> bool:
         """Whether nobody has pinned the point; then nobody can until `deleted`. One whose deletion somebody
         has begun may be deleted by another one, too.
         """
-        return self._take(point, DELETION, by, reason, run_id).what == DELETION
+        return self._take(point, DELETION, by, reason, run_id)[1].what == DELETION
 
     def require_kept(self, point: str) -> None:
         """For who has claimed, before it looks whether the point is whole: raises `WantedPointError` if
@@ -150,55 +139,69 @@ class PinFiles:
         """Who has begun to delete the point holds it no more: it is gone, or stays after all."""
         number, hold = self._held(point)
         if hold is not None and hold.what == DELETION:
-            self._remove(point, number)
+            self._give_back(point, number)
+        if self._is_numbered and not self.storage.exists(point_path(point, COMMIT)):
+            self._forget_holds(point)
 
-    def _take(self, point: str, what: str, by: str, reason: str, run_id: str) -> Hold:
-        """The hold on the point: that which stands there, or this one."""
+    @property
+    def _is_numbered(self) -> bool:
+        return not self.storage.traits.frees_names
+
+    def _take(self, point: str, what: str, by: str, reason: str, run_id: str) -> tuple[int, Hold]:
+        """The hold on the point, and its number: that which stands there, or this one."""
         while True:
             newest, there = self._held(point)
             if there is not None:
-                return there
+                return newest, there
             hold = Hold(point=point, what=what, by=by, reason=reason, created=now_text(), run_id=run_id)
-            number = 0 if self.storage.traits.frees_names and not newest else newest + 1
-            if self.storage.create(_path(point, number), seal(encode(hold))):
-                return hold
+            if self.storage.create(_path(point, newest + 1), seal(encode(hold))):
+                return newest + 1, hold
 
-    def _remove(self, point: str, number: int) -> None:
-        if number == 0 and self.storage.traits.frees_names:
-            self.storage.delete(_path(point, 0))
-            self.storage.sync(FOLDER)
+    def _give_back(self, point: str, number: int) -> None:
+        if self._is_numbered:
+            mark = _path(point, number, released=True)
+            # a mark that stands there already may be about to be forgotten, with a point that is gone
+            if not self.storage.create(mark, b"") and not self.storage.exists(point_path(point, COMMIT)):
+                self.storage.delete(_path(point, number))
             return
-        release = Release(point=point, number=number, created=now_text())
-        self.storage.create(_path(point, number, RELEASED), seal(encode(release)))
+        self.storage.delete(_path(point, number))
+        self.storage.sync(FOLDER)
+
+    def _forget_holds(self, point: str) -> None:
+        """All that there is of the holds of a point that is gone, and never comes again: a late repeat of
+        these deletions harms nothing. The holds go before the marks, so that none counts again in between.
+        """
+        numbers = sorted(_numbers(self.storage.list(FOLDER)).get(point, ()))
+        for released in (False, True):
+            for number in numbers:
+                self.storage.delete(_path(point, number, released=released))
 
     def _held(self, point: str) -> tuple[int, Hold | None]:
-        """The highest number of a hold on the point, 0 if there was none, and that hold unless it was given
+        """The number of the point's newest hold, -1 if there was none, and that hold unless it was given
         back. What is absent is asked for by its name.
         """
-        if self.storage.traits.frees_names and (found := self._read(point, 0)) is not None:
+        found = None if self._is_numbered else self._read(point, 0)
+        if found is not None and not self._is_released(point, 0):
             return 0, found
-        number = max(_numbers(self.storage.list(FOLDER)).get(point, ()), default=0)
-        if not self.storage.traits.frees_names:
-            while self.storage.exists(_path(point, number + 1)):
-                number += 1
-        elif not number:
-            return 0, None
-        if self.storage.exists(_path(point, number, RELEASED)):
+        number = max(_numbers(self.storage.list(FOLDER)).get(point, ()), default=-1)
+        while self._is_numbered and self.storage.exists(_path(point, number + 1)):
+            number += 1
+        if number < 0 or self._is_released(point, number):
             return number, None
         return number, self._read(point, number)
+
+    def _is_released(self, point: str, number: int) -> bool:
+        return self.storage.exists(_path(point, number, released=True))
 
     def _holds(self, known: Mapping[str, Hold]) -> list[Hold]:
         """Of all points, with one list. Those in `known` are not read again."""
         names = self.storage.list(FOLDER)
-        numbers, released = _numbers(names), _numbers(names, RELEASED)
-        standing = {
-            point: 0 if self.storage.traits.frees_names and 0 in found else max(found)
-            for point, found in numbers.items()
-        }
+        newest = {point: max(numbers) for point, numbers in _numbers(names).items()}
+        paths = {f"{FOLDER}/{name}" for name in names}
         holds = [
             known.get(point) or self._read(point, number)
-            for point, number in standing.items()
-            if number not in released.get(point, ())
+            for point, number in newest.items()
+            if _path(point, number, released=True) not in paths
         ]
         return [hold for hold in holds if hold is not None]
 
@@ -216,17 +219,17 @@ class PinFiles:
         return found
 
 
-def _numbers(names: Iterable[str], which: str = "") -> dict[str, set[int]]:
-    """By point the numbers of its holds, or of those that are released."""
+def _numbers(names: Iterable[str]) -> dict[str, set[int]]:
+    """By point the numbers of its holds, those that were given back too."""
     found: dict[str, set[int]] = {}
     for match in map(_NAME.fullmatch, names):
-        if match and (match[3] or "") == which and parse_point_name(match[1]):
+        if match and parse_point_name(match[1]):
             found.setdefault(match[1], set()).add(int(match[2] or 0))
     return found
 
 
-def _path(point: str, number: int, which: str = "") -> str:
+def _path(point: str, number: int, *, released: bool = False) -> str:
     if parse_point_name(point) is None:
         raise RefusedError(f"{point!r} is no name of a resume point; `orchestrator points` lists them")
-    numbered = f".{number:04d}" if number or which else ""
-    return f"{FOLDER}/{point}{numbered}{which}.json"
+    numbered = f".{number:04d}" if number else ""
+    return f"{FOLDER}/{point}{numbered}{'.released' if released else ''}.json"

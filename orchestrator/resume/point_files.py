@@ -14,7 +14,7 @@ from orchestrator.errors import ResumePointError, StorageError
 from orchestrator.json_form import encode
 from orchestrator.parts.documents import PARTS, parts_document
 from orchestrator.parts.manifest import MODEL, Manifest
-from orchestrator.parts.part_file import FORMAT
+from orchestrator.parts.part_file import FOLDER, FORMAT
 from orchestrator.parts.reading import PointReader
 from orchestrator.planning.state_layout import Layout
 from orchestrator.planning.weights_sum import weights_sum
@@ -303,7 +303,11 @@ class PointFiles(QuarantineFiles):
         return list(dict.fromkeys(damage for damage in each(look, stretches) if damage is not None))
 
     def _check_visible(self, name: str, parts: Sequence[FileEntry]) -> None:
+        listed = {each.name: each.facts for each in self.storage.listed(point_path(name, FOLDER))}
         for entry in parts:
+            facts = listed.get(entry.path.removeprefix(f"{FOLDER}/"))
+            if facts is not None and facts.size == entry.bytes:
+                continue  # where a list says sizes, it is one request for a thousand of them
             try:
                 verify.check_file(self.storage, name, entry, with_digest=False)
             except verify.DamageError as error:

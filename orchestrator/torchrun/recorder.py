@@ -203,6 +203,7 @@ class RankZeroRecorder:
 
     def save_failed(self, key: StateKey, rank: int, world_size: int, reason: str) -> None:
         """A rank could not write its part of the save of `key`: it is given up, and its votes answered so."""
+        self._wants_save = False  # it has begun
         failed = PartFailed(key=key, rank=rank, world_size=world_size, reason=reason, now_s=time.monotonic())
         assert self._loop is not None, "a group saves after it has begun"
         with suppress(RuntimeError):  # the loop has just ended

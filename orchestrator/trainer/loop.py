@@ -14,6 +14,7 @@ from orchestrator.parts.part_writer import PartWriter
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning import batches
 from orchestrator.planning.digest import batch_digest
+from orchestrator.planning.memory import memory_every_steps
 from orchestrator.planning.schedule import learning_rate
 from orchestrator.planning.weights_sum import weights_sum
 from orchestrator.records import (
@@ -40,7 +41,7 @@ from orchestrator.trainer.group import GenerationEnded, Group, collective
 from orchestrator.trainer.job import DONE, LEFT, STOPPED, Outcome, TrainJob
 from orchestrator.trainer.loading import StateFiles, digest_of, share_sum
 from orchestrator.trainer.membership import Feed, Membership
-from orchestrator.trainer.memory_point import memory_points
+from orchestrator.trainer.memory_point import MemoryPoints
 from orchestrator.trainer.model import NO_LOSS, pick_device, set_determinism
 from orchestrator.trainer.parallel import state_and_gradient
 from orchestrator.trainer.peak_memory import peak_memory_bytes
@@ -84,7 +85,8 @@ class _Trainer:
         with paused_gc():  # the model's code comes with it
             self._state, self._gradient = state_and_gradient(job, self._device)
         self._saver = Saver(membership, PartWriter(files.storage, _log.warning), self._device, faults)
-        self._memory = memory_points(job.resume.memory_every_steps, self._state.sharded, self._device, faults)
+        every = memory_every_steps(job.resume.memory_every_steps, self._state.sharded)
+        self._memory = MemoryPoints(every, self._device, faults)
         self._state.writable = self._writable
         self._prepared: Prepared | None = None
         self._records: list[StepRecord] = []

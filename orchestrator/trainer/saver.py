@@ -20,8 +20,8 @@ from orchestrator.errors import OrchestratorError, StorageError, text_of
 from orchestrator.faults import Hook
 from orchestrator.parts.part_job import JobPart, PartJob, PartWritten
 from orchestrator.parts.part_writer import PartWriter
-from orchestrator.planning.state_layout import FlatShard, Layout, flat_part
-from orchestrator.records import GenerationView, StateKey, StepRecord, Vote
+from orchestrator.planning.state_layout import Layout, flat_part
+from orchestrator.records import GenerationView, SavedTensor, StateKey, StepRecord, Vote
 from orchestrator.trainer.loading import dtype_name, saved_tensors
 from orchestrator.trainer.membership import Membership
 from orchestrator.trainer.save_slot import (
@@ -42,6 +42,21 @@ from orchestrator.trainer.save_slot import (
 )
 from orchestrator.trainer.staging import Copies, Staging, StagingBuffer
 from orchestrator.trainer.state import Item, TrainState
+
+STOP_LIMIT_S = 900.0  # how long the writing of a part that is not wanted any more may take to end
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What a rank saves of a generation's state: the rows that it writes and where they are staged. `tensors`
+    are those of the whole state, for rank 0's vote.
+    """
+
+    layout: Layout
+    num_bytes: int
+    parts: tuple[JobPart, ...]
+    copies: Copies
+    tensors: tuple[SavedTensor, ...]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,13 +84,14 @@ class Saver:
         self._membership, self._writer, self._faults = membership, writer, faults
         self._buffer = StagingBuffer(device)
         self._changed = threading.Condition(threading.RLock())
+        self._plan: _Plan | None = None  # of the generation
         self._slot = SaveSlot()  # under the lock, as all below it
         self._save: _Save | None = None
         self._staging: Staging | None = None
         self._error: BaseException | None = None
         self._committed: StateKey | None = None
         self._begun: StateKey | None = None
-        self._blocked_s = 0.0
+        self._blocked_s = self._called_off_at = 0.0
 
     # ---------------------------------------------------------------------- for the loop
     @property
@@ -96,31 +112,37 @@ class Saver:
         return self._begun
 
     def prepare(self, state: TrainState, rank: int) -> None:
-        """Makes the staging buffer large enough for this rank's part, if nothing is being saved, so that the
-        first save need not.
+        """A generation has its state: decides what this rank saves of it, and makes the staging buffer large
+        enough, so that no save has to. While an older save is written the buffer stays as it is until the
+        next one begins.
         """
+        items = state.items()
+        part = flat_part([item.whole for item in items], state.layout, rank)
+        mine = [(place, item) for place, item in zip(part.places, items, strict=True) if place.rows]
+        self._plan = _Plan(
+            layout=state.layout,
+            num_bytes=part.num_bytes,
+            parts=tuple(JobPart(place=place, dtype=dtype_name(item.tensor)) for place, item in mine),
+            copies=[(place, _rows(item, place.rows)) for place, item in mine],
+            tensors=saved_tensors(items) if rank == 0 else (),
+        )
         with self._changed:
             if self._slot.is_free:
-                self._buffer.reserve(_part(state.items(), state.layout, rank).num_bytes)
+                self._buffer.reserve(part.num_bytes)
 
     def begin(
-        self,
-        state: TrainState,
-        view: GenerationView,
-        records: Sequence[StepRecord],
-        peak_memory_bytes: int,
+        self, state: TrainState, view: GenerationView, records: Sequence[StepRecord], peak_memory_bytes: int
     ) -> None:
-        """Begins the save of the state as it is now; only while `is_free`."""
+        """Begins the save of the state as it is now; only while `is_free`, after `prepare`."""
+        began, plan = time.monotonic(), self._plan
         assert state.key is not None, "a blank member has nothing to save"
-        items = state.items()
-        part = _part(items, state.layout, view.rank)
-        self._buffer.reserve(part.num_bytes)
-        mine = [(place, item) for place, item in zip(part.places, items, strict=True) if place.rows]
+        assert plan is not None, "a generation is prepared before it saves"
+        self._buffer.reserve(plan.num_bytes)
         job = PartJob(
             point=state.key.point_name,
-            layout=state.layout,
+            layout=plan.layout,
             rank=view.rank,
-            parts=tuple(JobPart(place=place, dtype=dtype_name(item.tensor)) for place, item in mine),
+            parts=plan.parts,
             buffer=self._buffer.path,
         )
         vote = Vote(
@@ -130,17 +152,17 @@ class Saver:
             cursor=state.cursor,
             optimizer_steps=state.optimizer_steps,
             files=(),
-            tensors=saved_tensors(items) if view.rank == 0 else (),
+            tensors=plan.tensors,
             save_blocked_s=0.0,
             records=tuple(records),
             peak_memory_bytes=peak_memory_bytes,
-            layout=(state.layout.num_shards, state.layout.num_replicas),
+            layout=(plan.layout.num_shards, plan.layout.num_replicas),
         )
-        copies = [(place, _rows(item, place.rows)) for place, item in mine]
         with self._changed:
-            self._save = _Save(view=view, vote=vote, job=job, copies=copies)
+            self._save = _Save(view=view, vote=vote, job=job, copies=plan.copies)
             self._begun = state.key
             self._on(Begin(key=state.key))
+            self._blocked(time.monotonic() - began)
 
     def writable(self) -> None:
         """Returns when the state may be written to: nothing copies it any more."""
@@ -149,22 +171,20 @@ class Saver:
             return
         began = time.monotonic()
         staging.wait()
-        waited_s = time.monotonic() - began
         with self._changed:
             self._staging = None
-            self._blocked_s += waited_s
-            if self._save is not None:
-                self._save.blocked_s += waited_s
+            self._blocked(time.monotonic() - began)
 
     def take_blocked_s(self) -> float:
-        """For how long `writable` has waited since this was asked last."""
+        """For how long `begin` and `writable` have kept training since this was asked last."""
         with self._changed:
             waited_s, self._blocked_s = self._blocked_s, 0.0
         return waited_s
 
     def poll(self, state: TrainState) -> None:
         """Notes in `state` whether it is committed, and hears whether the save at hand is given up. Raises
-        the error that answered a vote.
+        the error that answered a vote, and `StorageError` where a part that is not wanted any more is still
+        being written after `STOP_LIMIT_S`: until it ends the group makes no save.
         """
         with self._changed:
             if self._error is not None:
@@ -172,6 +192,12 @@ class Saver:
             if self._committed is not None and self._committed == state.key:
                 state.committed = True
             save = self._save
+            late_s = time.monotonic() - self._called_off_at if self._slot.called_off else 0.0
+        if save is not None and late_s > STOP_LIMIT_S:
+            raise StorageError(
+                f"this rank's part of {save.job.point} is still being written {late_s:.0f} s after the save "
+                f"was given up (allowed: {STOP_LIMIT_S:g} s); check that storage is mounted and answers here"
+            )
         if save is not None and self._membership.is_given_up(save.view, save.vote.key):
             self.call_off(save.vote.key, "the save was given up")
 
@@ -180,6 +206,8 @@ class Saver:
         Its vote, if it was cast, stands.
         """
         with self._changed:
+            if not self._slot.called_off:
+                self._called_off_at = time.monotonic()
             self._on(CallOff(key=key, reason=reason))
 
     def wait(self, timeout_s: float) -> None:
@@ -189,14 +217,32 @@ class Saver:
                 self._changed.wait(timeout_s)
 
     def close(self) -> None:
-        """Gives the memory back, after what is under way."""
+        """Gives the memory back. What is still written is not wanted any more; it ends by itself, or with the
+        process.
+        """
+        if not self.is_free:
+            self._writer.cancel()
+            return
         self._writer.close()
         self._buffer.close()
 
     # ---------------------------------------------------------------------- inside, from any thread
+    def _blocked(self, seconds: float) -> None:
+        self._blocked_s += seconds
+        if self._save is not None:
+            self._save.blocked_s += seconds
+
     def _tell(self, event: Event) -> None:
         with self._changed:
-            self._on(event)
+            try:
+                self._on(event)
+            except BaseException as error:  # noqa: BLE001  a thread has nobody to raise it to
+                self._ends_with(error)
+
+    def _ends_with(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
 
     def _on(self, event: Event) -> None:
         self._slot, actions = self._slot.on(event)
@@ -227,41 +273,39 @@ class Saver:
                 answer.add_done_callback(partial(self._answered, key))
 
     def _staged(self, key: StateKey, done: Future[None]) -> None:
+        with self._changed:
+            if self._save is not None:
+                self._save.copies = ()  # the state may be another one before this save has ended
         error = done.exception()
         self._tell(Staged(key=key) if error is None else self._stopped(key, error))
 
     def _written(self, save: _Save, done: Future[PartWritten]) -> None:
         key = save.vote.key
-        error = done.exception()
-        if error is not None:
+        try:
+            written = done.result()
+            save.vote = replace(save.vote, files=(written.entry,), sums=written.sums)
+            self._fault("save_part_written", save)()
+        except BaseException as error:  # noqa: BLE001  it is reported
             self._tell(self._stopped(key, error))
-            return
-        written = done.result()
-        save.vote = replace(save.vote, files=(written.entry,), sums=written.sums)
-        self._fault("save_part_written", save)()
-        self._tell(Written(key=key))
+        else:
+            self._tell(Written(key=key))
 
     def _stopped(self, key: StateKey, error: BaseException) -> Stopped:
         if not isinstance(error, OrchestratorError):  # an error of ours: it ends the member, too
-            with self._changed:
-                self._error = self._error or error
+            self._ends_with(error)
         return Stopped(key=key, reason=text_of(error))
 
     def _answered(self, key: StateKey, answer: Future[bool]) -> None:
         error = answer.exception()
         with self._changed:
             if error is not None:
-                self._error = self._error or error
+                self._ends_with(error)
             elif answer.result():
                 self._committed = key
-            self._on(Answered(key=key))
+            self._tell(Answered(key=key))
 
     def _fault(self, place: str, save: _Save) -> Callable[[], None]:
         return partial(self._faults, place, save.vote.key.step, save.vote.rank)
-
-
-def _part(items: Sequence[Item], layout: Layout, rank: int) -> FlatShard:
-    return flat_part([item.whole for item in items], layout, rank)
 
 
 def _rows(item: Item, rows: range) -> Tensor:

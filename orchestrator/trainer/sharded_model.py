@@ -91,11 +91,13 @@ def wrapped_blocks(model: nn.Module, how: Wrapping) -> Sequence[nn.Module]:
     """The blocks of `model`, in place, recomputed and compiled as asked; their names stay the same."""
     blocks = blocks_of(model)
     for block in blocks:
-        if how.recomputed:
-            again: Any = partial(checkpoint, block.forward, use_reentrant=False)
-            block.forward = again
+        forward: Any = block.forward
         if how.compiled:
-            block.compile()
+            # not the block itself: FSDP2's hooks stay outside of what is compiled, and so does `checkpoint`
+            forward = torch.compile(forward)
+        if how.recomputed:
+            forward = partial(checkpoint, forward, use_reentrant=False)
+        block.forward = forward
     return blocks
 
 

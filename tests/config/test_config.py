@@ -16,7 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.config.problems import OTHER_NAMES
-from orchestrator.config.schema import as_job, field_rules, load_config, parse_config, resume_table
+from orchestrator.config.schema import (
+    as_job,
+    field_rules,
+    load_config,
+    nested,
+    parse_config,
+    resume_table,
+)
 from orchestrator.errors import ConfigError
 from tests.test_deployments import JOBS
 
@@ -66,6 +73,12 @@ def test_the_quickstart_reads_as_it_is_written() -> None:
 def test_paths_stay_as_written_wherever_the_file_lies(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(QUICKSTART.read_text(encoding="utf-8"), encoding="utf-8")
     assert load_config(tmp_path / "job.yaml") == load_config(QUICKSTART)
+
+
+def test_every_default_may_be_given_by_hand() -> None:
+    config = parse_config(MINIMAL)
+    assert parse_config(nested(config.flat())) == config
+    assert parse_config(config.to_json()) == config
 
 
 def test_the_minimal_job_gets_the_documented_defaults() -> None:
@@ -119,6 +132,21 @@ def test_workers_are_a_number_or_a_range() -> None:
     assert (one.min_workers, one.max_workers) == (1, 3)
     two = load_config(QUICKSTART, ["cluster.num_workers=[1,3]"]).cluster
     assert (two.min_workers, two.max_workers) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("override", "num_shards"),
+    [
+        ("train.parallel=auto", 1),
+        ("train.parallel=replicate", 1),
+        ("train.parallel=shard", None),
+        ("train.parallel={shard: 4, replicate: 2}", 4),
+    ],
+)
+def test_the_state_is_cut_into_as_many_parts_as_parallel_says(override: str, num_shards: int | None) -> None:
+    config = load_config(QUICKSTART, ["train.numerics=fast", override])
+    assert config.train.num_shards == num_shards
+    assert parse_config(config.to_json()) == config
 
 
 @pytest.mark.parametrize(
@@ -183,6 +211,9 @@ def test_workers_are_a_number_or_a_range() -> None:
             "model.dtype=bfloat16",
             "model.dtype is a field no longer: weights are float32, so leave it out; for",
         ),
+        ("train.parallel=fsdp", "is 'fsdp'; expected auto, replicate, shard or {shard: n, replicate: m}"),
+        ("train.parallel={shard: 1, replicate: 2}", "expected auto, replicate, shard or {shard: n, replicat"),
+        ("train.parallel={shard: 4}", "expected auto, replicate, shard or {shard: n, replicate: m}"),
         ("model.attn_implementation=flash", "is 'flash'; expected auto, eager or sdpa"),
         ("model={factory: 'a:b', attn_implementation: sdpa}", "is sdpa, but model.factory makes the model"),
         ("model.dtype=float32", "leave it out; for bfloat16 products set train.precision=bf16, and only"),
@@ -214,6 +245,25 @@ def test_workers_are_a_number_or_a_range() -> None:
 )
 def test_a_refusal_says_what_is_wrong_and_what_to_do(override: str, said: str) -> None:
     lines = refusal(override)
+    assert len(lines) == 1
+    assert said in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("parallel=shard", "numerics=invariant"), "needs the whole gradient on every worker; set train.num"),
+        (("parallel=auto", "compile=blocks"), "is blocks, which is for sharded models, and train.paral"),
+        (
+            ("parallel=replicate", "activation_checkpointing=blocks"),
+            "set it to none, or train.parallel=shard",
+        ),
+    ],
+)
+def test_a_refusal_of_fields_that_do_not_go_together_names_both(
+    overrides: tuple[str, ...], said: str
+) -> None:
+    lines = refusal(*(f"train.{override}" for override in overrides))
     assert len(lines) == 1
     assert said in lines[0]
 

@@ -42,6 +42,7 @@ from orchestrator.records import (
     RunStatus,
     StillWaiting,
 )
+from orchestrator.resume import save_retries
 from orchestrator.resume.commit_events import DeletePoints, Tick
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
@@ -500,6 +501,47 @@ def test_saves_that_fail_for_longer_than_the_limit_end_the_run_although_the_jour
     end = store.read_end(1)
     assert end is not None
     assert end.outcome == "failed"
+
+
+def test_a_save_that_storage_failed_is_asked_for_again_until_one_is_committed(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_retries, "FIRST_S", 0.0)
+
+    async def launch() -> None:
+        actor = coordinator(store)
+        await actor.join(JOIN)
+        wanted = await actor.watch(LAUNCH, 1, 1, None)
+        assert not wanted.save
+        await actor.save_failed(LAUNCH, key(1), 0, 1, "No space left on device")
+        while not wanted.save:
+            wanted = await actor.watch(LAUNCH, 1, 1, wanted)
+        vote = write_vote(store.storage, key(2), rank=0, world_size=1)
+        await actor.report(LAUNCH, "m", 1, 1, (record(key(1)), record(key(2))))
+        assert await actor.vote(LAUNCH, vote) is True
+        while wanted.save:
+            wanted = await actor.watch(LAUNCH, 1, 1, wanted)
+        await actor.end("stopped", "enough")
+
+    run(launch)
+    (given_up,) = [event for event in read_journal(store.storage).events if event.kind == "save given up"]
+    assert given_up.fields["retry_s"] == 0.0
+
+
+def test_a_save_that_can_never_be_committed_is_known_before_any_vote_for_it_came(store: RunStore) -> None:
+    async def launch() -> None:
+        actor = coordinator(store, min_workers=2, max_workers=2)
+        await asyncio.gather(actor.join(JOIN), actor.join(replace(JOIN, member="n", port=2)))
+        assert not await actor.is_given_up(LAUNCH, key(1), 2)
+        assert await actor.is_given_up(LAUNCH, key(1, generation=2), 2), "that generation was not formed"
+        assert await actor.is_given_up(LAUNCH, key(1, attempt=2), 2)
+        await actor.save_failed(LAUNCH, key(1), 1, 2, "No space left on device")
+        while not await actor.is_given_up(LAUNCH, key(1), 2):
+            await asyncio.sleep(0)
+        assert not await actor.is_given_up(LAUNCH, key(2), 2)
+        await actor.end("stopped", "enough")
+
+    run(launch)
 
 
 def test_what_the_supervisor_must_hear_is_said_again_until_it_has_heard(store: RunStore) -> None:

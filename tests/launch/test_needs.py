@@ -6,7 +6,14 @@ import json
 
 import pytest
 
-from orchestrator.launch.needs import Needs, count_parameters, memory_problems, needs_of
+from orchestrator.launch.needs import (
+    Needs,
+    choose_shards,
+    count_parameters,
+    memory_notes,
+    memory_problems,
+    needs_of,
+)
 from tests.planning.jobs import job
 
 GIB = 1 << 30
@@ -53,6 +60,72 @@ def test_a_worker_holds_weights_gradients_and_two_moments_unless_a_gpu_does() ->
     needs = needs_of(job("model=" + model, "train.precision=pure_bf16"))
     assert (needs.worker_bytes - base, needs.point_bytes) == (8 * count, 6 * count)
     assert f"{count:,} parameters × 2 bytes × 4" in needs.text
+
+
+def test_a_shard_is_a_part_of_the_state_and_whole_blocks_for_a_moment() -> None:
+    count, table = count_parameters(SMALL), 100 * 64
+    block = (count - table) // 3
+    model = json.dumps({"config": SMALL})
+    base = needs_of(job("model=" + model, "cluster.use_gpu=true")).worker_bytes
+    for precision, compute_bytes in (("float32", 4), ("bf16", 2)):
+        needs = needs_of(job("model=" + model, f"train.precision={precision}"), None, 4)
+        assert needs.worker_bytes - base == 4 * count + 2 * (table + block) * compute_bytes
+        assert needs.point_bytes == 12 * count, "a point holds all parts"
+    assert "× 4 for weights, gradients and AdamW / 4 shards + " in needs.text
+    assert needs_of(job("model=" + model), 2, 3) == needs_of(job("model=" + model), None, 3), (
+        "two shards do not divide three workers: each has a third"
+    )
+
+
+LARGE = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000}
+SEVEN_B = "model=" + json.dumps({"config": {"model_type": "llama", "num_attention_heads": 32, **LARGE}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "gib_each", "expected"),
+    [
+        ([], 128, 1),  # 101 GiB of state each
+        ([], 64, None),
+        ([], 0, 1),  # a machine that does not say
+        (["train.numerics=invariant"], 64, 1),
+        (["train.parallel=replicate"], 64, 1),
+        (["train.parallel=shard"], 128, None),
+        (["train.parallel={shard: 2, replicate: 2}"], 128, 2),
+        (["cluster.use_gpu=true"], 64, 1),  # nobody looks at the memory of GPUs
+    ],
+)
+def test_auto_shards_only_what_does_not_fit_otherwise(
+    changes: list[str], gib_each: int, expected: int | None
+) -> None:
+    machines = [(f"m{number}", gib_each * GIB) for number in range(4)]
+    found = choose_shards(job(SEVEN_B, *changes), 4, machines)
+    assert found == expected
+    assert choose_shards(job(SEVEN_B, *changes), 4, ()) == (expected if "parallel" in str(changes) else 1)
+
+
+def test_what_fits_in_shards_alone_is_refused_where_it_does_not_fit_even_so() -> None:
+    machines = [("a", 16 * GIB)]
+    needs = needs_of(job(SEVEN_B), choose_shards(job(SEVEN_B), 2, machines), 2)
+    (problem,) = memory_problems(needs, 2, machines)
+    assert "/ 2 shards" in problem
+
+
+def test_plan_says_what_a_worker_holds() -> None:
+    (alone,) = memory_notes(job(SEVEN_B, "cluster.num_workers=1"), 1)
+    assert "of 1 (replicate: each holds the whole state)" in alone
+    assert "AdamW 50.2 GiB" in alone
+    assert "come or go" not in alone
+    some, most = memory_notes(job(SEVEN_B, "cluster.num_workers=[4, 8]"), 4)
+    assert "of 4 (shard: the state in 4 parts)" in some
+    assert "of 8 (2 times the state in 4 parts)" in most
+    assert "gathered blocks" in most
+    assert "while workers come or go; a save is staged in 9.4 GiB, memory points in 75.3 GiB of" in most
+    (_, without) = memory_notes(
+        job(SEVEN_B, "cluster.num_workers=[4, 8]", "resume.memory_every_steps=null"), 4
+    )
+    assert "a save is staged in 9.4 GiB of the machine's memory" in without
+    assert "memory points" not in alone
+    assert memory_notes(job("model={factory: 'a:b'}"), None) == []
 
 
 def test_the_feed_grows_with_tokenizers_windows_and_what_it_keeps() -> None:

@@ -18,7 +18,7 @@ from orchestrator.storage.files import Storage
 def write(folder: Path, attempt: int, *lines: str) -> None:
     """As a launch does."""
     log = RunLog(pytest.fail)
-    log.open(folder, attempt)
+    log.open(Storage(str(folder)), attempt)
     for line in lines:
         log.write(line)
     log.close()

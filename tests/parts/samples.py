@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from blake3 import blake3
 
-from orchestrator.parts.part_file import PartFile, PartRows, make_part
+from orchestrator.json_form import encode
+from orchestrator.parts.documents import manifest_of, parts_document
+from orchestrator.parts.dtypes import SAFETENSORS
+from orchestrator.parts.manifest import Manifest, Name
+from orchestrator.parts.part_file import PartFile, PartRows, make_part, write_part
 from orchestrator.parts.part_job import JobPart, PartJob
 from orchestrator.planning.state_layout import Layout, Place, StateTensor, written_rows
+from orchestrator.records import SavedTensor, TensorChunk, TensorEntry
+from orchestrator.storage.files import Storage
 
 POINT = "00000010-a0001-g0001"
 DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}
@@ -81,3 +89,53 @@ def byte_of(path: Path, group: str = "model") -> int:
     header = json.loads(data[8:begin])
     places = [each["data_offsets"] for name, each in header.items() if name.startswith(f"{group}/")]
     return begin + min(first for first, last in places if last > first)
+
+
+def saved(state: Sequence[StateTensor] = STATE) -> dict[Name, SavedTensor]:
+    return {
+        (each.group, each.name): SavedTensor(
+            group=each.group,
+            name=each.name,
+            dtype=DTYPES[each.itemsize],
+            shape=each.shape,
+            sharded=each.sharded,
+        )
+        for each in state
+    }
+
+
+def write_point(storage: Storage, layout: Layout, point: str = POINT, seed: int = 0) -> Manifest:
+    """The files that all ranks of a group write, and what the documents of the point say of them."""
+    parts = [part_of(layout, rank, seed=seed, point=point) for rank in range(layout.world_size)]
+    entries = [write_part(storage, point, part) for part in parts]
+    document = json.loads(json.dumps(parts_document(layout, saved().values())))
+    return manifest_of(point, entries, document)
+
+
+def write_point_of_format_1(storage: Storage, world_size: int, point: str = POINT, seed: int = 0) -> Manifest:
+    """As versions before format 2 wrote it: whole tensors, a file per rank and group."""
+    files, tensors = [], []
+    for number, whole in enumerate(STATE):
+        data, rank = bytes_of(whole, seed), number % world_size
+        path = f"{whole.group}/{rank:05d}-of-{world_size:05d}-{number}.safetensors"
+        form = {
+            "dtype": SAFETENSORS[DTYPES[whole.itemsize]][0],
+            "shape": whole.shape,
+            "data_offsets": [0, len(data)],
+        }
+        header = json.dumps({"__metadata__": {"format": "pt"}, whole.name: form}).encode()
+        written = storage.write(f"points/{point}/{path}", len(header).to_bytes(8, "little") + header + data)
+        files.append(dataclasses.replace(written, path=path))
+        chunk = TensorChunk(
+            offsets=(0,) * len(whole.shape), sizes=whole.shape, file=path, digest=blake3(data).hexdigest()
+        )
+        tensors.append(
+            TensorEntry(
+                name=whole.name,
+                group=whole.group,
+                dtype=DTYPES[whole.itemsize],
+                shape=whole.shape,
+                chunks=(chunk,),
+            )
+        )
+    return manifest_of(point, files, json.loads(json.dumps({"format": 1, "tensors": encode(tensors)})))

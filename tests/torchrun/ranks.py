@@ -7,9 +7,10 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch.distributed import TCPStore
@@ -36,8 +37,16 @@ def as_rank(rank: int, world_size: int, port: int, store_is_the_agents: bool = F
 
 
 def _rank(
-    rank: int, world_size: int, port: int, folder: Path, logs: Path, words: list[str], plan: str
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: Path,
+    logs: Path,
+    words: list[str],
+    plan: str,
+    environment: Mapping[str, str],
 ) -> None:
+    os.environ |= environment
     file = os.open(logs / f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY)
     for standard in (1, 2):
         os.dup2(file, standard)
@@ -50,7 +59,13 @@ class Ranks:
     """A group that has been started in `folder` with these words."""
 
     def __init__(
-        self, folder: Path, logs: Path, world_size: int, words: list[str], faults: FaultPlan | None = None
+        self,
+        folder: Path,
+        logs: Path,
+        world_size: int,
+        words: list[str],
+        faults: FaultPlan | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._logs = logs
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -58,7 +73,7 @@ class Ranks:
         self.processes = [
             FORKED.Process(
                 target=_rank,
-                args=(rank, world_size, self._store.port, folder, logs, words, plan),
+                args=(rank, world_size, self._store.port, folder, logs, words, plan, dict(environment)),
                 daemon=True,
             )
             for rank in range(world_size)
@@ -84,9 +99,7 @@ class Ranks:
 
 
 @contextmanager
-def ranks(
-    folder: Path, world_size: int, job: JobConfig, faults: FaultPlan | None = None
-) -> Iterator[Ranks]:
+def ranks(folder: Path, world_size: int, job: JobConfig, faults: FaultPlan | None = None) -> Iterator[Ranks]:
     """A group that trains the job."""
     logs = folder / f"group-{len(list(folder.glob('group-*')))}"
     logs.mkdir(parents=True)

@@ -60,6 +60,13 @@ class Odd(nn.Module):
         return self.head(hidden * self.scale)
 
 
+def resizing() -> nn.Module:
+    """A factory whose weights cannot be made one by one."""
+    module = nn.Linear(VOCABULARY, VOCABULARY)
+    module.more = nn.Parameter(torch.empty(2).resize_(6).fill_(0.5))
+    return module
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trained:
     """What a rank has seen: the loss of each step over all ranks, the norms of their gradients, and on rank 0
@@ -180,7 +187,11 @@ def _rank_main(rank: int, port: int, body: Callable[..., Any], arguments: Sequen
 
 
 def on_ranks(
-    num_ranks: int, body: Callable[..., Any], *arguments: Any, killed: Collection[int] = ()
+    num_ranks: int,
+    body: Callable[..., Any],
+    *arguments: Any,
+    killed: Collection[int] = (),
+    limit_s: float = WAIT_S,
 ) -> list[Any]:
     """What `body(rank, store, *arguments)` returns on each of so many forked ranks, but for those that are
     killed in it.
@@ -195,7 +206,7 @@ def on_ranks(
     answers: dict[int, Any] = {}
     try:
         for _ in range(num_ranks - len(killed)):
-            rank, answer, problem = pickle.loads(heard.get(timeout=WAIT_S))
+            rank, answer, problem = pickle.loads(heard.get(timeout=limit_s))
             assert not problem, f"rank {rank}: {problem}"
             answers[rank] = answer
     finally:
@@ -229,3 +240,12 @@ def in_each_layout(
         with formed(store, view_of(own, world_size, generation)) as group:
             found[world_size, num_shards] = trained_in_group(job, states[num_shards], group, steps)
     return found
+
+
+def first_weights(rank: int, store: TCPStore, job: TrainJob) -> dict[str, torch.Tensor]:
+    """The tensors of a new sharded state of one member."""
+    state = ShardedState(job.model, job.train, CPU, None)
+    with formed(store, view_of(rank, 1)) as group, state.within():
+        state.form(group)
+        state.initialise()
+        return {item.name: item.tensor.clone() for item in state.items()}

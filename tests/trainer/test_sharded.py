@@ -8,13 +8,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+from orchestrator.config.schema import ModelConfig
+from orchestrator.errors import ConfigError
+from orchestrator.trainer.model import build_model
+from orchestrator.trainer.sharded_model import blocks_of, skeleton_of
+from orchestrator.trainer.sharded_state import ShardedState
+from orchestrator.trainer.state import TrainState
 from tests.trainer.member import tiny_job
-from tests.trainer.sharded import Trained, alone, in_each_layout, on_ranks
+from tests.trainer.sharded import Odd, Trained, alone, first_weights, in_each_layout, on_ranks
 
 # (world size, number of shards): replicate, FSDP2, HSDP; later ones after earlier ones in the same processes
 LAYOUTS = [(1, None), (2, 1), (3, None), (4, 1), (4, 2), (4, None), (2, None), (3, 2), (2, 2)]
 SHARDED = [layout for layout in LAYOUTS if layout[1] != 1]
+POISON_MODEL = "tests.trainer.member:PoisonModel"
 ODD = {"model__factory": "tests.trainer.sharded:Odd"}  # DDP takes no model with a weight that nobody uses
 
 
@@ -46,3 +54,74 @@ def test_every_layout_trains_what_one_process_trains(changes, tolerance, layouts
         if tolerance < 1e-3:
             for name, tensor in expected.state.items():
                 assert torch.allclose(found.state[name].double(), tensor.double(), atol=1e-4), name
+
+
+def test_activations_that_are_computed_again_change_no_bit():
+    job = tiny_job(train__numerics="fast", train__parallel="shard")
+    again = tiny_job(
+        train__numerics="fast", train__parallel="shard", train__activation_checkpointing="blocks"
+    )
+    kept = on_ranks(2, in_each_layout, job, [(2, None)], 3)[0][2, None]
+    found = on_ranks(2, in_each_layout, again, [(2, None)], 3)[0][2, None]
+    assert found.losses == kept.losses
+    assert all(torch.equal(found.state[name], tensor) for name, tensor in kept.state.items())
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1800)
+def test_compiled_blocks_train_what_one_process_trains_also_in_later_generations():
+    blocks = {"train__compile": "blocks", "train__activation_checkpointing": "blocks"}
+    model = {**(tiny_job().model.config or {}), "attention_dropout": 0.0}  # compiled it draws other numbers
+    job = tiny_job(train__numerics="fast", train__parallel="shard", model__config=model, **blocks)
+    layouts = [(2, None), (1, None), (2, None)]
+    found = on_ranks(2, in_each_layout, job, layouts, 2, limit_s=1500.0)[0]
+    expected = alone(job, 2)
+    for trained in found.values():
+        assert_trained_alike(trained, expected, 1e-4)
+
+
+# ---------------------------------------------------------------------------------------- blocks
+def test_the_blocks_are_the_children_of_the_largest_list_unless_they_share_weights():
+    model = Odd()
+    assert blocks_of(model) == list(model.blocks)
+    model.blocks[1][0].weight = model.blocks[0][0].weight
+    assert blocks_of(model) == []
+    model = Odd()
+    model.head.weight = nn.Parameter(torch.empty(64, 5))
+    model.blocks[0][0].bias = model.frozen
+    assert blocks_of(model) == []
+    assert blocks_of(nn.Linear(2, 2)) == []
+
+
+def test_compiling_blocks_that_there_are_not_is_refused():
+    job = tiny_job(model__factory=POISON_MODEL, train__compile="blocks", train__parallel="shard")
+    with pytest.raises(ConfigError, match="train.compile=blocks and .* but the model has no blocks"):
+        ShardedState(job.model, job.train, torch.device("cpu"), None)
+
+
+def test_a_skeleton_has_no_weights_its_own_buffers_and_the_same_ties():
+    bare = skeleton_of(Odd())
+    assert all(parameter.is_meta for parameter in bare.parameters())
+    assert bare.head.weight is bare.table.weight
+    assert not bare.frozen.requires_grad
+    assert torch.equal(bare.scale, torch.full((5,), 2.0))
+
+
+# ---------------------------------------------------------------------------------------- first weights
+@pytest.mark.parametrize("how", ["config", "pretrained", "init_from", "resizing factory"])
+def test_the_first_weights_are_those_of_replicate_bit_for_bit(tmp_path, how):
+    job = tiny_job()
+    if how in ("pretrained", "init_from"):
+        build_model(job.model, "float32", 7, torch.device("cpu"), invariant=False).save_pretrained(tmp_path)
+    model = {
+        "config": job.model,
+        "pretrained": ModelConfig(pretrained=str(tmp_path)),
+        "init_from": job.model.model_copy(update={"init_from": str(tmp_path)}),
+        "resizing factory": ModelConfig(factory="tests.trainer.sharded:resizing"),
+    }[how]
+    expected = TrainState(model, job.train, torch.device("cpu"), invariant=False)
+    expected.initialise()
+    wanted = {item.name: item.tensor for item in expected.items()}
+    (found,) = on_ranks(1, first_weights, replace(job, model=model))
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())

@@ -1,0 +1,204 @@
+"""Loading into tensors of any layout: the same state for all pairs, within one buffer beside the state."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from blake3 import blake3
+from safetensors.torch import save_file
+
+from orchestrator.errors import ResumePointError
+from orchestrator.parts.manifest import Manifest
+from orchestrator.planning.state_layout import Layout, StateTensor, held_rows, layout_of
+from orchestrator.planning.weights_sum import weights_sum
+from orchestrator.records import Cursor, FileEntry, SavedTensor, StateKey, TensorChunk, Vote
+from orchestrator.resume.committed import CommittedFiles
+from orchestrator.resume.store import RunStore
+from orchestrator.storage.files import Storage
+from orchestrator.trainer.loading import digest_of, load, saved_tensors, sum_of, write_share
+from orchestrator.trainer.state import Item
+
+KEY = StateKey(attempt=1, generation=1, step=1)
+LAYOUTS = [layout_of(1, 1), layout_of(3, 1), layout_of(4, None), layout_of(4, 2), layout_of(7, None)]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SHAPES: dict[tuple[str, str], tuple[int, ...]] = {
+    ("model", "embedding"): (50, 6),
+    ("model", "bias"): (5,),
+    ("model", "norm"): (2, 3),
+    ("optimizer", "steps"): (),
+    ("optimizer", "exp_avg.embedding"): (50, 6),
+}
+MIB = 1 << 20
+
+
+def whole_tensors(dtype: torch.dtype) -> dict[tuple[str, str], torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+def items_of(whole: dict[tuple[str, str], torch.Tensor], layout: Layout, rank: int) -> list[Item]:
+    """What a rank holds, in memory of its own."""
+    items = []
+    for (group, name), tensor in whole.items():
+        form = StateTensor(
+            group=group,
+            name=name,
+            shape=tuple(tensor.shape),
+            itemsize=tensor.element_size(),
+            sharded=tensor.ndim > 0,
+        )
+        rows = held_rows(form, layout.num_shards, layout.shard_of(rank))
+        mine = tensor[rows.start : rows.stop].clone() if tensor.ndim else tensor.clone()
+        items.append(Item(whole=form, tensor=mine, first_row=rows.start))
+    return items
+
+
+def save(folder: Path, layout: Layout, items: Sequence[Sequence[Item]]) -> str:
+    """Commits a point; the digest of its weights."""
+    store, votes = RunStore(Storage(str(folder))), []
+    for rank, mine in enumerate(items):
+        written = write_share(mine, KEY.point_name, layout, rank, store.storage)
+        vote = Vote(
+            key=KEY,
+            rank=rank,
+            world_size=layout.world_size,
+            cursor=Cursor(),
+            optimizer_steps=1,
+            files=(written.entry,),
+            tensors=() if rank else saved_tensors(mine),
+            save_blocked_s=0.0,
+            records=(),
+            layout=(layout.num_shards, layout.num_replicas),
+            sums=written.sums,
+        )
+        votes.append(vote)
+    return store.commit_point(votes, {}, {}, None).commit.weights_digest
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_pairs_of_layouts_give_the_same_bits(tmp_path: Path, dtype: str) -> None:
+    whole = whole_tensors(DTYPES[dtype])
+    digests = {digest_of(items_of(whole, layout_of(1, 1), 0))}
+    for number, saving in enumerate(LAYOUTS):
+        folder = tmp_path / str(number)
+        digests.add(
+            save(folder, saving, [items_of(whole, saving, rank) for rank in range(saving.world_size)])
+        )
+        files = CommittedFiles(Storage(str(folder)))
+        for loading in LAYOUTS:
+            blank = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+            sums = []
+            for rank in range(loading.world_size):
+                items = items_of(blank, loading, rank)
+                load(items, KEY.point_name, files)
+                for item, expected in zip(items, items_of(whole, loading, rank), strict=True):
+                    assert torch.equal(item.tensor, expected.tensor), (saving, loading, rank, item.name)
+                sums += [sum_of(i) for i in items if i.group == "model" and rank < loading.num_shards]
+            digests.add(weights_sum(sums))
+    assert len(digests) == 1, "who holds what changes no digest"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": "other"}, r"has no tensors \['model/other'\] and has \['model/embedding'\]"),
+        (
+            {"shape": (51, 6)},
+            r"model/embedding as \('float32', \(50, 6\)\), the model of this job as .*\(51, 6\)",
+        ),
+    ],
+)
+def test_another_model_is_refused_by_what_differs(
+    tmp_path: Path, change: dict[str, object], words: str
+) -> None:
+    whole, layout = whole_tensors(torch.float32), layout_of(2, None)
+    save(tmp_path, layout, [items_of(whole, layout, rank) for rank in range(2)])
+    first, *rest = items_of(whole, layout_of(1, 1), 0)
+    other = dataclasses.replace(first, whole=dataclasses.replace(first.whole, **change))
+    with pytest.raises(ResumePointError, match=words):
+        load([other, *rest], KEY.point_name, CommittedFiles(Storage(str(tmp_path))))
+
+
+# ------------------------------------------------------------------------------------------------ memory
+def large_state(layout: Layout, rank: int) -> list[Item]:
+    whole = StateTensor(group="model", name="w", shape=(100_000, 512), itemsize=4, sharded=True)
+    rows = held_rows(whole, layout.num_shards, layout.shard_of(rank))
+    return [Item(whole=whole, tensor=torch.ones(len(rows), 512), first_row=rows.start)]
+
+
+OLD_FILE = "model/00000-of-00001.safetensors"
+
+
+def old_manifest(folder: Path) -> Manifest:
+    """Of a point of format 1 that holds the state whole, with one digest."""
+    path = folder / "points" / KEY.point_name / OLD_FILE
+    data = path.read_bytes()
+    digest = blake3(data[8 + int.from_bytes(data[:8], "little") :]).hexdigest()
+    shape = (100_000, 512)
+    saved = SavedTensor(group="model", name="w", dtype="float32", shape=shape, sharded=False)
+    return Manifest(
+        point=KEY.point_name,
+        layout=None,
+        tensors={("model", "w"): saved},
+        files={OLD_FILE: FileEntry(path=OLD_FILE, bytes=len(data), digest="")},
+        chunks={("model", "w"): (TensorChunk(offsets=(0, 0), sizes=shape, file=OLD_FILE, digest=digest),)},
+    )
+
+
+def beyond_the_state(folder: str, layout: Layout, rank: int) -> int:
+    """How far the process grows while it loads, when the state itself is there."""
+    files = CommittedFiles(Storage(folder))
+    is_old = (Path(folder) / "points" / KEY.point_name / OLD_FILE).exists()
+    manifest = old_manifest(Path(folder)) if is_old else files.manifest(KEY.point_name)
+    files.manifest = lambda point: manifest  # type: ignore[method-assign]  # what it took is no part of loading
+    items = large_state(layout, rank)
+    # the most that was taken before must not hide what loading takes
+    Path("/proc/self/clear_refs").write_text("5")
+    held = _peak()
+    load(items, KEY.point_name, files)
+    beyond = _peak() - held
+    (item,) = items
+    assert torch.equal(item.tensor[:, 7], numbers(item)), "it must have loaded"
+    return beyond
+
+
+def numbers(item: Item) -> torch.Tensor:
+    """A number to each row that it holds."""
+    return torch.arange(item.first_row, item.first_row + len(item.tensor), dtype=torch.float32)
+
+
+def _peak() -> int:
+    """The most resident memory since it was reset, in bytes."""
+    (line,) = [
+        each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM")
+    ]
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize(("world_size", "old"), [(1, False), (3, False), (3, True)])
+def test_loading_takes_one_buffer_beside_the_state(tmp_path: Path, world_size: int, old: bool) -> None:
+    saving = layout_of(1 if old else 2, None)
+    items = [large_state(saving, rank) for rank in range(saving.world_size)]
+    for (item,) in items:
+        item.tensor.copy_(numbers(item)[:, None])
+    if old:
+        (tmp_path / "points" / KEY.point_name / "model").mkdir(parents=True)
+        save_file({"w": items[0][0].tensor}, tmp_path / "points" / KEY.point_name / OLD_FILE)
+    else:
+        save(tmp_path, saving, items)
+    code = (
+        "import sys\n"
+        "from tests.trainer.test_loading import beyond_the_state, layout_of\n"
+        f"print(beyond_the_state(sys.argv[1], layout_of({world_size}, None), {world_size} // 2))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, check=True, text=True
+    )
+    buffer = 0 if world_size == 1 else 64
+    assert int(ended.stdout) <= (buffer + 12) * MIB, "195 MiB are saved"

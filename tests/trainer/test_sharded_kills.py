@@ -1,0 +1,256 @@
+"""Members of sharded groups die anywhere: the others go on in their processes, from what is whole among them,
+and the end is that of a run that was re-formed at the same steps and never disturbed, to the last bit.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.records import GenerationView, Source, StateKey
+from orchestrator.trainer.job import TrainJob
+from tests.trainer.launch import Launch
+from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
+
+SHARD, HSDP = "shard", {"shard": 2, "replicate": 2}
+END = 8
+Segments = tuple[tuple[int, int], ...]  # (world size, up to which step)
+
+
+def job_of(parallel: Any, **changes: Any) -> TrainJob:
+    return tiny_job(
+        train__numerics="fast", train__parallel=parallel, **{"resume__memory_every_steps": 2, **changes}
+    )
+
+
+def losses(*launches: Launch) -> list[float]:
+    """Of the history, by step: later generations have made some again."""
+    found = {r.step: r.loss for launch in launches for _, r in sorted(launch.records.items())}
+    assert sorted(found) == list(range(1, END + 1)), "every step is in the history, once"
+    return [found[step] for step in sorted(found)]
+
+
+def segments_of(views: list[GenerationView]) -> Segments:
+    """Which world trained which steps of the history that the last generation stands on."""
+    begun: list[tuple[int, int]] = []  # (first step - 1, world size)
+    for view in views:
+        begun = [(step, world) for step, world in begun if step < view.step]
+        begun.append((view.step, view.world_size))
+    ends = [*(step for step, _ in begun[1:]), END]
+    return tuple((world, end) for (_, world), end in zip(begun, ends, strict=True))
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory):
+    """Runs that nobody disturbs: each segment is a launch of its own that continues the point of the last."""
+
+    @cache
+    def run(parallel: str, segments: Segments) -> tuple[list[float], str]:
+        folder, launches, point = tmp_path_factory.mktemp("calm"), list[Launch](), None
+        for attempt, (world, end) in enumerate(segments, 1):
+            job = job_of(SHARD if parallel == "shard" else HSDP, train__max_steps=end)
+            launches.append(run_to_end(folder, world, attempt=attempt, point=point, job=job))
+            point = launches[-1].last_point().key.point_name
+        return losses(*launches), launches[-1].last_point().state_digest
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> list[float]:
+    return losses(run_to_end(tmp_path_factory.mktemp("alone"), 1, job=job_of("replicate")))
+
+
+def assert_as_if_nothing_happened(launch: Launch, parallel: Any, calm: Any, alone: list[float]) -> None:
+    """The history is, bit by bit, that of calm runs of the same worlds; and nearly that of one process."""
+    found = losses(launch)
+    name = "shard" if parallel == SHARD else "hsdp"
+    expected, digest = calm(name, segments_of(launch.views))
+    assert found == expected
+    assert launch.last_point().state_digest == digest
+    assert found == pytest.approx(alone, rel=1e-5)
+
+
+def killed(group: Members) -> set[str]:
+    return {name for name, process in group.processes.items() if process.exitcode == -signal.SIGKILL}
+
+
+def run_with(
+    folder: Path, names: str, plans: dict[str, Plan], parallel: Any = SHARD, **changes: Any
+) -> tuple[Launch, set[str]]:
+    """To the end, and who was killed on the way."""
+    with members(folder, list(names), plans, job_of(parallel, **changes)) as group:
+        group.finish()
+        return group.launch, killed(group)
+
+
+# ---- one rank
+@pytest.mark.parametrize(
+    ("place", "step"),
+    [
+        ("gradient_done", 5),
+        ("summary_received", 5),
+        ("applied", 5),
+        ("memory_staged", 2),
+        ("neighbour_half_sent", 2),
+        ("sealed", 2),
+    ],
+)
+def test_fsdp2_without_a_rank_goes_on_from_a_memory_point(tmp_path, calm, alone, place, step):
+    launch, dead = run_with(tmp_path, "abc", {"b": Plan(kill=(place, step))})
+    assert dead == {"b"}
+    first, second = launch.views
+    assert (first.world_size, second.world_size) == (3, 2)
+    assert second.point is None, "no file was needed"
+    assert second.parent is not None
+    # a memory point that was sealed, or is whole among those who are left
+    assert second.parent.step in (0, 2, 4)
+    if place == "sealed":
+        assert second.parent == StateKey(attempt=1, generation=1, step=2)
+    assert len(second.sources) == 3
+    copies = {Source.STAGED, Source.NEIGHBOUR}
+    assert any({s.source for s in of_one} <= copies for of_one in second.sources), "nobody trains that shard"
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+
+
+def test_hsdp_with_a_whole_replica_left_loses_no_step(tmp_path, calm, alone):
+    launch, dead = run_with(tmp_path, "abcd", {"b": Plan(kill=("gradient_done", 5))}, HSDP)
+    assert dead == {"b"}
+    second = launch.views[1]
+    assert (second.parent, second.world_size) == (StateKey(attempt=1, generation=1, step=4), 3)
+    assert_as_if_nothing_happened(launch, HSDP, calm, alone)
+
+
+def test_hsdp_without_a_whole_replica_goes_on_from_a_memory_point(tmp_path, calm, alone):
+    """Both holders of one shard are lost, who are not neighbours of each other (`neighbours` gives c's copy
+    to d and a's to b).
+    """
+    plans = {name: Plan(kill=("sealed", 2)) for name in "ac"}
+    launch, dead = run_with(tmp_path, "abcd", plans, HSDP)
+    assert dead == {"a", "c"}
+    assert launch.views[-1].world_size == 2
+    assert all(view.point is None and view.parent is not None for view in launch.views[1:])
+    assert launch.views[-1].step >= 2
+    assert_as_if_nothing_happened(launch, HSDP, calm, alone)
+
+
+# ---- several
+def test_two_ranks_that_are_not_neighbours_are_lost_at_once(tmp_path, calm, alone):
+    plans = {name: Plan(kill=("sealed", 2)) for name in "ac"}
+    launch, dead = run_with(tmp_path, "abcd", plans)
+    assert dead == {"a", "c"}
+    assert launch.views[-1].point is None
+    assert launch.views[-1].step >= 2
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+
+
+def test_a_rank_and_its_neighbour_take_a_shard_with_them_and_the_point_is_loaded(tmp_path, calm, alone):
+    """The save of step 3 is committed before anyone trains on, for its votes are answered while b is held."""
+    plans = {
+        "b": Plan(hold=("step_begin", 4), kill=("gradient_done", 4)),
+        "c": Plan(kill=("gradient_done", 4)),
+    }
+    job = job_of(SHARD, resume__every_steps=3)
+    with members(tmp_path, list("abcd"), plans, job) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("b") is not None and bool(launch.points))
+        launch.release("b")
+        group.finish()
+        assert killed(group) == {"b", "c"}
+    last = launch.views[-1]
+    assert (last.world_size, last.source_rank, last.step) == (2, None, 3)
+    assert last.point == StateKey(attempt=1, generation=1, step=3).point_name
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+
+
+def test_all_ranks_die_and_new_ones_go_on_from_the_point(tmp_path, calm, alone):
+    fate = Plan(kill=("gradient_done", 4))
+    plans = {"a": replace(fate, hold=("step_begin", 4)), "b": fate, "c": fate}
+    with members(tmp_path, list("abc"), plans, job_of(SHARD, resume__every_steps=3)) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("a") is not None and bool(launch.points))
+        launch.release("a")
+        for name in "abc":
+            group.processes[name].join()
+        for name in "def":
+            group.start(name)
+        group.finish()
+        assert killed(group) == set("abc")
+    last = launch.views[-1]
+    assert last.point == StateKey(attempt=1, generation=1, step=3).point_name
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+
+
+# ---- those who come
+def test_a_newcomer_receives_its_shard_and_nobody_goes_back(tmp_path, calm, alone):
+    with members(tmp_path, ["a", "b"], {"b": Plan(hold=("step_begin", 4))}, job_of(SHARD)) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("b") is not None)
+        group.start("c")
+        launch.wait_for(lambda: launch.waits("c"))
+        launch.release("b")
+        group.finish()
+        assert killed(group) == set()
+    assert [view.world_size for view in launch.views] == [2, 3]
+    second = launch.views[1]
+    assert second.parent == StateKey(attempt=1, generation=1, step=second.step)
+    assert second.step >= 4, "the step that was held is done"
+    assert len(second.sources) == 2
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+
+
+@pytest.mark.parametrize("place", ["resharding", "state_half_sent", "state_half_received"])
+def test_who_dies_while_the_state_is_moved_takes_nothing_from_the_others(tmp_path, calm, alone, place):
+    """The group grows, and a member dies in the middle of it: the shards from before are there still, and
+    what the lost one had lies in its memory point.
+    """
+    victim = "d" if place == "state_half_received" else "a"
+    plans = {"b": Plan(hold=("step_begin", 5)), "a": Plan(kill=(place, 5) if victim == "a" else None)}
+    with members(tmp_path, list("abc"), plans, job_of(SHARD)) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("b") is not None)
+        group.start("d", Plan(kill=(place, 5) if victim == "d" else None))
+        launch.wait_for(lambda: launch.waits("d"))
+        launch.release("b")
+        group.finish()
+        assert killed(group) == {victim}
+    assert [view.world_size for view in launch.views] == [3, 4, 3]
+    assert launch.views[1].parent == StateKey(attempt=1, generation=1, step=5)
+    last = launch.views[2]
+    assert last.point is None
+    # without d all have their shards of step 5; a's shard is as old as its memory point
+    assert last.parent is not None
+    assert last.parent.step == 5 if victim == "d" else last.parent.step in (2, 4)
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+
+
+# ---- while it is saved
+@pytest.mark.parametrize("place", ["staging_begun", "staged", "save_part_written"])
+def test_a_rank_that_dies_in_a_save_takes_the_save_with_it_and_no_step_before_the_memory_point(
+    tmp_path, calm, alone, place
+):
+    plans = {"b": Plan(kill=(place, 4))}
+    launch, dead = run_with(tmp_path, "abc", plans, resume__every_steps=4)
+    assert dead == {"b"}
+    assert launch.views[-1].world_size == 2
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+
+
+# ---- the coordinator
+def test_the_coordinator_dies_and_a_rank_while_it_is_away(tmp_path, calm, alone):
+    plans = {"a": Plan(hold=("applied", 3)), "b": Plan(kill=("step_begin", 4))}
+    with members(tmp_path, list("abc"), plans, job_of(SHARD)) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("a") is not None)
+        launch.restart_coordinator()
+        launch.release("a")
+        group.finish()
+        assert killed(group) == {"b"}
+    assert {view.attempt for view in launch.views} == {1, 2}
+    assert launch.views[-1].world_size == 2
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)

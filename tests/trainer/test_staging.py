@@ -1,0 +1,137 @@
+"""The staging buffer: what was copied is what lies in it, its memory is reused, and the source is free again
+when it is read and not before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from orchestrator.planning.state_layout import Layout, Place, StateTensor, flat_part
+from orchestrator.trainer.staging import StagingBuffer
+from orchestrator.trainer.state import tensor_bytes
+
+LIMIT_S = 60.0
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def buffer() -> Iterator[StagingBuffer]:
+    made = StagingBuffer(CPU)
+    yield made
+    made.close()
+
+
+def nothing() -> None:
+    """No fault."""
+
+
+def waiting(event: threading.Event) -> Callable[[], None]:
+    """What waits for it."""
+
+    def wait() -> None:
+        assert event.wait(LIMIT_S)
+
+    return wait
+
+
+def placed(tensors: list[Tensor]) -> list[tuple[Place, Tensor]]:
+    """Where one rank alone stages them."""
+    whole = [
+        StateTensor(
+            group="model",
+            name=str(number),
+            shape=tuple(tensor.shape),
+            itemsize=tensor.element_size(),
+            sharded=tensor.ndim > 0,
+        )
+        for number, tensor in enumerate(tensors)
+    ]
+    part = flat_part(whole, Layout(num_shards=1, num_replicas=1), 0)
+    return list(zip(part.places, tensors, strict=True))
+
+
+def content(buffer: StagingBuffer, copies: list[tuple[Place, Tensor]]) -> list[bytes]:
+    """What another process finds at the places."""
+    data = Path(buffer.path).read_bytes()
+    return [data[place.offset : place.offset + place.num_bytes] for place, _ in copies]
+
+
+def stage(buffer: StagingBuffer, tensors: list[Tensor]) -> None:
+    copies = placed(tensors)
+    buffer.reserve(copies[-1][0].offset + copies[-1][0].num_bytes)
+    staging = buffer.stage(copies, nothing, nothing)
+    staging.wait()
+    staging.done.result(LIMIT_S)
+    assert content(buffer, copies) == [bytes(tensor_bytes(tensor)) for tensor in tensors]
+
+
+def test_every_type_and_form_is_copied_bit_by_bit(buffer: StagingBuffer) -> None:
+    torch.manual_seed(0)
+    floats = torch.randn(7, 5)
+    stage(
+        buffer,
+        [
+            floats,
+            floats.to(torch.bfloat16),
+            torch.tensor(12345),
+            floats > 0,
+            torch.arange(6, dtype=torch.uint8),
+            floats.t(),
+            torch.full((3,), float("nan")),
+        ],
+    )
+
+
+def test_the_memory_is_the_same_for_every_save_and_grows_only_for_a_larger_part(
+    buffer: StagingBuffer,
+) -> None:
+    path = buffer.path
+    for seed in range(5):
+        torch.manual_seed(seed)
+        stage(buffer, [torch.randn(1000)])
+        assert (buffer.path, buffer.num_bytes) == (path, 4000)
+    stage(buffer, [torch.randn(10)])
+    assert buffer.num_bytes == 4000
+    stage(buffer, [torch.randn(3000), torch.randn(5)])
+    assert buffer.num_bytes == 12_032 + 20
+    assert Path(path).stat().st_size == buffer.num_bytes
+
+
+def test_who_writes_to_the_source_waits_for_the_copy_and_not_for_what_follows(buffer: StagingBuffer) -> None:
+    begins, goes_on = threading.Event(), threading.Event()
+    source = torch.zeros(1000)
+    copies = placed([source])
+    buffer.reserve(4000)
+    staging = buffer.stage(copies, waiting(begins), waiting(goes_on))
+
+    def step() -> None:
+        staging.wait()
+        source.fill_(1.0)
+
+    stepping = threading.Thread(target=step)
+    stepping.start()
+    assert not staging.read.is_set(), "the copy has not begun"
+    begins.set()
+    stepping.join(LIMIT_S)
+    assert float(source[0]) == 1.0
+    assert not staging.done.done(), "what follows the copy has not ended"
+    goes_on.set()
+    staging.done.result(LIMIT_S)
+    assert content(buffer, copies) == [bytes(4000)]
+
+
+def test_a_copy_that_fails_says_so_and_keeps_nobody_waiting(buffer: StagingBuffer) -> None:
+    def fail() -> None:
+        raise RuntimeError("no such memory")
+
+    buffer.reserve(64)
+    staging = buffer.stage(placed([torch.zeros(4)]), fail, nothing)
+    staging.wait()
+    with pytest.raises(RuntimeError, match="no such memory"):
+        staging.done.result(LIMIT_S)
+    stage(buffer, [torch.ones(4)])
