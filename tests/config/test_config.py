@@ -135,6 +135,23 @@ def test_workers_are_a_number_or_a_range() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "on_cpu", "on_gpu"),
+    [
+        ({}, False, True),
+        ({"parallel": "replicate"}, False, True),
+        ({"parallel": "shard"}, True, True),
+        ({"numerics": "fast"}, True, True),
+        ({"numerics": "invariant"}, False, False),
+    ],
+)
+def test_last_bits_depend_on_the_workers_under_fast_numerics_on_gpus_and_in_shards(
+    changes: dict[str, str], on_cpu: bool, on_gpu: bool
+) -> None:
+    train = parse_config({**MINIMAL, "train": {**MINIMAL["train"], **changes}}).train
+    assert (train.is_fast(use_gpu=False), train.is_fast(use_gpu=True)) == (on_cpu, on_gpu)
+
+
+@pytest.mark.parametrize(
     ("override", "num_shards"),
     [
         ("train.parallel=auto", 1),
