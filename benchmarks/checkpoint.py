@@ -87,7 +87,7 @@ def _ddp(folder: Path, spec: dict[str, Any]) -> Samples:
 
 def _fsdp2(folder: Path, spec: dict[str, Any]) -> Samples:
     """Its rounds without a save are called otherwise than those of a replicated state."""
-    found = ranks(folder, {**spec, "sharded": True, "ways": ["fsdp2"]})
+    found = ranks(folder, {**spec, "sharded": True, "ways": ["fsdp2", "memory"]})
     return {name.replace("none_", "fsdp2_none_"): values for name, values in found.items()}
 
 
@@ -159,7 +159,10 @@ def figures(samples: Samples) -> dict[str, float]:
     ratio("durable_over_dcp", "ours_durable_s", "dcp_durable_s")
     ratio("bytes_over_torch_save", "ours_bytes", "torch_save_bytes")
     ratio("load_verified_over_dcp", "ours_load_s", "dcp_load_s")
-    for key in ("load_peak_over_state", "manifest_10k_bytes", "commit_10k_s", "memory_every_step_overhead"):
+    if "memory_steps_s" in samples:
+        pairs = zip(samples["memory_steps_s"], samples["fsdp2_none_steps_s"], strict=True)
+        found["memory_every_step_overhead"] = statistics.median(it / without - 1 for it, without in pairs)
+    for key in ("load_peak_over_state", "manifest_10k_bytes", "commit_10k_s"):
         if key in middle:
             found[key] = middle[key]
     return found

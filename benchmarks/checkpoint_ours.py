@@ -56,6 +56,9 @@ class Ours:
         """See `Way`."""
         self._saver.writable()
 
+    def applied(self) -> None:
+        """See `Way`."""
+
     def durable(self) -> float:
         """See `Way`."""
         while not self._saver.is_free:

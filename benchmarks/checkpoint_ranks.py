@@ -43,6 +43,9 @@ class Way(Protocol):
     def before_write(self) -> None:
         """The optimizer is about to write."""
 
+    def applied(self) -> None:
+        """The optimizer has written."""
+
     def durable(self) -> float:
         """Returns when the save is durable on all ranks: the moment (`time.monotonic`)."""
 
@@ -62,6 +65,9 @@ class Nothing:
         """See `Way`."""
 
     def before_write(self) -> None:
+        """See `Way`."""
+
+    def applied(self) -> None:
         """See `Way`."""
 
     def durable(self) -> float:
@@ -163,6 +169,7 @@ def _rounds(state: TrainState, ways: list[Way], spec: dict[str, Any]) -> dict[st
                 way.before_write()
                 blocked += time.monotonic() - waiting
                 state.apply(1e-4)
+                way.applied()
             steps_s = time.monotonic() - began
             figures = {"blocked_s": blocked, "steps_s": steps_s, "durable_s": way.durable() - began}
             worst = torch.tensor(list(figures.values()), dtype=torch.float64)

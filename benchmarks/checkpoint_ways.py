@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from benchmarks.checkpoint_memory import EveryStep
 from benchmarks.checkpoint_ours import Ours
 from benchmarks.checkpoint_ranks import Nothing, Way, state_dict
 from orchestrator.trainer.state import TrainState
@@ -30,6 +31,8 @@ def ways(state: TrainState, folder: Path, port: int, names: list[str]) -> list[W
     if DCP_STAGER in names:
         found.append(DcpStager(state, folder / DCP_STAGER))
     found += [Ours(state, folder / name, port, name) for name in (OURS, FSDP2) if name in names]
+    if EveryStep.name in names:
+        found.append(EveryStep(state, port))
     return found
 
 
@@ -47,6 +50,9 @@ class Dcp:
         self._at = time.monotonic()
 
     def before_write(self) -> None:
+        """See `Way`."""
+
+    def applied(self) -> None:
         """See `Way`."""
 
     def durable(self) -> float:
@@ -95,6 +101,9 @@ class DcpStager:
         if self._staged is not None:
             self._staged.result()
             self._staged = None
+
+    def applied(self) -> None:
+        """See `Way`."""
 
     def durable(self) -> float:
         """See `Way`."""
