@@ -401,9 +401,12 @@ def _parallel(parallel: Any, numerics: str) -> str | None:
 
 
 def _of_blocks(wanted: str, parallel: Any) -> str | None:
-    if wanted == "none" or parallel != "replicate":
+    if wanted == "none" or parallel not in ("auto", "replicate"):
         return None
-    return f"is {wanted}, which is for sharded models, and train.parallel=replicate; set it to none, or shard"
+    return (
+        f"is {wanted}, which is for sharded models, and train.parallel={parallel}; set it to none, or "
+        "train.parallel=shard"
+    )
 
 
 def _range(num_workers: int | list[int]) -> str | None:

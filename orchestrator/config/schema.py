@@ -341,6 +341,12 @@ class TrainConfig(_Section):
     again: less memory, about a third more work.
     """
 
+    def is_fast(self, use_gpu: bool) -> bool:
+        """Whether last bits depend on the number of workers, as far as the configuration says it."""
+        if self.numerics == "auto":
+            return use_gpu or self.num_shards != 1
+        return self.numerics == "fast"
+
     @property
     def num_shards(self) -> int | None:
         """Into how many parts `parallel` cuts the state (None: one for each worker); 1 under `auto`, which is

@@ -16,6 +16,7 @@ from orchestrator.errors import StorageError
 from orchestrator.storage.disk import AppendHandle
 from orchestrator.storage.files import Storage
 
+BEAT_LIMIT_S = 6.0  # others watch for 10 s (membership rule 12)
 CLOSE_S = 5.0
 
 
@@ -74,13 +75,13 @@ class RenewedHeartbeat:
     """One object, put anew each time, never with a content that it had. A beat that comes late takes the
     place of a newer one: that is another content, too, so that others watch for longer.
 
-    A request that hangs is given up by the library only after minutes, so the next beats do not wait for it.
+    A request that hangs is given up after `BEAT_LIMIT_S`, and the next beats do not wait for it.
     """
 
     at_once = 4
 
     def __init__(self, storage: Storage, path: str) -> None:
-        self._storage, self._path = storage, path
+        self._storage, self._path = storage.within(BEAT_LIMIT_S), path
         self._numbers = itertools.count(1)
 
     def beat(self) -> bool:

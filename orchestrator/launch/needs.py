@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.planning.memory import ModelSize, WorkerMemory, worker_memory
+from orchestrator.planning.memory import ModelSize, WorkerMemory, memory_every_steps, worker_memory
 from orchestrator.planning.state_layout import Layout, layout_of
 
 if TYPE_CHECKING:
@@ -115,10 +115,14 @@ def memory_notes(job: JobConfig, num_shards: int | None) -> list[str]:
         reforming = ""
         if held.peak > held.training:
             reforming = f"; {gib(held.peak)} while workers come or go"
+        copies = ""
+        every = memory_every_steps(job.resume.memory_every_steps, sharded=layout.num_shards > 1)
+        if every is not None and world > 1:
+            copies = f", memory points in {gib(held.memory_points)}"
         found.append(
             f"memory of a worker of {world} ({layout_text(layout)}), at least: {', '.join(parts)} = "
             f"{gib(held.training)} {where}, activations not counted{reforming}; a save is staged in "
-            f"{gib(held.staged)} of the machine's memory"
+            f"{gib(held.staged)}{copies} of the machine's memory"
         )
     return found
 

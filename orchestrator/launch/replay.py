@@ -404,12 +404,11 @@ def difference(recorded: StepRecord, replayed: StepRecord) -> dict[str, Any] | N
 
 def notes_on(config: JobConfig) -> list[str]:
     """Why a replay of steps that were trained so need not come out equal."""
-    train, cluster = config.train, config.cluster
-    if train.numerics != "fast" and not cluster.use_gpu:
+    if not config.train.is_fast(config.cluster.use_gpu) and not config.cluster.use_gpu:
         return []
     return [
-        "the run was trained with fast numerics or on GPUs: other orders of additions give other last bits, "
-        "so that digests and losses need not be equal"
+        "the run was trained with fast numerics, in shards or on GPUs: other orders of additions give other "
+        "last bits, so that digests and losses need not be equal"
     ]
 
 

@@ -23,6 +23,7 @@ from orchestrator.storage.files import Storage
 # A smaller part takes a thread some milliseconds; a process takes 60 MB, and 0.3 s of CPU to start.
 PROCESS_FROM_BYTES = 8 << 20
 _MOST_DEATHS = 3
+_CLOSE_S = 10.0  # for a piece to end
 _WRITER = "orchestrator.parts.writer"
 
 
@@ -85,14 +86,20 @@ class PartWriter:
             self._tell_cancelled()
 
     def close(self) -> None:
-        """Cancels what is left, and ends the process; a second call does nothing. Waits for both."""
+        """Cancels what is left, and ends the process; a second call does nothing. Waits for both, and kills a
+        process that does not end within 10 s (its storage does not answer): its job fails.
+        """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         self.cancel()
         self._tasks.put(None)
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+        self._thread.join(_CLOSE_S)
 
     # ---------------------------------------------------------------------- in the thread
     def _serve(self) -> None:
@@ -171,9 +178,11 @@ class PartWriter:
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:
-            self._process, cancels, self._cancels = None, self._cancels, None
+            cancels, self._cancels = self._cancels, None
         assert cancels is not None
         os.close(cancels)
         with suppress(OSError):  # what is left in the buffer has no reader
             process.communicate()
         process.wait()
+        with self._lock:
+            self._process = None

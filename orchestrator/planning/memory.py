@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from orchestrator.planning.state_layout import Layout, chunk_rows
 
+AUTO_MEMORY_STEPS = 10  # `resume.memory_every_steps: auto` where the state is cut into shards
+_MEMORY_COPIES = 4  # two of the own shard, two that are kept for a neighbour
 _MOMENTS = 2
 _SAVED = 1 + _MOMENTS  # weights and moments are in a point, gradients are not
 
@@ -41,6 +43,11 @@ class WorkerMemory:
     reforming: int
 
     @property
+    def memory_points(self) -> int:
+        """Two copies of its own shard and two that it keeps for a neighbour."""
+        return _MEMORY_COPIES * (self.weights + self.moments)
+
+    @property
     def training(self) -> int:
         """All that is held in a step, but for what is staged."""
         return self.weights + self.gradients + self.moments + self.gathered
@@ -49,6 +56,15 @@ class WorkerMemory:
     def peak(self) -> int:
         """The most that is needed at once beside what is staged: in a step, or while a group re-forms."""
         return max(self.training, self.weights + self.moments + self.reforming)
+
+
+def memory_every_steps(setting: int | str | None, sharded: bool) -> int | None:
+    """What `resume.memory_every_steps` comes to; None: no memory points. Where every member has the whole
+    state nothing is lost with one of them, so `auto` makes none there.
+    """
+    if isinstance(setting, str):
+        return AUTO_MEMORY_STEPS if sharded else None
+    return setting
 
 
 def worker_memory(

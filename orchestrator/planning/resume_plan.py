@@ -420,7 +420,7 @@ def _world_size_notes(config: JobConfig, point: PointInfo | None) -> Iterator[st
         )
     worlds = {cluster.start_workers, cluster.max_workers} - {point.world_size if point else 0}
     if point is not None and worlds:
-        fast = train.numerics == "fast" or (train.numerics == "auto" and cluster.use_gpu)
+        fast = train.is_fast(cluster.use_gpu)
         yield (
             f"the point was saved at world size {point.world_size}; at another one losses and weights "
             + ("differ in their last bits (numerics: fast)" if fast else "stay the same, to the last bit")

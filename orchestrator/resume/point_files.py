@@ -220,7 +220,8 @@ class PointFiles(QuarantineFiles):
         """The point of another run under the key `key` in this one, with the configuration that `point` has;
         tensors and cursor are those bytes. Its digests were read back before.
 
-        Raises `StorageError` as `commit_point` does.
+        Raises `StorageError` as `commit_point` does, and `ResumePointError` if the other point's documents
+        are damaged meanwhile.
         """
         name, files = key.point_name, list[FileEntry]()
         reader = PointReader(self.storage, dataclasses.replace(other.read_manifest(point.name), point=name))

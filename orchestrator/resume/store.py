@@ -16,24 +16,26 @@ elsewhere.
     attempts/0003.end.json         sealed; AttemptEnd: attempt, outcome, reason, ended, run_id, by. Absent
                                    after a crash
     points/00000480-a0003-g0007/   step, attempt, generation of the state that it holds
-        model/…, optimizer/…       tensors, written and synced by the ranks before they vote
+        state/00003-of-00008.safetensors   the rows that a rank writes (`parts.part_file`), durable before it
+                                   votes
         cursor.json                Cursor: consumed_samples, consumed_tokens, target_tokens,
                                    sources {name: SourceCursor}
         config.json                the flat configuration: dotted path -> value
         rng.json                   rule, seed: all that a resume needs to know of random numbers
-        parts.json                 format, tensors [TensorEntry: name, group, dtype, shape,
-                                   chunks [offsets, sizes, file, digest]]
+        parts.json                 format, layout {num_shards, num_replicas}, items [[group, name, dtype,
+                                   shape, sharded]] (`parts.documents`)
         COMMIT                     sealed, created last; Commit: format, key {attempt, generation, step},
                                    parent (a key or null), world_size, optimizer_steps, weights_digest,
                                    save_blocked_s, save_s, files [path, bytes, digest], files_digest,
-                                   run_id
+                                   run_id, state_sums {group: 32 hex}
     pins/<point>.json              see resume.pins; requests/<launch>/000001.json: see history.request_files
     quarantine/<point>.json        see resume.quarantine
     findings/000001.json           see history.finding_files
     journal/a0003/000001.jsonl     events and step records (history.journal)
 
 A sealed file is `{"content": …, "digest": blake3 of the canonical content}`; a changed byte anywhere in it is
-noticed. `files` lists every file of the point but COMMIT. A folder below points/ without COMMIT is no resume
+noticed. `files` lists every file of the point but COMMIT; the digest of a part is that of its header. What
+format 1 has in the place of these, `parts.format1` says. A folder below points/ without COMMIT is no resume
 point. `run_id` is run.json's `id`; a piece with another one is not the run's (empty in runs that were begun
 before there were ids). Names that contain `.tmp-` are files that never came to be. Nothing is written twice,
 nothing is renamed, nothing is a pickle.

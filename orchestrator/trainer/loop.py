@@ -14,6 +14,7 @@ from orchestrator.parts.part_writer import PartWriter
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning import batches
 from orchestrator.planning.digest import batch_digest
+from orchestrator.planning.memory import memory_every_steps
 from orchestrator.planning.schedule import learning_rate
 from orchestrator.planning.weights_sum import weights_sum
 from orchestrator.records import (
@@ -40,7 +41,7 @@ from orchestrator.trainer.group import GenerationEnded, Group, collective
 from orchestrator.trainer.job import DONE, LEFT, STOPPED, Outcome, TrainJob
 from orchestrator.trainer.loading import StateFiles, digest_of, share_sum
 from orchestrator.trainer.membership import Feed, Membership
-from orchestrator.trainer.memory_point import memory_points
+from orchestrator.trainer.memory_point import MemoryPoints
 from orchestrator.trainer.model import NO_LOSS, pick_device, set_determinism
 from orchestrator.trainer.parallel import state_and_gradient
 from orchestrator.trainer.peak_memory import peak_memory_bytes
@@ -51,6 +52,7 @@ from orchestrator.trainer.state_sync import Prepared, agree, apply_prepared
 from orchestrator.trainer.step_summary import RankContribution, StepSummary
 
 _log = logging.getLogger(__name__)
+COMPILE_LIMIT_S = 1800.0  # of a step in which blocks may be compiled
 # A feed is notified of so many coming steps, and fetches as many as it has room for: small steps are fetched
 # more at a time, for each answer has its price.
 _STEPS_AHEAD, _SMALL_STEPS_AHEAD, _SMALL_STEPS_TOKENS = 8, 32, 1 << 23
@@ -84,7 +86,8 @@ class _Trainer:
         with paused_gc():  # the model's code comes with it
             self._state, self._gradient = state_and_gradient(job, self._device)
         self._saver = Saver(membership, PartWriter(files.storage, _log.warning), self._device, faults)
-        self._memory = memory_points(job.resume.memory_every_steps, self._state.sharded, self._device, faults)
+        every = memory_every_steps(job.resume.memory_every_steps, self._state.sharded)
+        self._memory = MemoryPoints(every, self._device, faults)
         self._state.writable = self._writable
         self._prepared: Prepared | None = None
         self._records: list[StepRecord] = []
@@ -210,11 +213,14 @@ class _Trainer:
 
     def _allow(self, group: Group) -> None:
         """How long the next collectives may wait for a peer: it may take five times as long as the last step
-        did; how long the first step of any member's process takes (which may compile), nobody knows.
+        did; how long the first step of any member's process takes, nobody knows, nor any step that may
+        compile.
         """
         known = self._all_warm and self._records
         limit_s = max(self._job.collective_limit_s, 5 * self._records[-1].step_s) if known else 0.0
         limit_s = limit_s or PHASE_LIMITS_S[SAVE_WAIT]
+        if self._job.train.compile != "none":
+            limit_s = max(limit_s, COMPILE_LIMIT_S)
         group.allow(limit_s)
         # whoever is still computing finds gloo closed; NCCL may be entered, and waits out its time
         self._membership.step_limit(limit_s if self._device.type == "cpu" else 2 * limit_s)

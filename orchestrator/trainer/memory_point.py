@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,8 +26,6 @@ from orchestrator.trainer.memory_slots import MemorySlots
 from orchestrator.trainer.neighbour import Address, CopyHeader, NeighbourLink, new_token
 from orchestrator.trainer.staging import Staging, StagingBuffer
 from orchestrator.trainer.state import TrainState
-
-AUTO_EVERY_STEPS = 10
 
 
 class MemoryPoints:
@@ -223,14 +220,3 @@ def _listening() -> socket.socket:
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", 0), family=family, backlog=16, dualstack_ipv6=both)
-
-
-def memory_points(
-    every_steps: Literal["auto"] | int | None, sharded: bool, device: torch.device, faults: Hook
-) -> MemoryPoints:
-    """Those of `resume.memory_every_steps`. Where every member has the whole state nothing is lost with one,
-    so that `auto` makes none there.
-    """
-    if every_steps == "auto":
-        every_steps = AUTO_EVERY_STEPS if sharded else None
-    return MemoryPoints(every_steps, device, faults)

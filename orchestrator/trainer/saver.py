@@ -43,6 +43,8 @@ from orchestrator.trainer.save_slot import (
 from orchestrator.trainer.staging import Copies, Staging, StagingBuffer
 from orchestrator.trainer.state import Item, TrainState
 
+STOP_LIMIT_S = 900.0  # how long the writing of a part that is not wanted any more may take to end
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
@@ -89,7 +91,7 @@ class Saver:
         self._error: BaseException | None = None
         self._committed: StateKey | None = None
         self._begun: StateKey | None = None
-        self._blocked_s = 0.0
+        self._blocked_s = self._called_off_at = 0.0
 
     # ---------------------------------------------------------------------- for the loop
     @property
@@ -181,7 +183,8 @@ class Saver:
 
     def poll(self, state: TrainState) -> None:
         """Notes in `state` whether it is committed, and hears whether the save at hand is given up. Raises
-        the error that answered a vote.
+        the error that answered a vote, and `StorageError` where a part that is not wanted any more is still
+        being written after `STOP_LIMIT_S`: until it ends the group makes no save.
         """
         with self._changed:
             if self._error is not None:
@@ -189,6 +192,12 @@ class Saver:
             if self._committed is not None and self._committed == state.key:
                 state.committed = True
             save = self._save
+            late_s = time.monotonic() - self._called_off_at if self._slot.called_off else 0.0
+        if save is not None and late_s > STOP_LIMIT_S:
+            raise StorageError(
+                f"this rank's part of {save.job.point} is still being written {late_s:.0f} s after the save "
+                f"was given up (allowed: {STOP_LIMIT_S:g} s); check that storage is mounted and answers here"
+            )
         if save is not None and self._membership.is_given_up(save.view, save.vote.key):
             self.call_off(save.vote.key, "the save was given up")
 
@@ -197,6 +206,8 @@ class Saver:
         Its vote, if it was cast, stands.
         """
         with self._changed:
+            if not self._slot.called_off:
+                self._called_off_at = time.monotonic()
             self._on(CallOff(key=key, reason=reason))
 
     def wait(self, timeout_s: float) -> None:

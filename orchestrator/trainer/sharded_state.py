@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from orchestrator.errors import ConfigError
 from orchestrator.planning.state_layout import Layout, held_rows, layout_of
-from orchestrator.records import Cursor, HeldShard, Source, StateKey
+from orchestrator.records import HeldShard, Source, StateKey
 from orchestrator.trainer.deferred import DeferredModel, defer
 from orchestrator.trainer.model import bare_model, first_model
-from orchestrator.trainer.sharded_model import Wrapping, local_rows, shard_model, skeleton_of
+from orchestrator.trainer.sharded_model import Wrapping, blocks_of, local_rows, shard_model, skeleton_of
 from orchestrator.trainer.state import MODEL, Item, OwnRows, TrainState, own_tensors, whole_item
 
 if TYPE_CHECKING:
@@ -43,9 +44,7 @@ class ShardedState(TrainState):
     def __init__(
         self, model: ModelConfig, train: TrainConfig, device: torch.device, num_shards: int | None
     ) -> None:
-        self.key = None
-        self.cursor = Cursor()
-        self.committed = False
+        self._begin_blank()
         self._config, self._train, self._device, self._num_shards = model, train, device, num_shards
         self._how = Wrapping(
             bf16=train.precision == "bf16",
@@ -54,9 +53,14 @@ class ShardedState(TrainState):
         )
         self._later: DeferredModel | None = self._defer()
         self._skeleton = skeleton_of(copy.deepcopy(self._later.model) if self._later else self._bare())
+        if (self._how.compiled or self._how.recomputed) and not blocks_of(self._skeleton):
+            raise ConfigError(
+                f"train.compile={train.compile} and train.activation_checkpointing="
+                f"{train.activation_checkpointing}, but the model has no blocks: no torch.nn.ModuleList "
+                "whose modules share no weight with others; set both to none"
+            )
         self._names = list(_own_tensors(self._skeleton))
         self.model = self._skeleton
-        self._layout = Layout(num_shards=1, num_replicas=1)
         self._mesh: DeviceMesh | None = None
         self._rows = OwnRows((), train, device)
         self._before: tuple[Layout, int, OwnRows] | None = None
@@ -180,6 +184,7 @@ class ShardedState(TrainState):
         """
         if self._untouched:
             return
+        self.writable()
         values = self._first_values()
         for item in self.items():
             rows = item.tensor

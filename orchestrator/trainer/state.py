@@ -164,14 +164,9 @@ class TrainState:
     sharded = False  # whether members hold different rows
 
     def __init__(self, model: ModelConfig, train: TrainConfig, device: torch.device, invariant: bool) -> None:
-        self._layout = Layout(num_shards=1, num_replicas=1)
+        self._begin_blank()
         self._first = partial(first_model, model, train.precision, train.seed, device, invariant)
         self.model: nn.Module = build_model(model, train.precision, train.seed, device, invariant)
-        # returns when the tensors may be written to: who copies them in the background sets it
-        self.writable: Callable[[], None] = _at_once
-        self.key: StateKey | None = None
-        self.cursor = Cursor()
-        self.committed = False
         # holds the first weights; those of another folder are read only by who needs them
         self._untouched = model.init_from is None
         self._held = dict(self.model.state_dict(keep_vars=True))  # the tensors themselves, under all names
@@ -180,6 +175,14 @@ class TrainState:
             tensor.data = tensor.data.contiguous()
             items.append(whole_item(MODEL, name, tensor, sharded=isinstance(tensor, nn.Parameter)))
         self._rows = OwnRows(items, train, device)
+
+    def _begin_blank(self) -> None:
+        # returns when the tensors may be written to: who copies them in the background sets it
+        self.writable: Callable[[], None] = _at_once
+        self.key: StateKey | None = None
+        self.cursor = Cursor()
+        self.committed = False
+        self._layout = Layout(num_shards=1, num_replicas=1)
 
     @property
     def optimizer_steps(self) -> int:

@@ -70,8 +70,8 @@ def try_model(job: JobConfig) -> ModelFacts:
     A factory that does not work on the meta device is left to the workers, and `note` says so. Pretrained
     weights are not read, but looked for.
     """
-    numerics, use_gpu = job.train.numerics, job.cluster.use_gpu
-    invariant = numerics == "invariant" or (numerics == "auto" and not use_gpu)
+    use_gpu = job.cluster.use_gpu
+    invariant = not job.train.is_fast(use_gpu)
     device_type = "cuda" if use_gpu else "cpu"
     # of samples of this length tokens attend to their own document alone; None: to the whole sample
     within = job.pack.seq_len if job.pack.attends_by_document else None

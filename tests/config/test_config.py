@@ -16,7 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.config.problems import OTHER_NAMES
-from orchestrator.config.schema import as_job, field_rules, load_config, parse_config, resume_table
+from orchestrator.config.schema import (
+    as_job,
+    field_rules,
+    load_config,
+    nested,
+    parse_config,
+    resume_table,
+)
 from orchestrator.errors import ConfigError
 from tests.test_deployments import JOBS
 
@@ -66,6 +73,12 @@ def test_the_quickstart_reads_as_it_is_written() -> None:
 def test_paths_stay_as_written_wherever_the_file_lies(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(QUICKSTART.read_text(encoding="utf-8"), encoding="utf-8")
     assert load_config(tmp_path / "job.yaml") == load_config(QUICKSTART)
+
+
+def test_every_default_may_be_given_by_hand() -> None:
+    config = parse_config(MINIMAL)
+    assert parse_config(nested(config.flat())) == config
+    assert parse_config(config.to_json()) == config
 
 
 def test_the_minimal_job_gets_the_documented_defaults() -> None:
@@ -119,6 +132,23 @@ def test_workers_are_a_number_or_a_range() -> None:
     assert (one.min_workers, one.max_workers) == (1, 3)
     two = load_config(QUICKSTART, ["cluster.num_workers=[1,3]"]).cluster
     assert (two.min_workers, two.max_workers) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_cpu", "on_gpu"),
+    [
+        ({}, False, True),
+        ({"parallel": "replicate"}, False, True),
+        ({"parallel": "shard"}, True, True),
+        ({"numerics": "fast"}, True, True),
+        ({"numerics": "invariant"}, False, False),
+    ],
+)
+def test_last_bits_depend_on_the_workers_under_fast_numerics_on_gpus_and_in_shards(
+    changes: dict[str, str], on_cpu: bool, on_gpu: bool
+) -> None:
+    train = parse_config({**MINIMAL, "train": {**MINIMAL["train"], **changes}}).train
+    assert (train.is_fast(use_gpu=False), train.is_fast(use_gpu=True)) == (on_cpu, on_gpu)
 
 
 @pytest.mark.parametrize(
@@ -240,8 +270,11 @@ def test_a_refusal_says_what_is_wrong_and_what_to_do(override: str, said: str) -
     ("overrides", "said"),
     [
         (("parallel=shard", "numerics=invariant"), "needs the whole gradient on every worker; set train.num"),
-        (("parallel=replicate", "compile=blocks"), "is blocks, which is for sharded models, and train.paral"),
-        (("parallel=replicate", "activation_checkpointing=blocks"), "set it to none, or shard"),
+        (("parallel=auto", "compile=blocks"), "is blocks, which is for sharded models, and train.paral"),
+        (
+            ("parallel=replicate", "activation_checkpointing=blocks"),
+            "set it to none, or train.parallel=shard",
+        ),
     ],
 )
 def test_a_refusal_of_fields_that_do_not_go_together_names_both(

@@ -5,6 +5,9 @@ What members do is modelled by the identity of their weights: the tuple of the g
 step. With fast numerics another generation gives other bits, so two histories are equal only if they are the
 same history. It follows lab/model_generations.py, but every decision about who trains, and from which state,
 is made by the class under test.
+
+With `sharded` every member of a generation holds a shard of its own, and after every step that finds the last
+one sealed the group makes a memory point, of which each member has a copy and its neighbour another.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from orchestrator.elastic.formation import (
     StopRun,
 )
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.records import GenerationView, JoinRequest, StateKey
+from orchestrator.records import GenerationView, HeldShard, JoinRequest, Source, StateKey
 from tests.elastic.shared_rendezvous import SharedRendezvous, shared
 
 Identity = tuple[int, int]  # (attempt, generation)
@@ -42,8 +45,20 @@ STEP_LIMIT = 1e4  # how long a member says that it may still be in its step
 IN, OUT, WAITS, AWAY, DEAD, BUSY = "in", "out", "waits", "away", "dead", "busy"
 
 
+class Copy(NamedTuple):
+    """A shard of a memory point; see `HeldShard`."""
+
+    key: StateKey
+    history: History
+    shard: int
+    num_shards: int
+    source: Source
+
+
 class Member(NamedTuple):
-    """One of the processes; `slot` is its node. `leaves` is the generation it was answered last."""
+    """One of the processes; `slot` is its node. `leaves` is the generation it was answered last. `shard`:
+    which of how many it trains.
+    """
 
     life: str
     name: str
@@ -51,6 +66,8 @@ class Member(NamedTuple):
     key: StateKey | None
     prepared: bool
     leaves: Identity | None
+    shard: tuple[int, int] = (0, 1)
+    copies: tuple[Copy, ...] = ()
 
 
 class Point(NamedTuple):
@@ -97,6 +114,9 @@ class World(NamedTuple):
     faults: int  # how many are left
     machine: SharedRendezvous
     stuck: bool = False  # those who train wait for a host that lost its power
+    making: tuple[int, StateKey, History] | None = None  # the memory point under way, and how far it is
+    keep: StateKey | None = None  # the memory point that those who train do not overwrite
+    sealed: tuple[History, int] | None = None  # the newest that was sealed; members that were lost since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +134,10 @@ class Rules:
     gives_up: bool = True  # False: a voted save is committed whatever was formed meanwhile
     power_losses: bool = False  # True: hosts die, too, and close no connection
     hear_the_end: bool = True  # False: whoever waits for a host without power waits until its time is over
+    sharded: bool = False
+    cuts_off: bool = True  # members are cut off, too, and come back
+    saves: bool = True
+    keeps: bool = True  # False: a new generation keeps no memory point until it has its own
     settings: RendezvousSettings = RendezvousSettings()
     machine: type[Rendezvous] = Rendezvous
 
@@ -162,7 +186,7 @@ def _visited(start: World, first: int, alike: list[int], rules: Rules, limit: in
 
 def kinds(members: tuple[Member, ...], told: dict[str, int]) -> list[int]:
     """A number for each member, equal for members that differ in nothing but their names."""
-    return [hash((m.life, m.history, m.key, m.prepared, m.leaves, told.get(m.name))) for m in members]
+    return [hash((*m[:1], *m[2:], told.get(m.name))) for m in members]
 
 
 def reachable(world: World) -> tuple[frozenset[Formed], Records]:
@@ -203,6 +227,7 @@ def identity_of(world: World) -> tuple[int, list[int]]:
                 world.pending,
                 world.faults,
                 world.stuck,
+                (world.making, world.keep, world.sealed),
             ),
         )
     )
@@ -263,7 +288,23 @@ def request(slot: int, member: Member) -> JoinRequest:
         leaves=member.leaves,
         prepared=prepared,
         cursor=None,
+        holdings=held_by(member) if member.shard[1] > 1 or member.copies else (),
     )
+
+
+def held_by(member: Member) -> tuple[HeldShard, ...]:
+    """All that a member of a sharded group can give."""
+    held = [
+        HeldShard(key=c.key, shard=c.shard, num_shards=c.num_shards, source=c.source) for c in member.copies
+    ]
+    if member.key is not None:
+        shard, num = member.shard
+        held.append(HeldShard(key=member.key, shard=shard, num_shards=num, source=Source.LIVE))
+        if member.prepared:
+            held.append(
+                HeldShard(key=next_step(member.key), shard=shard, num_shards=num, source=Source.PREPARED)
+            )
+    return tuple(held)
 
 
 # ---- what may happen
@@ -279,7 +320,7 @@ def events(world: World, rules: Rules, alike: list[int]) -> Iterator[tuple[str, 
         yield "COMMIT", commit(world, world.pending)
     for slot, member in enumerate(world.members):
         if alike.index(alike[slot]) == slot:
-            yield from of_a_member(world, slot, member)
+            yield from of_a_member(world, slot, member, rules.cuts_off)
     yield from forming(world, rules)
     if world.faults and world.machine.attempt < rules.attempts:
         yield "coordinator restarts", restarted(world, rules)
@@ -304,6 +345,8 @@ def of_the_group(world: World, rules: Rules, alike: list[int]) -> Iterator[tuple
         return
     if wanted.ended:
         yield "the generation is aborted", thrown_out(world, inside)
+    if world.making is not None and world.making[0] < WHOLE:
+        yield f"the memory point of step {len(world.making[2])} is further", further(world, inside)
     if rules.power_losses and world.faults and len(inside) > 1:
         yield from power_losses(world, inside, alike)
     if len(first.history) >= rules.steps:
@@ -316,7 +359,7 @@ def of_the_group(world: World, rules: Rules, alike: list[int]) -> Iterator[tuple
         names = "all" if whole else str([world.members[i].name for i in applied])
         yield f"the summary of step {len(first.history)} reaches {names}", after
         # a restarted coordinator takes no vote of an older attempt's generation (rule 10)
-        if whole and world.pending is None and first.leaves[0] == machine.attempt:
+        if rules.saves and whole and world.pending is None and first.leaves[0] == machine.attempt:
             trained = after.members[inside[0]]
             assert trained.key is not None, "who trained holds a state"
             assert trained.history is not None, "who trained holds a state"
@@ -388,6 +431,15 @@ def summed_up(world: World, inside: list[int], applied: tuple[int, ...]) -> Worl
     members = list(world.members)
     for i in inside:
         members[i] = after_summary(members[i], i in applied)
+    if world.making is not None and world.making[0] == WHOLE:
+        # all had said so in what was summed up, whoever hears of it; who does begins the next one
+        _, keep, history = world.making
+        world = world._replace(sealed=(history, 0), making=None, keep=keep)
+        for i in applied:
+            members[i] = members[i]._replace(copies=kept(members[i], keep))
+        trained = members[applied[0]] if len(applied) == len(inside) else None
+        if trained is not None and trained.key is not None and trained.history is not None:
+            world = world._replace(making=(0, trained.key, trained.history))
     if len(applied) == len(inside):
         trained = members[inside[0]]
         assert trained.leaves is not None, "who trains was answered"
@@ -400,13 +452,40 @@ def summed_up(world: World, inside: list[int], applied: tuple[int, ...]) -> Worl
     return thrown_out(after, inside)
 
 
+OWN, SOME, WHOLE = 1, 2, 3  # own copies are whole; a neighbour's copy; all
+
+
+def further(world: World, inside: list[int]) -> World:
+    """The copies of the memory point under way: those of the own shards, one of a neighbour, all others."""
+    assert world.making is not None, "asked while one is under way"
+    stage, key, history = world.making
+    stage += 1
+    members = list(world.members)
+    for i in inside:
+        shard, num = members[i].shard
+        source = Source.STAGED if stage == OWN else Source.NEIGHBOUR
+        given = shard if stage == OWN else (shard - 1) % num
+        if (stage == SOME and shard != 0) or (stage == WHOLE and shard == 0):
+            continue
+        copy = Copy(key, history, given, num, source)
+        members[i] = members[i]._replace(copies=(*members[i].copies, copy))
+    return world._replace(members=tuple(members), making=(stage, key, history))
+
+
+def kept(member: Member, keep: StateKey | None) -> tuple[Copy, ...]:
+    """The copies that are left when the next memory point has begun to overwrite the others."""
+    return tuple(copy for copy in member.copies if copy.key == keep)
+
+
 def thrown_out(world: World, slots: list[int]) -> World:
     """These members' generation is over for them; they will join again."""
     members = tuple(m._replace(life=OUT) if i in slots else m for i, m in enumerate(world.members))
     return world._replace(members=members, stuck=False)
 
 
-def of_a_member(world: World, slot: int, member: Member) -> Iterator[tuple[str, World]]:
+def of_a_member(
+    world: World, slot: int, member: Member, cuts_off: bool = True
+) -> Iterator[tuple[str, World]]:
     """What happens to one member: it joins, dies, is cut off, comes back, or is replaced by a new process."""
     if member.life == OUT:
         yield joined(world, slot)
@@ -429,7 +508,7 @@ def of_a_member(world: World, slot: int, member: Member) -> Iterator[tuple[str, 
         machine = without(world.machine, member.name)
         dead = Member(DEAD, "", None, None, False, None)
         yield f"{member.name} dies", put(world, slot, dead, machine, fault=True)
-        if member.life != AWAY:
+        if member.life != AWAY and cuts_off:
             gone = member._replace(life=AWAY)
             yield f"{member.name} is cut off", put(world, slot, gone, fault=True)
 
@@ -477,11 +556,13 @@ def put(
     members, stuck = [*world.members[:slot], member, *world.members[slot + 1 :]], world.stuck
     if world.members[slot].life == IN:
         members, stuck = [m._replace(life=OUT) if m.life == IN else m for m in members], False
+    sealed = world.sealed and (world.sealed[0], world.sealed[1] + fault)
     return world._replace(
         members=tuple(members),
         faults=world.faults - fault,
         machine=machine or world.machine,
         stuck=stuck,
+        sealed=sealed,
     )
 
 
@@ -569,8 +650,10 @@ def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple
         pending = None
     origin = formation.source or formation.point or "nothing"
     title = f"generation {identity} of {list(formation.members)} from {origin}"
-    world = world._replace(parents=parents, records=world.records | brought, pending=pending)
-    base = base_of(world, formation, title)
+    world = world._replace(
+        parents=parents, records=world.records | brought, pending=pending, making=None, keep=None
+    )
+    base = base_of(world, formation, title, rules)
     check(world, formation, base, rules, title)
     if len(world.parents.entries) > rules.generations:
         return
@@ -600,8 +683,44 @@ def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple
                 )
 
 
-def base_of(world: World, formation: Formation, title: str) -> History:
+def base_of_shards(world: World, formation: Formation, title: str) -> History:
+    """The weights that all shards make up: each is where the formation says, and they are of one history."""
+    by_name = {m.name: m for m in world.members}
+    found: set[History] = set()
+    for shard, sources in enumerate(formation.sources):
+        if not sources:
+            raise Broken("what is continued is not complete", title)
+        for source in sources:
+            member = by_name.get(formation.members[source.rank])
+            place = (shard, len(formation.sources))
+            held = None
+            if member is not None and member.history is not None and member.shard == place:
+                if source.source is Source.LIVE and member.key == formation.parent:
+                    held = member.history
+                prepared = member.prepared and member.key is not None and member.leaves is not None
+                if (
+                    source.source is Source.PREPARED
+                    and prepared
+                    and next_step(member.key) == formation.parent
+                ):
+                    held = (*member.history, member.leaves)
+            if member is not None and source.source in (Source.STAGED, Source.NEIGHBOUR):
+                copies = [
+                    c for c in member.copies if (c.key, c.shard, c.num_shards) == (formation.parent, *place)
+                ]
+                held = copies[0].history if copies else None
+            if held is None:
+                raise Broken("a giver does not hold the shard", title)
+            found.add(held)
+    if len(found) > 1:
+        raise Broken("shards of two histories are joined", title)
+    return found.pop()
+
+
+def base_of(world: World, formation: Formation, title: str, rules: Rules) -> History:
     """The weights that the formation starts from."""
+    if rules.sharded and formation.sources:
+        return base_of_shards(world, formation, title)
     if formation.source is not None:
         source = next((m for m in world.members if m.name == formation.source), None)
         if source is None or source.key != formation.parent or source.history is None:
@@ -623,6 +742,8 @@ def check(world: World, formation: Formation, base: History, rules: Rules, title
     history = chained(world) if rules.chained_parents else superseding(world)
     if any(history.get(t) != g for t, g in enumerate(base)):
         raise Broken("weights and journal disagree", title)
+    if world.sealed is not None and world.sealed[1] <= 1 and base[: len(world.sealed[0])] != world.sealed[0]:
+        raise Broken("a step before the sealed memory point is lost to one failure", title)
     for point in world.points:
         if base[: len(point.history)] != point.history:
             raise Broken("the history goes on without a committed point", title)
@@ -677,7 +798,9 @@ def agreed(
     for i in group:
         m = members[i]
         if i in some:
-            members[i] = Member(IN if whole else OUT, m.name, base, key, False, identity)
+            shard = (formation.members.index(m.name), len(formation.members)) if rules.sharded else (0, 1)
+            copies = kept(m, formation.keep if rules.keeps else None) if rules.sharded else ()
+            members[i] = Member(IN if whole else OUT, m.name, base, key, False, identity, shard, copies)
             continue
         mine = m.key is not None and m.key == formation.parent
         last = (
@@ -686,16 +809,23 @@ def agreed(
             and formation.source is not None
             and next_step(m.key) == formation.parent
         )
-        if mine or last:  # it needed no copy: its state is whole, only its name is the old one
-            members[i] = Member(OUT, m.name, base, formation.parent, False, identity)
+        if rules.sharded and not last:  # all keep what they came with
+            members[i] = m._replace(life=OUT, prepared=False, leaves=identity)
+        elif mine or last:  # it needed no copy: its state is whole, only its name is the old one
+            members[i] = m._replace(
+                life=OUT, history=base, key=formation.parent, prepared=False, leaves=identity
+            )
         elif rules.receiver_is_blank or m.history is None:
             members[i] = Member(OUT, m.name, None, None, False, identity)
         else:
             torn = tuple(TORN for _ in m.history)
             members[i] = Member(OUT, m.name, torn, m.key, False, identity)
+    makes = rules.sharded and whole and len(formation.members) > 1
     return world._replace(
         members=tuple(members),
         faults=world.faults - (not whole and len(group) == len(formation.members)),
+        making=(0, key, base) if makes else None,
+        keep=formation.keep if makes and rules.keeps else None,
     )
 
 

@@ -14,9 +14,10 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.elastic.formation import NewestPoint, RendezvousSettings
+from orchestrator.elastic.formation import Action, Form, NewestPoint, RendezvousSettings
+from orchestrator.elastic.holdings import held_by_all, newest_complete
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.records import ControlRequests, JoinRequest, StateKey
+from orchestrator.records import ControlRequests, JoinRequest, Source, StateKey
 from tests.elastic.group_model import Rules, search
 
 Choice = tuple[StateKey | None, str | None, NewestPoint | None]
@@ -74,6 +75,33 @@ class AttemptsIgnored(Rendezvous):
         return key, member, None
 
 
+class FirstShard(Rendezvous):
+    """Whoever holds any shard of the greatest key holds the state."""
+
+    def _newest(self, requests: Iterable[JoinRequest]) -> Choice:
+        held = held_by_all(list(requests))
+        best = max(held, key=lambda h: h.key, default=None)
+        point = self._states.point
+        if best is None or (point is not None and point.key > best.key):
+            return super()._newest(())
+        return best.key, best.member, None
+
+
+class KeepsNewest(Rendezvous):
+    """A new generation keeps the newest memory point, however few hold it."""
+
+    def tick(self, now: float) -> list[Action]:
+        actions = super().tick(now)
+        if self._pending is None:
+            return actions
+        formation, requests = self._pending
+        copies = [h for h in held_by_all(requests.values()) if h.source in (Source.STAGED, Source.NEIGHBOUR)]
+        newest = newest_complete(copies, None)
+        formation = replace(formation, keep=newest and newest.key)
+        self._pending = formation, requests
+        return [replace(a, formation=formation) if isinstance(a, Form) else a for a in actions]
+
+
 class BusyIgnored(Rendezvous):
     """A member that says that it is still in its step counts as silent nevertheless."""
 
@@ -91,6 +119,10 @@ class EndUnsaid(Rendezvous):
         return replace(wanted, ended=wanted.ended and not inside)
 
 
+SHARDED = Rules(sharded=True, generations=2, attempts=1, faults=2, saves=False)
+TWO_SHARDS = replace(SHARDED, num_members=2, cuts_off=False)
+
+
 @pytest.mark.parametrize(
     ("rules", "at_least"),
     [
@@ -100,8 +132,24 @@ class EndUnsaid(Rendezvous):
         (Rules(num_members=2), 50_000),
         (Rules(min_workers=2, faults=2), 10_000),
         (Rules(power_losses=True, generations=2, faults=2), 25_000),
+        (replace(SHARDED, faults=1), 10_000),
+        pytest.param(SHARDED, 150_000, marks=pytest.mark.chaos),
+        pytest.param(replace(SHARDED, num_members=2, saves=True), 50_000, marks=pytest.mark.chaos),
+        pytest.param(replace(SHARDED, saves=True, faults=1), 40_000, marks=pytest.mark.chaos),
+        pytest.param(replace(SHARDED, generations=3, cuts_off=False), 150_000, marks=pytest.mark.chaos),
     ],
-    ids=["three members", "three, one step", "two members", "at least two of three", "hosts without power"],
+    ids=[
+        "three members",
+        "three, one step",
+        "two members",
+        "at least two of three",
+        "hosts without power",
+        "three shards, one loss",
+        "three shards, two losses",
+        "two shards, saved",
+        "three shards, saved",
+        "three shards, three generations",
+    ],
 )
 def test_every_interleaving_keeps_every_rule(rules: Rules, at_least: int):
     result = search(rules)
@@ -110,6 +158,8 @@ def test_every_interleaving_keeps_every_rule(rules: Rules, at_least: int):
 
 
 LOST_POINT = "the history goes on without a committed point"
+SEALED_LOST = "a step before the sealed memory point is lost to one failure"
+NOT_COMPLETE = "the source does not hold the parent's state"
 GIVEN_UP = "a member that lives is given up"
 # bounds that are just wide enough for the mistake to show, within those that are searched above
 FEW = Rules(num_members=2, generations=2, steps=1, attempts=1, faults=2)
@@ -130,6 +180,9 @@ WRONG = {
     "the end is not heard": (replace(POWER, hear_the_end=False), GIVEN_UP),
     "the end is not said": (replace(POWER, machine=EndUnsaid), GIVEN_UP),
     "a busy member is silent": (replace(POWER, machine=BusyIgnored), GIVEN_UP),
+    "any shard is enough": (replace(SHARDED, machine=FirstShard), NOT_COMPLETE),
+    "no memory point is kept": (replace(TWO_SHARDS, keeps=False), SEALED_LOST),
+    "the newest memory point is kept": (replace(TWO_SHARDS, machine=KeepsNewest, steps=3), SEALED_LOST),
     "unresponsive members waited for": (
         Rules(settings=RendezvousSettings(missing_grace_s=math.inf), generations=2),
         "all that can come have joined, and no generation forms",

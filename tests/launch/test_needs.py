@@ -119,7 +119,12 @@ def test_plan_says_what_a_worker_holds() -> None:
     assert "of 4 (shard: the state in 4 parts)" in some
     assert "of 8 (2 times the state in 4 parts)" in most
     assert "gathered blocks" in most
-    assert "while workers come or go; a save is staged in 9.4 GiB of the machine's memory" in most
+    assert "while workers come or go; a save is staged in 9.4 GiB, memory points in 75.3 GiB of" in most
+    (_, without) = memory_notes(
+        job(SEVEN_B, "cluster.num_workers=[4, 8]", "resume.memory_every_steps=null"), 4
+    )
+    assert "a save is staged in 9.4 GiB of the machine's memory" in without
+    assert "memory points" not in alone
     assert memory_notes(job("model={factory: 'a:b'}"), None) == []
 
 

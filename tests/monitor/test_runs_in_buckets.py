@@ -20,7 +20,7 @@ from orchestrator.errors import ConfigError, RefusedError, StorageError
 from orchestrator.launch.doctor import BucketFacts
 from orchestrator.launch.doctor_facts import look_at_storage
 from orchestrator.monitor.dashboard.app import make_app
-from orchestrator.storage.buckets import bucket_of
+from orchestrator.storage.buckets import forget_buckets
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import above, absolute, join, open_storage, split
 from orchestrator.storage.probe import check_bucket
@@ -43,7 +43,7 @@ def bucket(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     reach(monkeypatch, server, tmp_path)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    bucket_of.cache_clear()
+    forget_buckets()
     return new_bucket(server)
 
 
@@ -232,7 +232,7 @@ def test_a_bucket_that_cannot_be_written_says_why_and_what_to_do(
     with proxy_before(server) as proxy:
         reach(monkeypatch, proxy.url, tmp_path)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-        bucket_of.cache_clear()
+        forget_buckets()
         proxy.rule = lambda method, path: status if method == "PUT" else None
         with pytest.raises(StorageError, match=f"run.storage cannot be written: .*{text}") as refused:
             check_bucket(open_storage(f"{bucket}/runs/new", sleep=lambda seconds: None))

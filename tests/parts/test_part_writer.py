@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import StorageError
+from orchestrator.parts import part_writer
 from orchestrator.parts.part_job import PartCancelled, PartJob, perform, shared_path
 from orchestrator.parts.part_writer import PartWriter
 from orchestrator.storage.files import Storage
@@ -160,6 +161,20 @@ def test_closing_ends_the_process_and_what_is_left(rank: Rank) -> None:
     assert ended(handle)
     for answer in answers:
         assert isinstance(answer.exception(LIMIT_S), PartCancelled) or answer.result()
+
+
+def test_closing_does_not_wait_for_a_process_that_stands_still(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_writer, "_CLOSE_S", 0.2)
+    rank.write()
+    assert rank.writer.process_id is not None
+    handle = os.pidfd_open(rank.writer.process_id)
+    rank.signal(signal.SIGSTOP)
+    answer = rank.writer.write(rank.job())
+    rank.writer.close()
+    assert ended(handle)
+    assert isinstance(answer.exception(LIMIT_S), StorageError | PartCancelled)
 
 
 def ended(handle: int) -> bool:

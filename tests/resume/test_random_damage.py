@@ -12,6 +12,7 @@ import pytest
 from orchestrator.errors import ResumePointError
 from orchestrator.parts import part_file
 from orchestrator.planning.state_layout import Layout, layout_of
+from orchestrator.resume import verify
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.parts.samples import STATE, bytes_of
@@ -149,6 +150,7 @@ def test_no_random_damage_is_called_healthy_or_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout | None, number: int
 ) -> None:
     monkeypatch.setattr(part_file, "PIECE_BYTES", 128)
+    monkeypatch.setattr(verify, "STRETCH_BYTES", 300)  # several looks at each file
     store = RunStore(Storage(str(tmp_path)))
     name, older = (
         commit_parts(store, key(step), layout) if layout else commit_format_1(store, key(step), 3)

@@ -61,7 +61,7 @@ class Promises:
                 self.written.setdefault(second, set()).add(first)
 
 
-def an_attempt(storage: Storage, journals: Storage, tell: Tell) -> list[str]:
+def an_attempt(storage: Storage, tell: Tell) -> list[str]:
     """Claims the next number, continues the newest healthy point, trains 6 steps, saves three times, keeps
     one point and ends. Returns the errors that it outlived; raises what ends it.
     """
@@ -69,14 +69,14 @@ def an_attempt(storage: Storage, journals: Storage, tell: Tell) -> list[str]:
     number = (store.claim_numbers() or [0])[-1] + 1
     store.claim(number, f"launch {number}", START if number == 1 else RESUME, "host")
     tell(CLAIMED, str(number))
-    lineage = _history(store, journals)
+    lineage = _history(store)
     names = [name for name in store.point_names() if lineage.on_lineage(_key(name))]
     parent, _ = store.healthy_newest(names)
     at = parent.key if parent else None
     store.write_parent(ClaimParent(attempt=number, parent=at, inherited=tuple(names)))
     heartbeat = store.heartbeat(number)
     heartbeat.beat()
-    journal, begin = JournalWriter(journals, number, run="run"), at.step if at else 0
+    journal, begin = JournalWriter(storage, number, run="run"), at.step if at else 0
     journal.generation(start(1, at, number))
     for step in range(begin + 1, begin + max(SAVES) + 1):
         journal.step(record(key(step, attempt=number)))
@@ -120,7 +120,7 @@ def _flush(journal: JournalWriter, tell: Tell, errors: list[str]) -> None:
         tell(DURABLE, f"{reached.attempt} {reached.step}")
 
 
-def broken(storage: Storage, journals: Storage, promises: Promises) -> list[str]:
+def broken(storage: Storage, promises: Promises) -> list[str]:
     """What of the promises storage has not kept, and what is there that must not be."""
     store, wrong = RunStore(storage), list[str]()
     for number in promises.claimed:
@@ -132,8 +132,8 @@ def broken(storage: Storage, journals: Storage, promises: Promises) -> list[str]
     if max(promises.acknowledged, default="") > max(whole, default=""):
         wrong.append("an acknowledged point is lost")
     try:
-        steps = {(found.attempt, found.step) for found in read_journal(journals).records}
-        lineage = _history(store, journals)
+        steps = {(found.attempt, found.step) for found in read_journal(storage).records}
+        lineage = _history(store)
     except OrchestratorError as error:
         return [*wrong, f"the history cannot be read: {error}"]
     for attempt, last in promises.durable.items():
@@ -146,10 +146,10 @@ def broken(storage: Storage, journals: Storage, promises: Promises) -> list[str]
     return wrong
 
 
-def _history(store: RunStore, journals: Storage) -> Lineage:
+def _history(store: RunStore) -> Lineage:
     parents, unreadable = store.parents()
     assert unreadable == (), "no parent file is torn"
-    journal = read_journal(journals)
+    journal = read_journal(store.storage)
     return effective_history(store.claims(), parents, journal.generations, journal.records)
 
 

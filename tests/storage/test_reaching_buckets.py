@@ -139,12 +139,10 @@ def test_a_process_that_was_forked_before_reaches_buckets(proxy: Proxy, root: st
 
 
 # ------------------------------------------------------------------------------ secrets
-def test_no_secret_is_in_what_is_stored_pickled_shown_or_said(
-    proxy: Proxy, root: str, tmp_path: Path
-) -> None:
+def test_no_secret_is_in_what_is_stored_pickled_shown_or_said(proxy: Proxy, root: str) -> None:
     told: list[str] = []
     storage = Storage.on(ObjectStore(root, no_sleep))
-    an_attempt(storage, Storage(str(tmp_path / "journal")), lambda *texts: told.extend(texts))
+    an_attempt(storage, lambda *texts: told.extend(texts))
     stored = [storage.read(path) for path in _below(storage, "")]
     assert len(stored) > 5
     proxy.rule = lambda *_: "echo"

@@ -27,10 +27,10 @@ def test_an_attempt_that_was_cut_off_and_commits_late_never_enters_the_lineage(
     cluster: Any,
     unbroken: Unbroken,
 ) -> None:
-    # the coordinator has all votes of step 8 and is about to write COMMIT when its machine stands still, and
-    # the driver with it
-    plan = job.faults().add(FREEZE, "votes_complete", step=8)
-    old = spawn(job, cluster, plan)
+    # the coordinator has all votes of the last step and is about to write COMMIT when its machine stands
+    # still, and the driver with it; the point before is committed, because one follows the other
+    plan = job.faults().add(FREEZE, "votes_complete", step=16)
+    old = spawn(job, cluster, plan, resume__every_steps=12)
     when_struck(plan, 0, lambda: old.send_signal(signal.SIGSTOP))
     (frozen,) = (e.fields["pid"] for e in read_journal(Storage(job.run.uri)).events if e.kind == "attempt")
     assert job.train(cluster__num_workers=1).outcome == "done"
@@ -38,7 +38,7 @@ def test_an_attempt_that_was_cut_off_and_commits_late_never_enters_the_lineage(
     old.send_signal(signal.SIGCONT)
     said, _ = old.communicate(timeout=LIMIT_S)
     # it did commit, and then it learned that it has been replaced
-    late = {row["name"]: row for row in job.run.list_points()}["00000008-a0001-g0001"]
+    late = {row["name"]: row for row in job.run.list_points()}["00000016-a0001-g0001"]
     assert (late["healthy"], late["on_lineage"]) == (True, False)
     assert "another launch has taken it over" in said
     assert not said.rstrip().endswith("done")

@@ -50,7 +50,7 @@ def test_workers_are_killed_one_after_the_other_at_every_place(
         .kill("state_half_received")
         .kill("summary_received", step=7, rank=0)
         .kill("applied", step=10, rank=0)
-        .kill("save_part_written", step=12, rank=1)
+        .kill("save_part_written", rank=1, after=3)
     )
     result = job.train(plan, cluster__num_workers=[2, 2])
     assert result.outcome == "done", result.reason

@@ -20,7 +20,7 @@ import transformers
 import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.monitor.run import Run
-from orchestrator.storage.buckets import bucket_of
+from orchestrator.storage.buckets import forget_buckets
 from orchestrator.storage.open import open_storage
 from tests.monitor.test_runs_in_buckets import client_of, contents
 from tests.storage.servers import CLOUD, moto, new_bucket, reach
@@ -39,7 +39,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         reach(monkeypatch, url, tmp_path)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
-        bucket_of.cache_clear()
+        forget_buckets()
         yield new_bucket(url)
 
 

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from orchestrator.config.schema import ModelConfig
+from orchestrator.errors import ConfigError
 from orchestrator.trainer.model import build_model
 from orchestrator.trainer.sharded_model import blocks_of, skeleton_of
+from orchestrator.trainer.sharded_state import ShardedState
 from orchestrator.trainer.state import TrainState
 from tests.trainer.member import tiny_job
 from tests.trainer.sharded import Odd, Trained, alone, first_weights, in_each_layout, on_ranks
@@ -20,6 +22,7 @@ from tests.trainer.sharded import Odd, Trained, alone, first_weights, in_each_la
 # (world size, number of shards): replicate, FSDP2, HSDP; later ones after earlier ones in the same processes
 LAYOUTS = [(1, None), (2, 1), (3, None), (4, 1), (4, 2), (4, None), (2, None), (3, 2), (2, 2)]
 SHARDED = [layout for layout in LAYOUTS if layout[1] != 1]
+POISON_MODEL = "tests.trainer.member:PoisonModel"
 ODD = {"model__factory": "tests.trainer.sharded:Odd"}  # DDP takes no model with a weight that nobody uses
 
 
@@ -67,7 +70,9 @@ def test_activations_that_are_computed_again_change_no_bit():
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
 def test_compiled_blocks_train_what_one_process_trains_also_in_later_generations():
-    job = tiny_job(train__numerics="fast", train__compile="blocks", train__activation_checkpointing="blocks")
+    blocks = {"train__compile": "blocks", "train__activation_checkpointing": "blocks"}
+    model = {**(tiny_job().model.config or {}), "attention_dropout": 0.0}  # compiled it draws other numbers
+    job = tiny_job(train__numerics="fast", train__parallel="shard", model__config=model, **blocks)
     layouts = [(2, None), (1, None), (2, None)]
     found = on_ranks(2, in_each_layout, job, layouts, 2, limit_s=1500.0)[0]
     expected = alone(job, 2)
@@ -86,6 +91,12 @@ def test_the_blocks_are_the_children_of_the_largest_list_unless_they_share_weigh
     model.blocks[0][0].bias = model.frozen
     assert blocks_of(model) == []
     assert blocks_of(nn.Linear(2, 2)) == []
+
+
+def test_compiling_blocks_that_there_are_not_is_refused():
+    job = tiny_job(model__factory=POISON_MODEL, train__compile="blocks", train__parallel="shard")
+    with pytest.raises(ConfigError, match="train.compile=blocks and .* but the model has no blocks"):
+        ShardedState(job.model, job.train, torch.device("cpu"), None)
 
 
 def test_a_skeleton_has_no_weights_its_own_buffers_and_the_same_ties():

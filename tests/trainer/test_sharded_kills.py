@@ -5,6 +5,7 @@ and the end is that of a run that was re-formed at the same steps and never dist
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,133 @@ def test_hsdp_with_a_whole_replica_left_loses_no_step(tmp_path, calm, alone):
     second = launch.views[1]
     assert (second.parent, second.world_size) == (StateKey(attempt=1, generation=1, step=4), 3)
     assert_as_if_nothing_happened(launch, HSDP, calm, alone)
+
+
+def test_hsdp_without_a_whole_replica_goes_on_from_a_memory_point(tmp_path, calm, alone):
+    """Both holders of one shard are lost, who are not neighbours of each other (`neighbours` gives c's copy
+    to d and a's to b).
+    """
+    plans = {name: Plan(kill=("sealed", 2)) for name in "ac"}
+    launch, dead = run_with(tmp_path, "abcd", plans, HSDP)
+    assert dead == {"a", "c"}
+    assert launch.views[-1].world_size == 2
+    assert all(view.point is None and view.parent is not None for view in launch.views[1:])
+    assert launch.views[-1].step >= 2
+    assert_as_if_nothing_happened(launch, HSDP, calm, alone)
+
+
+# ---- several
+def test_two_ranks_that_are_not_neighbours_are_lost_at_once(tmp_path, calm, alone):
+    plans = {name: Plan(kill=("sealed", 2)) for name in "ac"}
+    launch, dead = run_with(tmp_path, "abcd", plans)
+    assert dead == {"a", "c"}
+    assert launch.views[-1].point is None
+    assert launch.views[-1].step >= 2
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+
+
+def test_a_rank_and_its_neighbour_take_a_shard_with_them_and_the_point_is_loaded(tmp_path, calm, alone):
+    """The save of step 3 is committed before anyone trains on, for its votes are answered while b is held."""
+    plans = {
+        "b": Plan(hold=("step_begin", 4), kill=("gradient_done", 4)),
+        "c": Plan(kill=("gradient_done", 4)),
+    }
+    job = job_of(SHARD, resume__every_steps=3)
+    with members(tmp_path, list("abcd"), plans, job) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("b") is not None and bool(launch.points))
+        launch.release("b")
+        group.finish()
+        assert killed(group) == {"b", "c"}
+    last = launch.views[-1]
+    assert (last.world_size, last.source_rank, last.step) == (2, None, 3)
+    assert last.point == StateKey(attempt=1, generation=1, step=3).point_name
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+
+
+def test_all_ranks_die_and_new_ones_go_on_from_the_point(tmp_path, calm, alone):
+    fate = Plan(kill=("gradient_done", 4))
+    plans = {"a": replace(fate, hold=("step_begin", 4)), "b": fate, "c": fate}
+    with members(tmp_path, list("abc"), plans, job_of(SHARD, resume__every_steps=3)) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("a") is not None and bool(launch.points))
+        launch.release("a")
+        for name in "abc":
+            group.processes[name].join()
+        for name in "def":
+            group.start(name)
+        group.finish()
+        assert killed(group) == set("abc")
+    last = launch.views[-1]
+    assert last.point == StateKey(attempt=1, generation=1, step=3).point_name
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+
+
+# ---- those who come
+def test_a_newcomer_receives_its_shard_and_nobody_goes_back(tmp_path, calm, alone):
+    with members(tmp_path, ["a", "b"], {"b": Plan(hold=("step_begin", 4))}, job_of(SHARD)) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("b") is not None)
+        group.start("c")
+        launch.wait_for(lambda: launch.waits("c"))
+        launch.release("b")
+        group.finish()
+        assert killed(group) == set()
+    assert [view.world_size for view in launch.views] == [2, 3]
+    second = launch.views[1]
+    assert second.parent == StateKey(attempt=1, generation=1, step=second.step)
+    assert second.step >= 4, "the step that was held is done"
+    assert len(second.sources) == 2
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+
+
+@pytest.mark.parametrize("place", ["resharding", "state_half_sent", "state_half_received"])
+def test_who_dies_while_the_state_is_moved_takes_nothing_from_the_others(tmp_path, calm, alone, place):
+    """The group grows, and a member dies in the middle of it: the shards from before are there still, and
+    what the lost one had lies in its memory point.
+    """
+    victim = "d" if place == "state_half_received" else "a"
+    plans = {"b": Plan(hold=("step_begin", 5)), "a": Plan(kill=(place, 5) if victim == "a" else None)}
+    with members(tmp_path, list("abc"), plans, job_of(SHARD)) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("b") is not None)
+        group.start("d", Plan(kill=(place, 5) if victim == "d" else None))
+        launch.wait_for(lambda: launch.waits("d"))
+        launch.release("b")
+        group.finish()
+        assert killed(group) == {victim}
+    assert [view.world_size for view in launch.views] == [3, 4, 3]
+    assert launch.views[1].parent == StateKey(attempt=1, generation=1, step=5)
+    last = launch.views[2]
+    assert last.point is None
+    # without d all have their shards of step 5; a's shard is as old as its memory point
+    assert last.parent is not None
+    assert last.parent.step == 5 if victim == "d" else last.parent.step in (2, 4)
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+
+
+# ---- while it is saved
+@pytest.mark.parametrize("place", ["staging_begun", "staged", "save_part_written"])
+def test_a_rank_that_dies_in_a_save_takes_the_save_with_it_and_no_step_before_the_memory_point(
+    tmp_path, calm, alone, place
+):
+    plans = {"b": Plan(kill=(place, 4))}
+    launch, dead = run_with(tmp_path, "abc", plans, resume__every_steps=4)
+    assert dead == {"b"}
+    assert launch.views[-1].world_size == 2
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+
+
+# ---- the coordinator
+def test_the_coordinator_dies_and_a_rank_while_it_is_away(tmp_path, calm, alone):
+    plans = {"a": Plan(hold=("applied", 3)), "b": Plan(kill=("step_begin", 4))}
+    with members(tmp_path, list("abc"), plans, job_of(SHARD)) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("a") is not None)
+        launch.restart_coordinator()
+        launch.release("a")
+        group.finish()
+        assert killed(group) == {"b"}
+    assert {view.attempt for view in launch.views} == {1, 2}
+    assert launch.views[-1].world_size == 2
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)

@@ -3,8 +3,12 @@ becomes of them when somebody dies or leaves at any place."""
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 
+from orchestrator.resume.store import RunStore
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members, run_to_end, tiny_job
 from tests.trainer.test_kills import END, assert_same_training, killed
@@ -136,3 +140,29 @@ def test_all_die_in_a_save_and_the_next_members_begin_where_no_point_was_made(tm
     assert launch.views[1].point is None
     assert saved(launch)[-1] == (2, END)
     assert_same_training(launch, unbroken)
+
+
+def writers(pid: int) -> list[int]:
+    """The processes beside a member that write parts."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            if b"orchestrator.parts.writer" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(int(child))
+    return found
+
+
+def test_a_large_part_is_written_by_a_process_that_ends_with_the_member(tmp_path):
+    shape = {"hidden_size": 256, "intermediate_size": 1024}
+    job = tiny_job(resume__every_steps=2, train__max_steps=3)
+    job = dataclasses.replace(job, model=job.model.model_copy(update={"config": job.model.config | shape}))
+    with members(tmp_path, ["a"], {"a": Plan(hold=("save_part_written", 2))}, job=job) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("a") is not None)
+        (writer,) = writers(group.processes["a"].pid)
+        launch.release("a")
+        group.finish()
+    assert saved(launch) == [(1, 2), (1, 3)]
+    assert not Path(f"/proc/{writer}").exists()
+    store = RunStore(launch.storage)
+    assert [store.verify_point(name) for name in launch.points] == [[], []]
