@@ -120,6 +120,8 @@ def test_a_run_in_a_bucket_is_killed_resumed_looked_at_forked_and_exported(
     exported = run.export(tmp_path / "weights")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "weights")
     assert sum(each.numel() for each in model.parameters()) > 10_000
+    logs = [name for name in open_storage(uri).list("logs") if name.endswith(".log")]
+    assert [name[:5] for name in logs][-1] == "0002-", "the second launch's, published at its end"
     fork = run.fork(f"{bucket}/forks/mine", exported["point"])
     assert run.list_points()[-1]["pin"]["reason"] == f"parent of fork {bucket}/forks/mine"
     third = trains(
