@@ -112,6 +112,23 @@ def test_a_command_says_of_a_run_in_a_bucket_what_it_says_of_one_in_a_folder(
     assert there == here
 
 
+def test_a_run_in_google_cloud_storage_is_one_like_any_other(
+    server: str, bucket: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del bucket  # its environment is wanted
+    with proxy_before(server, "gs") as proxy:
+        reach(monkeypatch, proxy.url, tmp_path)
+        uri = put(folder / "example", f"{new_bucket(proxy.url, 'gs')}/runs/example")
+        check_bucket(open_storage(uri))
+        run, here = orchestrator.open(uri), orchestrator.open(folder / "example")
+        assert run.list_points() == here.list_points()
+        assert [row["healthy"] for row in run.verify()] == [True] * 4
+        assert run.audit(processes=1)["exactly_once"]
+        found = look_at_storage(uri)
+        assert isinstance(found, BucketFacts)
+        assert (found.exclusive, found.listed, found.reads, found.deletes) == (True, True, True, True)
+
+
 def test_weights_are_exported_from_a_bucket_and_into_one(bucket: str, folder: Path, tmp_path: Path) -> None:
     run = orchestrator.open(put(folder / "example", f"{bucket}/example"))
     report = run.export(tmp_path / "out")
