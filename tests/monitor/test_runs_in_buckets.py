@@ -148,6 +148,24 @@ def test_weights_are_exported_from_a_bucket_and_into_one(bucket: str, folder: Pa
         run.export(f"{bucket}/example/weights")
 
 
+def test_forks_lead_from_folders_to_buckets_and_back(bucket: str, folder: Path, tmp_path: Path) -> None:
+    here = orchestrator.open(folder / "example")
+    up = here.fork(f"{bucket}/runs/up", NEWEST)
+    assert (up.fork, up.done) == (f"{bucket}/runs/up", True)
+    there = orchestrator.open(up.fork)
+    within = orchestrator.open(there.fork(f"{bucket}/others/within", "latest").fork)
+    down = orchestrator.open(within.fork(tmp_path / "down", "latest").fork)
+    (digest,) = {row["weights_digest"] for row in here.list_points() if row["name"] == NEWEST}
+    for run, origin in ((there, here.uri), (within, there.uri), (down, within.uri)):
+        (row,) = run.list_points()
+        assert (row["weights_digest"], row["consumed_tokens"]) == (digest, 960)
+        assert [each["healthy"] for each in run.verify()] == [True]
+        assert any(str(origin) in line for line in run.tree()), run.tree()
+    assert there.list_points()[0]["pin"]["reason"] == f"parent of fork {bucket}/others/within"
+    with pytest.raises(RefusedError, match="would lie inside the run"):
+        here.fork(f"{bucket}/runs/up/inner", NEWEST)
+
+
 def test_a_plan_of_a_run_in_a_bucket_continues_it(bucket: str, folder: Path) -> None:
     put(folder / "example", f"{bucket}/runs/example")
     overrides = ["train.max_steps=20", "resume.keep_latest=4"]
