@@ -82,6 +82,7 @@ FORKED = {
     "tests/trainer/test_kills.py",
     "tests/trainer/test_power_loss.py",
     "tests/trainer/test_precision.py",
+    "tests/trainer/test_read_back.py",
     "tests/trainer/test_reformings.py",
     "tests/trainer/test_sharded.py",
     "tests/trainer/test_sharded_runs.py",

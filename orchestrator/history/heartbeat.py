@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -16,6 +17,7 @@ from orchestrator.storage.disk import AppendHandle
 from orchestrator.storage.files import Storage
 
 BEAT_LIMIT_S = 6.0  # others watch for 10 s (membership rule 12)
+CLOSE_S = 5.0
 
 
 class Heartbeat(Protocol):
@@ -101,14 +103,22 @@ class Pulse:
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
         self._beating: list[threading.Thread] = []
+        self._over = False
 
     def beat(self) -> None:
         """Begins a beat, unless as many are under way as may be: while storage hangs no more queue up."""
         self._beating = [thread for thread in self._beating if thread.is_alive()]
-        if len(self._beating) < self._heartbeat.at_once:
+        if len(self._beating) < self._heartbeat.at_once and not self._over:
             thread = threading.Thread(target=self._heartbeat.beat, name="heartbeat", daemon=True)
             thread.start()
             self._beating.append(thread)
+
+    def close(self) -> None:
+        """No more beats begin, and those under way have ended, unless storage hangs for longer than 5 s."""
+        self._over = True
+        until = time.monotonic() + CLOSE_S
+        for thread in self._beating:
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 @contextmanager
@@ -129,3 +139,4 @@ def beating(heartbeat: Heartbeat, every_s: float) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+        pulse.close()

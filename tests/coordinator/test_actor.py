@@ -30,6 +30,7 @@ from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.history.request_files import STOP_NOW, Request
+from orchestrator.history.segment_log import GrowingSegments
 from orchestrator.launch.progress import Progress
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records import (
@@ -350,7 +351,9 @@ async def status(actor: Coordinator) -> RunStatus:
 
 def with_disk(actor: Coordinator, store: RunStore) -> Coordinator:
     """Its journal goes to another disk from now on."""
-    actor._journal._storage = store.storage
+    log = actor._journal._log
+    assert isinstance(log, GrowingSegments)
+    log._storage = store.storage
     actor._journal.close()
     return actor
 

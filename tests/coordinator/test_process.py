@@ -233,7 +233,7 @@ def test_a_coordinator_that_restarts_after_the_end_was_written_answers_and_write
         actor = coordinator(store)
         await actor.join(JOIN)
         await actor.end("done", "done at step 1")
-        actor._driver._pulse._thread.shutdown()  # nothing is written any more
+        actor._driver._pulse.close()  # nothing is written any more
 
     run(end)
     before = files(store)

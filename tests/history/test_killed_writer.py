@@ -15,7 +15,6 @@ import pytest
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.journal_reader import read_journal
-from orchestrator.storage.buckets import forget_buckets
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
 from tests.forked import FORKED
@@ -29,7 +28,6 @@ LIMIT_S = 60.0
 def writing(uri: str, told: str, environment: dict[str, str]) -> None:
     """A line a flush; notes in `told` what is durable."""
     os.environ.update(environment)
-    forget_buckets()
     journal = JournalWriter(open_storage(uri), 1, segment_bytes=SEGMENT_BYTES)
     with Path(told).open("ab", buffering=0) as file:
         for number in range(1, LINES + 1):

@@ -145,7 +145,7 @@ class Launch:
         async def make() -> Coordinator:
             made = Coordinator(self._start, lambda info: "gone" if info.actor_id in self._gone else None)
             if storage is not None:
-                made._journal._storage = made._driver._store.storage = storage
+                made._journal._log._storage = made._driver._store.storage = storage
             await made.expect(self._start.expected)
             return made
 
@@ -240,9 +240,7 @@ class Launch:
 
     def _state_digest(self, name: str) -> str:
         store = RunStore(self.storage)
-        forms = [
-            (t.group, t.name, t.dtype, t.shape) for t in store.read_manifest(name).tensors.values()
-        ]
+        forms = [(t.group, t.name, t.dtype, t.shape) for t in store.read_manifest(name).tensors.values()]
         return blake3(repr((sorted(forms), store.read_point(name).commit.state_sums)).encode()).hexdigest()
 
     # ------------------------------------------------------------------------------------------------ members
