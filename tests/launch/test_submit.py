@@ -50,6 +50,14 @@ def test_an_override_with_spaces_and_quotes_arrives_as_it_was_given(folder: Path
     assert words[-1] == override
 
 
+def test_a_run_in_a_bucket_is_submitted_by_its_uri(folder: Path) -> None:
+    made = submission("job.yaml", ["run.storage=s3://bucket/team/"], folder=folder, token="t1")
+    assert made.run_uri == made.metadata[RUN_KEY]
+    assert made.run_uri.startswith("s3://bucket/team/")
+    with pytest.raises(ConfigError, match="give credentials by the environment"):
+        submission("job.yaml", ["run.storage=s3://me:hush@bucket/team"], folder=folder, token="t1")
+
+
 def test_a_source_that_is_code_is_no_file_that_the_copy_could_lack() -> None:
     source = "{name: a, path: 'my.module:records', format: python}"
     made = submission("job.yaml", [f"data.sources=[{source}]"], folder=".", token="1")

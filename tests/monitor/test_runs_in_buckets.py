@@ -112,6 +112,23 @@ def test_a_command_says_of_a_run_in_a_bucket_what_it_says_of_one_in_a_folder(
     assert there == here
 
 
+def test_a_run_in_google_cloud_storage_is_one_like_any_other(
+    server: str, bucket: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del bucket  # its environment is wanted
+    with proxy_before(server, "gs") as proxy:
+        reach(monkeypatch, proxy.url, tmp_path)
+        uri = put(folder / "example", f"{new_bucket(proxy.url, 'gs')}/runs/example")
+        check_bucket(open_storage(uri))
+        run, here = orchestrator.open(uri), orchestrator.open(folder / "example")
+        assert run.list_points() == here.list_points()
+        assert [row["healthy"] for row in run.verify()] == [True] * 4
+        assert run.audit(processes=1)["exactly_once"]
+        found = look_at_storage(uri)
+        assert isinstance(found, BucketFacts)
+        assert (found.exclusive, found.listed, found.reads, found.deletes) == (True, True, True, True)
+
+
 def test_weights_are_exported_from_a_bucket_and_into_one(bucket: str, folder: Path, tmp_path: Path) -> None:
     run = orchestrator.open(put(folder / "example", f"{bucket}/example"))
     report = run.export(tmp_path / "out")
@@ -129,6 +146,24 @@ def test_weights_are_exported_from_a_bucket_and_into_one(bucket: str, folder: Pa
         run.export(f"{bucket}/weights/newest")
     with pytest.raises(RefusedError, match="where the run alone writes"):
         run.export(f"{bucket}/example/weights")
+
+
+def test_forks_lead_from_folders_to_buckets_and_back(bucket: str, folder: Path, tmp_path: Path) -> None:
+    here = orchestrator.open(folder / "example")
+    up = here.fork(f"{bucket}/runs/up", NEWEST)
+    assert (up.fork, up.done) == (f"{bucket}/runs/up", True)
+    there = orchestrator.open(up.fork)
+    within = orchestrator.open(there.fork(f"{bucket}/others/within", "latest").fork)
+    down = orchestrator.open(within.fork(tmp_path / "down", "latest").fork)
+    (digest,) = {row["weights_digest"] for row in here.list_points() if row["name"] == NEWEST}
+    for run, origin in ((there, here.uri), (within, there.uri), (down, within.uri)):
+        (row,) = run.list_points()
+        assert (row["weights_digest"], row["consumed_tokens"]) == (digest, 960)
+        assert [each["healthy"] for each in run.verify()] == [True]
+        assert any(str(origin) in line for line in run.tree()), run.tree()
+    assert there.list_points()[0]["pin"]["reason"] == f"parent of fork {bucket}/others/within"
+    with pytest.raises(RefusedError, match="would lie inside the run"):
+        here.fork(f"{bucket}/runs/up/inner", NEWEST)
 
 
 def test_a_plan_of_a_run_in_a_bucket_continues_it(bucket: str, folder: Path) -> None:
