@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import orjson
+
 from orchestrator.errors import ResumePointError, StorageError
 from orchestrator.json_form import encode
 from orchestrator.parts.documents import PARTS, parts_document
@@ -319,8 +321,9 @@ class PointFiles(QuarantineFiles):
                 ) from error
 
     def _write_document(self, name: str, file: str, content: Any) -> FileEntry:
-        written = self.storage.write(point_path(name, file), points.document(content))
-        return dataclasses.replace(written, path=file)
+        # the one document that is long; indented it takes twice the room
+        written = orjson.dumps(content) + b"\n" if file == PARTS else points.document(content)
+        return dataclasses.replace(self.storage.write(point_path(name, file), written), path=file)
 
     def _sync_folders(self, name: str, files: Sequence[FileEntry]) -> None:
         for folder in sorted({point_path(name, entry.path).rpartition("/")[0] for entry in files}):
