@@ -137,10 +137,12 @@ def _save(facts: Facts, s: dict[str, Any], now: float) -> Iterator[Check]:
 
 
 def _last_save(facts: Facts, s: dict[str, Any], now: float) -> Iterator[Check]:
-    """Only where the newest save failed because of storage, and no point came after it."""
+    """Only where the newest save of the attempt that trains failed because of storage, and no point came
+    after it.
+    """
     failed = facts.events("save given up")
     point = s["point"]
-    if not failed or failed[-1].fields.get("retry_s") is None:
+    if not failed or failed[-1].attempt != s["attempt"] or failed[-1].fields.get("retry_s") is None:
         return
     last = failed[-1]
     if point is not None and point["t"] is not None and point["t"] > last.t:

@@ -225,6 +225,40 @@ def test_the_death_of_the_feeder_is_the_last_fault_and_no_failure_of_the_group(l
     assert failures["value"] == "0"
 
 
+def test_a_save_that_storage_failed_is_a_check_until_a_point_or_another_attempt_comes(live: LiveRun) -> None:
+    views = views_of(live)
+
+    def last_save() -> list[tuple[str, str, str]]:
+        live.train(live.live, 1)  # it is seen to live
+        views.refresh()
+        checks = views.summary()["checks"]
+        return [(c["level"], c["value"], c["note"]) for c in checks if c["id"] == "last_save"]
+
+    def fails(retry_s: float | None) -> None:
+        name = live.live.newest.point_name
+        live.live.journal.event(EventKind.SAVE_GIVEN_UP, point=name, reason="disk full", retry_s=retry_s)
+        live.live.journal.flush()
+
+    live.train(live.live, 2)
+    assert last_save() == []
+    fails(3600.0)
+    ((level, value, note),) = last_save()
+    assert (level, note) == ("warn", "disk full")
+    assert re.fullmatch(r"failed, next try in .*", value)
+    fails(0.0)
+    assert last_save() == [("warn", "failed, next try: as soon as all workers are free", "disk full")]
+    fails(None)
+    assert last_save() == [], "a worker was lost: that is no trouble with storage"
+    fails(3600.0)
+    live.save(live.live)
+    assert last_save() == []
+    live.train(live.live, 1)
+    fails(3600.0)
+    live.kill()
+    live.launch()
+    assert last_save() == [], "the one before tries nothing any more"
+
+
 def test_lost_steps_are_told_where_the_attempt_goes_on_and_drawn_with_their_fate(live: LiveRun) -> None:
     live.save(live.live)
     live.train(live.live, 4)
