@@ -124,6 +124,17 @@ class StepLog:
         """Who first made the step `label` after this moment."""
         return next((s for s in self.read() if s.label == label and s.time > after), None)
 
+    def first_again(self, label: int, struck: float, beyond: int) -> Step | None:
+        """The first step `label` of the group of those that survived what struck at that moment, also where
+        the group before had made that label: survivors made it again. Who has steps from before and some
+        beyond the label `beyond`, which only they and those that came later reached, has survived.
+        """
+        steps = self.read()
+        before = {step.pid for step in steps if step.time < struck}
+        survivors = before & {step.pid for step in steps if step.label > beyond}
+        last = {s.pid: s for s in steps if s.pid in survivors and s.label == label and s.time > struck}
+        return min(last.values(), key=lambda step: step.time, default=None)
+
     def training(self) -> list[int]:
         """The processes that made the newest step or the one before, in the order of their numbers."""
         newest = self.newest()
@@ -177,16 +188,18 @@ class Command:
 
         return self.wait_for(look, "the first step"), meter.sample()
 
-    def fault_time(self, log: StepLog) -> None:
-        """Waits until two workers train and the newest step lies in the middle between two saves."""
-        first = log.newest()
+    def fault_time(self, log: StepLog, workers: int = 2, later: int = 0) -> None:
+        """Waits until so many workers train and the newest step lies in the middle between two saves, or
+        `later` steps behind it (at most 9).
+        """
+        first, place = log.newest(), SAVE_EVERY // 2 + later
 
         def due() -> bool:
             newest = log.newest()
-            ready = newest >= max(_WARM_STEPS, first + SAVE_EVERY) and newest % SAVE_EVERY == SAVE_EVERY // 2
-            return ready and len(log.training()) == 2
+            ready = newest >= max(_WARM_STEPS, first + SAVE_EVERY) and newest % SAVE_EVERY == place
+            return ready and len(log.training()) == workers
 
-        self.wait_for(due, "two workers train in the middle between two saves", every_s=0.005)
+        self.wait_for(due, f"{workers} workers train in the middle between two saves", every_s=0.005)
 
     def _tail(self) -> str:
         return self._output.read_text(errors="replace")[-3000:]

@@ -7,10 +7,18 @@ only which step a new group began with.
 A pause is the time from the fault to the first step that the new group made, less one step of the new group
 (the median of its next steps, at most ten). `join_pause_s` (after a SIGKILL) and `node_join_pause_s`: from
 the last step of the old group to the first of the one that a replacement has joined, less one step of it.
-`steps_lost`: steps that were made and had to be made again, at worst. `start_s`, `full_restart_s`: from the
-command to its first step. `start_cpu_s`: CPU seconds of the whole process tree up to then. The fields with
-`plain_` are the same for plain Ray Train. All are medians of `--repeats` (`plain_start_…`: one start); every
-fault strikes in the middle between two saves.
+`steps_lost`: steps that were made and had to be made again, at worst.
+
+The fields with `fsdp2_` are the same under `train.parallel: shard` on three workers (for
+`fsdp2_node_loss_s` on a node each), those with `hsdp_` under `{shard: 2, replicate: 2}` on four, both with a
+memory point every `MEMORY_EVERY` steps. There the first fault of a run strikes as a memory point begins, each
+next one a step later behind one. `fsdp2_steps_lost_beyond_interval`: how many more than `MEMORY_EVERY` were
+lost, at worst.
+
+`start_s`, `full_restart_s`: from the command to its first step. `start_cpu_s`: CPU seconds of the whole
+process tree up to then. The fields with `plain_` are the same for plain Ray Train. All are medians of
+`--repeats` (`plain_start_…`: one start); every fault strikes in the middle between two saves,
+or less than `MEMORY_EVERY` steps later.
 
 The last line of the output is one JSON object; `samples` in it are all measured values.
 """
@@ -49,6 +57,36 @@ from orchestrator.history.claims import GenerationStart
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.storage.files import Storage
 
+MEMORY_EVERY = 5  # steps; a divisor of SAVE_EVERY // 2, so that the first fault meets a memory point
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Who holds the state in a scenario: the beginning of its figures' names, the workers, and what the
+    configuration of its run says beside that of all.
+    """
+
+    prefix: str
+    workers: int
+    changes: dict[str, dict[str, Any]]
+
+    def later(self, number: int) -> int:
+        """How many steps behind the middle between two saves the fault `number` strikes."""
+        return number % MEMORY_EVERY if self.prefix else 0
+
+
+def _sharded(prefix: str, workers: int, parallel: str | dict[str, int]) -> Layout:
+    changes: dict[str, dict[str, Any]] = {
+        "train": {"parallel": parallel},
+        "resume": {"memory_every_steps": MEMORY_EVERY},
+    }
+    return Layout(prefix=prefix, workers=workers, changes=changes)
+
+
+REPLICATE = Layout(prefix="", workers=2, changes={})
+FSDP2 = _sharded("fsdp2_", 3, "shard")
+HSDP = _sharded("hsdp_", 4, {"shard": 2, "replicate": 2})
+
 
 @dataclass(kw_only=True, slots=True)
 class Job:
@@ -56,15 +94,17 @@ class Job:
 
     folder: Path
     name: str
-    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    layout: Layout = REPLICATE
+    cluster: dict[str, Any] = field(default_factory=dict)
     log: StepLog = field(init=False)
     command: Command = field(init=False)
 
     def __post_init__(self) -> None:
         self.log = StepLog(self.folder / f"{self.name}-steps")
         config = _config(self.folder, self.name, str(self.log.folder))
-        for section, fields in self.changes.items():
-            config.setdefault(section, {}).update(fields)
+        for section, fields in self.layout.changes.items():
+            config[section].update(fields)
+        config["cluster"] = {"num_workers": self.layout.workers, **self.cluster}
         self._path.write_text(json.dumps(config))
 
     @property
@@ -120,7 +160,6 @@ def _config(folder: Path, name: str, logs: str) -> dict[str, Any]:
             "lr": 0.001,
             "max_steps": 1_000_000,
         },
-        "cluster": {"num_workers": 2},
         "resume": {"every_steps": SAVE_EVERY},
     }
 
@@ -148,46 +187,46 @@ def measure_start(folder: Path, repeats: int) -> Samples:
     return samples
 
 
-def measure_sigkill(folder: Path, repeats: int) -> Samples:
-    """SIGKILL of one worker of two on one node, again and again in one run; each time Ray replaces it."""
-    samples: Samples = {"sigkill_s": [], "sigkill_steps_lost": [], "join_pause_s": []}
-    job = Job(folder=folder, name="sigkill")
+def measure_sigkill(folder: Path, repeats: int, layout: Layout) -> Samples:
+    """SIGKILL of one worker on one node, again and again in one run; each time Ray replaces it."""
+    names = ("sigkill_s", "sigkill_steps_lost", "join_pause_s")
+    samples: Samples = {layout.prefix + name: [] for name in names}
+    job = Job(folder=folder, name=f"{layout.prefix}sigkill", layout=layout)
     job.start()
     for number in range(repeats):
-        job.command.fault_time(job.log)
-        pid = job.log.training()[number % 2]
-        pause, lost, join = _fault(job, functools.partial(os.kill, pid, signal.SIGKILL), lambda: None)
-        samples["sigkill_s"].append(pause)
-        samples["sigkill_steps_lost"].append(lost)
-        samples["join_pause_s"].append(join)
-        say(f"sigkill {number + 1}", samples)
+        job.command.fault_time(job.log, layout.workers, layout.later(number))
+        pid = job.log.training()[number % layout.workers]
+        seen = _fault(job, functools.partial(os.kill, pid, signal.SIGKILL), lambda: None)
+        for name, value in zip(samples, seen, strict=True):
+            samples[name].append(value)
+        say(f"{job.name} {number + 1}", samples)
     kill_descendants()
     return samples
 
 
-def measure_node_loss(folder: Path, repeats: int) -> Samples:
-    """One node of two that hold a worker each is removed, and another one is added."""
+def measure_node_loss(folder: Path, repeats: int, layout: Layout) -> Samples:
+    """One node of those that hold a worker each is removed, and another one is added."""
     from ray.cluster_utils import Cluster
 
-    samples: Samples = {"node_loss_s": [], "node_loss_steps_lost": [], "node_join_pause_s": []}
+    names = ("node_loss_s", "node_loss_steps_lost", "node_join_pause_s")
+    samples: Samples = {layout.prefix + name: [] for name in names}
     head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 200 << 20}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        nodes = [_add_node(cluster), _add_node(cluster)]
-        changes = {"cluster": {"num_workers": 2, "address": cluster.address, "cpus_per_worker": 2}}
-        job = Job(folder=folder, name="node", changes=changes)
+        nodes = [_add_node(cluster) for _ in range(layout.workers)]
+        where = {"address": cluster.address, "cpus_per_worker": 2}
+        job = Job(folder=folder, name=f"{layout.prefix}node", layout=layout, cluster=where)
         job.start()
         for number in range(repeats):
-            job.command.fault_time(job.log)
-            pause, lost, join = _fault(
+            job.command.fault_time(job.log, layout.workers, layout.later(number))
+            seen = _fault(
                 job,
                 lambda: cluster.remove_node(nodes.pop(0), allow_graceful=False),
                 lambda: nodes.append(_add_node(cluster)),
             )
-            samples["node_loss_s"].append(pause)
-            samples["node_loss_steps_lost"].append(lost)
-            samples["node_join_pause_s"].append(join)
-            say(f"node loss {number + 1}", samples)
+            for name, value in zip(samples, seen, strict=True):
+                samples[name].append(value)
+            say(f"{job.name} loss {number + 1}", samples)
         job.command.process.kill()
         cluster.shutdown()  # type: ignore[no-untyped-call]
     finally:
@@ -205,21 +244,28 @@ def _fault(job: Job, strike: Callable[[], Any], replace: Callable[[], Any]) -> t
     struck = time.monotonic()
     strike()
     alone = job.new_group(known)
-    first = job.step_after(alone.step + 1, struck)
-    made = max(step.label for step in job.log.read() if step.time < first.time)
+    job.step_after(job.log.newest() + 1, struck)  # a step that the group before has not made
     replace()
-    together = job.new_group(known + 1, world_size=2)
-    joined = job.step_after(together.step + 1, first.time)
+    together = job.new_group(known + 1, world_size=job.layout.workers)
+    joined = job.step_after(together.step + 1, struck)
     old = job.step_after(together.step, struck)
+    join = joined.time - old.time - job.one_step(joined)
+    first = job.command.wait_for(
+        lambda: job.log.first_again(alone.step + 1, struck, together.step), f"step {alone.step + 1} again"
+    )
+    made = max(step.label for step in job.log.read() if step.time < first.time)
     pause = first.time - struck - job.one_step(first, last_label=together.step)
-    return pause, made - alone.step, joined.time - old.time - job.one_step(joined)
+    return pause, made - alone.step, join
 
 
 # ---------------------------------------------------------------------------------------------- the command
 PARTS: dict[str, Callable[[Path, int], Samples]] = {
     "start": measure_start,
-    "sigkill": measure_sigkill,
-    "node": measure_node_loss,
+    "sigkill": functools.partial(measure_sigkill, layout=REPLICATE),
+    "node": functools.partial(measure_node_loss, layout=REPLICATE),
+    "fsdp2": functools.partial(measure_sigkill, layout=FSDP2),
+    "fsdp2-node": functools.partial(measure_node_loss, layout=FSDP2),
+    "hsdp": functools.partial(measure_sigkill, layout=HSDP),
     "plain": plain_ray.measure,
 }
 
@@ -227,9 +273,13 @@ PARTS: dict[str, Callable[[Path, int], Samples]] = {
 def report(samples: Samples) -> dict[str, Any]:
     """The figures of the parts that were measured."""
     figures: dict[str, Any] = dict(medians(samples))
-    lost = [*samples.get("sigkill_steps_lost", []), *samples.get("node_loss_steps_lost", [])]
-    if lost:
-        figures["steps_lost"] = max(lost)
+    for layout in (REPLICATE, FSDP2, HSDP):
+        kinds = (f"{layout.prefix}{kind}_steps_lost" for kind in ("sigkill", "node_loss"))
+        lost = [steps for kind in kinds for steps in samples.get(kind, [])]
+        if lost:
+            figures[f"{layout.prefix}steps_lost"] = max(lost)
+    if "fsdp2_steps_lost" in figures:
+        figures["fsdp2_steps_lost_beyond_interval"] = max(0, figures["fsdp2_steps_lost"] - MEMORY_EVERY)
     if "sigkill_s" in samples and "plain_sigkill_s" in samples:
         ratio = figures["plain_sigkill_s"] / max(figures["sigkill_s"], 0.001)
         figures["sigkill_plain_to_ours"] = round(ratio, 1)
