@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -29,6 +30,11 @@ def memory_bytes() -> int | None:
         return None
     limit = cgroup_limit_bytes(_PROC_CGROUP, _CGROUPS)
     return machine if limit is None else min(machine, limit)
+
+
+def memory_here() -> list[tuple[str, int]]:
+    """(name, bytes of memory; 0: not known) of this machine, as a list of one."""
+    return [(socket.gethostname(), memory_bytes() or 0)]
 
 
 def cgroup_limit_bytes(membership: Path, mount: Path) -> int | None:

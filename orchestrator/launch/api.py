@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestrator import html_text
+from orchestrator.cluster.machine import memory_here
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig, as_data_job, as_job
 from orchestrator.errors import DataIdentityError, ResourceError, StorageError
@@ -110,7 +111,7 @@ def _launch(
         memory_of(job, spec)  # raises where too little is asked for
         limits = _limits(job)
         workers, local = limits.start_workers, starts_local_ray(job)
-        num_shards = choose_shards(job, workers, _this_machine() if local else ())
+        num_shards = choose_shards(job, workers, memory_here() if local else ())
         needs = needs_of(job, num_shards, workers)
         if local:
             _check_this_machine(needs, limits)
@@ -190,7 +191,7 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
     from orchestrator.launch.needs import choose_shards, needs_of
 
     workers, local = job.cluster.start_workers, starts_local_ray(job)
-    num_shards = choose_shards(job, workers, _this_machine() if local else ())
+    num_shards = choose_shards(job, workers, memory_here() if local else ())
     needs = needs_of(job, num_shards, workers)
     if local:
         _check_this_machine(needs, _limits(job))
@@ -204,7 +205,6 @@ def _look_ahead(job: JobConfig, storage: Storage) -> tuple[ResumePlan, DataSpec 
     """What a start would do, and the data. Without data where they are not those of the run: a refusal."""
     from orchestrator.coordinator.choosing import choose_point, decide, wanted_point
     from orchestrator.coordinator.survey import survey
-    from orchestrator.data.feed.memory import memory_of
 
     store = RunStore(storage)
     try:
@@ -215,11 +215,7 @@ def _look_ahead(job: JobConfig, storage: Storage) -> tuple[ResumePlan, DataSpec 
         point, _ = choose_point(store, seen, wanted_point(seen, job), fast=True)
         found = decide(store, job, point, None)
         return replace(found, action="refuse", refusals=(*found.refusals, str(error))), None
-    from orchestrator.launch.needs import choose_shards, memory_notes
-
-    here = _this_machine() if job.cluster.address is None else ()
-    held = memory_notes(job, choose_shards(job, job.cluster.start_workers, here))
-    return replace(found, notes=(*found.notes, *spec.notes, str(memory_of(job, spec)), *held)), spec
+    return replace(found, notes=(*found.notes, *spec.notes, *looking_ahead.memory_ahead(job, spec))), spec
 
 
 def open_stream(
@@ -284,15 +280,7 @@ def _check_this_machine(needs: Needs, limits: Limits) -> None:
     """Memory, before a Ray is started here: what others hold now is not subtracted, for they may end."""
     from orchestrator.launch.needs import memory_problems
 
-    _refuse(memory_problems(needs, limits.start_workers, _this_machine()))
-
-
-def _this_machine() -> list[tuple[str, int]]:
-    import socket
-
-    from orchestrator.cluster import machine
-
-    return [(socket.gethostname(), machine.memory_bytes() or 0)]
+    _refuse(memory_problems(needs, limits.start_workers, memory_here()))
 
 
 def _refuse(problems: Sequence[str]) -> None:

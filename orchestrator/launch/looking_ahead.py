@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from orchestrator.cluster.machine import memory_here
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.choosing import choose_point, decide, kept_point, rewind_sentence
 from orchestrator.coordinator.data_end import find_known_epochs
@@ -195,3 +196,15 @@ def stop_is_reached(job: JobConfig, plan: ResumePlan) -> str:
         "raise train.max_steps, max_samples or max_tokens to continue (steps count at the batch size and "
         f"seq_len that they are first given with){undone}"
     )
+
+
+def memory_ahead(job: JobConfig, spec: DataSpec) -> list[str]:
+    """What a plan says of memory: of the feed's processes, and of a worker. Of machines only this one is
+    known, and only where Ray would run on it alone.
+    """
+    from orchestrator.data.feed.memory import memory_of
+    from orchestrator.launch.needs import choose_shards, memory_notes
+
+    machines = memory_here() if job.cluster.address is None else ()
+    num_shards = choose_shards(job, job.cluster.start_workers, machines)
+    return [str(memory_of(job, spec)), *memory_notes(job, num_shards)]

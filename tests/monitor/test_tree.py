@@ -39,7 +39,7 @@ def test_a_rewind_a_fork_and_what_became_of_points_are_seen(
         f"├─ attempt 3  rewind to {first.point_name}: stopped",
         f"├─ attempt 4  resume from {first.point_name}: stopped, steps 11 to 20",
     ]
-    assert f"○ {third.point_name}  damaged: model/" in lines[-1]
+    assert f"○ {third.point_name}  damaged: state/" in lines[-1]
     assert Run(fork.fork).tree() == [
         fork.fork,
         f"├─ attempt 1  fork of {runner.folder} at {first.point_name}: stopped",

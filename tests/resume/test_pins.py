@@ -178,8 +178,15 @@ def pins_of(bucket: ModelBucket, pinning: Callable[[RunStore], Any], faults: Fau
         yield list(store.pins()) == [POINT], POINT in store.point_names(), pinned, deleted
 
 
-@pytest.mark.parametrize("pinning", [pin, renewing])
-@pytest.mark.parametrize("faults", [Faults(), Faults(repeats=1)])
+@pytest.mark.parametrize(
+    ("pinning", "faults"),
+    [
+        (pin, Faults()),
+        (renewing, Faults()),
+        (pin, Faults(repeats=1)),
+        pytest.param(renewing, Faults(repeats=1), marks=pytest.mark.chaos),
+    ],
+)
 def test_in_no_order_of_requests_to_a_bucket_is_a_pinned_point_deleted(
     pinning: Callable[[RunStore], Any], faults: Faults
 ) -> None:

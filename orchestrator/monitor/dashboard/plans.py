@@ -24,13 +24,13 @@ from orchestrator.coordinator.data_end import find_known_epochs
 from orchestrator.coordinator.forking import point_info
 from orchestrator.coordinator.skipping import skip_here
 from orchestrator.coordinator.sources import SourcesHere, sources_here
-from orchestrator.data.feed.memory import memory_of
 from orchestrator.data.frozen import read_frozen
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.segments import read_first
 from orchestrator.json_form import encode
+from orchestrator.launch.looking_ahead import memory_ahead
 from orchestrator.launch.start import read_frozen_data
 from orchestrator.monitor.dashboard.runs import OpenRun
 from orchestrator.monitor.views.run_views import RunViews
@@ -237,7 +237,7 @@ def _completed(
     if point is not None and not refused:
         notes.append("sizes of the point's files are right; the start verifies their digests, too")
     refusals = (*refused, *found.refusals, *data.refusals)
-    memory = () if data.spec is None else (str(memory_of(job, data.spec)),)
+    memory = () if data.spec is None else memory_ahead(job, data.spec)
     return replace(
         found,
         action="refuse" if refusals else found.action,
