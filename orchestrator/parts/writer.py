@@ -12,7 +12,6 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 from typing import Any
 
 import orjson
@@ -23,25 +22,29 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
 
 _PR_SET_PDEATHSIG = 1
+_PIPE_BYTES = 64 << 10
 _NICE = 5  # a save may wait, a step may not
 CANCELLED = "the save is not wanted any more; its part is cancelled"
 
 
 class _Cancelled:
-    """Up to which job nothing is wanted any more."""
+    """Up to which job nothing is wanted any more, by what the pipe says at each look: a job that was
+    cancelled before it was taken up is never begun.
+    """
 
-    def __init__(self) -> None:
-        self._up_to = -1
-
-    def listen(self, pipe: int) -> None:
-        """Until the pipe ends; then nothing is wanted."""
-        with open(pipe, "rb") as lines:
-            for line in lines:
-                self._up_to = max(self._up_to, int(line))
-        self._up_to = sys.maxsize
+    def __init__(self, pipe: int) -> None:
+        os.set_blocking(pipe, False)
+        self._pipe, self._rest, self._up_to = pipe, b"", -1
 
     def check(self, number: int) -> None:
-        """Raises `PartCancelled` if this job is cancelled."""
+        """Raises `PartCancelled` if this job is cancelled, and all are once the pipe has ended."""
+        while self._up_to < sys.maxsize:
+            try:
+                said = os.read(self._pipe, _PIPE_BYTES)
+            except BlockingIOError:
+                break
+            *lines, self._rest = (self._rest + said).split(b"\n")
+            self._up_to = max([self._up_to, *map(int, lines)]) if said else sys.maxsize
         if number <= self._up_to:
             raise PartCancelled(CANCELLED)
 
@@ -53,8 +56,7 @@ def main(root: str, parent: int, cancels: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)
-    storage, cancelled = open_storage(root), _Cancelled()
-    threading.Thread(target=cancelled.listen, args=(cancels,), daemon=True).start()
+    storage, cancelled = open_storage(root), _Cancelled(cancels)
     for line in sys.stdin.buffer:
         sys.stdout.buffer.write(_answer(storage, orjson.loads(line), cancelled))
         sys.stdout.buffer.flush()
