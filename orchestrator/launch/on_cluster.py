@@ -53,10 +53,9 @@ def supervise(
     fault_plan: str,
     progress: Progress,
     until_tokens: int | None = None,
-    num_shards: int | None = 1,
 ) -> RunStatus:
     """Starts what the attempt needs and stays until the run has ended; everything started here ends here.
-    `until_tokens` and `num_shards` as in `TrainJob`.
+    `until_tokens` as in `TrainJob`.
     """
     _say_beginning(job, attempt, plan, spec, storage, limits, progress)
     # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
@@ -81,7 +80,7 @@ def supervise(
         storage=storage.root,
         fault_plan=fault_plan,
         until_tokens=until_tokens,
-        num_shards=num_shards,
+        num_shards=attempt.parallel.num_shards if attempt.parallel is not None else 1,
     )
     launch = _launch(job, task, storage, limits)
     show = _shower(progress, limits, feeder)
