@@ -37,6 +37,7 @@ _PARTS_AT_A_TIME = 4
 _MOST_PARTS = 10_000  # S3's limit
 _MOST_COPIED_BYTES = 5 << 30  # S3 copies no larger object in one request
 _READ_BYTES = 32 << 20  # so much comes in one answer: one that takes longer than the limit would never end
+_READS_AT_A_TIME = 8  # of one reader: an answer takes tens of milliseconds to begin
 _AT_A_TIME = 1000  # the most objects that one request lists or deletes
 _DOCUMENT_BYTES = 1 << 20  # a request with more than that carries content
 _NO_BULK = ("status code: 501", "status code: 405")
@@ -55,7 +56,13 @@ class ObjectStore:
     that.
     """
 
-    traits = Traits(refuses_taken=False, lists_facts=True, appends=False, frees_names=False)
+    traits = Traits(
+        refuses_taken=False,
+        lists_facts=True,
+        appends=False,
+        frees_names=False,
+        reads_at_a_time=_READS_AT_A_TIME,
+    )
 
     def __init__(
         self, root: str, sleep: Callable[[float], None] = time.sleep, limits: Limits | None = None

@@ -24,13 +24,15 @@ class Traits:
     `refuses_taken`: a `put` of a name that is taken raises, exclusive or not. `lists_facts`: `list` says
     sizes and tags, where another store would have to ask for each name. `appends`: files can grow.
     `frees_names`: what is created under a name that was deleted is there to stay; elsewhere a delayed repeat
-    of the deletion may take it away.
+    of the deletion may take it away. `reads_at_a_time`: so many reads together are faster than one after the
+    other, because each waits for an answer from afar.
     """
 
     refuses_taken: bool
     lists_facts: bool
     appends: bool
     frees_names: bool
+    reads_at_a_time: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

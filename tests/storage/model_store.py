@@ -152,7 +152,9 @@ class ModelStore:
     process asked and was answered; it, and nothing else, decides what the process does next.
     """
 
-    traits = Traits(refuses_taken=False, lists_facts=True, appends=False, frees_names=False)
+    traits = Traits(
+        refuses_taken=False, lists_facts=True, appends=False, frees_names=False, reads_at_a_time=2
+    )
 
     def __init__(
         self,
