@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -158,7 +159,8 @@ def _rounds(state: TrainState, ways: list[Way], spec: dict[str, Any]) -> dict[st
     """By `<way>_<figure>` the values of each round but the first."""
     trained = [tensor for tensor in state.model.parameters() if tensor.requires_grad]
     found: dict[str, list[float]] = {}
-    said(f"{spec['rounds']} rounds of {', '.join(way.name for way in ways)}, and one before that does not count")
+    names = ", ".join(way.name for way in ways)
+    said(f"{spec['rounds']} rounds of {names}, and one before that does not count")
     for number in range(spec["rounds"] + 1):
         for way in ways if number % 2 else ways[::-1]:
             dist.barrier()
@@ -210,7 +212,7 @@ def said_round(number: int, name: str, figures: dict[str, float]) -> None:
     said(f"round {number}, {name}: {values}")
 
 
-def gradients(state: TrainState, trained: list[Tensor], spec: dict[str, Any]) -> None:
+def gradients(state: TrainState, trained: Sequence[Tensor], spec: dict[str, Any]) -> None:
     """Those of one micro-batch of random tokens, summed over the ranks."""
     tokens = torch.randint(0, SHAPES[spec["size"]]["vocab_size"], (1, spec["seq_len"]))
     if isinstance(state, ShardedState):  # FSDP2 sums them itself
