@@ -24,11 +24,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint_commit import commit
-from benchmarks.common import ROOT, Samples, medians, say
+from benchmarks.checkpoint_ranks import FOUND
+from benchmarks.common import ROOT, Samples, medians
 
 WORLD_SIZE = 2
 RESOLUTION_S = 1e-4
@@ -47,6 +49,15 @@ KEYS = {
     "memory_every_step_overhead": "memory points",
 }
 
+SLOWDOWNS = (  # of a way, beside the rounds without a save in the same run
+    ("ours", "none", "slowdown_s"),
+    ("fsdp2", "fsdp2_none", "fsdp2_slowdown_s"),
+    ("dcp", "none", "dcp_slowdown_s"),
+    ("dcp_stager", "none", "dcp_stager_slowdown_s"),
+    ("ray_async", "ray_none", "ray_async_slowdown_s"),
+)
+PARTS = ("commit", "ddp", "fsdp2", "ray")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -56,7 +67,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="of each round; its first begins with the save")
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--folder", type=Path, help="where the saves go; a temporary folder")
-    parser.add_argument("--only", nargs="*", default=["commit", "ddp", "fsdp2", "ray"])
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, help="these parts alone")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=asked.folder) as folder:
         samples, found = measure(Path(folder), asked)
@@ -75,9 +86,11 @@ def measure(folder: Path, asked: argparse.Namespace) -> tuple[Samples, dict[str,
     spec |= {"steps": asked.steps, "seq_len": asked.seq_len}
     for name, part in (("commit", _commit), ("ddp", _ddp), ("fsdp2", _fsdp2), ("ray", ray)):
         if name in asked.only:
+            began = time.monotonic()
+            print(f"{name} begins", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=folder) as own:
                 samples |= part(Path(own), spec)
-            say(name, samples)
+            print(f"{name} took {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return samples, figures(samples)
 
 
@@ -107,31 +120,34 @@ def ranks(folder: Path, spec: dict[str, Any]) -> Samples:
                 str(folder),
                 json.dumps(spec),
             ],
-            stdout=subprocess.PIPE,
+            stdout=sys.stderr,  # what rank 0 says as it goes
             stderr=(folder / f"rank{rank}.log").open("w"),
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         for rank in range(WORLD_SIZE)
     ]
-    outputs = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
+    if any([process.wait() for process in processes]):  # of all, whichever failed
         logs = [(folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(WORLD_SIZE)]
         raise RuntimeError("a rank failed:\n" + "\n".join(logs))
-    found: Samples = json.loads(outputs[0].splitlines()[-1])
+    found: Samples = json.loads((folder / FOUND).read_text())
     return found
 
 
 def ray(folder: Path, spec: dict[str, Any]) -> Samples:
     """What a run of Ray Train finds."""
+    log = folder / "ray.log"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.checkpoint_ray", str(folder), json.dumps(spec)],
-        stdout=subprocess.PIPE,
+        stdout=sys.stderr,
+        stderr=log.open("w"),
         cwd=ROOT,
-        check=True,
+        check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
-    found: Samples = json.loads(done.stdout.splitlines()[-1])
+    if done.returncode:
+        raise RuntimeError("the run of Ray Train failed:\n" + log.read_text()[-3000:])
+    found: Samples = json.loads((folder / FOUND).read_text())
     return found
 
 
@@ -151,9 +167,10 @@ def figures(samples: Samples) -> dict[str, float]:
     for ours, key in (("ours", "blocked_ddp_s"), ("fsdp2", "blocked_fsdp2_s")):
         if f"{ours}_blocked_s" in middle:
             found[key] = middle[f"{ours}_blocked_s"]
-    if "ours_steps_s" in samples:
-        pairs = zip(samples["ours_steps_s"], samples["none_steps_s"], strict=True)
-        found["slowdown_s"] = statistics.median(with_one - without for with_one, without in pairs)
+    for way, without, key in SLOWDOWNS:
+        if f"{way}_steps_s" in samples:
+            pairs = zip(samples[f"{way}_steps_s"], samples[f"{without}_steps_s"], strict=True)
+            found[key] = statistics.median(with_one - none for with_one, none in pairs)
     ratio("dcp_stager_over_ours", "dcp_stager_blocked_s", "ours_blocked_s", RESOLUTION_S)
     ratio("ray_async_over_ours", "ray_async_blocked_s", "ours_blocked_s", RESOLUTION_S)
     ratio("durable_over_dcp", "ours_durable_s", "dcp_durable_s")

@@ -1,9 +1,9 @@
 """One rank of `benchmarks.checkpoint`: trains GPT-2, and saves in turn in each of several ways.
 
-`python -m benchmarks.checkpoint_ranks RANK PORT FOLDER SPEC`; rank 0 prints what it found as JSON. The step
-is the same for all ways: forward and backward of one micro-batch on one thread, gradients summed over the
-ranks, AdamW. What a way does at the begin of a save, and what it waits for before the optimizer writes,
-differs.
+`python -m benchmarks.checkpoint_ranks RANK PORT FOLDER SPEC`; rank 0 says what it does as it goes, and writes
+what it found as JSON into the folder. The step is the same for all ways: forward and backward of one
+micro-batch on one thread, gradients summed over the ranks, AdamW. What a way does at the begin of a save, and
+what it waits for before the optimizer writes, differs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "small": {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 8192},
 }
 NONE = "none"
+FOUND = "found.json"  # in the folder: all measured values
 
 
 class Way(Protocol):
@@ -97,7 +99,7 @@ def main(rank: int, port: int, folder: Path, spec: dict[str, Any]) -> None:
         found |= loads(state, folder / "dcp", folder / "ours", spec["rounds"])
     dist.barrier()
     if rank == 0:
-        print(json.dumps(found), flush=True)
+        (folder / FOUND).write_text(json.dumps(found))
     os._exit(0)  # libraries' threads would be waited for
 
 
@@ -157,6 +159,8 @@ def _rounds(state: TrainState, ways: list[Way], spec: dict[str, Any]) -> dict[st
     """By `<way>_<figure>` the values of each round but the first."""
     trained = [tensor for tensor in state.model.parameters() if tensor.requires_grad]
     found: dict[str, list[float]] = {}
+    names = ", ".join(way.name for way in ways)
+    said(f"{spec['rounds']} rounds of {names}, and one before that does not count")
     for number in range(spec["rounds"] + 1):
         for way in ways if number % 2 else ways[::-1]:
             dist.barrier()
@@ -178,8 +182,7 @@ def _rounds(state: TrainState, ways: list[Way], spec: dict[str, Any]) -> dict[st
             if number:
                 for figure, value in zip(figures, worst.tolist(), strict=True):
                     found.setdefault(f"{way.name}_{figure}", []).append(value)
-            if dist.get_rank() == 0:
-                print(f"{number} {way.name}: {worst.tolist()}", file=sys.stderr, flush=True)
+            said_round(number, way.name, dict(zip(figures, worst.tolist(), strict=True)))
     for way in ways:
         way.close()
     return found
@@ -197,7 +200,19 @@ def _sizes(state: TrainState, folder: Path, ways: list[Way]) -> dict[str, list[f
     return {"torch_save_bytes": [float(size)], "ours_bytes": [float(ours.num_bytes())]}  # type: ignore[attr-defined]
 
 
-def gradients(state: TrainState, trained: list[Tensor], spec: dict[str, Any]) -> None:
+def said(text: str) -> None:
+    """For who waits: rank 0 says it."""
+    if dist.get_rank() == 0:
+        print(f"  {text}", flush=True)
+
+
+def said_round(number: int, name: str, figures: dict[str, float]) -> None:
+    """What a round took."""
+    values = ", ".join(f"{figure} {value:.4f}" for figure, value in figures.items())
+    said(f"round {number}, {name}: {values}")
+
+
+def gradients(state: TrainState, trained: Sequence[Tensor], spec: dict[str, Any]) -> None:
     """Those of one micro-batch of random tokens, summed over the ranks."""
     tokens = torch.randint(0, SHAPES[spec["size"]]["vocab_size"], (1, spec["seq_len"]))
     if isinstance(state, ShardedState):  # FSDP2 sums them itself

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from orchestrator.errors import ConfigError
+from orchestrator.storage.direct import write_direct
 from orchestrator.storage.disk import AppendHandle, Disk, OsDisk, storage_error, write_all
 from orchestrator.storage.exact_pieces import exact
 from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits
@@ -26,6 +27,7 @@ Result = TypeVar("Result")
 TEMPORARY = (
     ".tmp-"  # part of the name of a file that is not there yet; no reader of a folder takes it for anything
 )
+_DIRECT_FROM_BYTES = 8 << 20  # smaller files are often read again soon
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK})
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -195,8 +197,12 @@ class LocalStore:
 
     def _fill(self, handle: int, full: str, pieces: Pieces, size: int) -> None:
         try:
-            for view in exact(pieces, size, full):
-                write_all(self.disk, handle, view)
+            views = exact(pieces, size, full)
+            if size >= _DIRECT_FROM_BYTES:
+                write_direct(self.disk, handle, views)
+            else:
+                for view in views:
+                    write_all(self.disk, handle, view)
             self.disk.fsync(handle)
         finally:
             self.disk.close(handle)
