@@ -349,7 +349,8 @@ class Vote:
 
     `files` is the one file of this rank (`parts.part_file`), `layout` is (num_shards, num_replicas), `sums`
     says to each group the sum of the rows in that file (`planning.weights_sum`). Rank 0 alone lists the
-    tensors of the whole state, in the order by which `planning.state_layout` divides them.
+    tensors of the whole state, in the order by which `planning.state_layout` divides them. `part_s`: from the
+    begin of the save to this vote.
     """
 
     key: StateKey
@@ -363,6 +364,7 @@ class Vote:
     records: tuple[StepRecord, ...]  # the voter's unacknowledged step records
     peak_memory_bytes: int = 0  # of the voter's process so far (`trainer.peak_memory`); 0: not known
     layout: tuple[int, int] | None = None
+    part_s: float = 0.0
     sums: dict[str, int] = field(default_factory=dict)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import signal
 import socket
@@ -52,7 +53,9 @@ _HELPERS = (ray_inventory.LOG_MONITOR, ray_inventory.MONITOR, ray_inventory.API_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """A live node: what is free on it now, and what it has in all. Bytes are 0 where Ray does not tell."""
+    """A live node: what is free on it now, and what it has in all. Bytes are 0 where Ray does not tell.
+    `grace_s`: it is about to be taken away in so many seconds (inf: when it is idle); None: it stays.
+    """
 
     node_id: str
     host: str
@@ -63,6 +66,7 @@ class Node:
     free_gpus: float
     memory_bytes: int
     object_store_bytes: int
+    grace_s: float | None = None
 
 
 class ClusterConnection:
@@ -261,6 +265,7 @@ def nodes() -> tuple[Node, ...]:
     head = ray_inventory.HEAD_NODE.found()
     rows = [row for row in ray.nodes() if row["Alive"]]  # type: ignore[no-untyped-call]
     free = _free([(row["NodeID"], row["Resources"]) for row in rows])
+    draining = _draining()
     found = [
         Node(
             node_id=row["NodeID"],
@@ -272,10 +277,23 @@ def nodes() -> tuple[Node, ...]:
             free_gpus=free.get(row["NodeID"], {}).get("GPU", 0.0),
             memory_bytes=int(row["Resources"].get("memory", 0)),
             object_store_bytes=int(row["Resources"].get("object_store_memory", 0)),
+            grace_s=draining.get(row["NodeID"]),
         )
         for row in rows
     ]
     return tuple(sorted(found, key=lambda n: (not n.is_head, n.node_id)))
+
+
+def _draining() -> dict[str, float]:
+    """The nodes that are about to be taken away, each with how long it stays (inf: until it is idle). Their
+    deadline is by the clock of whoever drains them; it is compared with this machine's.
+    """
+    found = ray_inventory.DRAINING_NODES.found()
+    deadlines: Mapping[str, int] = found[0]() if found is not None else {}
+    return {
+        node: max(0.0, deadline_ms / 1000 - time.time()) if deadline_ms else math.inf
+        for node, deadline_ms in deadlines.items()
+    }
 
 
 def _free(nodes: list[tuple[str, Mapping[str, float]]]) -> Mapping[str, Mapping[str, float]]:

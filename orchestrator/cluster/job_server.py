@@ -6,6 +6,7 @@ It knows nothing of runs and configurations, decides nothing, and starts no Ray 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import warnings
@@ -24,6 +25,14 @@ SERVER = "RAY_API_SERVER_ADDRESS"  # of this process's environment: what Ray's o
 COPY_ENVIRONMENT = {"RAY_RUNTIME_ENV_IGNORE_GITIGNORE": "1"}
 _CONNECT_S = 5.0
 _OVERRIDES = (SERVER, "RAY_ADDRESS")  # Ray would take these instead of the address that it is given
+
+
+def job_stop_s() -> float:
+    """How long this process has between SIGTERM and SIGKILL, where it is a Ray job's (inf: it is not, or
+    nobody set that).
+    """
+    wait_s = os.environ.get(STOP_WAIT, "")
+    return float(wait_s) if wait_s.isdecimal() else math.inf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,6 +50,11 @@ FREE_RESOURCES = PrivatePart(
     lost="of several nodes it is not known which one's CPUs and GPUs are taken: on a busy cluster a job that "
     "does not fit is not refused at once, its workers wait for room",
 )
+DRAINING_NODES = PrivatePart(
+    names={f"{_STATE}state.get_draining_nodes": ""},
+    lost="nobody hears that a node is about to be taken away: its workers are lost with it, and under shard "
+    "the steps since the newest memory point or resume point, too",
+)
 HEAD_NODE = PrivatePart(
     names={"ray._common.constants:HEAD_NODE_RESOURCE_NAME": ""},
     shape=lambda name: isinstance(name, str),
@@ -99,6 +104,7 @@ OF_CORE = (
     API_SERVER,
     SHUTTING_DOWN,
     FREE_RESOURCES,
+    DRAINING_NODES,
     HEAD_NODE,
     PLACEMENT_GROUPS,
     ACTOR_TABLE,

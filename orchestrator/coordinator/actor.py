@@ -8,6 +8,7 @@ path.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import time
@@ -250,13 +251,22 @@ class Coordinator:
         self._launch.rendezvous.expect(num_workers)
         self._driver.look_soon()
 
-    async def stop(self, by: str) -> None:
-        """Save and stop at the next step boundary; `by` is who wants it."""
+    async def draining(self, node: str, host: str, grace_s: float) -> None:
+        """A node is about to be taken away, in `grace_s` seconds (inf: when it is idle)."""
+        self._driver.ensure_running()
+        await self._driver.carry_out(self._launch.draining(node, host, grace_s, time.monotonic()))
+        self._driver.look_soon()
+
+    async def stop(self, by: str, grace_s: float = math.inf) -> None:
+        """Save and stop at the next step boundary; `by` is who wants it, and kills the launch in `grace_s`
+        seconds (inf: nobody said so).
+        """
         self._driver.ensure_running()
         if self._launch.stopping:
             return
         self._journal.event(EventKind.CONTROL_REQUEST, what=STOP, by=by, request=0)
         self._launch.request_stop(by)
+        await self._driver.carry_out(self._launch.stop_within(by, grace_s))
         self._driver.look_soon()
         await self._driver.notify()
 

@@ -119,7 +119,8 @@ def _read_back(journal: Journal, first: int, died: tuple[int, str]) -> EarlierCo
     mine = [event for event in journal.events if event.attempt >= first]
     last = max((g for g in journal.generations if g.attempt >= first), key=lambda g: g.id, default=None)
     # whose death is known is not waited for, and not counted again
-    dead = {event.fields["member"] for event in mine if event.kind == EventKind.MEMBER_DEAD}
+    over = (EventKind.MEMBER_DEAD, EventKind.MEMBER_LEFT)
+    dead = {event.fields["member"] for event in mine if event.kind in over}
     live = tuple(member for member in last.members if member not in dead) if last else ()
     finished = [event.fields for event in mine if event.kind == EventKind.MEMBER_FINISHED]
     failures = [event.fields for event in mine if event.kind == EventKind.FAILURE]

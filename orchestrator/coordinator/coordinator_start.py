@@ -37,6 +37,7 @@ class CoordinatorStart:
     fault_plan: str = ""
     keep_every: int | None = None
     keep_best: int = 0
+    sharded: bool = False  # no worker holds the whole state
     stop_by: str = ""  # who wants the launch to stop before its budgets are spent
     storage_limit_s: float = STORAGE_LIMIT_S
     rendezvous: RendezvousSettings = RendezvousSettings()
@@ -73,6 +74,7 @@ def launch_machine(start: CoordinatorStart, attempt: Attempt) -> LaunchMachine:
         answered=earlier.answered,
         budgets=attempt.budgets,
         stop_by=start.stop_by,
+        sharded=start.sharded,
     )
 
 

@@ -39,6 +39,15 @@ class Kill:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Leave:
+    """This member waits to join and is not needed any more, because its node is about to go: answer that its
+    part is over.
+    """
+
+    member: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Warn:
     """Notify the user."""
 
@@ -71,4 +80,4 @@ class Fenced:
 
 
 # `Form`: journal the generation durably, then call `formed`; `VoterGone` is for the commits
-Action = Answer | Note | Kill | Warn | Say | End | Fenced | Form | VoterGone
+Action = Answer | Note | Kill | Leave | Warn | Say | End | Fenced | Form | VoterGone

@@ -19,7 +19,17 @@ from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.attempt_journal import write_down_end
 from orchestrator.coordinator.coordinator_start import CoordinatorStart, commit_machine, launch_machine
 from orchestrator.coordinator.feeder_notes import NOT_SAID, FeederNotes, SkippedDocuments
-from orchestrator.coordinator.launch_actions import Action, Answer, End, Fenced, Kill, Note, Say, Warn
+from orchestrator.coordinator.launch_actions import (
+    Action,
+    Answer,
+    End,
+    Fenced,
+    Kill,
+    Leave,
+    Note,
+    Say,
+    Warn,
+)
 from orchestrator.coordinator.news import News
 from orchestrator.coordinator.open_calls import GenerationEnds, OpenJoins
 from orchestrator.elastic.cause import Cause
@@ -35,7 +45,7 @@ from orchestrator.history.journal import JournalWriter
 from orchestrator.history.metric_log import MetricLogs
 from orchestrator.history.request_files import RequestFiles
 from orchestrator.json_form import encode
-from orchestrator.records import Cursor, GenerationView, MemberInfo, StateKey, StepRecord
+from orchestrator.records import Cursor, GenerationView, MemberInfo, RunOver, StateKey, StepRecord
 from orchestrator.resume.commit_driver import Commits, in_daemon_thread
 from orchestrator.resume.commit_events import GenerationFormed, Tick, VoterGone
 from orchestrator.resume.pin_watch import PinWatch, note_pins
@@ -142,6 +152,9 @@ class LaunchDriver:
                 case Kill():
                     self.news.kill(action.member)
                     self.roster.gone(action.member.member, sentences.UNRESPONSIVE, Cause.LEFT_OUT)
+                case Leave():
+                    self.joins.answer(action.member, RunOver(reason=sentences.DRAINED))
+                    self.roster.gone(action.member, sentences.DRAINED, Cause.NODE_DRAINED)
                 case Warn():
                     await self.warned(action.text)
                 case Say():
@@ -185,6 +198,8 @@ class LaunchDriver:
         """Journals the generation durably, then answers its members (rule 2); saves that are not on its path
         are given up. While storage fails it tries again, until the launch machine ends the run.
         """
+        for member in self.machine.leavers(formation):
+            self.roster.gone(member, sentences.DRAINED, Cause.NODE_DRAINED)
         cause = self.roster.cause(formation.members)
         self.journal.generation(_journalled(formation, self._start, self._attempt, cause))
         while not await self.flush():
@@ -309,17 +324,17 @@ class LaunchDriver:
     async def committed(self, point: Point, newest: bool) -> None:
         """See `CommitListener`: members may be given the newest one to load."""
         self.roster.storage_failed(False)
-        await self.carry_out(self.machine.committed(point.key))
+        await self.carry_out(self.machine.committed(point.key, self.commits.took_s))
         if newest:
             self.machine.rendezvous.set_newest_point(point.key, point.cursor, point.name)
             self._feeder_notes.soon(point.cursor.consumed_samples)
         await self.notify()
 
-    async def gave_up(self, text: str, by_storage: bool) -> None:
+    async def gave_up(self, key: StateKey, text: str, by_storage: bool) -> None:
         """See `CommitListener`: goes out with the next status."""
         await self.warned(text)
         self.roster.storage_failed(by_storage)
-        await self.carry_out(self.machine.save_given_up(text, by_storage, time.monotonic()))
+        await self.carry_out(self.machine.save_given_up(key, text, by_storage, time.monotonic()))
 
     async def warned(self, text: str) -> None:
         """See `CommitListener`: goes out with the next status."""

@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Iterable, Mapping
 
 from orchestrator.coordinator.ended_by import ended_by
-from orchestrator.coordinator.launch_actions import Action, Answer, End, Fenced, Kill, Note, Say, Warn
+from orchestrator.coordinator.launch_actions import Action, Answer, End, Fenced, Kill, Leave, Note, Say, Warn
+from orchestrator.coordinator.leaving import Leaving
 from orchestrator.coordinator.places import Places
 from orchestrator.coordinator.requests import Answered, Requests, heard_sentence
 from orchestrator.elastic.failure_budget import Failure, FailureBudget
@@ -20,6 +21,7 @@ from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, R
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.storage_trouble import StorageTrouble
 from orchestrator.errors import FencedError
+from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.request_files import STOP, STOP_NOW, Request
 from orchestrator.planning.schedule import Budgets
@@ -43,6 +45,7 @@ class LaunchMachine:
     while a restarted coordinator takes over, `infos` where they live, `finished` those whose part is over,
     with reason and step; `ended` is (outcome, reason) of a launch that had ended before; `last_step` the
     newest step that was recorded, `saved` the newest resume point; `answered` are the requests that are.
+    `sharded`: no member holds the whole state.
 
     Guarantees: whoever waits in `join` is answered when the run ends; the run ends once some member of the
     newest generation has finished and the others have, too, or are gone, or came to join again, whoever else
@@ -64,6 +67,7 @@ class LaunchMachine:
         answered: Iterable[int] = (),
         budgets: Budgets = Budgets(),  # noqa: B008  frozen
         stop_by: str = "",
+        sharded: bool = False,
     ) -> None:
         self.rendezvous, self._budget, self._trouble = rendezvous, budget, trouble
         self._saving = trouble.copy()  # of saves, which may fail although the journal does not
@@ -76,6 +80,7 @@ class LaunchMachine:
         self._stop_by, self._budgets = stop_by, budgets
         self._short: tuple[int, int] | None = None  # (needed, there) as noted, while too few are there
         self._saved, self._requests = saved, Requests(answered)
+        self._leaving = Leaving(rendezvous, sharded)
         self._places = Places(rendezvous.attempt)
         self._finished = dict(finished or {})  # member: reason, step
         self._left_out: set[str] = set()  # and not known to be dead
@@ -176,7 +181,7 @@ class LaunchMachine:
             self.last_step = record
             self._budget.applied(record.step)
             self._durations = [*self._durations[1 - _RECENT_STEPS :], record.step_s]
-            self.rendezvous.median_step(statistics.median(self._durations))
+            self.rendezvous.median_step(self._median_step_s)
 
     def to_ask(self, committing: bool, now: float) -> list[MemberInfo]:
         """The members of whom it matters now whether they live: those that form a group, wait, or are waited
@@ -198,6 +203,14 @@ class LaunchMachine:
                 or (not quiet and (member in self.waiting or not self.rendezvous.is_gone(member)))
             )
         ]
+
+    def draining(self, node: str, host: str, grace_s: float, now: float) -> list[Action]:
+        """A node is about to be taken away, in `grace_s` seconds (inf: when it is idle)."""
+        return [] if self.ended is not None else self._leaving.noticed(node, host, grace_s, now)
+
+    def leavers(self, formation: Formation) -> list[str]:
+        """Members of the generation before that are not in this one because their nodes are about to go."""
+        return [m for m in self.rendezvous.drained if m in self.members and m not in formation.members]
 
     # ---- what is asked of the run
     @property
@@ -232,6 +245,10 @@ class LaunchMachine:
         """Save and stop at the next step boundary; `by` is who wants it. The first one counts."""
         self.stopping, self._stop_by = True, self._stop_by or by
         self.rendezvous.request_stop()
+
+    def stop_within(self, by: str, grace_s: float) -> list[Action]:
+        """The stop that `by` asked for ends with a kill in `grace_s` seconds (inf: nobody said so)."""
+        return self._leaving.stop(by, grace_s, self._median_step_s)
 
     def voted(self) -> None:
         """A vote came: what was asked for as a save has begun."""
@@ -286,20 +303,25 @@ class LaunchMachine:
         text = self._trouble.worked()
         return [Warn(text=text)] if text else []
 
-    def save_given_up(self, reason: str, by_storage: bool, now: float) -> list[Action]:
-        """A save was given up. Saves that go on failing because a write failed (`by_storage`), beyond the
-        limit of storage, end the run: what it trains would be lost.
+    def save_given_up(self, key: StateKey, reason: str, by_storage: bool, now: float) -> list[Action]:
+        """The save of `key` was given up. Saves that go on failing because a write failed (`by_storage`),
+        beyond the limit of storage, end the run: what it trains would be lost.
         """
         self._requests.save_given_up(now)
+        self.rendezvous.save_decided(key)
+        stays = self._leaving.save_given_up(now)
         if not by_storage:
-            return []
+            return stays
         self._saving.failed(reason, now)
         verdict = self._saving.verdict(now)
-        return self.end("failed", verdict) if verdict else []
+        return [*stays, *(self.end("failed", verdict) if verdict else ())]
 
-    def committed(self, key: StateKey) -> list[Action]:
-        """A save was committed."""
+    def committed(self, key: StateKey, took_s: float | None = None) -> list[Action]:
+        """A save was committed, `took_s` after it was begun (None: not known)."""
         self._saving.worked()
+        self.rendezvous.save_decided(key)
+        if took_s is not None:
+            self._leaving.times.took(took_s)
         self.rendezvous.save_answered(self._save)  # who asked for more than this one holds asks again
         self._saved = max(self._saved or key, key)
         return [_note(answer) for answer in self._requests.committed(key)]
@@ -316,6 +338,10 @@ class LaunchMachine:
             return actions
         if self._requests.wants_save(now):
             self.save_again()
+        left, wants_save = self._leaving.tick(self.infos, self._median_step_s, now)
+        actions += left
+        if wants_save:
+            self.save_again()
         for action in self.rendezvous.tick(now):
             match action:
                 case LeaveOut():
@@ -326,6 +352,9 @@ class LaunchMachine:
                     actions += self._waits(action)
                 case Form() if self.ended is None:
                     actions.append(action)
+        # last: who may go is kept while the others still meet
+        for member in self.rendezvous.may_go:
+            actions += self._left(member, now)
         return actions
 
     def formed(self, formation: Formation, now: float) -> list[Action]:
@@ -346,6 +375,19 @@ class LaunchMachine:
         return answers
 
     # ---- inside
+    @property
+    def _median_step_s(self) -> float:
+        return statistics.median(self._durations) if self._durations else 0.0
+
+    def _left(self, member: str, now: float) -> list[Action]:
+        """Its votes are answered and the others hold what it holds; its process ends by itself."""
+        info = self.infos.pop(member, None)
+        self.waiting.discard(member)
+        self.rendezvous.left(member, None, now)
+        note = Note(kind=EventKind.MEMBER_LEFT, fields={"member": member, "reason": sentences.DRAINED})
+        known: list[Action] = [note] if info is not None else []
+        return [*known, Leave(member=member), *self._places.lost(member, writing=True), *self._over()]
+
     def _waits(self, action: Waiting) -> list[Action]:
         """Noted when it begins, and when another number is there; the next generation ends it."""
         short = (action.needed, action.there)

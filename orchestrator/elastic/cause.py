@@ -19,6 +19,7 @@ class Cause(StrEnum):
     REWIND = "rewind"  # the same, from an older point
     COORDINATOR_RESTARTED = "coordinator restarted"
     NODE_LOST = "node lost"
+    NODE_DRAINED = "node drained"  # its workers left before it was taken away
     LEFT_OUT = "left out"  # a worker stopped responding and was killed
     WORKER_LOST = "worker lost"
     WORKER_JOINED = "worker joined"
@@ -26,7 +27,7 @@ class Cause(StrEnum):
     RE_FORMED = "re-formed"  # nobody was lost and nobody came: connections broke, or a save was given up
 
 
-_LOSSES = (Cause.NODE_LOST, Cause.LEFT_OUT, Cause.WORKER_LOST)
+_LOSSES = (Cause.NODE_LOST, Cause.LEFT_OUT, Cause.WORKER_LOST, Cause.NODE_DRAINED)
 
 
 def first_cause(why: str) -> Cause:

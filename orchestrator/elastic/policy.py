@@ -34,7 +34,8 @@ class Limits:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFacts:
     """A live node, its logical resources in all and those that nobody holds now. Bytes are 0 where they are
-    not known.
+    not known. `grace_s`: it is about to be taken away in so many seconds (inf: when it is idle); None: it
+    stays.
     """
 
     node_id: str
@@ -45,6 +46,7 @@ class NodeFacts:
     free_cpus: float
     free_gpus: float
     object_store_bytes: int = 0
+    grace_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +85,17 @@ class StopGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LeaveNode:
+    """This node is about to be taken away: its workers are to leave it in `grace_s` seconds (inf: there is
+    time). Repeated as long as it is there.
+    """
+
+    node_id: str
+    host: str
+    grace_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ExpectWorkers:
     """So many workers have been started or are starting: a first generation waits for them."""
 
@@ -96,15 +109,16 @@ class EndLaunch:
     reason: str
 
 
-Decision = StartGroup | StopGroup | ExpectWorkers | EndLaunch
+Decision = StartGroup | StopGroup | LeaveNode | ExpectWorkers | EndLaunch
 
 
 def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
     """What to do now; empty if all is as it should be.
 
     A group is started wherever there is room and workers are missing, so a lost node's workers come back on
-    any node, up to the maximum. The run is stopped when too few workers were there for longer than `wait_s`;
-    how many failures are too many the launch machine knows.
+    any node, up to the maximum. A node that is about to be taken away gets none, and its workers count as
+    lost already: others are started for them. The run is stopped when too few workers were there for longer
+    than `wait_s`; how many failures are too many the launch machine knows.
     """
     reason = _give_up(facts, limits)
     if reason:
@@ -113,11 +127,18 @@ def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
     lost = tuple(
         StopGroup(node_id=g.node_id, reason="its node is gone") for g in facts.groups if g.node_id not in live
     )
-    kept = tuple(g for g in facts.groups if g.node_id in live)
+    leave = tuple(
+        LeaveNode(node_id=node.node_id, host=node.host, grace_s=node.grace_s)
+        for node in facts.nodes
+        if node.grace_s is not None
+    )
+    stay = tuple(node for node in facts.nodes if node.grace_s is None)
+    staying = {node.node_id for node in stay}
+    kept = tuple(g for g in facts.groups if g.node_id in staying)
     missing = limits.max_workers - sum(g.num_workers for g in kept)
-    started = placement(facts.nodes, kept, limits, missing)
+    started = placement(stay, kept, limits, missing)
     expected = sum(g.num_workers for g in kept) + sum(g.num_workers for g in started)
-    return (*lost, *started, *((ExpectWorkers(num_workers=expected),) if expected else ()))
+    return (*lost, *leave, *started, *((ExpectWorkers(num_workers=expected),) if expected else ()))
 
 
 def tokenizer_node(nodes: tuple[NodeFacts, ...], limits: Limits) -> str | None:

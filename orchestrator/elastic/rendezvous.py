@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 
+from orchestrator.elastic.draining import Placed
 from orchestrator.elastic.failure_backoff import FailureBackoff
 from orchestrator.elastic.formation import (
     Action,
@@ -74,6 +75,7 @@ class Rendezvous:
             f"{previous} is not older than attempt {attempt}"
         )
         self.attempt, self.launch = attempt, launch
+        self.min_workers = min_workers
         self._min, self._max, self._expected = min_workers, max_workers, expected
         self._settings = settings or RendezvousSettings()
         self._states = ParentStateSelection(
@@ -94,6 +96,9 @@ class Rendezvous:
         self._stop = False
         self._save: str | None = None
         self._saves_done: set[str] = set()
+        self._draining: frozenset[str] = frozenset()  # nodes that nobody is taken in from
+        self._leave = self._leave_with_save = False  # nor kept on, and whether a save comes first
+        self._decided: StateKey | None = None  # the newest save that was committed or given up
         self._stopped: str | None = None
 
     # ---- what happens
@@ -179,6 +184,26 @@ class Rendezvous:
         self._saves_done.add(request)
         if self._save == request:
             self._save = None
+
+    def drain(self, nodes: Iterable[str]) -> None:
+        """These nodes are about to go: nobody is taken in from them any more."""
+        self._draining = frozenset(nodes)
+
+    def leave(self, save: bool) -> None:
+        """The members on draining nodes are to leave at the next step boundary, and nothing may be lost by
+        it: while the others and the newest point do not hold the whole of the newest state, the point of that
+        is waited for, where a save of it is undecided; else all go on together, and save and meet again.
+        `save`: that is known to be so, so that the step at hand is saved at once.
+        """
+        self._leave, self._leave_with_save = True, save
+
+    def stay(self) -> None:
+        """Whoever is on a draining node goes on with the others."""
+        self._leave = self._leave_with_save = False
+
+    def save_decided(self, key: StateKey) -> None:
+        """The save of `key` was committed or given up."""
+        self._decided = max(self._decided or key, key)
 
     # ---- what to do
     def tick(self, now: float) -> list[Action]:
@@ -295,6 +320,7 @@ class Rendezvous:
             save_only = current.formation is not None and current.formation.save_only
             save, stop = self._save is not None or save_only, self._stop
             reform = self._reform and not stop
+            save = save or (reform and self._leave_with_save and self._has_leavers(current))
         return ControlRequests(
             ended=ended, save=save, stop=stop, reform=reform, acknowledged_step=acknowledged_step
         )
@@ -313,6 +339,44 @@ class Rendezvous:
     def below_minimum_since(self) -> float | None:
         """Since when fewer than the minimum are there to train (seconds), None while enough are."""
         return self._short_since
+
+    @property
+    def drained(self) -> tuple[str, ...]:
+        """Who waits on a node that is about to go."""
+        waiting = self._group.waiting.items()
+        return tuple(member for member, a in waiting if a.request.node_id in self._draining)
+
+    @property
+    def placed(self) -> Placed:
+        """Where the members of the running generation are, and those that wait with a state; newcomers
+        elsewhere count, too.
+        """
+        current, gone = self._group.current, self._group.gone
+        inside = current.requests if current is not None else {}
+        there = {m: r for m, r in inside.items() if current and m in current.members and m not in gone}
+        there |= {m: a.request for m, a in self._group.waiting.items()}
+        leaving = [r for r in there.values() if r.node_id in self._draining]
+        return Placed(
+            leaving=tuple(r.node_id for r in leaving if r.member in inside or _holds_any(r)),
+            num_elsewhere=len(there) - len(leaving),
+        )
+
+    @property
+    def may_go(self) -> tuple[str, ...]:
+        """Who waits, is on a draining node, and is needed by nobody: without a state; or, when the node is to
+        be left, with one that the others have, too, and no vote that is not answered (rule 15).
+        """
+        if self._pending is not None:
+            return ()
+        requests = [a.request for a in self._group.waiting.values()]
+        elsewhere = [r for r in requests if r.node_id not in self._draining]
+        free = self._leave and (self._group.is_running or self._have_newest(elsewhere, requests))
+        return tuple(
+            r.member
+            for r in requests
+            if r.node_id in self._draining
+            and (not _holds_any(r) or (free and not self._is_undecided(r.saving)))
+        )
 
     def is_gone(self, member: str) -> bool:
         """Neither waiting nor a live member of the current generation: its missing vote will never come (rule
@@ -372,7 +436,9 @@ class Rendezvous:
         assert current is not None, "asked for a running generation"
         if current.formation is None or current.formation.save_only:
             return True
-        arrivals = self._group.waiting.values()
+        if self._leave and self._has_leavers(current):
+            return True
+        arrivals = [a for a in self._group.waiting.values() if a.request.node_id not in self._draining]
         joiners = [a.since for a in arrivals if self._backoff.not_before(a.request.node_id) <= now]
         if not joiners or len(current.members) - len(self._group.gone) >= self._max:
             return False
@@ -397,6 +463,10 @@ class Rendezvous:
         verdict = self._backoff.verdict()
         if verdict is not None:
             return StopRun(reason=verdict)
+        awaited = self._awaited_save()
+        if awaited is not None:
+            since = now if self._group.ended_at is None else self._group.ended_at
+            return Waiting(reason=f"the point {awaited.point_name} is waited for", since=since)
         chosen = self._chosen(now)
         parent, source, point = self._newest(chosen)
         save_only = len(chosen) < self._min
@@ -439,8 +509,7 @@ class Rendezvous:
         Members that together hold the newest state come first, then the members of the current generation,
         then the others as they came.
         """
-        waiting = self._group.waiting
-        requests = [a.request for a in waiting.values() if not self._stop or _holds_any(a.request)]
+        waiting, requests = self._group.waiting, self._eligible()
         allowed = [
             r
             for r in requests
@@ -458,6 +527,42 @@ class Rendezvous:
             key=lambda r: (r.member not in cover, not inside(r.member), waiting[r.member].since, r.member)
         )
         return self._reaching(allowed, state, now)[: self._max]
+
+    def _eligible(self) -> list[JoinRequest]:
+        """Who may be in the next generation. From a draining node only whoever holds a state, and when it is
+        to be left only while the others do not have all of the newest one.
+        """
+        waiting = [a.request for a in self._group.waiting.values()]
+        requests = [r for r in waiting if not self._stop or _holds_any(r)]
+        elsewhere = [r for r in requests if r.node_id not in self._draining]
+        if self._leave and self._have_newest(elsewhere, requests):
+            return elsewhere
+        return [r for r in requests if r.node_id not in self._draining or _holds_any(r)]
+
+    def _have_newest(self, some: Sequence[JoinRequest], requests: Sequence[JoinRequest]) -> bool:
+        """Whether these, with the newest point, have all of the newest state that all have together."""
+        newest, theirs = (self._states.newest(each)[0] for each in (requests, some))
+        return self._states.origin(theirs) == self._states.origin(newest)
+
+    def _awaited_save(self) -> StateKey | None:
+        """The save that is waited for, because without it nobody may leave."""
+        requests = [a.request for a in self._group.waiting.values()]
+        elsewhere = [r for r in requests if r.node_id not in self._draining]
+        if not self._leave or len(elsewhere) == len(requests) or self._have_newest(elsewhere, requests):
+            return None
+        newest = self._states.newest(requests)[0]
+        asked = [r.saving for r in requests if r.saving is not None and r.saving == newest]
+        return asked[0] if asked and self._is_undecided(asked[0]) else None
+
+    def _is_undecided(self, key: StateKey | None) -> bool:
+        return key is not None and (self._decided is None or self._decided < key)
+
+    def _has_leavers(self, current: Generation) -> bool:
+        return any(
+            current.requests[m].node_id in self._draining
+            for m in current.members
+            if m not in self._group.gone and m in current.requests
+        )
 
     def _reaching(
         self, requests: list[JoinRequest], state: CompleteState | None, now: float
@@ -538,6 +643,7 @@ class Rendezvous:
             group,
             self._states.point and self._states.point.key,
             (self._stop, self._save, self._stopped, self._saved_below, self._short_since, self._reform),
+            (self._draining, self._leave, self._leave_with_save, self._draining and self._decided),
             frozenset(self._older_ended),
             self._backoff.snapshot(),
         )

@@ -7,6 +7,7 @@ neither model nor data.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from orchestrator.elastic.policy import (
     ExpectWorkers,
     Facts,
     GroupFacts,
+    LeaveNode,
     Limits,
     NodeFacts,
     StartGroup,
@@ -44,6 +46,7 @@ COORDINATOR_LIMIT_S = 60.0
 FROZEN_S = 10.0  # a coordinator that lives answers a status within a second; two without an answer end it
 END_S = 5.0  # how long groups may take to end after the run has
 POLL_S = 0.05
+DEADLINE_CHANGED_S = 1.0  # two looks at one deadline differ by less
 LOOK_S = 2.0  # how long a node's agent may take to look at its workers
 
 
@@ -77,23 +80,29 @@ class Supervisor:
         show: Callable[[RunStatus], None],
         stalled: Callable[[Stall], None] = lambda stall: None,
         say: Callable[[str], None] = lambda text: None,
+        own_node: str = "",
     ) -> None:
+        """`own_node`: the one that this process runs on."""
+        self._own_node = own_node
         self._say, self._silent_s = say, 0.0  # the GCS's silence, when that was told
         self._asked_nodes, self._asked_cleaning = Asked(nodes), Asked(remove_orphaned_placement_groups)
         self._stalled, self._stall_watch = stalled, StallWatch()
         self._look: _Look | None = None
         self._launch, self._coordinator, self._show = launch, coordinator, show
         self._groups: dict[str, NodeGroup] = {}
+        self._leaving: dict[str, tuple[int, float]] = {}  # nodes: the attempt that knows, and until when
         self._expected = (-1, -1)  # attempt, number of workers that its coordinator was notified of
         self._number = 0
         self._to_clean = False
-        self._stop_by = ""
+        self._stop_by, self._stop_until = "", math.inf
         self._coordinator_pid = 0
         self._killed = ""  # why a coordinator was killed, until one has answered that can journal it
 
-    def ask_stop(self, by: str = "a signal") -> None:
-        """Save and stop; may be called from a signal handler. `by` is who wants it."""
-        self._stop_by = by
+    def ask_stop(self, by: str = "a signal", grace_s: float = math.inf) -> None:
+        """Save and stop; may be called from a signal handler. `by` is who wants it, and ends this process in
+        `grace_s` seconds (inf: nobody said so).
+        """
+        self._stop_by, self._stop_until = by, time.monotonic() + grace_s
 
     def run(self) -> RunStatus:
         """Returns the status that ended the run. Raises `ElasticError` if the coordinator stays away, or the
@@ -109,7 +118,8 @@ class Supervisor:
                 seen = (status.attempt, status.version)
                 self._watch_steps(status)
                 if self._stop_by and not status.stopping:
-                    self._coordinator.stop.remote(self._stop_by)  # again, for a restarted coordinator
+                    # again, for a restarted coordinator
+                    self._coordinator.stop.remote(self._stop_by, self._stop_until - time.monotonic())
                 nodes = self._look_at_nodes(nodes)
                 if time.monotonic() - looked_at > NODES_EVERY_S:
                     self._asked_nodes.ask()
@@ -277,12 +287,30 @@ class Supervisor:
             case StopGroup():
                 self._groups.pop(decision.node_id).stop()
                 self._note(EventKind.GROUP_STOPPED, node=decision.node_id, reason=decision.reason)
+            case LeaveNode():
+                self._leave(decision, attempt)
             case ExpectWorkers():
                 if self._expected != (attempt, decision.num_workers):
                     self._expected = (attempt, decision.num_workers)
                     self._coordinator.expect.remote(decision.num_workers)
             case EndLaunch():
                 self._coordinator.end.remote("failed", decision.reason)
+
+    def _leave(self, decision: LeaveNode, attempt: int) -> None:
+        """Notifies each attempt's coordinator once, and when the time changes. With the driver's own node
+        goes the whole launch: it saves and stops.
+        """
+        until, known = time.monotonic() + decision.grace_s, self._leaving.get(decision.node_id)
+        if attempt < 0 or (
+            known is not None
+            and known[0] == attempt
+            and (known[1] == until or abs(known[1] - until) < DEADLINE_CHANGED_S)
+        ):
+            return
+        self._leaving[decision.node_id] = (attempt, until)
+        self._coordinator.draining.remote(decision.node_id, decision.host, decision.grace_s)
+        if decision.node_id == self._own_node and not self._stop_by:
+            self.ask_stop(f"a drain notice for the driver's node {decision.host}", decision.grace_s)
 
     def _note(self, kind: EventKind, **fields: Any) -> None:
         self._coordinator.note.remote(kind, fields)

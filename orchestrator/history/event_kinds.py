@@ -44,6 +44,7 @@ class EventKind(StrEnum):
     MEMBER_DEAD = "member dead", "member", "reason"
     MEMBER_FAILED = "member failed", "member", "error", "text"
     MEMBER_FINISHED = "member finished", "member", "reason", "step"
+    MEMBER_LEFT = "member left", "member", "reason"
     LEFT_OUT = "left out", "member", "reason"
     UNRESPONSIVE = "unresponsive", "reason"
     FEEDER_DIED = "feeder died", "pid", "host", "reason"
@@ -51,6 +52,9 @@ class EventKind(StrEnum):
     GROUP_STARTED = "group started", "node", "num_workers"
     GROUP_STOPPED = "group stopped", "node", "reason"
     GROUP_ENDED = "group ended", "node", "reason"
+
+    DRAIN_NOTICE = "drain notice", "node", "host", "grace_s"
+    DRAIN_COURSE = "drain course", "course", "nodes", "grace_s", "save_s", "fits"
 
     WAITING = "waiting", "needed", "there", "reason"
 

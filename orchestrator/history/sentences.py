@@ -7,6 +7,7 @@ that all of them say the same.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from orchestrator.records import GroupChange, GroupMember, Loss, Stall
 
 DOT = " · "
 UNRESPONSIVE = "it stopped responding and was killed"
+DRAINED = "its node is about to be taken away"
 SCREEN_CHARS, SCREEN_LINES = 160, 12  # of a message that is not ours
 REASON_CHARS = 320  # of a line of a reason that may be ours: where, what, and what to do
 STILL_LEAST_S, STILL_MEDIANS = 30.0, 5.0  # when it is worth a line that everybody seems to work
@@ -51,7 +53,10 @@ def losses(lost: Sequence[Loss]) -> str:
     groups: dict[tuple[str, str], list[GroupMember]] = {}
     for loss in lost:
         groups.setdefault((loss.worker.host, loss.reason), []).append(loss.worker)
-    return "; ".join(f"{workers(members)} lost: {reason}" for (_, reason), members in groups.items())
+    return "; ".join(
+        f"{workers(members)} {'left' if reason == DRAINED else 'lost'}: {reason}"
+        for (_, reason), members in groups.items()
+    )
 
 
 def group_change(change: GroupChange) -> str:
@@ -90,6 +95,54 @@ def waiting(lost: Sequence[Loss], minimum: int, wait_s: float) -> str:
     parts.append(f"fewer than {minimum} workers are left" if minimum > 1 else "no worker is left")
     parts.append(f"waiting up to {wait_s:g} s for a replacement (cluster.wait_s)")
     return DOT.join(parts)
+
+
+def drained(course: str, hosts: Sequence[str], num_workers: int, grace_s: float, save_s: float | None) -> str:
+    """The line for nodes that are about to be taken away. `course`: what the group does about it
+    (`elastic.draining.Course`); `grace_s` inf: when they are idle; `save_s`: what a save takes, as far as
+    that is known.
+    """
+    when = "when it is idle" if math.isinf(grace_s) else f"in {grace_s:.0f} s"
+    what = (
+        f"node {', '.join(hosts)} is taken away {when}"
+        if len(hosts) == 1
+        else (f"nodes {', '.join(hosts)} are taken away {when.replace('it is', 'they are')}")
+    )
+    takes = (
+        "how long a save takes is not known yet" if save_s is None else f"a save takes up to {save_s:.1f} s"
+    )
+    who = f"{num_workers} worker{'' if num_workers == 1 else 's'}"
+    does = {
+        "stay": [f"the run needs its {who} and trains on there while there is time; add a node"],
+        "leave": [f"without its {who} after this step; the others hold the whole state"],
+        "save and leave": [takes, f"saving after this step, then without its {who}"],
+        "save": [
+            f"{takes}, which may be too long: a resume point is begun, and training goes on",
+            "steps after the newest whole state are trained again when the node goes; save more often, or "
+            "set resume.memory_every_steps",
+        ],
+    }
+    return DOT.join([what, *does[course]])
+
+
+def cannot_leave(why: str) -> str:
+    """The line for a node that is not left after all, now."""
+    return (
+        f"the workers of a node that is taken away train on with the others: {why}; it is tried again while "
+        "there is time"
+    )
+
+
+def stop_within(by: str, grace_s: float, save_s: float | None, fits: bool) -> str:
+    """The line for a stop by who kills the launch in `grace_s` seconds."""
+    if save_s is None:
+        return f"{by}: {grace_s:.0f} s are left; how long a save takes is not known yet"
+    if fits:
+        return f"{by}: {grace_s:.0f} s are left, a save takes up to {save_s:.1f} s"
+    return (
+        f"{by}: {grace_s:.0f} s are left, and a save may take {save_s:.1f} s: where it is killed before, the "
+        "next start continues from the point before; give it more time between SIGTERM and SIGKILL"
+    )
 
 
 def asked(what: str, by: str, outcome: str = "", text: str = "") -> str:

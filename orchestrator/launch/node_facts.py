@@ -18,6 +18,7 @@ def node_facts() -> tuple[NodeFacts, ...]:
             free_cpus=node.free_cpus,
             free_gpus=node.free_gpus,
             object_store_bytes=node.object_store_bytes,
+            grace_s=node.grace_s,
         )
         for node in nodes()
     )

@@ -5,6 +5,7 @@ The driver's side. Whether a launch may begin, and from which point, is decided 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -15,6 +16,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from orchestrator.cluster.job_server import job_stop_s
 from orchestrator.cluster.ray_state import cause_of_death, told_of
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt
@@ -60,9 +62,12 @@ def supervise(
     _say_beginning(job, attempt, plan, spec, storage, limits, progress)
     # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
     # soft: Ray 2.60 does not heed a soft affinity of actors without CPUs.
-    here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
+    own_node = ray.get_runtime_context().get_node_id()
+    here = NodeAffinitySchedulingStrategy(node_id=own_node, soft=False)
     stop_by = asker() if until_tokens is not None else ""
-    coordinator = _start_coordinator(job, attempt, storage, limits, here, fault_plan, stop_by)
+    coordinator = _start_coordinator(
+        job, attempt, storage, limits, here, fault_plan, stop_by, num_shards != 1
+    )
     try:
         feeder = _start_feeder(job, attempt, spec, limits, here)
     except BaseException as error:
@@ -85,9 +90,9 @@ def supervise(
     launch = _launch(job, task, storage, limits)
     show = _shower(progress, limits, feeder)
     stalled = partial(_say_stall, progress, coordinator)
-    supervisor = Supervisor(launch, coordinator, node_facts, show, stalled, progress.say)
+    supervisor = Supervisor(launch, coordinator, node_facts, show, stalled, progress.say, own_node)
     try:
-        with stop_on_signals(supervisor.ask_stop, progress.say):
+        with stop_on_signals(partial(_ask_stop, supervisor), progress.say):
             status = supervisor.run()
         if status.ended == "done":
             why = why_done(job, attempt.budgets, status.last_step)
@@ -96,6 +101,11 @@ def supervise(
     finally:
         for handle in (feeder, coordinator):
             ray.kill(handle, no_restart=True)
+
+
+def _ask_stop(supervisor: Supervisor, by: str) -> None:
+    """A signal asks for a stop. Ray sends SIGTERM to a job that it kills soon after."""
+    supervisor.ask_stop(by, job_stop_s() if by.startswith("SIGTERM") else math.inf)
 
 
 def _say_beginning(
@@ -207,6 +217,7 @@ def _start_coordinator(
     here: Any,
     fault_plan: str,
     stop_by: str,
+    sharded: bool,
 ) -> Any:
     """The launch's coordinator, an actor on the node that `here` names."""
     options: dict[str, Any] = {
@@ -234,6 +245,7 @@ def _start_coordinator(
         rng=starting.rng_document(job),
         fault_plan=fault_plan,
         stop_by=stop_by,
+        sharded=sharded,
     )
     notes = partial(notes_of, feeder_name(attempt.launch))
     return ray.remote(CoordinatorProcess).options(**options).remote(start, notes)

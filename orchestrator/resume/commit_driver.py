@@ -45,9 +45,9 @@ class CommitListener(Protocol):
     async def committed(self, point: Point, newest: bool) -> None:
         """`point` is committed; `newest`: there is no newer one."""
 
-    async def gave_up(self, text: str, by_storage: bool) -> None:
-        """A save was given up, which the user should hear of. `by_storage`: a write failed, and no member was
-        lost.
+    async def gave_up(self, key: StateKey, text: str, by_storage: bool) -> None:
+        """The save of `key` was given up, which the user should hear of. `by_storage`: a write failed, and no
+        member was lost.
         """
 
     async def warned(self, text: str) -> None:
@@ -96,6 +96,11 @@ class Commits:
     def under_way(self) -> bool:
         """Votes of some save are still missing, or it is being committed."""
         return bool(self._machine.saves)
+
+    @property
+    def took_s(self) -> float | None:
+        """How long the newest point of this attempt took from the begin of its save to its commit."""
+        return self._committer.last_took_s
 
     def is_hopeless(self, key: StateKey, world_size: int) -> bool:
         """See `CommitMachine`."""
@@ -220,7 +225,7 @@ class Commits:
                 retry_s=retry_s,
             )
             text = f"the save of {action.key.point_name} was given up: {action.reason}"
-            await self._listener.gave_up(text, action.by_storage)
+            await self._listener.gave_up(action.key, text, action.by_storage)
             if action.by_storage and not self._fails:
                 self._fails = True
                 await self._listener.warned(

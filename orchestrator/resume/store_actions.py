@@ -107,6 +107,7 @@ class PointCommitter:
         self._damages: list[Damage] = []
         self.last_loss: float | None = None  # the mean one of the steps that led to it
         self.last_point: Point | None = None  # the one committed last; its vote may not be answered yet
+        self.last_took_s: float | None = None  # from the begin of its save, as the slowest voter saw it
         self.last_peaks: list[int] = []  # peak_memory_bytes of the ranks that voted for it
 
     def take_damages(self) -> tuple[Damage, ...]:
@@ -163,6 +164,7 @@ class PointCommitter:
         before = self.last_point.key if self.last_point is not None else None
         self.last_loss = self._journal.mean_loss(action.key, before)
         self.last_point = point
+        self.last_took_s = self._clock() - action.started_s + max(vote.part_s for vote in action.votes)
         self.last_peaks = [vote.peak_memory_bytes for vote in sorted(action.votes, key=lambda v: v.rank)]
         self._fault(COMMIT_SENT, action.key.step, -1)
         return CommitWritten(key=action.key, mean_loss=self.last_loss)

@@ -383,7 +383,7 @@ class RankZeroRecorder:
         self._saving.worked()
         self._note_answers(self._requests.committed(point.key))
 
-    async def gave_up(self, text: str, by_storage: bool) -> None:
+    async def gave_up(self, key: StateKey, text: str, by_storage: bool) -> None:  # noqa: ARG002  who leaves, asks nobody here
         """See `CommitListener`. Saves that go on failing beyond the limit of storage end the group."""
         await self.warned(text)
         now = self._clock()

@@ -67,6 +67,7 @@ class _Save:
     vote: Vote  # without its file and sums, until these are written
     job: PartJob
     copies: Copies
+    began_s: float
     blocked_s: float = 0.0
 
 
@@ -159,7 +160,7 @@ class Saver:
             layout=(plan.layout.num_shards, plan.layout.num_replicas),
         )
         with self._changed:
-            self._save = _Save(view=view, vote=vote, job=job, copies=plan.copies)
+            self._save = _Save(view=view, vote=vote, job=job, copies=plan.copies, began_s=began)
             self._begun = state.key
             self._on(Begin(key=state.key))
             self._blocked(time.monotonic() - began)
@@ -265,7 +266,8 @@ class Saver:
             case StopWriting():
                 self._writer.cancel()
             case CastVote():
-                vote = replace(save.vote, save_blocked_s=save.blocked_s)
+                part_s = time.monotonic() - save.began_s
+                vote = replace(save.vote, save_blocked_s=save.blocked_s, part_s=part_s)
                 self._membership.vote(vote).add_done_callback(partial(self._answered, key))
             case Report():
                 error = StorageError(action.reason)

@@ -454,12 +454,12 @@ class World:
         """Saves that go on failing for as long as storage may end the run, and not before."""
         machine = self.coordinator.machine
         if not action.by_storage:
-            self.carry_out(machine.save_given_up(action.reason, False, self.now))
+            self.carry_out(machine.save_given_up(action.key, action.reason, False, self.now))
             return
         if self.saves_fail_since is None:
             self.saves_fail_since = self.now
         for_s, went_on = self.now - self.saves_fail_since, machine.ended is None
-        self.carry_out(machine.save_given_up(f"saves fail: {action.reason}", True, self.now))
+        self.carry_out(machine.save_given_up(action.key, f"saves fail: {action.reason}", True, self.now))
         over = machine.ended is not None
         need(over or for_s < STORAGE_LIMIT_S, f"saves have failed for {for_s} s, and the run goes on")
         if went_on and over:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from orchestrator.coordinator.launch_actions import Action, End, Kill, Note, Say
+from orchestrator.coordinator.launch_actions import Action, End, Kill, Leave, Note, Say, Warn
 from orchestrator.coordinator.launch_machine import LaunchMachine
 from orchestrator.elastic.failure_budget import FailureBudget
 from orchestrator.elastic.formation import Form
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.storage_trouble import StorageTrouble
+from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.planning.schedule import Budgets, Length
-from orchestrator.records import Cursor, StateKey
+from orchestrator.records import Cursor, HeldShard, Source, StateKey
 from orchestrator.resume.commit_events import VoterGone
 from tests.coordinator.test_actor import JOIN, LAUNCH
 from tests.resume.samples import key, record
@@ -186,3 +188,126 @@ def test_a_stop_at_once_and_a_failure_say_who_caused_them() -> None:
     machine = one_of_two()
     machine.asked(asked(STOP, "ann@desk"))
     assert ends(machine.failed("a", "ConfigError", "wrong", True)) == [("failed", "a failure")]
+
+
+# ---- nodes that are about to be taken away
+def on_two_nodes(sharded: bool, low: int = 1) -> LaunchMachine:
+    """Two members on nodes of their own train, and have done a step."""
+    rendezvous = Rendezvous(attempt=1, launch=LAUNCH, min_workers=low, max_workers=2, expected=2)
+    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble(), sharded=sharded)
+    for member in "ab":
+        machine.join(replace(JOIN, member=member, node_id=f"n-{member}"), 0.0)
+    form_next(machine, 0.0)
+    machine.recorded(record(key(1)), 1.0)
+    return machine
+
+
+def comes_again(machine: LaunchMachine, member: str, sharded: bool, saving: StateKey | None) -> None:
+    held = HeldShard(key=key(1), shard="ab".index(member), num_shards=2, source=Source.LIVE, cursor=Cursor())
+    came = replace(JOIN, member=member, node_id=f"n-{member}", key=key(1), leaves=(1, 1), cursor=Cursor())
+    machine.join(replace(came, holdings=(held,) if sharded else (), saving=saving), 3.0)
+
+
+def wanted(machine: LaunchMachine) -> tuple[bool, bool]:
+    asked = machine.control_requests(1, 1, 0)
+    return asked.save, asked.reform
+
+
+def courses(actions: list[Action]) -> list[object]:
+    return [fields["course"] for fields in notes(actions, EventKind.DRAIN_COURSE)]
+
+
+def test_a_drained_node_is_left_after_a_point_of_that_step_and_its_worker_is_no_loss() -> None:
+    machine = on_two_nodes(sharded=True)
+    machine.committed(key(0), took_s=4.0)
+    (notice,) = machine.draining("n-b", "host-b", 30.0, 2.0)
+    assert isinstance(notice, Note)
+    assert machine.draining("n-b", "host-b", 29.0, 3.0) == [], "a repeated notice"
+    told = machine.tick(3.0)
+    assert courses(told) == ["save and leave"]
+    (said,) = [action.text for action in told if isinstance(action, Say)]
+    assert said == (
+        "node host-b is taken away in 29 s · a save takes up to 6.0 s · saving after this step, then "
+        "without its 1 worker"
+    )
+    assert wanted(machine) == (True, True)
+    for member in "ab":
+        comes_again(machine, member, sharded=True, saving=key(1))
+    assert machine.tick(4.0) == []
+    machine.committed(key(1), took_s=4.0)
+    machine.rendezvous.set_newest_point(key(1), Cursor(), key(1).point_name)
+    (form,) = [action for action in machine.tick(5.0) if isinstance(action, Form)]
+    assert machine.leavers(form.formation) == ["b"]
+    assert form.formation.members == ("a",)
+    machine.formed(form.formation, 5.0)
+    left = machine.tick(5.1)
+    assert [action.member for action in left if isinstance(action, Leave)] == ["b"]
+    assert notes(left, EventKind.MEMBER_LEFT) == [{"member": "b", "reason": sentences.DRAINED}]
+    assert machine.failures == ()
+    assert list(machine.infos) == ["a"], "nobody asks whether it lives"
+    assert machine.tick(6.0) == []
+    assert machine.ended is None
+
+
+@pytest.mark.parametrize("how", ["given up", "too late"])
+def test_a_save_that_fails_or_takes_too_long_lets_all_go_on_together_and_is_tried_again(how: str) -> None:
+    machine = on_two_nodes(sharded=True)
+    machine.draining("n-b", "host-b", 30.0, 2.0)
+    machine.tick(2.0)
+    for member in "ab":
+        comes_again(machine, member, sharded=True, saving=key(1))
+    assert machine.tick(31.9) == []
+    if how == "given up":
+        actions = [*machine.save_given_up(key(1), "the disk is full", True, 32.0), *machine.tick(32.0)]
+    else:
+        actions = machine.tick(32.0)
+    assert [type(action) for action in actions] == [Warn, Form]
+    form = actions[-1]
+    assert isinstance(form, Form)
+    assert (form.formation.members, form.formation.parent) == (("a", "b"), key(1))
+    machine.formed(form.formation, 32.0)
+    assert courses(machine.tick(36.9)) == []
+    assert len(courses(machine.tick(37.0))) == 1
+
+
+def test_a_save_that_does_not_fit_is_begun_and_not_waited_for() -> None:
+    machine = on_two_nodes(sharded=True)
+    machine.committed(key(0), took_s=100.0)
+    machine.draining("n-b", "host-b", 30.0, 2.0)
+    told = machine.tick(2.0)
+    assert courses(told) == ["save"]
+    (warning,) = [action.text for action in told if isinstance(action, Warn)]
+    assert "a save takes up to 150.0 s, which may be too long" in warning
+    assert wanted(machine) == (True, False)
+    assert courses(machine.tick(3.0)) == []
+
+
+def test_where_every_worker_holds_the_whole_state_a_node_is_left_without_a_save() -> None:
+    machine = on_two_nodes(sharded=False)
+    machine.draining("n-b", "host-b", 30.0, 2.0)
+    assert courses(machine.tick(2.0)) == ["leave"]
+    assert wanted(machine) == (False, True)
+    for member in "ab":
+        comes_again(machine, member, sharded=False, saving=None)
+    form_next(machine, 3.0)
+    assert [action.member for action in machine.tick(3.1) if isinstance(action, Leave)] == ["b"]
+
+
+def test_a_run_that_needs_the_workers_of_a_node_that_goes_keeps_them_while_there_is_time() -> None:
+    machine = on_two_nodes(sharded=False, low=2)
+    machine.committed(key(0), took_s=4.0)
+    machine.draining("n-b", "host-b", 600.0, 2.0)
+    assert courses(machine.tick(2.0)) == ["stay"]
+    assert wanted(machine) == (False, False)
+    machine.join(replace(JOIN, member="c", node_id="n-c"), 10.0)
+    assert courses(machine.tick(10.0)) == ["leave"], "there are two elsewhere"
+
+
+@pytest.mark.parametrize(("took_s", "kind"), [(None, Say), (4.0, Say), (50.0, Warn)])
+def test_a_stop_by_who_kills_soon_says_whether_a_save_fits(took_s: float | None, kind: type) -> None:
+    machine = on_two_nodes(sharded=False)
+    if took_s is not None:
+        machine.committed(key(0), took_s=took_s)
+    (said,) = machine.stop_within("SIGTERM to bob@head", 60.0)
+    assert isinstance(said, kind)
+    assert machine.stop_within("SIGTERM to bob@head", math.inf) == []

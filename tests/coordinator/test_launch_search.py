@@ -117,17 +117,17 @@ class AsksOnlyWhoForms(LaunchMachine):
 class SavesForEver(LaunchMachine):
     """Nobody minds that every save fails."""
 
-    def save_given_up(self, reason: str, by_storage: bool, now: float) -> list[Action]:
+    def save_given_up(self, key: StateKey, reason: str, by_storage: bool, now: float) -> list[Action]:
         return []
 
 
 class NeverForgivesASave(LaunchMachine):
     """A save that is committed does not make good for those that failed."""
 
-    def committed(self, key: StateKey) -> list[Action]:
+    def committed(self, key: StateKey, took_s: float | None = None) -> list[Action]:
         trouble, self._saving = self._saving, StorageTrouble(1e9)
         try:
-            return super().committed(key)
+            return super().committed(key, took_s)
         finally:
             self._saving = trouble
 

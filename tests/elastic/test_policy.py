@@ -11,6 +11,7 @@ from orchestrator.elastic.policy import (
     ExpectWorkers,
     Facts,
     GroupFacts,
+    LeaveNode,
     Limits,
     NodeFacts,
     StartGroup,
@@ -182,3 +183,12 @@ def test_what_does_not_fit_is_named_with_both_values(case: str):
 def test_all_problems_are_named_at_once():
     limits = replace(LIMITS, gpus_per_worker=1.0)
     assert len(preflight((node("a", 1),), limits, **{**FITS, "disk_free_bytes": 1})) == 3
+
+
+def test_a_node_that_is_about_to_go_gets_no_workers_and_others_are_started_for_those_it_has():
+    going = replace(node("a", 4, free=2), grace_s=30.0)
+    decided = decide(facts((going, node("b", 4)), (group("a", 2), group("b", 1))), LIMITS)
+    assert decided == (LeaveNode(node_id="a", host="host-a", grace_s=30.0), ExpectWorkers(num_workers=1))
+    decided = decide(facts((going, node("b", 4), node("c", 4)), (group("a", 2), group("b", 1))), LIMITS)
+    assert decided[1:] == (StartGroup(node_id="c", num_workers=2), ExpectWorkers(num_workers=3))
+    assert decide(facts((going,)), LIMITS) == (LeaveNode(node_id="a", host="host-a", grace_s=30.0),)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from orchestrator.history.journal_reader import read_journal
 from orchestrator.launch.api import RunResult
+from orchestrator.storage.files import Storage
 from tests.conftest import only_what_a_launch_needs, python_is
-from tests.system.harness import LIMIT_S, Job, assert_exactly_once, when_step
+from tests.system.harness import LIMIT_S, Job, assert_exactly_once, log_text, when_step
 
 pytestmark = pytest.mark.system
 
@@ -63,11 +66,49 @@ def test_one_node_of_two_dies_and_another_one_comes(job: Job, three_nodes: Any) 
     assert_exactly_once(job)
 
 
+def test_a_node_that_holds_rows_is_drained_and_leaves_after_the_point_of_that_step(
+    job: Job, three_nodes: Any
+) -> None:
+    results: list[RunResult] = []
+    changes = {"train__numerics": "fast", "train__parallel": "shard", "resume__memory_every_steps": None}
+    many = {"train__max_steps": 100_000, "cluster__cpus_per_worker": 2, "resume__every_steps": 1000}
+    training = threading.Thread(target=lambda: results.append(job.train(**changes, **many)))
+    training.start()
+    when_step(job, 5, lambda: None).join()
+    drain(three_nodes, three_nodes.workers.pop(), grace_s=200)
+    alone = wait_for_world(job, 1)
+    assert job.run.stop().outcome == "done"
+    training.join(timeout=LIMIT_S)
+    assert results, "the run did not end"
+    assert results[0].outcome == "stopped", results[0].reason
+    journal = read_journal(Storage(job.run.uri))
+    after = next(start for start in journal.generations if start.generation == alone)
+    before = [r.step for r in journal.records if r.generation < alone]
+    assert after.parent is not None
+    assert (after.cause, after.step) == ("node drained", max(before)), "it is the last step that was made"
+    assert after.parent.point_name in [point["name"] for point in job.run.list_points()]
+    assert not [event for event in journal.events if event.kind in ("failure", "member dead", "left out")]
+    assert "about to be taken away" in log_text(job)
+    assert_exactly_once(job)
+
+
+def drain(cluster: Any, node: Any, grace_s: int) -> None:
+    """What `ray drain-node` does, and who takes spot machines away: the node gets nothing new, and goes when
+    it is idle or the time is over.
+    """
+    from ray._raylet import GcsClient
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    deadline_ms = int((time.time() + grace_s) * 1000)
+    gcs, reason = GcsClient(address=cluster.address), DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+    accepted, refusal = gcs.drain_node(node.node_id, reason, "spot", deadline_ms)
+    assert accepted, refusal
+
+
 def wait_for_world(job: Job, size: int, after: int = -1) -> int:
     """The first generation of this size that began after generation `after`."""
     from orchestrator.coordinator.survey import survey
     from orchestrator.resume.store import RunStore
-    from orchestrator.storage.files import Storage
 
     never = threading.Event()
     for _ in range(int(LIMIT_S / 0.1)):

@@ -76,6 +76,7 @@ class Launch:
         storage: Storage | None = None,
         storage_limit_s: float = 60.0,
         max_failures: int = 100,
+        sharded: bool = False,
     ) -> None:
         self.storage = Storage(str(folder))
         self.changed = threading.Condition()
@@ -100,6 +101,7 @@ class Launch:
             max_failures=max_failures,
             rendezvous=settings,
             storage_limit_s=storage_limit_s,
+            sharded=sharded,
         )
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -200,6 +202,11 @@ class Launch:
         """It waits for the next generation, and rank 0 of the running one knows that it is to meet."""
         told = self._told.get((self.views[-1].attempt, self.views[-1].generation)) if self.views else None
         return name in self.coordinator._launch.waiting and told is not None and told.reform
+
+    def is_asked(self, *, save: bool, reform: bool) -> bool:
+        """Rank 0 of the newest generation knows that this is wanted."""
+        told = self._told.get((self.views[-1].attempt, self.views[-1].generation)) if self.views else None
+        return told is not None and (told.save, told.reform) == (save, reform)
 
     def acknowledged(self) -> int:
         """The newest step that rank 0 of the newest generation knows to be durable."""

@@ -24,6 +24,7 @@ _BEGUN = {
 _FORMS: dict[str, str] = {
     EventKind.LEFT_OUT: "Worker {member:.8} is left out: {reason}",
     EventKind.MEMBER_FAILED: "Worker {member:.8} failed: {error}: {text}",
+    EventKind.MEMBER_LEFT: "Worker {member:.8} leaves: {reason}",
     EventKind.MEMBER_FINISHED: "Worker {member:.8} has finished at step {step:,}: {reason}",
     "waiting": "Waiting for workers: {reason}",
     EventKind.POINT_COMMITTED: "Resume point {point} committed, written in {save_s:.1f} s",
@@ -79,6 +80,17 @@ def _control_request(e: Fields) -> str:
     return f"Asked to {e['what']}" + (f" by {e['by']}" if e.get("by") else "")
 
 
+def _drain_notice(e: Fields) -> str:
+    when = "when it is idle" if e["grace_s"] is None else f"in {e['grace_s']:.0f} s"
+    return f"Node {e['host'] or e['node'][:8]} is taken away {when}"
+
+
+def _drain_course(e: Fields) -> str:
+    takes = "not known how long a save takes" if e["save_s"] is None else f"a save takes {e['save_s']:.1f} s"
+    late = "" if e["fits"] else ", which may be too long"
+    return f"About {len(e['nodes'])} node(s) that go: {e['course']} ({takes}{late})"
+
+
 def _save_given_up(e: Fields) -> str:
     again = f"; another one is tried after {e['retry_s']:g} s" if e.get("retry_s") else ""
     return f"The save of {e['point']} was given up: {e['reason']}{again}"
@@ -109,6 +121,8 @@ _MADE: dict[str, Callable[[Fields], str]] = {
     "point unpinned": lambda e: f"Resume point {e['point']} unpinned by {e['by']}{_reason(e)}",
     "sources": lambda e: f"Counts of {', '.join(e['counts'])} where the attempt begins",
     EventKind.CONTROL_REQUEST: _control_request,
+    EventKind.DRAIN_NOTICE: _drain_notice,
+    EventKind.DRAIN_COURSE: _drain_course,
     EventKind.END: lambda e: f"{_upper(e['outcome'])}: {e['reason']}",
 }
 

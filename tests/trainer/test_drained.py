@@ -1,0 +1,74 @@
+"""The node of a member is about to be taken away while a sharded group trains: the member leaves, and not one
+step is lost by it; the end is that of a calm run of the same worlds, to the last bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.records import StateKey
+from orchestrator.trainer.job import DONE, LEFT
+from tests.trainer.launch import Launch
+from tests.trainer.member import Plan, members
+from tests.trainer.test_sharded_kills import (  # noqa: F401  fixtures
+    SHARD,
+    alone,
+    assert_as_if_nothing_happened,
+    calm,
+    job_of,
+)
+
+
+def drained_at_5(folder: Path, sharded: bool, plans: dict[str, Plan] | None = None) -> Launch:
+    """a, b and c train; before step 5 is made it is heard that c's node goes in 200 s."""
+    plans = {"a": Plan(hold=("step_begin", 5)), **(plans or {})}
+    with members(folder, list("abc"), plans, job_of(SHARD), sharded=sharded) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("a") is not None)
+        launch.run(launch.coordinator.draining("node-c", "host-c", 200.0))
+        launch.wait_for(lambda: launch.is_asked(save=sharded, reform=True))
+        launch.release("a")
+        group.finish()
+        return launch
+
+
+def test_a_point_of_the_step_is_committed_and_the_others_go_on_from_it(tmp_path, calm, alone):  # noqa: F811
+    launch = drained_at_5(tmp_path, sharded=True)
+    first, second = launch.views
+    saved = StateKey(attempt=1, generation=1, step=5)
+    assert (second.world_size, second.parent, second.point) == (2, saved, saved.point_name)
+    assert {name: outcome.reason for name, outcome in launch.outcomes.items()} == {
+        "a": DONE,
+        "b": DONE,
+        "c": LEFT,
+    }
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+    events = launch.journal().events
+    kinds = [event.kind for event in events]
+    committed = [
+        e.fields["point"] for e in events[: kinds.index(EventKind.MEMBER_LEFT)] if "cursor" in e.fields
+    ]
+    assert saved.point_name in committed, "before it left"
+    (course,) = [e.fields for e in events if e.kind == EventKind.DRAIN_COURSE]
+    assert (course["course"], course["nodes"], course["fits"]) == ("save and leave", ["node-c"], True)
+    assert EventKind.FAILURE not in kinds
+    causes = [generation.cause for generation in launch.journal().generations]
+    assert causes[1] == "node drained"
+
+
+def test_where_nobody_knew_that_a_save_is_needed_the_group_meets_finds_out_and_saves(tmp_path, calm, alone):  # noqa: F811
+    launch = drained_at_5(tmp_path, sharded=False)
+    assert [(view.world_size, view.step) for view in launch.views] == [(3, 0), (3, 5), (2, 6)]
+    assert launch.outcomes["c"].reason == LEFT
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+
+
+def test_where_its_part_cannot_be_written_all_go_on_together_and_no_step_is_lost(tmp_path, calm, alone):  # noqa: F811
+    launch = drained_at_5(tmp_path, sharded=True, plans={"b": Plan(full_disk_at=5)})
+    assert [(view.world_size, view.step, view.point) for view in launch.views[:2]] == [
+        (3, 0, None),
+        (3, 5, None),
+    ]
+    assert all(view.step >= 5 for view in launch.views[1:])
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
