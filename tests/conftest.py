@@ -87,6 +87,7 @@ FORKED = {
     "tests/trainer/test_reformings.py",
     "tests/trainer/test_sharded.py",
     "tests/trainer/test_sharded_runs.py",
+    "tests/trainer/test_shared_loading.py",
     "tests/trainer/test_worlds.py",
 }
 

@@ -48,7 +48,14 @@ class LocalStore:
     A name that holds a file is never written again. Folders are made as needed.
     """
 
-    traits = Traits(refuses_taken=True, lists_facts=False, appends=True, frees_names=True, reads_at_a_time=1)
+    traits = Traits(
+        refuses_taken=True,
+        lists_facts=False,
+        appends=True,
+        frees_names=True,
+        reads_at_a_time=1,
+        cached_by_machine=True,
+    )
 
     def __init__(
         self, root: str, disk: Disk | None = None, sleep: Callable[[float], None] = time.sleep

@@ -62,6 +62,7 @@ class ObjectStore:
         appends=False,
         frees_names=False,
         reads_at_a_time=_READS_AT_A_TIME,
+        cached_by_machine=False,
     )
 
     def __init__(

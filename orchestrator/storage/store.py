@@ -25,7 +25,8 @@ class Traits:
     sizes and tags, where another store would have to ask for each name. `appends`: files can grow.
     `frees_names`: what is created under a name that was deleted is there to stay; elsewhere a delayed repeat
     of the deletion may take it away. `reads_at_a_time`: so many reads together are faster than one after the
-    other, because each waits for an answer from afar.
+    other, because each waits for an answer from afar. `cached_by_machine`: what a process has read, others
+    on its machine read from memory.
     """
 
     refuses_taken: bool
@@ -33,6 +34,7 @@ class Traits:
     appends: bool
     frees_names: bool
     reads_at_a_time: int
+    cached_by_machine: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -153,7 +153,12 @@ class ModelStore:
     """
 
     traits = Traits(
-        refuses_taken=False, lists_facts=True, appends=False, frees_names=False, reads_at_a_time=2
+        refuses_taken=False,
+        lists_facts=True,
+        appends=False,
+        frees_names=False,
+        reads_at_a_time=2,
+        cached_by_machine=False,
     )
 
     def __init__(
