@@ -65,6 +65,7 @@ def supervise(
     own_node = ray.get_runtime_context().get_node_id()
     here = NodeAffinitySchedulingStrategy(node_id=own_node, soft=False)
     stop_by = asker() if until_tokens is not None else ""
+    num_shards = attempt.parallel.num_shards if attempt.parallel is not None else 1
     coordinator = _start_coordinator(
         job, attempt, storage, limits, here, fault_plan, stop_by, num_shards != 1
     )
@@ -85,7 +86,7 @@ def supervise(
         storage=storage.root,
         fault_plan=fault_plan,
         until_tokens=until_tokens,
-        num_shards=attempt.parallel.num_shards if attempt.parallel is not None else 1,
+        num_shards=num_shards,
     )
     launch = _launch(job, task, storage, limits)
     show = _shower(progress, limits, feeder)
