@@ -94,12 +94,14 @@ def _launch(
     began = time.monotonic()
     storage = starting.run_storage(job)
     store = RunStore(storage)
-    starting.check_writable(storage)
+    lacks = starting.check_writable(storage)
     require_loggers(job.monitor.loggers)
     with (
         Progress.shown(job.monitor.progress_s) as progress,
         busy_watch.watching(store, progress.say) as watched,
     ):
+        if lacks:
+            progress.say(f"note: {lacks}")
         spec = starting.prepare(job, storage, freeze=False)
         plan = looking_ahead.look_before_start(store, job, spec, watched)
         if looking_ahead.reached(plan):
@@ -167,9 +169,10 @@ def plan(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence
     if spec is not None:
         found = looking_ahead.judged_by_memory(job, RunStore(storage), found)
     try:
-        starting.check_writable(storage)
+        lacks = starting.check_writable(storage)
     except StorageError as error:
-        found = replace(found, notes=(*found.notes, f"warning: a start would fail: {error}"))
+        lacks = f"warning: a start would fail: {error}"
+    found = replace(found, notes=(*found.notes, *filter(None, [lacks])))
     if found.action == "refuse" or not is_to_try(found):
         return found
     return replace(found, notes=(*found.notes, "the model is not tried: `orchestrator train --dry-run` does"))
@@ -184,9 +187,10 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
     """
     job = as_job(config, overrides)
     storage = starting.run_storage(job)
-    starting.check_writable(storage)
+    lacks = starting.check_writable(storage)
     require_loggers(job.monitor.loggers)
     found, spec = _look_ahead(job, storage)
+    found = replace(found, notes=(*found.notes, *filter(None, [lacks])))
     if found.action == "refuse" or spec is None:
         return found
     from orchestrator.cluster.connection import starts_local_ray

@@ -95,6 +95,13 @@ class Store(Protocol):
         """
         ...
 
+    def creates_exclusively(self) -> bool:
+        """Whether an exclusive `put` is one request, which the store itself refuses where the name is taken.
+        Otherwise those who try a name agree on it by plain puts and lists (membership rule 9), which costs
+        six, and keeps the content twice. Raises `StorageError` if that cannot be determined.
+        """
+        ...
+
     def sync(self, folder: str) -> None:
         """What was put into `folder`, or taken away there, is durable afterwards, and so are the folders from
         the root down to it.

@@ -128,7 +128,8 @@ def _lead(
     """Rank 0: decides whether and how the run goes on, claims it, and records it."""
     store = RunStore(storage)
     with rendezvous.reporting_failure("decision"):
-        starting.check_writable(storage)
+        if lacks := starting.check_writable(storage):
+            progress.say(f"note: {lacks}")
         require_loggers(job.monitor.loggers)
         spec, plan, watched = _look(store, job, storage, progress.say)
         if looking_ahead.reached(plan):
