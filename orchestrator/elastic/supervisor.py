@@ -84,6 +84,7 @@ class Supervisor:
         self._look: _Look | None = None
         self._launch, self._coordinator, self._show = launch, coordinator, show
         self._groups: dict[str, NodeGroup] = {}
+        self._at_first: tuple[NodeFacts, ...] = ()
         self._expected = (-1, -1)  # attempt, number of workers that its coordinator was notified of
         self._number = 0
         self._to_clean = False
@@ -100,6 +101,7 @@ class Supervisor:
         cluster never says which nodes it has.
         """
         status, seen, nodes, looked_at = None, (-1, -1), self._first_nodes(), time.monotonic()
+        self._at_first = nodes
         try:
             self._act(nodes, None)
             while status is None or status.ended is None:
@@ -257,6 +259,7 @@ class Supervisor:
                 for node_id, group in self._groups.items()
             ),
             below_minimum_s=status.waiting_since if status else None,
+            at_first=self._at_first,
         )
 
     def _carry_out(self, decision: Decision, attempt: int) -> None:
