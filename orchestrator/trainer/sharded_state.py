@@ -69,12 +69,16 @@ class ShardedState(TrainState):
         self._untouched = False
 
     # ------------------------------------------------------------------------------------------- generations
+    def layout_on(self, world_size: int) -> Layout:
+        """See `TrainState`."""
+        return layout_of(world_size, self._num_shards)
+
     def form(self, group: Group) -> None:
         """See `TrainState`: the new tensors are blank, always."""
         gc.collect()  # FSDP2's modules of the generation before hold one another, and their rows
         self._before = None if self.key is None else (self._layout, self._rank, self._rows)
         view, self._group = group.view, group
-        layout = layout_of(view.world_size, self._num_shards)
+        layout = self.layout_on(view.world_size)
         self._mesh = group.mesh(layout, self._device)
         self.model = shard_model(self._skeleton, self._mesh, self._device, self._how)
         self._layout, self._rank = layout, view.rank

@@ -50,6 +50,9 @@ CLOUD = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "CLOUDSDK_")
 _numbers = itertools.count()
 
 
+FAULTS: tuple[Fault, ...] = ("500", "503", "reset", "500 after", "reset after")  # that are tried again
+
+
 def no_fault(method: str, path: str) -> Fault | None:
     return None
 

@@ -12,7 +12,6 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import obstore
 import pytest
@@ -22,24 +21,9 @@ from orchestrator.storage.buckets import bucket_of, forget_buckets
 from orchestrator.storage.object_store import PART_BYTES, TOKEN, ObjectStore
 from orchestrator.storage.tries import TRIES
 from tests.resume.samples import no_sleep
-from tests.storage.servers import Fault, Proxy, moto, new_bucket, no_fault, proxy_before, reach
+from tests.storage.servers import FAULTS, Fault, Proxy, new_bucket, no_fault
 
-FAULTS: tuple[Fault, ...] = ("500", "503", "reset", "500 after", "reset after")
 LARGE = os.urandom(1 << 20) * 17  # three parts
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Proxy]:
-    with moto() as url, proxy_before(url) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    server.rule = no_fault
-    reach(monkeypatch, server.url, tmp_path)
-    yield server
-    server.rule = no_fault
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from orchestrator.storage.redacted import redacted
 from tests.forked import FORKED
 from tests.resume.samples import no_sleep
 from tests.storage.an_attempt import an_attempt
-from tests.storage.servers import Fault, Proxy, moto, new_bucket, no_fault, proxy_before, reach
+from tests.storage.servers import Fault, Proxy, new_bucket
 
 SECRETS = {
     "AWS_ACCESS_KEY_ID": "AKIAQWERTYUIOPASDFGH",
@@ -32,20 +32,12 @@ SECRETS = {
 IMPATIENT = Limits(request_s=1.0, retry_s=60.0, again_s=60.0)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Proxy]:
-    with moto() as url, proxy_before(url) as proxy:
-        yield proxy
-
-
 @pytest.fixture
-def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    server.rule = no_fault
-    reach(monkeypatch, server.url, tmp_path)
+def proxy(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
+    """With secrets of its own."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    yield server
-    server.rule = no_fault
+    return proxy
 
 
 @pytest.fixture

@@ -22,15 +22,10 @@ from orchestrator.records import REFORM, SAVE, STOP, StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
     Action,
-    CheckNewerClaim,
-    ClaimChecked,
-    CommitWritten,
     DiscardSave,
     Event,
-    FlushJournal,
     GenerationFormed,
     GiveUp,
-    JournalDurable,
     PartFailed,
     VoteCast,
     VoterGone,
@@ -40,6 +35,7 @@ from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.trainer import save_slot
 from orchestrator.trainer.save_slot import Answered, Begin, CallOff, SaveSlot, Staged, Stopped, Written
 from orchestrator.trainer.save_triggers import SaveTriggers, carried_out
+from tests.resume.quick_storage import tell_machine
 from tests.resume.test_commit_machine import vote
 
 State = tuple[int, ...]  # which generation trained each step
@@ -201,32 +197,22 @@ def identity(world: World) -> int:
 
 # ---- the coordinator
 def tell(world: World, *events: Event) -> World:
-    """Gives the commit machine the events, as its driver does: each with all that follows from it."""
-    todo = deque(events)
-    while todo:
-        machine, actions = world.machine.on(todo.popleft())
-        world = world._replace(machine=machine)
-        for action in actions:
-            world, answer = perform(world, action)
-            if answer is not None:
-                todo.appendleft(answer)
-    return world
+    """Gives the commit machine the events, each with all that follows from it."""
+    return tell_machine(
+        world, events, lambda now: now.machine, lambda now, machine: now._replace(machine=machine), perform
+    )
 
 
-def perform(world: World, action: Action) -> tuple[World, Event | None]:
+def perform(world: World, action: Action) -> World:
     """Storage, and the way back to the voters."""
     match action:
-        case FlushJournal():
-            return world, JournalDurable(key=action.key)
-        case CheckNewerClaim():
-            return world, ClaimChecked(key=action.key, newer=False)
         case WriteCommit():
             state = dict(world.truth)[action.key]
             ranks = world.ranks[action.key.generation - 1]
             for rank in range(len(ranks)):
                 if (action.key, rank, state) not in world.parts:
                     raise Broken("a COMMIT over a part that is missing, torn, or of another step")
-            return world._replace(committed=world.committed | {action.key}), CommitWritten(key=action.key)
+            return world._replace(committed=world.committed | {action.key})
         case Acknowledge() | GiveUp():
             for rank in action.ranks:
                 who = world.ranks[action.key.generation - 1][rank]
@@ -240,8 +226,8 @@ def perform(world: World, action: Action) -> tuple[World, Event | None]:
             if any(m.writes and m.writes[0].point_name == action.name for m in world.members):
                 raise Broken("files are deleted under a writer")
             parts = frozenset(part for part in world.parts if part[0].point_name != action.name)
-            return world._replace(discarded=world.discarded | {action.name}, parts=parts), None
-    return world, None
+            return world._replace(discarded=world.discarded | {action.name}, parts=parts)
+    return world
 
 
 # ---- a member's save
