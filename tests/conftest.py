@@ -79,6 +79,7 @@ FORKED = {
     "tests/test_examples.py",
     "tests/torchrun/test_membership.py",
     "tests/trainer/test_copy.py",
+    "tests/trainer/test_first_rows.py",
     "tests/trainer/test_kills.py",
     "tests/trainer/test_power_loss.py",
     "tests/trainer/test_precision.py",
