@@ -36,10 +36,10 @@ def server() -> Iterator[Proxy]:
 
 @pytest.fixture
 def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    server.rule = no_fault
+    server.rule, server.forgets = no_fault, ()
     reach(monkeypatch, server.url, tmp_path)
     yield server
-    server.rule = no_fault
+    server.rule, server.forgets = no_fault, ()
 
 
 @pytest.fixture
@@ -69,6 +69,19 @@ def test_a_create_that_meets_a_fault_has_won_and_a_second_one_has_not(
     proxy.one_in(fault, "PUT")
     assert not put(store, "claim", b"mine", exclusive=True)
     assert content(store, "claim") == b"mine"
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_fault_is_no_sign_that_a_server_refuses_a_second_create_nor_that_it_does_not(
+    proxy: Proxy, store: ObjectStore, refuses: bool, fault: Fault, first: int
+) -> None:
+    forget_buckets()  # whatever was asked before
+    proxy.forgets = () if refuses else ("if-none-match",)
+    proxy.one_in(fault, "PUT", first=first)
+    assert store.creates_exclusively() is refuses
+    assert store.list("") == []
 
 
 @pytest.mark.parametrize("fault", FAULTS)
