@@ -75,6 +75,7 @@ FORKED = {
     "tests/storage/test_failing.py",
     "tests/storage/test_large_content.py",
     "tests/storage/test_reaching_buckets.py",
+    "tests/system/test_failing_servers.py",
     "tests/system/test_torchrun.py",
     "tests/test_examples.py",
     "tests/torchrun/test_membership.py",

@@ -55,6 +55,19 @@ def test_a_create_that_meets_a_fault_has_won_and_a_second_one_has_not(
     assert content(store, "claim") == b"mine"
 
 
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_fault_is_no_sign_that_a_server_refuses_a_second_create_nor_that_it_does_not(
+    proxy: Proxy, store: ObjectStore, refuses: bool, fault: Fault, first: int
+) -> None:
+    forget_buckets()  # whatever was asked before
+    proxy.forgets = () if refuses else ("if-none-match",)
+    proxy.one_in(fault, "PUT", first=first)
+    assert store.creates_exclusively() is refuses
+    assert store.list("") == []
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("method", ["HEAD", "GET"])
 def test_a_fault_while_the_owner_of_a_name_is_read_is_no_answer(

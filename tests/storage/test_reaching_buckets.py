@@ -76,9 +76,10 @@ def test_a_server_that_says_nothing_more_is_an_error_that_says_what_to_do(proxy:
 def test_a_call_ends_within_its_limit_and_a_document_sooner_than_content() -> None:
     for limit_s in (3.0, 8.0, 30.0):
         limits = Limits.within(limit_s)
+        assert limits.request_s < limits.again_s, "what nobody answers is asked once more"
         assert limits.request_s + limits.retry_s + limits.again_s == pytest.approx(limit_s)
     assert sum((DOCUMENT.request_s, DOCUMENT.retry_s, DOCUMENT.again_s)) <= 30
-    assert CONTENT.request_s > DOCUMENT.request_s
+    assert CONTENT.again_s > CONTENT.request_s > DOCUMENT.request_s
     store = ObjectStore("s3://bucket/run")
     assert (store._limits_for(100_000), store._limits_for(8 << 20)) == (DOCUMENT, CONTENT)
     assert store.within(6.0)._limits_for(8 << 20) == store.within(6.0).beside("s3://bucket/b")._limits_for(0)
