@@ -50,7 +50,7 @@ LOOK_S = 2.0  # how long a node's agent may take to look at its workers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """What the supervisor needs to start node groups: the worker's function and its task, and how much a
-    worker takes.
+    worker takes. `tokenizer_node` is where the tokenizers were told to run (None: anywhere).
     """
 
     name: str
@@ -59,6 +59,7 @@ class Launch:
     resources_per_worker: dict[str, float]
     ray_storage: str
     limits: Limits
+    tokenizer_node: str | None = None
 
 
 class Supervisor:
@@ -84,7 +85,6 @@ class Supervisor:
         self._look: _Look | None = None
         self._launch, self._coordinator, self._show = launch, coordinator, show
         self._groups: dict[str, NodeGroup] = {}
-        self._at_first: tuple[NodeFacts, ...] = ()
         self._expected = (-1, -1)  # attempt, number of workers that its coordinator was notified of
         self._number = 0
         self._to_clean = False
@@ -101,7 +101,6 @@ class Supervisor:
         cluster never says which nodes it has.
         """
         status, seen, nodes, looked_at = None, (-1, -1), self._first_nodes(), time.monotonic()
-        self._at_first = nodes
         try:
             self._act(nodes, None)
             while status is None or status.ended is None:
@@ -259,7 +258,8 @@ class Supervisor:
                 for node_id, group in self._groups.items()
             ),
             below_minimum_s=status.waiting_since if status else None,
-            at_first=self._at_first,
+            has_begun=self._number > 0,
+            tokenizer_node=self._launch.tokenizer_node,
         )
 
     def _carry_out(self, decision: Decision, attempt: int) -> None:
