@@ -60,13 +60,15 @@ class GroupFacts:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """All that a decision depends on. `below_minimum_s`: how long too few have been there to train; None:
-    enough are. `at_first`: the nodes as they were before the launch started anything (empty: as they are).
+    enough are. `has_begun`: a group was started before, and the tokenizers have been given CPUs since.
+    `tokenizer_node`: where the tokenizers were told to run (None: anywhere).
     """
 
     nodes: tuple[NodeFacts, ...]
     groups: tuple[GroupFacts, ...]
     below_minimum_s: float | None
-    at_first: tuple[NodeFacts, ...] = ()
+    has_begun: bool = False
+    tokenizer_node: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +141,8 @@ def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
     staying = {node.node_id for node in stay}
     kept = tuple(g for g in facts.groups if g.node_id in staying)
     missing = limits.max_workers - sum(g.num_workers for g in kept)
-    started = placement(stay, kept, limits, missing, _held_since(facts))
+    held = sum(node.cpus - node.free_cpus for node in facts.nodes) if facts.has_begun else 0.0
+    started = placement(stay, kept, limits, missing, held, facts.tokenizer_node)
     expected = sum(g.num_workers for g in kept) + sum(g.num_workers for g in started)
     if expected < limits.min_workers:
         started, expected = (), sum(g.num_workers for g in kept)
@@ -161,16 +164,18 @@ def placement(
     limits: Limits,
     missing: int,
     held_cpus: float = 0.0,
+    tokenizers_on: str | None = None,
 ) -> tuple[StartGroup, ...]:
     """Where `missing` workers go: nodes without a group, the roomiest first, each filled before the next.
 
-    Before any group exists the tokenizers may have no CPU yet: theirs is kept free, on `tokenizer_node` or
-    from the least roomy nodes on, but for `held_cpus` that they hold already.
+    While no group exists the tokenizers may have no CPU: theirs is kept free, on the node `tokenizers_on` or
+    from the least roomy nodes on, but for `held_cpus`, which are theirs then.
     """
     rooms = {node.node_id: node.free_cpus for node in nodes}
     by_room = sorted(nodes, key=lambda n: (-_workers(n, rooms[n.node_id], limits), not n.is_head, n.node_id))
     if not groups:
-        owed, chosen = max(0.0, limits.feed_cpus - held_cpus), tokenizer_node(nodes, limits)
+        owed = max(0.0, limits.feed_cpus - held_cpus)
+        chosen = tokenizers_on if tokenizers_on in rooms else tokenizer_node(nodes, limits)
         for node in sorted(reversed(by_room), key=lambda n: n.node_id != chosen):
             taken = min(owed, float(int(rooms[node.node_id])))
             rooms[node.node_id] -= taken
@@ -264,14 +269,6 @@ def _workers(node: NodeFacts, free_cpus: float, limits: Limits) -> int:
         if not limits.gpus_per_worker
         else min(by_cpu, int((node.free_gpus + 1e-6) // limits.gpus_per_worker))
     )
-
-
-def _held_since(facts: Facts) -> float:
-    """CPUs that are held now and were not when the launch began, on the nodes of then. Without a group these
-    are the tokenizers', and what a group that has just ended has not given back yet.
-    """
-    then = {node.node_id: node.cpus - node.free_cpus for node in facts.at_first}
-    return sum(n.cpus - n.free_cpus - then[n.node_id] for n in facts.nodes if n.node_id in then)
 
 
 def _give_up(facts: Facts, limits: Limits) -> str:

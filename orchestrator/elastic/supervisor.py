@@ -53,7 +53,7 @@ LOOK_S = 2.0  # how long a node's agent may take to look at its workers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """What the supervisor needs to start node groups: the worker's function and its task, and how much a
-    worker takes.
+    worker takes. `tokenizer_node` is where the tokenizers were told to run (None: anywhere).
     """
 
     name: str
@@ -62,6 +62,7 @@ class Launch:
     resources_per_worker: dict[str, float]
     ray_storage: str
     limits: Limits
+    tokenizer_node: str | None = None
 
 
 class Supervisor:
@@ -91,7 +92,6 @@ class Supervisor:
         self._launch, self._coordinator, self._show = launch, coordinator, show
         self._groups: dict[str, NodeGroup] = {}
         self._leaving: dict[str, tuple[int, float]] = {}  # nodes: the attempt that knows, and until when
-        self._at_first: tuple[NodeFacts, ...] = ()
         self._expected = (-1, -1)  # attempt, number of workers that its coordinator was notified of
         self._number = 0
         self._to_clean = False
@@ -110,7 +110,6 @@ class Supervisor:
         cluster never says which nodes it has.
         """
         status, seen, nodes, looked_at = None, (-1, -1), self._first_nodes(), time.monotonic()
-        self._at_first = nodes
         try:
             self._act(nodes, None)
             while status is None or status.ended is None:
@@ -269,7 +268,8 @@ class Supervisor:
                 for node_id, group in self._groups.items()
             ),
             below_minimum_s=status.waiting_since if status else None,
-            at_first=self._at_first,
+            has_begun=self._number > 0,
+            tokenizer_node=self._launch.tokenizer_node,
         )
 
     def _carry_out(self, decision: Decision, attempt: int) -> None:
