@@ -27,6 +27,8 @@ from orchestrator.resume.commit_events import (
     GenerationFormed,
     GiveUp,
     PartFailed,
+    PartGrows,
+    Tick,
     VoteCast,
     VoterGone,
     WriteCommit,
@@ -57,6 +59,7 @@ class Rules:
     stops: bool = True
     every_steps: int = 1
     slot: type[SaveSlot] = SaveSlot
+    progress: bool = False  # members say that their parts grow, and what stands still is given up
     carried_out: Callable[[int, int], int] = carried_out
     step_waits: bool = True  # False: a step is applied while the state is copied
     join_frees: bool = False  # True: who joins forgets its save
@@ -266,7 +269,7 @@ def carry_out(world: World, who: int, action: save_slot.Action) -> World:
     return world
 
 
-def of_the_save(world: World, who: int) -> Iterator[tuple[str, Callable[[], World]]]:
+def of_the_save(world: World, who: int, rules: Rules) -> Iterator[tuple[str, Callable[[], World]]]:
     """What may happen to one member's save."""
     member, slot = world.members[who], world.members[who].slot
     key, name = slot.key, world.members[who].name
@@ -274,6 +277,10 @@ def of_the_save(world: World, who: int) -> Iterator[tuple[str, Callable[[], Worl
         yield f"{name} has staged {key.step}", lambda: applied(on(world, who, Staged(key=key)), who)
     if member.writes is not None:
         at, state = member.writes
+        if rules.progress:
+            size, rank = len(world.ranks[at.generation - 1]), world.rank(at, who)
+            says = PartGrows(key=at, rank=rank, world_size=size, moved=True, now_s=0.0)
+            yield f"{name} says that it writes {at.step}", lambda: tell(world, says)
         rest = member._replace(writes=None)
         part = (at, world.rank(at, who), state)
         done = world._replace(parts=world.parts | {part}).put(who, rest)
@@ -512,9 +519,12 @@ def events(world: World, rules: Rules) -> Iterator[tuple[str, Callable[[], World
     """Every event that is possible now, and how it changes the world."""
     yield from of_the_group(world, rules)
     for who in range(len(world.members)):
-        yield from of_the_save(world, who)
+        yield from of_the_save(world, who, rules)
         yield from of_a_member(world, who, rules)
     yield from forming(world, rules)
+    if rules.progress and world.faults and any(not s.is_complete for s in world.machine.saves.values()):
+        still = world._replace(faults=world.faults - 1)
+        yield "a save stands still for too long", lambda: tell(still, Tick(now_s=61.0))
     trains = any(m.life == IN for m in world.members)
     if world.requests and not world.asked and trains:
         yield "a save is asked for", lambda: world._replace(requests=world.requests - 1, asked=True)
