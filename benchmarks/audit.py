@@ -90,6 +90,7 @@ def _begin(job: JobConfig) -> tuple[DataSpec, JournalWriter]:
         machine="",
         pid_start="",
         forked_from=None,
+        parallel=None,
         config=job.flat(),
     )
     journal.generation(

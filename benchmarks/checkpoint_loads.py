@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from benchmarks.checkpoint_ranks import state_dict
+from benchmarks.checkpoint_ranks import said_round, state_dict
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.point_files import PointFiles
 from orchestrator.storage.files import Storage
@@ -49,6 +49,7 @@ def loads(state: TrainState, dcp_folder: Path, ours: Path, rounds: int) -> dict[
             beyond = max(0, _memory("VmHWM") - before)
             worst = torch.tensor([took_s, 1 + beyond / num_bytes], dtype=torch.float64)
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+            said_round(number, name, {"load_s": float(worst[0]), "peak_over_state": float(worst[1])})
             if number:
                 found.setdefault(f"{name}_s", []).append(float(worst[0]))
                 found.setdefault(f"{name}_peak_over_state", []).append(float(worst[1]))

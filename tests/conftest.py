@@ -80,13 +80,17 @@ FORKED = {
     "tests/torchrun/test_membership.py",
     "tests/trainer/test_copy.py",
     "tests/trainer/test_drained.py",
+    "tests/trainer/test_killed_writers.py",
     "tests/trainer/test_kills.py",
     "tests/trainer/test_power_loss.py",
     "tests/trainer/test_precision.py",
     "tests/trainer/test_read_back.py",
     "tests/trainer/test_reformings.py",
     "tests/trainer/test_sharded.py",
+    "tests/trainer/test_sharded_kills.py",
     "tests/trainer/test_sharded_runs.py",
+    "tests/trainer/test_shared_loading.py",
+    "tests/trainer/test_staged_saves.py",
     "tests/trainer/test_worlds.py",
 }
 

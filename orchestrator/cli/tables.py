@@ -64,7 +64,7 @@ def points_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A table of resume points, one row each, as wide as it has to be: nothing is cut, what is not known is
     `-`. Below it a line for each damaged point says why.
     """
-    table = [["point", "state", *_COUNTS, "MiB", "save s", "weights"], *map(_point_row, rows)]
+    table = [["point", "state", *_COUNTS, "layout", "MiB", "save s", "weights"], *map(_point_row, rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     left = {0, 1, len(widths) - 1}
     lines = [
@@ -91,7 +91,17 @@ def _point_row(row: Mapping[str, Any]) -> list[str]:
     state += ", pinned" if row["pin"] else ""
     counts = ["-" if row[key] is None else str(row[key]) for key in _COUNTS.values()]
     sizes = [f"{row['bytes'] / 2**20:.1f}", f"{row['save_s']:.2f}"] if row["healthy"] else ["-", "-"]
-    return [row["name"], state, *counts, *sizes, str(row["weights_digest"])[:16] or "-"]
+    return [row["name"], state, *counts, _layout(row), *sizes, str(row["weights_digest"])[:16] or "-"]
+
+
+def _layout(row: Mapping[str, Any]) -> str:
+    """How the state lay on the group: `shard:2x3` are two shards, and three times all of them."""
+    shards, replicas = row["num_shards"], row["num_replicas"]
+    if shards is None:
+        return "-"
+    if shards == 1:
+        return "replicate"
+    return f"shard:{shards}" if replicas == 1 else f"shard:{shards}x{replicas}"
 
 
 def pruned_lines(pruned: Sequence[Pruned]) -> list[str]:

@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -95,7 +96,7 @@ class ClusterConnection:
         self._heard = _RayHeard(heard) if heard is not None else None
         if ray.is_initialized():
             return
-        address = _address(config)
+        address = address_of(config)
         quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
         self.started = True
         if address:
@@ -253,9 +254,8 @@ def _without_helpers() -> Iterator[None]:
 
 def starts_local_ray(config: JobConfig) -> bool:
     """Whether a connection would start a Ray of its own on this machine."""
-    import ray
-
-    return not ray.is_initialized() and not _address(config)
+    ray = sys.modules.get("ray")  # a process that has not imported it is not connected
+    return not (ray is not None and ray.is_initialized()) and not address_of(config)
 
 
 def nodes() -> tuple[Node, ...]:
@@ -313,8 +313,9 @@ def _free(nodes: list[tuple[str, Mapping[str, float]]]) -> Mapping[str, Mapping[
     }
 
 
-def _address(config: JobConfig) -> str | None:
-    return config.cluster.address or os.environ.get("RAY_ADDRESS")
+def address_of(config: JobConfig) -> str:
+    """Where the cluster is that a connection would join; empty: nowhere."""
+    return config.cluster.address or os.environ.get("RAY_ADDRESS", "")
 
 
 def _local_object_store(needed_bytes: int) -> int:

@@ -1,6 +1,6 @@
 """One attempt of a run: what was claimed, and what it continues.
 
-A value without behaviour. A start command makes one (`begin_launch`), a coordinator after its own restart the
+A value. A start command makes one (`begin_launch`), a coordinator after its own restart the
 next (`continue_launch`).
 """
 
@@ -15,9 +15,11 @@ from orchestrator.history.claim_files import UnreadableFile
 from orchestrator.history.claims import Claim, ClaimParent, ForkedFrom
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.manifests import SourceLists
+from orchestrator.planning.parallel_choice import ParallelChoice
 from orchestrator.planning.restarting import RestartRequest, SourceChange
 from orchestrator.planning.schedule import Budgets
 from orchestrator.planning.skipping import Skip
+from orchestrator.planning.state_layout import Layout, layout_of
 from orchestrator.records import MemberInfo, StateKey, StepRecord
 from orchestrator.resume.leftovers import Leftover
 from orchestrator.resume.points import Damage, Point
@@ -30,7 +32,8 @@ class StartFindings:
     `damages` are those of newer points than the one that is continued; `verified_s` is how long it took to
     read back the points down to that one (None: it was not), `lifted` whether that lifted its mark as
     damaged. `unreadable` are files of attempts that could not be used; `leftovers` older launches' saves that
-    were removed; `lists` what became of the sources at the start command.
+    were removed; `lists` what became of the sources at the start command. `parallel` is what
+    `train.parallel` came to in an earlier attempt, with its number (None: none has noted it).
     """
 
     damages: tuple[Damage, ...] = ()
@@ -39,6 +42,7 @@ class StartFindings:
     unreadable: tuple[UnreadableFile, ...] = ()
     leftovers: tuple[Leftover, ...] = ()
     lists: tuple[SourceChange, ...] = ()
+    parallel: tuple[int, ParallelChoice] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +76,9 @@ class Attempt:
     of points; `history` counts the histories of the run that points held, of which the one that it continues
     is held up to `history_saved_to` tokens (see `history.saved_history`). `skip` is what the claim leaves out
     after the point, whose cursor stands after it here. `sources` say which lists are read in which epoch: the
-    point's cursor stands in them; `restart` asked for a new start of some. `found` is for whoever begins,
-    `earlier` for a restarted coordinator.
+    point's cursor stands in them; `restart` asked for a new start of some. `parallel` says how the state is
+    divided (None: nothing is trained, or nobody said). `found` is for whoever begins, `earlier` for a
+    restarted coordinator.
     """
 
     number: int
@@ -95,6 +100,7 @@ class Attempt:
     skip: Skip | None = None
     sources: tuple[SourceLists, ...] = ()
     restart: RestartRequest | None = None
+    parallel: ParallelChoice | None = None
     found: StartFindings = StartFindings()
     earlier: EarlierCoordinator = EarlierCoordinator()
 
@@ -119,6 +125,10 @@ class Attempt:
             sources=parent.sources,
             restart=parent.restart,
         )
+
+    def layout(self, world_size: int) -> Layout:
+        """How the state lies on a group of so many members; replicate where nobody said."""
+        return layout_of(world_size, self.parallel.num_shards if self.parallel is not None else 1)
 
     @property
     def parent(self) -> StateKey | None:

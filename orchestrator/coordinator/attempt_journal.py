@@ -38,6 +38,7 @@ def note_beginning(
         pid_start=by.start,
         config=dict(config),
         forked_from=encode(attempt.forked_from) if attempt.forked_from else None,
+        parallel=encode(attempt.parallel) if attempt.parallel else None,
     )
     _note_sources(journal, attempt)
     _note_point(journal, attempt)

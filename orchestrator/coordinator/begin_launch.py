@@ -26,6 +26,7 @@ from orchestrator.coordinator.survey import (
     survey,
 )
 from orchestrator.errors import RefusedError
+from orchestrator.history.beginnings import choice_in
 from orchestrator.history.claims import Claim, ClaimParent, Origin
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.resume_plan import ResumePlan
@@ -98,6 +99,7 @@ def begin_launch(
             unreadable=seen.unreadable,
             leftovers=remove_leftovers(store, claim.number, seen.fates),
             lists=plan.lists,
+            parallel=choice_in(seen.journal.events),
         ),
     )
     return attempt, plan

@@ -201,7 +201,7 @@ class LaunchDriver:
         for member in self.machine.leavers(formation):
             self.roster.gone(member, sentences.DRAINED, Cause.NODE_DRAINED)
         cause = self.roster.cause(formation.members)
-        self.journal.generation(_journalled(formation, self._start, cause))
+        self.journal.generation(_journalled(formation, self._start, self._attempt, cause))
         while not await self.flush():
             await self.carry_out(self.machine.tick(time.monotonic()))
             if self.machine.ended is not None:
@@ -351,8 +351,10 @@ class LaunchDriver:
         await self.carry_out(self.machine.end("failed", reason))
 
 
-def _journalled(formation: Formation, start: CoordinatorStart, cause: Cause) -> GenerationStart:
-    cursor = formation.cursor or Cursor()
+def _journalled(
+    formation: Formation, start: CoordinatorStart, attempt: Attempt, cause: Cause
+) -> GenerationStart:
+    cursor, layout = formation.cursor or Cursor(), attempt.layout(len(formation.members))
     return GenerationStart(
         attempt=formation.attempt,
         generation=formation.generation,
@@ -366,5 +368,6 @@ def _journalled(formation: Formation, start: CoordinatorStart, cause: Cause) -> 
         seq_len=start.seq_len,
         members=formation.members,
         cause=cause,
-        copies=len(formation.members),  # before its first step each gets the whole state
+        copies=layout.num_replicas,  # before its first step each shard is with so many
+        num_shards=layout.num_shards,
     )

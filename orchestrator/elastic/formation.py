@@ -173,6 +173,10 @@ class Generation:
     members: tuple[str, ...]
     formation: Formation | None
     requests: dict[str, JoinRequest] = field(default_factory=dict, hash=False)
+    ranks: dict[str, int] = field(init=False, hash=False, compare=False, repr=False)  # of each member
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", {member: rank for rank, member in enumerate(self.members)})
 
     @property
     def identity(self) -> tuple[int, int]:

@@ -6,7 +6,7 @@ Pure. It knows no rank, no generation and no storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.records import Cursor, HeldShard, JoinRequest, Source, StateKey
@@ -54,14 +54,27 @@ class CompleteState:
         never taken from a later one; of those that have it who adds most, and of equal ones who comes first.
         What nobody of `choices` has is left out.
         """
-        lacking, chosen = list(self.needed), list[str]()
-        while lacking:
-            able = next(filter(None, ([m for m in c if m in lacking[0]] for c in choices)), [])
+        needed, chosen = self.needed, list[str]()
+        places = [{member: at for at, member in enumerate(choice)} for choice in choices]
+        has: dict[str, list[int]] = {}  # which of `needed` each member is in
+        for number, of_one in enumerate(needed):
+            for member in of_one:
+                has.setdefault(member, []).append(number)
+        adds = {member: len(numbers) for member, numbers in has.items()}  # of those that are lacking
+        lacking = set(range(len(needed)))
+        for number, of_one in enumerate(needed):
+            if number not in lacking:
+                continue
+            able = next(filter(None, (_in_order(of_one, of_choice) for of_choice in places)), [])
+            if not able:
+                continue
             # whoever has seen a summary has a shard, too
-            found = max(able, key=lambda m: sum(m in of_one for of_one in lacking), default=None)
-            if found is not None:
-                chosen.append(found)
-            lacking = [of_one for of_one in lacking[1:] if found not in of_one]
+            found = max(able, key=lambda member: adds[member])
+            chosen.append(found)
+            for met in lacking.intersection(has[found]):
+                lacking.discard(met)
+                for member in needed[met]:
+                    adds[member] -= 1
         return tuple(chosen)
 
 
@@ -145,6 +158,11 @@ def memory_point_to_keep(holdings: Iterable[Holding], floor: StateKey | None) ->
     found = [state for copies in by_key.values() if (state := complete(copies)) is not None]
     spare = {state.key: all(len({h.member for h in s}) > 1 for s in state.holders) for state in found}
     return max(spare, key=lambda key: (spare[key], key), default=None)
+
+
+def _in_order(members: frozenset[str], places: Mapping[str, int]) -> list[str]:
+    """Those of `members` that have a place, by it."""
+    return sorted(members & places.keys(), key=lambda member: places[member])
 
 
 def _whole(key: StateKey, source: Source, cursor: Cursor | None) -> HeldShard:

@@ -96,7 +96,7 @@ class MembershipState:
     # ---- what is so
     def is_inside(self, member: str) -> bool:
         """Is it, or was it, a member of the current generation?"""
-        return self.current is not None and member in self.current.members
+        return self.current is not None and member in self.current.ranks
 
     @property
     def is_running(self) -> bool:
@@ -118,7 +118,7 @@ class MembershipState:
     def is_trusted(self, member: str) -> bool:
         """A member of the current generation, and not one of its newcomers."""
         current = self.current
-        return current is not None and member in current.members and member not in current.newcomers
+        return current is not None and member in current.ranks and member not in current.newcomers
 
     # ---- when it closes (rule 17)
     def leave_out_unresponsive(self, now: float) -> list[LeaveOut]:

@@ -60,12 +60,13 @@ class GroupFacts:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """All that a decision depends on. `below_minimum_s`: how long too few have been there to train; None:
-    enough are.
+    enough are. `at_first`: the nodes as they were before the launch started anything (empty: as they are).
     """
 
     nodes: tuple[NodeFacts, ...]
     groups: tuple[GroupFacts, ...]
     below_minimum_s: float | None
+    at_first: tuple[NodeFacts, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,9 +117,11 @@ def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
     """What to do now; empty if all is as it should be.
 
     A group is started wherever there is room and workers are missing, so a lost node's workers come back on
-    any node, up to the maximum. A node that is about to be taken away gets none, and its workers count as
-    lost already: others are started for them. The run is stopped when too few workers were there for longer
-    than `wait_s`; how many failures are too many the launch machine knows.
+    any node, up to the maximum; but not while all that there is room for are too few to train: a group never
+    grows, and the room of one that has just ended is given back piece by piece. A node that is about to be
+    taken away gets none, and its workers count as lost already: others are started for them. The run is
+    stopped when too few workers were there for longer than `wait_s`; how many failures are too many the
+    launch machine knows.
     """
     reason = _give_up(facts, limits)
     if reason:
@@ -136,8 +139,10 @@ def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
     staying = {node.node_id for node in stay}
     kept = tuple(g for g in facts.groups if g.node_id in staying)
     missing = limits.max_workers - sum(g.num_workers for g in kept)
-    started = placement(stay, kept, limits, missing)
+    started = placement(stay, kept, limits, missing, _held_since(facts))
     expected = sum(g.num_workers for g in kept) + sum(g.num_workers for g in started)
+    if expected < limits.min_workers:
+        started, expected = (), sum(g.num_workers for g in kept)
     return (*lost, *leave, *started, *((ExpectWorkers(num_workers=expected),) if expected else ()))
 
 
@@ -151,17 +156,21 @@ def tokenizer_node(nodes: tuple[NodeFacts, ...], limits: Limits) -> str | None:
 
 
 def placement(
-    nodes: tuple[NodeFacts, ...], groups: tuple[GroupFacts, ...], limits: Limits, missing: int
+    nodes: tuple[NodeFacts, ...],
+    groups: tuple[GroupFacts, ...],
+    limits: Limits,
+    missing: int,
+    held_cpus: float = 0.0,
 ) -> tuple[StartGroup, ...]:
     """Where `missing` workers go: nodes without a group, the roomiest first, each filled before the next.
 
-    Before any group exists the tokenizers have no CPU yet: theirs is kept free, on `tokenizer_node` or from
-    the least roomy nodes on.
+    Before any group exists the tokenizers may have no CPU yet: theirs is kept free, on `tokenizer_node` or
+    from the least roomy nodes on, but for `held_cpus` that they hold already.
     """
     rooms = {node.node_id: node.free_cpus for node in nodes}
     by_room = sorted(nodes, key=lambda n: (-_workers(n, rooms[n.node_id], limits), not n.is_head, n.node_id))
     if not groups:
-        owed, chosen = limits.feed_cpus, tokenizer_node(nodes, limits)
+        owed, chosen = max(0.0, limits.feed_cpus - held_cpus), tokenizer_node(nodes, limits)
         for node in sorted(reversed(by_room), key=lambda n: n.node_id != chosen):
             taken = min(owed, float(int(rooms[node.node_id])))
             rooms[node.node_id] -= taken
@@ -255,6 +264,14 @@ def _workers(node: NodeFacts, free_cpus: float, limits: Limits) -> int:
         if not limits.gpus_per_worker
         else min(by_cpu, int((node.free_gpus + 1e-6) // limits.gpus_per_worker))
     )
+
+
+def _held_since(facts: Facts) -> float:
+    """CPUs that are held now and were not when the launch began, on the nodes of then. Without a group these
+    are the tokenizers', and what a group that has just ended has not given back yet.
+    """
+    then = {node.node_id: node.cpus - node.free_cpus for node in facts.at_first}
+    return sum(n.cpus - n.free_cpus - then[n.node_id] for n in facts.nodes if n.node_id in then)
 
 
 def _give_up(facts: Facts, limits: Limits) -> str:

@@ -87,6 +87,7 @@ class Rendezvous:
         if previous is not None and not previous.members:
             self._group.end(float("-inf"))  # all of them are known to be dead
         self._pending: tuple[Formation, dict[str, JoinRequest]] | None = None
+        self._viewed: tuple[Generation, GenerationView] | None = None  # by its first member
         self._older_ended: set[tuple[int, int]] = set()
         if previous is not None and previous.ended:
             self._older_ended.add((previous.attempt, previous.generation))
@@ -193,9 +194,10 @@ class Rendezvous:
         """The members on draining nodes are to leave at the next step boundary, and nothing may be lost by
         it: while the others and the newest point do not hold the whole of the newest state, the point of that
         is waited for, where a save of it is undecided; else all go on together, and save and meet again.
-        `save`: that is known to be so, so that the step at hand is saved at once.
+        `save`: that is known to be so, so that the step at hand is saved at once; where it shows only when
+        they meet, the next one is.
         """
-        self._leave, self._leave_with_save = True, save
+        self._leave, self._leave_with_save = True, self._leave_with_save or save
 
     def stay(self) -> None:
         """Whoever is on a draining node goes on with the others."""
@@ -260,18 +262,26 @@ class Rendezvous:
     def view_for(self, member: str) -> GenerationView | None:
         """The running generation as `member` sees it; None if it is not in it, or none runs."""
         current = self._group.current
-        if (
-            current is None
-            or current.formation is None
-            or not self._group.is_running
-            or member not in current.members
-        ):
+        if current is None or not self._group.is_running or member not in current.ranks:
+            return None
+        if self._viewed is None or self._viewed[0] is not current:
+            if (first := self._view_of_first(current)) is None:
+                return None
+            self._viewed = current, first
+        own_host = current.requests[member].host
+        return replace(self._viewed[1], rank=current.ranks[member], own_host=own_host)
+
+    def _view_of_first(self, current: Generation) -> GenerationView | None:
+        """The running generation as its first member sees it: of 10,000 members all but two fields are alike,
+        and take as long to make as there are members.
+        """
+        if current.formation is None:
             return None
         formation, first = current.formation, current.requests[current.members[0]]
         return GenerationView(
             attempt=self.attempt,
             generation=current.number,
-            rank=current.members.index(member),
+            rank=0,
             world_size=len(current.members),
             members=current.members,
             host=first.host,
@@ -281,7 +291,7 @@ class Rendezvous:
             sources=formation.sources,
             keep=formation.keep,
             nodes=_numbered([current.requests[m].node_id for m in current.members]),
-            own_host=current.requests[member].host,
+            own_host=first.host,
             point=formation.point,
             cursor=formation.cursor,
             step=formation.step,
@@ -410,7 +420,7 @@ class Rendezvous:
         """
         waiting, current = self._group.waiting.get(member), self._group.current
         newest = (waiting.request.leaves or (0, 0)) if waiting else (0, 0)
-        if current is not None and current.attempt == self.attempt and member in current.members:
+        if current is not None and current.attempt == self.attempt and member in current.ranks:
             newest = max(newest, current.identity)
         return newest
 
@@ -519,8 +529,8 @@ class Rendezvous:
         state = newest_complete(held_by_all(allowed), None) if len(allowed) < len(requests) else newest
         if newest and (not state or self._states.origin(state.key) != self._states.origin(newest.key)):
             state = newest  # who alone holds a shard of the newest state is never left out
-        names = [r.member for r in allowed]
-        cover = state.cover(names, [r.member for r in requests]) if state else ()
+        names = dict.fromkeys(r.member for r in allowed)
+        cover = frozenset(state.cover([*names], [r.member for r in requests])) if state else frozenset()
         allowed += [r for r in requests if r.member in cover and r.member not in names]
         inside = self._group.is_inside
         allowed.sort(
@@ -550,6 +560,7 @@ class Rendezvous:
         elsewhere = [r for r in requests if r.node_id not in self._draining]
         if not self._leave or len(elsewhere) == len(requests) or self._have_newest(elsewhere, requests):
             return None
+        self._leave_with_save = True
         newest = self._states.newest(requests)[0]
         asked = [r.saving for r in requests if r.saving is not None and r.saving == newest]
         return asked[0] if asked and self._is_undecided(asked[0]) else None
@@ -599,8 +610,7 @@ class Rendezvous:
 
     def _by_rank(self, members: Iterable[str], source: str | None) -> tuple[str, ...]:
         """The source first, the others by their rank in the current generation, then by name."""
-        known = self._group.current.members if self._group.current is not None else ()
-        ranks = {m: i for i, m in enumerate(known)}
+        ranks = self._group.current.ranks if self._group.current is not None else {}
         return tuple(sorted(members, key=lambda m: (m != source, ranks.get(m, len(ranks)), m)))
 
     def _below_minimum(self, chosen: list[JoinRequest], now: float) -> Waiting:

@@ -91,6 +91,7 @@ class Supervisor:
         self._launch, self._coordinator, self._show = launch, coordinator, show
         self._groups: dict[str, NodeGroup] = {}
         self._leaving: dict[str, tuple[int, float]] = {}  # nodes: the attempt that knows, and until when
+        self._at_first: tuple[NodeFacts, ...] = ()
         self._expected = (-1, -1)  # attempt, number of workers that its coordinator was notified of
         self._number = 0
         self._to_clean = False
@@ -109,6 +110,7 @@ class Supervisor:
         cluster never says which nodes it has.
         """
         status, seen, nodes, looked_at = None, (-1, -1), self._first_nodes(), time.monotonic()
+        self._at_first = nodes
         try:
             self._act(nodes, None)
             while status is None or status.ended is None:
@@ -267,6 +269,7 @@ class Supervisor:
                 for node_id, group in self._groups.items()
             ),
             below_minimum_s=status.waiting_since if status else None,
+            at_first=self._at_first,
         )
 
     def _carry_out(self, decision: Decision, attempt: int) -> None:

@@ -128,7 +128,8 @@ class GenerationStart:
     generation counts, which differs from `parent.step` where labels were re-based. The counts are the
     parent's; world size, batch size and seq_len are what the generation trains with. `cause` is one of
     `elastic.cause.Cause` ("": written before there were causes), `copies` how many members hold a whole state
-    while it trains, so that all but one of them may die without a step lost (None: not said).
+    while it trains, so that all but one of them may die without a step lost (None: not said); where it
+    is cut into `num_shards`, how many hold each shard.
     """
 
     attempt: int
@@ -145,6 +146,7 @@ class GenerationStart:
     reason: str = ""
     cause: str = ""
     copies: int | None = None
+    num_shards: int | None = None
 
     @property
     def id(self) -> GenerationId:

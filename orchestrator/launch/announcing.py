@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt
+from orchestrator.launch.capacity import choice_note
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records import StepRecord
@@ -33,6 +34,10 @@ def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan:
         say(f"warning: {left}" if left.kept else f"note: {left}")
     for difference in plan.differences:
         say(f"  {difference}")
+    if attempt.parallel is not None and (
+        note := choice_note(job, attempt.found.parallel, attempt.parallel.num_shards)
+    ):
+        say(note)
     _announce_data(say, attempt, plan)
 
 

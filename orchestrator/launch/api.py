@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestrator import html_text
-from orchestrator.cluster.machine import memory_here
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig, as_data_job, as_job
 from orchestrator.errors import DataIdentityError, ResourceError, StorageError
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
     from orchestrator.elastic.policy import Limits, NodeFacts
     from orchestrator.launch.needs import Needs
+    from orchestrator.planning.parallel_choice import Machine, ParallelChoice
 
 _FREED_S = 10.0  # how long a start waits for resources that a launch before it held
 
@@ -94,44 +94,46 @@ def _launch(
     began = time.monotonic()
     storage = starting.run_storage(job)
     store = RunStore(storage)
-    starting.check_writable(storage)
+    lacks = starting.check_writable(storage)
     require_loggers(job.monitor.loggers)
     with (
         Progress.shown(job.monitor.progress_s) as progress,
         busy_watch.watching(store, progress.say) as watched,
     ):
+        if lacks:
+            progress.say(f"note: {lacks}")
         spec = starting.prepare(job, storage, freeze=False)
         plan = looking_ahead.look_before_start(store, job, spec, watched)
         if looking_ahead.reached(plan):
             return _already_done(job, plan, time.monotonic() - began, progress)
-        from orchestrator.cluster.connection import ClusterConnection, starts_local_ray
+        from orchestrator.cluster.connection import ClusterConnection, address_of, starts_local_ray
         from orchestrator.data.feed.memory import memory_of
-        from orchestrator.launch.needs import choose_shards, needs_of
+        from orchestrator.launch.machine_facts import machines_here, machines_of_cluster
+        from orchestrator.launch.needs import needs_of
 
         memory_of(job, spec)  # raises where too little is asked for
-        limits = _limits(job)
-        workers, local = limits.start_workers, starts_local_ray(job)
-        num_shards = choose_shards(job, workers, memory_here() if local else ())
-        needs = needs_of(job, num_shards, workers)
+        limits, local = _limits(job), starts_local_ray(job)
         if local:
-            _check_this_machine(needs, limits)
+            parallel, problems = _divide(job, limits, machines_here(job.cluster.use_gpu), "")
+            _refuse(problems)
         for note in require_model(job, plan, spec.vocab_size):
             progress.say(note)
         cpus = limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers
         heard = partial(progress.foreign, "Ray")
-        with ClusterConnection(job, cpus, needs.object_store_bytes, heard, progress.say):
+        with ClusterConnection(job, cpus, needs_of(job).object_store_bytes, heard, progress.say):
             newest = watched()
             if not local:
-                num_shards = choose_shards(job, workers, _memories())
-                needs = needs_of(job, num_shards, workers)
-            limits = _preflight(job, needs, limits, storage, () if local else _memories())
+                machines = machines_of_cluster(job.cluster.use_gpu)
+                parallel, problems = _divide(job, limits, machines, address_of(job))
+            needs = needs_of(job, parallel.num_shards, limits.start_workers)
+            limits = _preflight(job, needs, limits, storage, problems)
             from orchestrator.launch.dashboard_beside import dashboard_beside
             from orchestrator.launch.exports import exporting
             from orchestrator.launch.on_cluster import supervise
 
             command = _command(config, overrides)
             with claiming.claimed(
-                store, job, spec, newest, fault_plan, command=command, drawn=plan.drawn
+                store, job, spec, newest, fault_plan, command=command, drawn=plan.drawn, parallel=parallel
             ) as (attempt, plan):
                 spec = starting.freeze(job, storage, spec, attempt)
                 with (
@@ -148,7 +150,6 @@ def _launch(
                         fault_plan,
                         progress,
                         until_tokens,
-                        num_shards,
                     )
     return _result(job, status, time.monotonic() - began)
 
@@ -157,16 +158,21 @@ def plan(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence
     """What `train` would do with this configuration, or why it would refuse; reads storage and files, starts
     nothing, writes nothing.
 
+    Memory is judged by the machines that are known without a cluster: this one, where a start would start a
+    Ray on it, else those that the newest attempt on the same cluster found; the start on the cluster decides.
     The newest point is trusted by sizes here; `train` verifies every digest before it uses one. A run that
     may be read and not written can be planned, too: a note says so.
     """
     job = as_job(config, overrides)
     storage = starting.run_storage(job)
-    found, _ = _look_ahead(job, storage)
+    found, spec = _look_ahead(job, storage)
+    if spec is not None:
+        found = looking_ahead.judged_by_memory(job, RunStore(storage), found)
     try:
-        starting.check_writable(storage)
+        lacks = starting.check_writable(storage)
     except StorageError as error:
-        found = replace(found, notes=(*found.notes, f"warning: a start would fail: {error}"))
+        lacks = f"warning: a start would fail: {error}"
+    found = replace(found, notes=(*found.notes, *filter(None, [lacks])))
     if found.action == "refuse" or not is_to_try(found):
         return found
     return replace(found, notes=(*found.notes, "the model is not tried: `orchestrator train --dry-run` does"))
@@ -181,21 +187,23 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
     """
     job = as_job(config, overrides)
     storage = starting.run_storage(job)
-    starting.check_writable(storage)
+    lacks = starting.check_writable(storage)
     require_loggers(job.monitor.loggers)
     found, spec = _look_ahead(job, storage)
+    found = replace(found, notes=(*found.notes, *filter(None, [lacks])))
     if found.action == "refuse" or spec is None:
         return found
     from orchestrator.cluster.connection import starts_local_ray
     from orchestrator.elastic.policy import disk_problems
-    from orchestrator.launch.needs import choose_shards, needs_of
+    from orchestrator.launch.machine_facts import machines_here
+    from orchestrator.launch.needs import needs_of
 
-    workers, local = job.cluster.start_workers, starts_local_ray(job)
-    num_shards = choose_shards(job, workers, memory_here() if local else ())
-    needs = needs_of(job, num_shards, workers)
-    if local:
-        _check_this_machine(needs, _limits(job))
-    _refuse(disk_problems(*_disk_bytes(job, needs, storage)))
+    if local := starts_local_ray(job):
+        _refuse(_divide(job, _limits(job), machines_here(job.cluster.use_gpu), "")[1])
+    found = looking_ahead.judged_by_memory(job, RunStore(storage), found)
+    if found.action == "refuse":
+        return found
+    _refuse(disk_problems(*_disk_bytes(job, needs_of(job), storage)))
     untried = require_model(job, found, spec.vocab_size)
     unseen = () if local else ("what the cluster has is not looked at: memory, CPUs, GPUs, object store",)
     return replace(found, notes=(*found.notes, *untried, *unseen))
@@ -215,7 +223,7 @@ def _look_ahead(job: JobConfig, storage: Storage) -> tuple[ResumePlan, DataSpec 
         point, _ = choose_point(store, seen, wanted_point(seen, job), fast=True)
         found = decide(store, job, point, None)
         return replace(found, action="refuse", refusals=(*found.refusals, str(error))), None
-    return replace(found, notes=(*found.notes, *spec.notes, *looking_ahead.memory_ahead(job, spec))), spec
+    return replace(found, notes=(*found.notes, *spec.notes, looking_ahead.feed_memory(job, spec))), spec
 
 
 def open_stream(
@@ -276,11 +284,17 @@ def _limits(job: JobConfig) -> Limits:
     )
 
 
-def _check_this_machine(needs: Needs, limits: Limits) -> None:
-    """Memory, before a Ray is started here: what others hold now is not subtracted, for they may end."""
-    from orchestrator.launch.needs import memory_problems
+def _divide(
+    job: JobConfig, limits: Limits, machines: Sequence[Machine], cluster: str
+) -> tuple[ParallelChoice, list[str]]:
+    """How the state is divided on these machines, of the Ray at the address `cluster`, and why it does not
+    fit there: what others hold now is not subtracted, for they may end.
+    """
+    from orchestrator.launch.capacity import Workers, capacity_problems, choose_parallel
 
-    _refuse(memory_problems(needs, limits.start_workers, memory_here()))
+    workers = Workers(num_workers=limits.start_workers)
+    choice = choose_parallel(job, workers, machines, cluster)
+    return choice, capacity_problems(job, choice.num_shards, workers, machines)
 
 
 def _refuse(problems: Sequence[str]) -> None:
@@ -289,21 +303,17 @@ def _refuse(problems: Sequence[str]) -> None:
 
 
 def _preflight(
-    job: JobConfig, needs: Needs, limits: Limits, storage: Storage, memories: Sequence[tuple[str, int]]
+    job: JobConfig, needs: Needs, limits: Limits, storage: Storage, memory: Sequence[str]
 ) -> Limits:
     """The limits with which the job fits: with a CPU for each tokenizer, else without. Raises `ResourceError`
-    with all that is missing. `memories`: (host, bytes in all) of each node, where memory has not been looked
-    at yet.
+    with all that is missing; of `memory` that was found before.
     """
     from orchestrator.elastic.policy import preflight, without_tokenizer_cpus
-    from orchestrator.launch.needs import memory_problems
     from orchestrator.launch.node_facts import node_facts
-
-    memory = memory_problems(needs, limits.start_workers, memories)
 
     def look(nodes: tuple[NodeFacts, ...], limits: Limits) -> list[str]:
         free, needed = _disk_bytes(job, needs, storage)
-        return memory + preflight(
+        return [*memory] + preflight(
             nodes,
             limits,
             disk_free_bytes=free,
@@ -335,13 +345,6 @@ def _disk_bytes(job: JobConfig, needs: Needs, storage: Storage) -> tuple[int | N
     kept = job.resume.keep_latest + job.resume.keep_best + 1
     free = None if storage.folder is None else free_disk_bytes(str(storage.folder))
     return free, kept * needs.point_bytes
-
-
-def _memories() -> list[tuple[str, int]]:
-    from orchestrator.cluster.connection import nodes
-
-    # Ray splits what it found available between these two; tokens in the object store are part of the need
-    return [(n.host, n.memory_bytes and n.memory_bytes + n.object_store_bytes) for n in nodes()]
 
 
 # ------------------------------------------------------------ how it ended

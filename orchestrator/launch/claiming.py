@@ -24,6 +24,7 @@ from orchestrator.history.claims import Claim
 from orchestrator.history.heartbeat import beating
 from orchestrator.history.request_files import asker
 from orchestrator.launch.start import find_run
+from orchestrator.planning.parallel_choice import ParallelChoice
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.skipping import Skip
 from orchestrator.resume.store import RunStore
@@ -44,11 +45,12 @@ def claimed(
     process: Process | None = None,
     command: str = "",
     drawn: Skip | None = None,
+    parallel: ParallelChoice | None = None,
 ) -> Iterator[tuple[Attempt, ResumePlan]]:
     """Makes the run if it is new, and claims the attempt after `watched` (of `refuse_busy`) for a launch; see
     `coordinator.begin_launch`. Inside, this process shows other starts that the attempt is alive;
-    `process` is the one in whose name it claims, itself if not given; `command` as in `Attempt`; `drawn` is
-    what `look_before_start` drew.
+    `process` is the one in whose name it claims, itself if not given; `command` and `parallel` as in
+    `Attempt`; `drawn` is what `look_before_start` drew.
 
     Raises `BusyError` if another start was quicker. What goes wrong before the attempt's journal is begun
     ends the attempt; afterwards whoever keeps the journal says its end.
@@ -63,7 +65,7 @@ def claimed(
     with claiming(store, run.id, watched + 1, why, process) as made:
         hook(fault_plan)("claim_made", -1, -1)
         attempt, plan = begin_launch(store, job, made, run, spec, drawn)
-        yield replace(attempt, command=command), plan
+        yield replace(attempt, command=command, parallel=parallel), plan
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from orchestrator.launch.doctor_check import Check
+from orchestrator.launch.doctor_check import Check, State
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import join
 
@@ -23,13 +23,15 @@ _CONTENT = b"x" * 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketFacts:
-    """What was tried below a URI. `exclusive`: of several who create one name exactly one did; `listed`: a
-    list shows at once what was written; `reads`: it gives back what was written; `deletes`: nothing of it is
-    left; `request_s`: the slower of a write and a read of 4 KiB.
+    """What was tried below a URI. `exclusive`: of several who create one name exactly one did; `refuses`: the
+    server refuses the others, so that they need not agree; `listed`: a list shows at once what was written;
+    `reads`: it gives back what was written; `deletes`: nothing of it is left; `request_s`: the slower of a
+    write and a read of 4 KiB.
     """
 
     location: str
     exclusive: bool
+    refuses: bool
     listed: bool
     reads: bool
     deletes: bool
@@ -37,7 +39,9 @@ class BucketFacts:
 
 
 def try_bucket(storage: Storage) -> BucketFacts:
-    """About 20 small requests. Raises `StorageError` with what to do if one is refused."""
+    """About 20 small requests; more where the server refuses no create. Raises `StorageError` with what to do
+    if one is refused.
+    """
     name = f".doctor-{secrets.token_hex(4)}"
     tried, times = storage.beside(join(storage.root, name)), list[float]()
     try:
@@ -57,6 +61,7 @@ def try_bucket(storage: Storage) -> BucketFacts:
     return BucketFacts(
         location=storage.root,
         exclusive=exclusive,
+        refuses=tried.creates_exclusively(),
         listed=listed,
         reads=reads,
         deletes=tried.list("") == [],
@@ -75,16 +80,7 @@ def judge_bucket(found: BucketFacts) -> Iterator[Check]:
         limit="writable",
         advice="" if found.reads else "take another store: a run could not be continued from it",
     )
-    yield Check(
-        name="exclusive create",
-        state="ok" if found.exclusive else "bad",
-        value="one of 8 created it" if found.exclusive else "several created one name",
-        limit="exactly one",
-        advice=""
-        if found.exclusive
-        else "the store does not heed If-None-Match, so two launches could work on one run: none is started "
-        "there; take one that does, or a folder",
-    )
+    yield _judge_creates(found)
     yield Check(
         name="list after write",
         state="ok" if found.listed else "bad",
@@ -113,3 +109,22 @@ def judge_bucket(found: BucketFacts) -> Iterator[Check]:
         if slow
         else "",
     )
+
+
+def _judge_creates(found: BucketFacts) -> Check:
+    value, advice = "one of 8 created it", ""
+    state: State = "ok"
+    if not found.exclusive:
+        value, state = "several created one name", "bad"
+        advice = (
+            "the store does not heed If-None-Match, and its lists come late, so two launches could work on "
+            "one run: none is started there; take one that does, or a folder"
+        )
+    elif not found.refuses:
+        value, state = "one of 8 created it, by agreement", "warn"
+        advice = (
+            "the store does not heed If-None-Match, so who claims a name first is agreed on by plain writes "
+            "and lists: six requests instead of one, and safe as long as its lists show at once what was "
+            "written"
+        )
+    return Check(name="exclusive create", state=state, value=value, limit="exactly one", advice=advice)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import platform
 import secrets
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from orchestrator.cluster import machine, ray_environment
 from orchestrator.cluster.connection import HEALTH_CHECKS
+from orchestrator.cluster.gpu_memory import gpu_rows
 from orchestrator.elastic.asked import Asked
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.launch.doctor import (
@@ -32,8 +32,6 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
 
 STORAGE_S = 10.0  # how long storage is waited for
-_GPUS = ("nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits")
-_GPUS_S = 5.0
 _CREATORS = 8
 
 
@@ -157,15 +155,11 @@ def _cluster(address: str) -> ClusterFacts:
 def _gpus() -> Sequence[Gpu]:
     """As NVIDIA's driver has them; none where there is none."""
     try:
-        found = subprocess.run(  # noqa: S603  a constant
-            _GPUS, capture_output=True, text=True, timeout=_GPUS_S, check=True
-        )
-        rows = [line.rsplit(", ", 2) for line in found.stdout.splitlines() if line.strip()]
         return [
             Gpu(name=name, memory_bytes=int(memory) << 20, capability=float(capability))
-            for name, memory, capability in rows
+            for name, memory, capability in gpu_rows("name", "memory.total", "compute_cap")
         ]
-    except (OSError, subprocess.SubprocessError, ValueError):
+    except ValueError:
         return []
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from orchestrator.cluster.machine import memory_here
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.choosing import choose_point, decide, kept_point, rewind_sentence
 from orchestrator.coordinator.data_end import find_known_epochs
@@ -40,6 +39,7 @@ from orchestrator.resume.store import RunStore
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
+    from orchestrator.launch.capacity import KnownMachines
 
 _BY_SIZES = "sizes of the point's files are right; the start verifies their digests, too"
 
@@ -198,13 +198,27 @@ def stop_is_reached(job: JobConfig, plan: ResumePlan) -> str:
     )
 
 
-def memory_ahead(job: JobConfig, spec: DataSpec) -> list[str]:
-    """What a plan says of memory: of the feed's processes, and of a worker. Of machines only this one is
-    known, and only where Ray would run on it alone.
-    """
+def feed_memory(job: JobConfig, spec: DataSpec) -> str:
+    """What a plan says of the memory of the feed's processes."""
     from orchestrator.data.feed.memory import memory_of
-    from orchestrator.launch.needs import choose_shards, memory_notes
 
-    machines = memory_here() if job.cluster.address is None else ()
-    num_shards = choose_shards(job, job.cluster.start_workers, machines)
-    return [str(memory_of(job, spec)), *memory_notes(job, num_shards)]
+    return str(memory_of(job, spec))
+
+
+def judged_by_memory(job: JobConfig, store: RunStore, found: ResumePlan) -> ResumePlan:
+    """A plan, with what it says of the workers' memory, refused if the machines that are known without a
+    cluster cannot hold the job.
+    """
+    from orchestrator.launch.machine_facts import known_machines
+
+    return with_memory(job, known_machines(job, store), found)
+
+
+def with_memory(job: JobConfig, known: KnownMachines, found: ResumePlan) -> ResumePlan:
+    """`judged_by_memory`, by these machines."""
+    from orchestrator.launch.capacity import memory_plan
+
+    notes, problems = memory_plan(job, known)
+    refusals = (*found.refusals, *(f"{job.run.run_uri}: {problem}" for problem in problems))
+    action = "refuse" if problems else found.action
+    return replace(found, action=action, refusals=refusals, notes=(*found.notes, *notes))

@@ -5,11 +5,12 @@ Lower bounds: what they call too much cannot work; what they let pass may still 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.planning.memory import ModelSize, WorkerMemory, memory_every_steps, worker_memory
+from orchestrator.planning.parallel_choice import layout_text
 from orchestrator.planning.state_layout import Layout, layout_of
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 # A process with Python, Ray and: torch and transformers; a tokenizer and the readers; neither.
 _WORKER_BYTES, _TOKENIZER_BYTES, _FEEDER_BYTES = 1 << 30, 700 << 20, 300 << 20
+_CUDA_BYTES = 256 << 20  # what CUDA and its libraries take of a GPU for one process, at least
 _TOKENIZER_OBJECT_BYTES = 16 << 20
 _TOKEN_BYTES = 4  # of a token that the feeder keeps
 _POINT_COPIES = 3  # weights and AdamW's two moments
@@ -41,6 +43,8 @@ _GATED: dict[str, dict[str, Any]] = {
 class Needs:
     """`worker_bytes` is one worker's memory, `feed_bytes` that of feeder and tokenizers, `text` how both come
     about, `point_bytes` what a resume point takes, `object_store_bytes` what tokens in flight take.
+    `gpu_bytes` is what a worker takes of its GPU, `gpu_text` how that comes about (0: nothing, or not known).
+    `memory_point_bytes` are those of a worker's that memory points take.
     """
 
     worker_bytes: int
@@ -48,51 +52,62 @@ class Needs:
     point_bytes: int
     object_store_bytes: int
     text: str
+    gpu_bytes: int = 0
+    gpu_text: str = ""
+    memory_point_bytes: int = 0
 
 
 def needs_of(job: JobConfig, num_shards: int | None = 1, num_workers: int = 1) -> Needs:
     """The needs of a job whose state is cut into `num_shards` (see `layout_of`) among `num_workers`. With
-    `cluster.use_gpu` the state lies on the GPUs, whose memory nobody looks at.
+    `cluster.use_gpu` the state lies on the GPUs, and its copies in the machines' memory.
     """
-    data, dtype_bytes = job.data, _weight_bytes(job)
+    data, dtype_bytes, on_gpu = job.data, _weight_bytes(job), job.cluster.use_gpu
     parameters = count_parameters(job.model.config or {})
     layout = layout_of(num_workers, num_shards)
     held = memory_in(job, layout)
+    points = _memory_points(job, layout, held)
+    copies = held.staged + points
+    of_state = _state_text(parameters, dtype_bytes, layout, held) if parameters else ""
+    in_memory = f" + {of_state}" if of_state and not on_gpu else ""
+    in_memory += f" + {gib(copies)} for copies that are saved, and memory points" if copies else ""
     tokenizer = _TOKENIZER_BYTES + data.window_bytes
-    of_state = ""
-    if parameters and not job.cluster.use_gpu:
-        of_state = f" + {parameters:,} parameters × {dtype_bytes} bytes × 4 for weights, gradients and AdamW"
-        if layout.num_shards > 1:
-            of_state += f" / {layout.num_shards} shards + {gib(held.gathered)} for gathered blocks"
     return Needs(
-        worker_bytes=_WORKER_BYTES + (0 if job.cluster.use_gpu else held.training),
+        worker_bytes=_WORKER_BYTES + copies + (0 if on_gpu else held.training),
         feed_bytes=_FEEDER_BYTES + data.replay_bytes + data.num_tokenizers * tokenizer,
         point_bytes=parameters * dtype_bytes * _POINT_COPIES,
         object_store_bytes=(data.num_tokenizers + 2) * _TOKENIZER_OBJECT_BYTES,
-        text=f"a worker takes {gib(_WORKER_BYTES)}{of_state}, the feeder {gib(_FEEDER_BYTES)} + "
+        text=f"a worker takes {gib(_WORKER_BYTES)}{in_memory}, the feeder {gib(_FEEDER_BYTES)} + "
         f"data.replay_bytes={data.replay_bytes}, each of {data.num_tokenizers} tokenizers "
         f"{gib(_TOKENIZER_BYTES)} + data.window_bytes={data.window_bytes}",
+        gpu_bytes=_CUDA_BYTES + held.training if on_gpu and parameters else 0,
+        gpu_text=f"{gib(_CUDA_BYTES)} for CUDA + {of_state}" if on_gpu and parameters else "",
+        memory_point_bytes=points,
     )
 
 
-def choose_shards(
-    job: JobConfig, num_workers: int, machines: Sequence[tuple[str, int]], with_feed: bool = True
-) -> int | None:
-    """The number of shards of `train.parallel` (see `layout_of`). `auto`: one, unless `memory_problems` say
-    that `num_workers` workers cannot hold the whole state each; then one for each worker.
-    """
-    if job.train.parallel != "auto":
-        return job.train.num_shards
-    if job.train.numerics == "invariant" or job.cluster.use_gpu:
-        return 1
-    return 1 if not memory_problems(needs_of(job), num_workers, machines, with_feed) else None
+def _state_text(parameters: int, dtype_bytes: int, layout: Layout, held: WorkerMemory) -> str:
+    text = f"{parameters:,} parameters × {dtype_bytes} bytes × 4 for weights, gradients and AdamW"
+    if layout.num_shards > 1:
+        text += f" / {layout.num_shards} shards + {gib(held.gathered)} for gathered blocks"
+    at_the_loss = held.training - held.weights - held.gradients - held.moments - held.gathered
+    if at_the_loss:
+        text += f" + {gib(at_the_loss)} more while a micro-batch's loss is computed"
+    return text
+
+
+def _memory_points(job: JobConfig, layout: Layout, held: WorkerMemory) -> int:
+    """Bytes of a worker's memory points; 0 where none are made."""
+    every = memory_every_steps(job.resume.memory_every_steps, sharded=layout.num_shards > 1)
+    return held.memory_points if every is not None and layout.world_size > 1 else 0
 
 
 def memory_in(job: JobConfig, layout: Layout, before: Layout | None = None) -> WorkerMemory:
     """What a worker holds of the state, at least; all 0 where the model's size is not known."""
-    weight_bytes = _weight_bytes(job)
-    compute_bytes = 2 if job.train.precision == "bf16" else weight_bytes
-    return worker_memory(model_size(job.model.config or {}), layout, weight_bytes, compute_bytes, before)
+    train, weight_bytes = job.train, _weight_bytes(job)
+    compute_bytes = 2 if train.precision == "bf16" else weight_bytes
+    num_tokens = min(train.micro_batch_size, train.global_batch_size) * job.pack.seq_len
+    size = model_size(job.model.config or {})
+    return worker_memory(size, layout, weight_bytes, compute_bytes, before, num_tokens)
 
 
 def memory_notes(job: JobConfig, num_shards: int | None) -> list[str]:
@@ -113,16 +128,15 @@ def memory_notes(job: JobConfig, num_shards: int | None) -> list[str]:
         ]
         if layout.num_shards > 1:
             parts.append(f"gathered blocks {gib(held.gathered)}")
+        parts.append(f"activations of a micro-batch {gib(held.activations)}")
         reforming = ""
         if held.peak > held.training:
             reforming = f"; {gib(held.peak)} while workers come or go"
-        copies = ""
-        every = memory_every_steps(job.resume.memory_every_steps, sharded=layout.num_shards > 1)
-        if every is not None and world > 1:
-            copies = f", memory points in {gib(held.memory_points)}"
+        points = _memory_points(job, layout, held)
+        copies = f", memory points in {gib(points)}" if points else ""
         found.append(
-            f"memory of a worker of {world} ({layout_text(layout)}), at least: {', '.join(parts)} = "
-            f"{gib(held.training)} {where}, activations not counted{reforming}; a save is staged in "
+            f"memory of a worker of {world} ({layout_text(layout)}), at least: {', '.join(parts)}; "
+            f"{gib(held.training)} of it at once {where}{reforming}; a save is staged in "
             f"{gib(held.staged)}{copies} of the machine's memory"
         )
     every = memory_every_steps(job.resume.memory_every_steps, sharded=num_shards != 1)
@@ -134,15 +148,6 @@ def memory_notes(job: JobConfig, num_shards: int | None) -> list[str]:
             "which takes seconds; raise data.replay_bytes to avoid that"
         )
     return found
-
-
-def layout_text(layout: Layout) -> str:
-    """A layout for people."""
-    if layout.num_shards == 1:
-        return "replicate: each holds the whole state"
-    if layout.num_replicas == 1:
-        return f"shard: the state in {layout.num_shards} parts"
-    return f"{layout.num_replicas} times the state in {layout.num_shards} parts"
 
 
 def _weight_bytes(job: JobConfig) -> int:
@@ -175,28 +180,14 @@ def model_size(shape: Mapping[str, Any]) -> ModelSize:
     keys = width * shared // heads if heads else 0
     layer = 2 * hidden * width + 2 * hidden * keys + 3 * hidden * _whole(shape, "intermediate_size")
     rest = (1 if shape.get("tie_word_embeddings") else 2) * vocab * hidden
-    return ModelSize(parameters=rest + layers * layer, block=layer if layers else 0, rest=rest)
-
-
-def memory_problems(
-    needs: Needs, num_workers: int, machines: Sequence[tuple[str, int]], with_feed: bool = True
-) -> list[str]:
-    """Why `num_workers` workers (and the feed) cannot have their memory on these machines (host, bytes in
-    all): what is needed and what is there; empty if they can, or where a machine does not say (0).
-    """
-    if not machines or not all(num_bytes for _, num_bytes in machines):
-        return []
-    there, largest = sum(n for _, n in machines), max(n for _, n in machines)
-    needed = num_workers * needs.worker_bytes + (needs.feed_bytes if with_feed else 0)
-    if needed <= there and needs.worker_bytes <= largest:
-        return []
-    listed = ", ".join(f"{host}: {gib(num_bytes)}" for host, num_bytes in machines)
-    return [
-        f"{gib(needed)} of memory are needed for {num_workers} workers"
-        f"{' and the feed' if with_feed else ''} ({needs.text}), {gib(there)} are there ({listed}), and no "
-        "worker may be larger than its machine; lower the number of workers, data.num_tokenizers or "
-        "data.replay_bytes, take a smaller model, or add memory"
-    ]
+    return ModelSize(
+        parameters=rest + layers * layer,
+        block=layer if layers else 0,
+        rest=rest,
+        num_blocks=layers,
+        hidden=hidden,
+        vocab=vocab,
+    )
 
 
 def gib(num_bytes: int) -> str:

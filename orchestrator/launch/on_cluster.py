@@ -55,10 +55,9 @@ def supervise(
     fault_plan: str,
     progress: Progress,
     until_tokens: int | None = None,
-    num_shards: int | None = 1,
 ) -> RunStatus:
     """Starts what the attempt needs and stays until the run has ended; everything started here ends here.
-    `until_tokens` and `num_shards` as in `TrainJob`.
+    `until_tokens` as in `TrainJob`.
     """
     _say_beginning(job, attempt, plan, spec, storage, limits, progress)
     # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
@@ -66,6 +65,7 @@ def supervise(
     own_node = ray.get_runtime_context().get_node_id()
     here = NodeAffinitySchedulingStrategy(node_id=own_node, soft=False)
     stop_by = asker() if until_tokens is not None else ""
+    num_shards = attempt.parallel.num_shards if attempt.parallel is not None else 1
     coordinator = _start_coordinator(
         job, attempt, storage, limits, here, fault_plan, stop_by, num_shards != 1
     )

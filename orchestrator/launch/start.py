@@ -61,13 +61,12 @@ def run_storage(job: JobConfig) -> Storage:
     return storage
 
 
-def check_writable(storage: Storage) -> None:
-    """Raises `StorageError` if the run's folder can neither be made nor written. In a bucket an object is
-    created and deleted; `StorageError`, too, if the bucket lets two create it.
+def check_writable(storage: Storage) -> str:
+    """Raises `StorageError` if the run's folder can neither be made nor written. In a bucket it is tried; see
+    `check_bucket`, also for what is returned.
     """
     if storage.folder is None:
-        check_bucket(storage)
-        return
+        return check_bucket(storage)
     folder = parent = storage.folder
     while not parent.exists():
         parent = parent.parent
@@ -76,6 +75,7 @@ def check_writable(storage: Storage) -> None:
             f"run.storage: {folder} cannot be written, because {parent} is no writable folder; "
             "correct its rights, or take another run.storage"
         )
+    return ""
 
 
 def find_run(store: RunStore) -> RunFile | None:

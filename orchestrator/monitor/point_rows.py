@@ -11,6 +11,7 @@ from typing import Any
 from orchestrator.coordinator.survey import LOOKS, Survey, deleted_now, moved_on, survey
 from orchestrator.errors import ResumePointError, StorageError
 from orchestrator.history.request_files import asker
+from orchestrator.planning.state_layout import Layout
 from orchestrator.resume.export_files import export_states
 from orchestrator.resume.points import Damage, Point, newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
@@ -24,6 +25,8 @@ _UNKNOWN = (
     "world_size",
     "global_batch_size",
     "seq_len",
+    "num_shards",
+    "num_replicas",
 )
 
 
@@ -56,7 +59,7 @@ def point_rows(store: RunStore, seen: Survey) -> Rows:
     for name in names_of(store, seen):
         key = parse_point_name(name)
         assert key is not None, "point_names gives names of points"
-        point, damages = _read_back(store, name)
+        point, damages, layout = _read_back(store, name)
         row: dict[str, Any] = {
             "name": name,
             "attempt": key.attempt,
@@ -65,29 +68,32 @@ def point_rows(store: RunStore, seen: Survey) -> Rows:
         }
         on_lineage = seen.lineage.on_lineage(key)
         pin = {f: getattr(pins[name], f) for f in ("by", "reason", "created")} if name in pins else None
-        row |= {**_contents(point, damages), "on_lineage": on_lineage, "pin": pin}
+        row |= {**_contents(point, damages, layout), "on_lineage": on_lineage, "pin": pin}
         rows.append({**row, "quarantined": store.is_quarantined(name), "export": exports.get(name)})
     return rows
 
 
-def _read_back(store: RunStore, name: str) -> tuple[Point | None, list[Damage]]:
-    """A point of which every file was read, or what is wrong with it."""
+def _read_back(store: RunStore, name: str) -> tuple[Point | None, list[Damage], Layout | None]:
+    """A point of which every file was read, or what is wrong with it; and how the state lay on the group that
+    saved it (None: of format 1).
+    """
     unread: ResumePointError | None = None
+    layout = None
     try:
-        point = store.read_point(name)
+        point, layout = store.read_point(name), store.read_manifest(name).layout
     except ResumePointError as error:
         unread = error
     damages = store.verify_point(name)
     with suppress(StorageError):  # who may not write there reads nevertheless
         store.note_reading(name, damages, asker())
     if damages:
-        return None, damages
+        return None, damages, None
     if unread is not None:
         raise unread  # it was repaired between the two
-    return point, []
+    return point, [], layout
 
 
-def _contents(point: Point | None, damages: list[Damage]) -> dict[str, Any]:
+def _contents(point: Point | None, damages: list[Damage], layout: Layout | None) -> dict[str, Any]:
     """What a point holds, and how its save went; of a damaged one nothing is known."""
     if point is None:
         return {
@@ -108,6 +114,9 @@ def _contents(point: Point | None, damages: list[Damage]) -> dict[str, Any]:
         "world_size": commit.world_size,
         "global_batch_size": point.config["train.global_batch_size"],
         "seq_len": point.config["pack.seq_len"],
+        # a rank of format 1 held all of the state
+        "num_shards": layout.num_shards if layout is not None else 1,
+        "num_replicas": layout.num_replicas if layout is not None else commit.world_size,
         "bytes": point.num_bytes,
         "save_blocked_s": commit.save_blocked_s,
         "save_s": commit.save_s,

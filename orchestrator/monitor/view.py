@@ -26,6 +26,8 @@ from orchestrator.monitor.verdict import (
     Standing,
     verdict,
 )
+from orchestrator.planning.parallel_choice import layout_text
+from orchestrator.planning.state_layout import layout_of
 from orchestrator.records import Cursor
 from orchestrator.resume.points import parse_point_name
 
@@ -66,10 +68,11 @@ class AttemptFacts:
 class RunView:
     """A run at a glance; None is what is not known. Times are UTC by the clock of who wrote them, ages by
     this machine's: for people, nothing is decided by them. `quiet_s`: for how long `watch` has seen no new
-    step. `skipped_documents` and `left_out_documents` (`filtered` by transforms, `held_out`, too `long`,
-    `unpacked`: without a target) are those up to `newest_point`, by source. `missing` names what is seen to
-    be gone of the run's folder (`monitor.missing`); `quarantined` are the points that are marked as damaged,
-    of which none counts as `newest_point`.
+    step. `layout`: how the newest group holds the state. `skipped_documents` and `left_out_documents`
+    (`filtered` by transforms, `held_out`, too `long`, `unpacked`: without a target) are those up to
+    `newest_point`, by source. `missing` names what is seen to be gone of the run's folder
+    (`monitor.missing`); `quarantined` are the points that are marked as damaged, of which none counts as
+    `newest_point`.
     """
 
     run: str
@@ -86,6 +89,7 @@ class RunView:
     consumed_tokens: int
     workers: int | None
     workers_wanted: int | None
+    layout: str | None
     last_step_at: str | None
     last_step_age_s: float | None
     quiet_s: float | None
@@ -155,6 +159,7 @@ def view_of(
         consumed_tokens=newest["consumed_tokens"] if newest else 0,
         workers=tail.workers if state in (RUNNING, WAITING, OPEN) else None,
         workers_wanted=tail.wanted,
+        layout=_layout(tail),
         last_step_at=newest["time"] if newest else None,
         last_step_age_s=_age(newest["time"], now) if newest else None,
         quiet_s=None,
@@ -289,6 +294,12 @@ def _total_steps(tail: Tail, newest: dict[str, Any] | None, left: int | None) ->
         return None
     per_step = int(tail.generation["global_batch_size"]) * int(tail.generation["seq_len"])
     return int(newest["step"]) - (-left // per_step)
+
+
+def _layout(tail: Tail) -> str | None:
+    begun = tail.generation or {}
+    shards, world = begun.get("num_shards"), begun.get("world_size")
+    return layout_text(layout_of(world, shards)) if shards and world else None
 
 
 def _age(time: str, now: datetime) -> float | None:

@@ -19,6 +19,8 @@ def status_lines(view: RunView) -> list[str]:
         lines.append(f"  last step   {view.step:,}  loss {loss}{speed}  {when}")
     if view.workers is not None:
         lines.append(f"  workers     {view.workers} of {view.workers_wanted or view.workers}")
+    if view.layout is not None:
+        lines.append(f"  state       {view.layout}")
     if view.eta_s is not None:
         lines.append(f"  done in     about {duration(view.eta_s)}")
     point = view.newest_point or "none"
@@ -64,6 +66,7 @@ def status_html(view: RunView) -> str:
         ("loss", view.loss),
         ("speed", speed),
         ("workers", view.workers and f"{view.workers} of {view.workers_wanted or view.workers}"),
+        ("state", view.layout),
         ("done in", view.eta_s and f"about {duration(view.eta_s)}"),
         ("newest point", view.newest_point),
         ("quarantined", ", ".join(view.quarantined)),

@@ -8,28 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from blake3 import blake3
 
 from orchestrator.parts.format1 import extents_of_format_1
 from orchestrator.parts.manifest import Manifest, Name, PartDamage
-from orchestrator.parts.part_file import FORMAT, PIECE_BYTES, Extent, parse_header, part_path, read_header
+from orchestrator.parts.part_file import FORMAT, Extent, parse_header, part_path, read_header
+from orchestrator.parts.pieces import Piece, PieceFetcher, Target, new_buffer
 from orchestrator.planning.weights_sum import MODULUS
 from orchestrator.storage.files import Storage
-
-_CHECK_BYTES = 8 << 20
-_DIRECT_BYTES = 1 << 20  # smaller pieces come together, by way of the buffer: one request for many
-
-
-class Target(Protocol):
-    """Where rows of a tensor go: their bytes, one row after the other."""
-
-    def view(self, start: int, num_bytes: int) -> memoryview | None:
-        """These bytes of the target, to be written to; None where they cannot be reached so (on a GPU)."""
-
-    def write(self, start: int, data: memoryview) -> None:
-        """Puts `data` at byte `start`; it may be overwritten afterwards."""
 
 
 class BytesTarget:
@@ -55,54 +42,12 @@ class Wanted:
     target: Target
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
-    """Bytes of a file with one digest. Of these `length` from `skip` on are wanted at byte `at` of `target`
-    (none: they are only compared).
-    """
-
-    name: str
-    start: int
-    num_bytes: int
-    digest: str
-    target: Target | None = None
-    skip: int = 0
-    length: int = 0
-    at: int = 0
-
-    @property
-    def direct(self) -> memoryview | None:
-        """Where the whole piece can be read to."""
-        if self.target is None or self.length != self.num_bytes:
-            return None
-        return self.target.view(self.at, self.num_bytes)
-
-
-def new_buffer(num_bytes: int) -> memoryview:
-    """Memory of this process, taken as it is written to."""
-    import numpy as np  # who looks at a run reads no tensors, and needs none
-
-    return np.empty(num_bytes, np.uint8).data
-
-
-class _Buffer:
-    """Memory of `most_bytes` for what is not read straight to its target, if there is such."""
-
-    def __init__(self, make: Callable[[int], memoryview], most_bytes: int) -> None:
-        self._make, self.most_bytes, self._memory = make, most_bytes, memoryview(b"")
-
-    def room(self, num_bytes: int) -> memoryview:
-        """So many bytes of it; what it gave before is overwritten."""
-        if not self._memory:
-            self._memory = self._make(self.most_bytes)
-        return self._memory[:num_bytes]
-
-
 class PointReader:
     """The tensors of one point, whose manifest is known to be the committed one. Safe to use from threads.
 
-    Each call takes the memory of one buffer beside the targets (`make_buffer` gives it), of at most 64 MiB
-    (`read`) or 8 MiB (`check`); the headers of the files that were read stay in memory.
+    Each call takes 8 MiB of memory beside the targets, and `read` from a bucket so much for each of several
+    requests at a time (`Traits.reads_at_a_time`; `make_buffer` gives it); the headers of the files that were
+    read stay in memory.
     """
 
     def __init__(
@@ -121,19 +66,27 @@ class PointReader:
         """Fills all targets, file by file, each from its begin to its end. Raises `PartDamage` naming the
         file whose bytes are not the committed ones, `StorageError`; then targets hold anything.
         """
-        by_file: dict[str, list[_Piece]] = {}
+        self.fetch(self.pieces(wanted))
+
+    def pieces(self, wanted: Mapping[Name, Wanted]) -> list[Piece]:
+        """All pieces in which there are wanted rows, sorted by their files and places there: the same list
+        wherever the same rows are wanted. Reads headers. Raises as `extents`.
+        """
+        found: list[Piece] = []
         for name, want in wanted.items():
-            found = 0
+            num_rows = 0
             for file in self._manifest.files_of(name, want.rows):
                 extent = self.extents(file)[name]
-                by_file.setdefault(file, []).extend(self._pieces(name, extent, want))
-                found += max(
+                found += self._pieces(file, name, extent, want)
+                num_rows += max(
                     0, min(extent.rows.stop, want.rows.stop) - max(extent.rows.start, want.rows.start)
                 )
-            assert found == len(want.rows), f"{found} of {len(want.rows)} rows of {name} are in the point"
-        buffer = _Buffer(self._make_buffer, PIECE_BYTES)
-        for file in sorted(by_file):
-            self._carry_out(file, by_file[file], buffer)
+            assert num_rows == len(want.rows), f"{num_rows} of {len(want.rows)} rows of {name} are in it"
+        return sorted(found, key=lambda piece: (piece.file, piece.start))
+
+    def fetch(self, pieces: Iterable[Piece]) -> None:
+        """Fills what these pieces have of their targets. Raises as `read`."""
+        self._fetcher(self._make_buffer, self._storage.traits.reads_at_a_time).fetch(pieces)
 
     def check(self, file: str, first_byte: int = 0, end: int | None = None) -> None:
         """Compares the size of a file, and all its pieces that begin in [first_byte, end) with their digests.
@@ -149,10 +102,10 @@ class PointReader:
         pieces = [
             piece
             for name, extent in self.extents(file).items()
-            for piece in self._pieces(name, extent, None)
+            for piece in self._pieces(file, name, extent, None)
             if first_byte <= piece.start and (end is None or piece.start < end)
         ]
-        self._carry_out(file, pieces, _Buffer(new_buffer, _CHECK_BYTES))
+        self._fetcher(new_buffer, 1).fetch(pieces)
 
     def extents(self, file: str) -> dict[Name, Extent]:
         """Which rows of which tensors lie where in a file, as its header says, which is compared with the
@@ -214,9 +167,8 @@ class PointReader:
         return part.extents
 
     # ---------------------------------------------------------------------- pieces
-    def _pieces(self, name: Name, extent: Extent, want: Wanted | None) -> Iterator[_Piece]:
+    def _pieces(self, file: str, name: Name, extent: Extent, want: Wanted | None) -> Iterator[Piece]:
         """The pieces of an extent in which there are wanted rows (None: all, wanted nowhere)."""
-        tensor = self._manifest.tensors[name]
         row_bytes = extent.num_bytes // len(extent.rows) if extent.rows else 0
         begin = extent.rows.start * row_bytes  # of the extent in the tensor
         low, high = (want.rows.start * row_bytes, want.rows.stop * row_bytes) if want else (0, 0)
@@ -226,8 +178,9 @@ class PointReader:
             start, stop = max(begin + first, low), min(begin + first + num_bytes, high)
             if want is not None and start >= stop:
                 continue
-            yield _Piece(
-                name=f"{tensor.group}/{tensor.name}",
+            yield Piece(
+                file=file,
+                tensor=name,
                 start=extent.start + first,
                 num_bytes=num_bytes,
                 digest=digest,
@@ -237,74 +190,8 @@ class PointReader:
                 at=start - low if want else 0,
             )
 
-    # ---------------------------------------------------------------------- bytes
-    def _carry_out(self, file: str, pieces: Iterable[_Piece], buffer: _Buffer) -> None:
-        for group in _together(sorted(pieces, key=lambda piece: piece.start), buffer.most_bytes):
-            if len(group) == 1:
-                self._one(file, group[0], buffer)
-                continue
-            start, end = group[0].start, group[-1].start + group[-1].num_bytes
-            data = buffer.room(end - start)
-            self._fill(file, start, data)
-            for piece in group:
-                part = data[piece.start - start : piece.start - start + piece.num_bytes]
-                _compare(file, piece, blake3(part))
-                _give(piece, part)
-
-    def _one(self, file: str, piece: _Piece, buffer: _Buffer) -> None:
-        """A piece of any length: straight to its target, or by way of the buffer."""
-        target = piece.direct
-        if target is not None:
-            self._fill(file, piece.start, target)
-            _compare(file, piece, blake3(target))
-            return
-        hasher = blake3()
-        for done in range(0, piece.num_bytes, buffer.most_bytes):
-            part = buffer.room(min(buffer.most_bytes, piece.num_bytes - done))
-            self._fill(file, piece.start + done, part)
-            hasher.update(part)
-            _give(piece, part, done)
-        _compare(file, piece, hasher)
-
-    def _fill(self, file: str, start: int, into: memoryview) -> None:
-        try:
-            found = self._storage.read_into(self._path(file), start, into)
-        except FileNotFoundError as error:
-            raise PartDamage(file, "is missing") from error
-        if found != len(into):
-            raise PartDamage(file, f"ends {len(into) - found} bytes too early")
+    def _fetcher(self, make_buffer: Callable[[int], memoryview], at_a_time: int) -> PieceFetcher:
+        return PieceFetcher(self._storage, self._path("")[:-1], make_buffer, at_a_time)
 
     def _path(self, file: str) -> str:
         return f"points/{self._manifest.point}/{file}"
-
-
-def _together(pieces: Iterable[_Piece], most_bytes: int) -> Iterator[list[_Piece]]:
-    """Small pieces that lie one after the other, to be read at once, and each large one by itself."""
-    group: list[_Piece] = []
-    num_bytes = 0
-    for piece in pieces:
-        follows = bool(group) and group[-1].start + group[-1].num_bytes == piece.start
-        small = piece.num_bytes < _DIRECT_BYTES and (not group or group[-1].num_bytes < _DIRECT_BYTES)
-        if group and not (follows and small and num_bytes + piece.num_bytes <= most_bytes):
-            yield group
-            group, num_bytes = [], 0
-        group.append(piece)
-        num_bytes += piece.num_bytes
-    if group:
-        yield group
-
-
-def _compare(file: str, piece: _Piece, hasher: blake3) -> None:
-    found = hasher.hexdigest(length=len(piece.digest) // 2)
-    if found != piece.digest:
-        raise PartDamage(
-            file,
-            f"holds {piece.name} from byte {piece.start} on with digest {found}, saved was {piece.digest}",
-        )
-
-
-def _give(piece: _Piece, part: memoryview, done: int = 0) -> None:
-    """What is wanted of `part`, which begins `done` bytes after the piece's begin."""
-    first, last = max(piece.skip, done), min(piece.skip + piece.length, done + len(part))
-    if piece.target is not None and first < last:
-        piece.target.write(piece.at + first - piece.skip, part[first - done : last - done])

@@ -19,7 +19,14 @@ from typing import Any
 import orjson
 
 from orchestrator.errors import OrchestratorError, text_of
-from orchestrator.parts.part_job import PartCancelled, failed_line, job_of, perform, written_line
+from orchestrator.parts.part_job import (
+    MappedBuffer,
+    PartCancelled,
+    failed_line,
+    job_of,
+    perform,
+    written_line,
+)
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
 
@@ -60,13 +67,13 @@ def main(root: str, parent: int, cancels: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)
-    storage, cancelled = open_storage(root), _Cancelled(cancels)
+    storage, cancelled, kept = open_storage(root), _Cancelled(cancels), MappedBuffer()
     for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(_answer(storage, orjson.loads(line), cancelled))
+        sys.stdout.buffer.write(_answer(storage, orjson.loads(line), cancelled, kept))
         sys.stdout.buffer.flush()
 
 
-def _answer(storage: Storage, content: dict[str, Any], cancelled: _Cancelled) -> bytes:
+def _answer(storage: Storage, content: dict[str, Any], cancelled: _Cancelled, kept: MappedBuffer) -> bytes:
     number, said_at = content["job"], time.monotonic()
 
     def check() -> None:
@@ -78,7 +85,7 @@ def _answer(storage: Storage, content: dict[str, Any], cancelled: _Cancelled) ->
             sys.stdout.buffer.flush()
 
     try:
-        written = perform(storage, job_of(content), check)
+        written = perform(storage, job_of(content), check, kept)
     except OrchestratorError as error:
         return failed_line(number, text_of(error), isinstance(error, PartCancelled))
     return written_line(number, written)

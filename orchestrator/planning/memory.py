@@ -1,7 +1,7 @@
 """How many bytes of a job's state one worker holds in a layout, by what they are for.
 
-Pure integers, all of them lower bounds: activations and what libraries take are not known. It knows no
-machine and no configuration.
+Pure integers, all of them lower bounds: what a model keeps inside its blocks and what libraries take is not
+known. It knows no machine and no configuration.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ AUTO_MEMORY_STEPS = 10  # `resume.memory_every_steps: auto` where the state is c
 _MEMORY_COPIES = 4  # two of the own shard, two that are kept for a neighbour
 _MOMENTS = 2
 _SAVED = 1 + _MOMENTS  # weights and moments are in a point, gradients are not
+_LOGIT_BYTES = 8  # of a token's logit: itself and its softmax in float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
     """Numbers of elements: of all `parameters`, of one of the equal blocks (`block`), and of what lies in no
-    block (`rest`): embeddings, and a head that is not tied to them. All 0: not known.
+    block (`rest`): embeddings, and a head that is not tied to them; of what a token is in front of each block
+    (`hidden`, for `num_blocks` of them) and of its logits (`vocab`). All 0: not known.
     """
 
     parameters: int = 0
     block: int = 0
     rest: int = 0
+    num_blocks: int = 0
+    hidden: int = 0
+    vocab: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +37,8 @@ class WorkerMemory:
     """What one worker holds, in bytes. `weights`, `gradients` and `moments` are its own rows. `gathered`: a
     block and the rest as a whole, weights and gradients, while they are computed with. `staged`: the copy
     that a save is written from. `reforming`: beside its weights and moments those of the layout before,
-    while rows are moved; gradients and gathered blocks are not there then.
+    while rows are moved; gradients and gathered blocks are not there then. `activations`: what the loss of
+    one micro-batch needs, see `activation_bytes`.
     """
 
     weights: int
@@ -41,6 +47,7 @@ class WorkerMemory:
     gathered: int
     staged: int
     reforming: int
+    activations: int = 0
 
     @property
     def memory_points(self) -> int:
@@ -49,8 +56,11 @@ class WorkerMemory:
 
     @property
     def training(self) -> int:
-        """All that is held in a step, but for what is staged."""
-        return self.weights + self.gradients + self.moments + self.gathered
+        """The most that is held at once in a step, but for what is staged: when the last gradients are summed
+        and activations are gone, or when the first micro-batch's loss is computed, before any gradient.
+        """
+        at_the_loss = self.activations + self.gathered // 2
+        return self.weights + self.moments + max(self.gradients + self.gathered, at_the_loss)
 
     @property
     def peak(self) -> int:
@@ -67,12 +77,25 @@ def memory_every_steps(setting: int | str | None, sharded: bool) -> int | None:
     return setting
 
 
+def activation_bytes(size: ModelSize, num_tokens: int, compute_bytes: int) -> int:
+    """What is held of a micro-batch of `num_tokens` when its loss is computed, at least: what goes into each
+    block, which is kept for the backward pass even where all else is computed again, and logits twice in
+    float32 (as they are, and their softmax).
+    """
+    return num_tokens * (size.num_blocks * size.hidden * compute_bytes + size.vocab * _LOGIT_BYTES)
+
+
 def worker_memory(
-    size: ModelSize, layout: Layout, weight_bytes: int, compute_bytes: int, before: Layout | None = None
+    size: ModelSize,
+    layout: Layout,
+    weight_bytes: int,
+    compute_bytes: int,
+    before: Layout | None = None,
+    num_tokens: int = 0,
 ) -> WorkerMemory:
     """The memory of the worker that holds most (shard 0). A weight has `weight_bytes`, `compute_bytes` where
     it is gathered to be computed with. `before`: the layout from which members bring rows that are moved
-    (None: nothing is moved, or it lies in place).
+    (None: nothing is moved, or it lies in place). `num_tokens`: of a micro-batch.
     """
     own = chunk_rows(size.parameters, layout.num_shards) * weight_bytes
     gathered = 0 if layout.num_shards == 1 else 2 * (size.rest + size.block) * compute_bytes
@@ -85,4 +108,5 @@ def worker_memory(
         gathered=gathered,
         staged=chunk_rows(_SAVED * own, layout.num_replicas),
         reforming=_SAVED * held * weight_bytes,
+        activations=activation_bytes(size, num_tokens, compute_bytes),
     )

@@ -29,14 +29,13 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """Rows of tensor number `tensor`: one run of `num_bytes` bytes on both sides.
+    """One run of `num_bytes` bytes of tensor number `tensor`, on both sides.
 
     `source` is counted in bytes from the first row that the giver's shard has of the tensor, `target` from
     the first that the receiver's new shard has.
     """
 
     tensor: int
-    rows: range
     source: int
     target: int
     num_bytes: int
@@ -101,7 +100,6 @@ def moves(
         if len(rows) * tensor.row_bytes:
             yield Move(
                 tensor=number,
-                rows=rows,
                 source=(rows.start - old.start) * tensor.row_bytes,
                 target=(rows.start - new.start) * tensor.row_bytes,
                 num_bytes=len(rows) * tensor.row_bytes,

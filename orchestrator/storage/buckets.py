@@ -156,6 +156,18 @@ def _retry(limits: Limits) -> Any:
 def forget_buckets() -> None:
     """The next `bucket_of` looks anew where they are and how one is let in: the environment has changed."""
     _made.cache_clear()
+    known_to_refuse.clear()
+
+
+# By a bucket's own URI whether its server refuses to create a name twice, as it has shown in this process.
+known_to_refuse: dict[str, bool] = {}
+
+
+def may_create_twice(bucket: str) -> bool:
+    """Whether this bucket's own URI leads to a server of S3 that is not Amazon's, some of which do not heed
+    the condition of a create.
+    """
+    return bucket.partition("://")[0] in S3 and "endpoint" in _s3_config()
 
 
 def _s3_config() -> dict[str, Any]:

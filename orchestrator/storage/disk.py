@@ -7,6 +7,7 @@ It knows single calls only: no retries, no meaning of any file.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from orchestrator.errors import StorageError
+
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # of Linux
 
 
 class Disk(Protocol):
@@ -28,6 +31,11 @@ class Disk(Protocol):
 
     def write(self, handle: int, data: memoryview) -> int:
         """Append `data` or a first part of it; the number of bytes taken."""
+
+    def direct(self, handle: int, on: bool) -> bool:
+        """Whether `write` goes past the page cache from here on; then it may refuse (EINVAL) what does not
+        begin and end at blocks.
+        """
 
     def fsync(self, handle: int) -> None:
         """The file's content is on disk afterwards (its name need not be)."""
@@ -85,6 +93,15 @@ class OsDisk:
     def write(self, handle: int, data: memoryview) -> int:
         """See `Disk`."""
         return os.write(handle, data)
+
+    def direct(self, handle: int, on: bool) -> bool:
+        """See `Disk`."""
+        flags = fcntl.fcntl(handle, fcntl.F_GETFL) & ~_O_DIRECT
+        try:
+            fcntl.fcntl(handle, fcntl.F_SETFL, flags | _O_DIRECT if on else flags)
+        except OSError:
+            return False  # a file system that knows no such writes
+        return on and bool(_O_DIRECT)
 
     def fsync(self, handle: int) -> None:
         """See `Disk`."""

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from orchestrator.errors import ConfigError
+from orchestrator.storage.direct import write_direct
 from orchestrator.storage.disk import AppendHandle, Disk, OsDisk, storage_error, write_all
 from orchestrator.storage.exact_pieces import exact
 from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits
@@ -26,6 +27,7 @@ Result = TypeVar("Result")
 TEMPORARY = (
     ".tmp-"  # part of the name of a file that is not there yet; no reader of a folder takes it for anything
 )
+_DIRECT_FROM_BYTES = 8 << 20  # smaller files are often read again soon
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK})
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -46,7 +48,14 @@ class LocalStore:
     A name that holds a file is never written again. Folders are made as needed.
     """
 
-    traits = Traits(refuses_taken=True, lists_facts=False, appends=True, frees_names=True)
+    traits = Traits(
+        refuses_taken=True,
+        lists_facts=False,
+        appends=True,
+        frees_names=True,
+        reads_at_a_time=1,
+        cached_by_machine=True,
+    )
 
     def __init__(
         self, root: str, disk: Disk | None = None, sleep: Callable[[float], None] = time.sleep
@@ -83,6 +92,10 @@ class LocalStore:
         if exclusive:
             return self._create(path, full, pieces, size)
         self._try("write", full, lambda: self._write_new(full, pieces, size))
+        return True
+
+    def creates_exclusively(self) -> bool:
+        """See `Store`."""
         return True
 
     def sync(self, folder: str) -> None:
@@ -195,8 +208,12 @@ class LocalStore:
 
     def _fill(self, handle: int, full: str, pieces: Pieces, size: int) -> None:
         try:
-            for view in exact(pieces, size, full):
-                write_all(self.disk, handle, view)
+            views = exact(pieces, size, full)
+            if size >= _DIRECT_FROM_BYTES:
+                write_direct(self.disk, handle, views)
+            else:
+                for view in views:
+                    write_all(self.disk, handle, view)
             self.disk.fsync(handle)
         finally:
             self.disk.close(handle)

@@ -23,8 +23,11 @@ from orchestrator.storage.buckets import (
     NoBucketError,
     bucket_of,
     explained,
+    known_to_refuse,
+    may_create_twice,
     split_bucket,
 )
+from orchestrator.storage.creating import ENTRIES, create_by_agreement, forget_entries
 from orchestrator.storage.exact_pieces import exact
 from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits
 from orchestrator.storage.tries import tried
@@ -37,9 +40,11 @@ _PARTS_AT_A_TIME = 4
 _MOST_PARTS = 10_000  # S3's limit
 _MOST_COPIED_BYTES = 5 << 30  # S3 copies no larger object in one request
 _READ_BYTES = 32 << 20  # so much comes in one answer: one that takes longer than the limit would never end
+_READS_AT_A_TIME = 8  # of one reader: an answer takes tens of milliseconds to begin
 _AT_A_TIME = 1000  # the most objects that one request lists or deletes
 _DOCUMENT_BYTES = 1 << 20  # a request with more than that carries content
 _NO_BULK = ("status code: 501", "status code: 405")
+_NO_CONDITIONS = "status code: 501"
 _one_by_one = set[str]()  # the buckets whose server deletes no other way, as it has said
 _RIGHTS = "list, read, write and delete in"
 # What an object that was created exclusively carries: who made it.
@@ -55,7 +60,14 @@ class ObjectStore:
     that.
     """
 
-    traits = Traits(refuses_taken=False, lists_facts=True, appends=False, frees_names=False)
+    traits = Traits(
+        refuses_taken=False,
+        lists_facts=True,
+        appends=False,
+        frees_names=False,
+        reads_at_a_time=_READS_AT_A_TIME,
+        cached_by_machine=False,
+    )
 
     def __init__(
         self, root: str, sleep: Callable[[float], None] = time.sleep, limits: Limits | None = None
@@ -90,14 +102,25 @@ class ObjectStore:
 
         Of a create whose answer is lost nobody knows whether it took effect, and a repeated one is refused by
         what it made itself. So each carries a random token, and who is refused looks whose it is. (The
-        content would not do: two launches may write equal claims.)
+        content would not do: two launches may write equal claims.) A server that refuses nothing is asked as
+        `creating` does.
         """
         if exclusive:
             with self._told("create", path):
-                return self._create(path, b"".join(exact(pieces, size, self._uri(path))))
+                data = b"".join(exact(pieces, size, self._uri(path)))
+                if self._creates_exclusively():
+                    return self._create(path, data)
+            return create_by_agreement(self, path, data, secrets.token_hex(16), self._sleep)
         with self._told("write", path):
             self._tried(lambda: self._put(path, pieces, size), size)
         return True
+
+    def creates_exclusively(self) -> bool:
+        """See `Store`. Tried once in each process, with an object that is taken away again, at servers of S3
+        that are not Amazon's.
+        """
+        with self._told("create in", ""):
+            return self._creates_exclusively()
 
     def sync(self, folder: str) -> None:
         """See `Store`. What a bucket has answered is durable already."""
@@ -146,13 +169,19 @@ class ObjectStore:
         listed = {name[here:].rstrip("/"): None for name in found["common_prefixes"]}
         listed |= {meta["path"][here:]: _facts(meta) for meta in found["objects"]}
         # a console that is asked for a folder makes an object whose name is empty in it
-        return [Listed(name=name, facts=facts) for name, facts in sorted(listed.items()) if name]
+        for hidden in ("", ENTRIES):
+            listed.pop(hidden, None)
+        return [Listed(name=name, facts=facts) for name, facts in sorted(listed.items())]
 
     # ---------------------------------------------------------------------- deleting
     def delete(self, paths: Sequence[str]) -> None:
         """See `Store`. One request for 1,000 objects of S3, and one for each where a server says that it has
         no such request (or `AWS_DISABLE_BULK_DELETE` is set).
         """
+        with self._told("delete in", ""):
+            by_agreement = not self._creates_exclusively()
+        if by_agreement:
+            forget_entries(self, paths)
         self._delete([self._key(path) for path in paths])
 
     def delete_folder(self, folder: str) -> None:
@@ -234,6 +263,42 @@ class ObjectStore:
             if content.failure is not None:  # the upload was given up for it, and that failed, too
                 raise content.failure from None
             raise
+
+    def _creates_exclusively(self) -> bool:
+        if not may_create_twice(self._bucket_uri):
+            return True
+        if self._bucket_uri not in known_to_refuse:
+            known_to_refuse[self._bucket_uri] = self._refuses()
+        return known_to_refuse[self._bucket_uri]
+
+    def _refuses(self) -> bool:
+        """Whether the server refuses to create a name that is there. Nothing else shows it: an error of
+        another kind may come from any server.
+        """
+        path, refused = f"{ENTRIES}/{secrets.token_hex(8)}", False  # what a kill leaves is listed for nobody
+
+        def request(library: Any, bucket: Any) -> None:
+            nonlocal refused
+            try:
+                library.put(bucket, self._key(path), b"", mode="create", use_multipart=False)
+            except library.exceptions.AlreadyExistsError:
+                refused = True
+
+        def once() -> bool:
+            """Whether it understands the question."""
+            try:
+                self._ask_once(path, request)
+            except OSError as error:
+                if _NO_CONDITIONS in str(error):
+                    return False
+                raise
+            return True
+
+        try:
+            return self._tried(once) and (refused or (self._tried(once) and refused))
+        finally:
+            with suppress(StorageError):
+                self._delete([self._key(path)])
 
     def _create(self, path: str, data: bytes) -> bool:
         token, created = secrets.token_hex(16), False

@@ -24,13 +24,17 @@ class Traits:
     `refuses_taken`: a `put` of a name that is taken raises, exclusive or not. `lists_facts`: `list` says
     sizes and tags, where another store would have to ask for each name. `appends`: files can grow.
     `frees_names`: what is created under a name that was deleted is there to stay; elsewhere a delayed repeat
-    of the deletion may take it away.
+    of the deletion may take it away. `reads_at_a_time`: so many reads together are faster than one after the
+    other, because each waits for an answer from afar. `cached_by_machine`: what a process has read, others
+    on its machine read from memory.
     """
 
     refuses_taken: bool
     lists_facts: bool
     appends: bool
     frees_names: bool
+    reads_at_a_time: int
+    cached_by_machine: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +92,13 @@ class Store(Protocol):
         all the same is the store's (`Traits.refuses_taken`), but never a mixture of both; durable after
         `sync` of its folder. Raises `StorageError` if `pieces` have another number of bytes, and where it
         cannot be found out what became of it: then the name may be taken, by nobody who knows it.
+        """
+        ...
+
+    def creates_exclusively(self) -> bool:
+        """Whether an exclusive `put` is one request, which the store itself refuses where the name is taken.
+        Otherwise those who try a name agree on it by plain puts and lists (membership rule 9), which costs
+        six, and keeps the content twice. Raises `StorageError` if that cannot be determined.
         """
         ...
 

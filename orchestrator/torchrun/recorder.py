@@ -123,6 +123,7 @@ class RankZeroRecorder:
 
         attempt, self._world_size = self._attempt, world_size
         cursor = attempt.point.cursor if attempt.point else Cursor()
+        layout = attempt.layout(world_size)
         note_beginning(self._journal, attempt, self._job.flat())
         self._journal.generation(
             GenerationStart(
@@ -137,7 +138,8 @@ class RankZeroRecorder:
                 global_batch_size=self._job.train.global_batch_size,
                 seq_len=self._job.pack.seq_len,
                 cause=first_cause(attempt.why),
-                copies=world_size,  # each rank has the whole state
+                copies=layout.num_replicas,
+                num_shards=layout.num_shards,
             )
         )
         members = [str(rank) for rank in range(world_size)]

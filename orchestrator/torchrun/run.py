@@ -47,6 +47,7 @@ from orchestrator.trainer.trial import require_model
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
+    from orchestrator.planning.parallel_choice import ParallelChoice
     from orchestrator.torchrun.store_rendezvous import StoreRendezvous
     from orchestrator.trainer.job import Outcome
 
@@ -67,7 +68,7 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if job.cluster.use_gpu:
         _require_gpus()
-    num_shards = _require_memory(job)
+    parallel = _require_memory(job)
     if "RANK" not in os.environ:
         raise ConfigError(f"RANK is not set: this is no process of torchrun; {_USAGE}")
     from orchestrator.torchrun.store_rendezvous import meet
@@ -79,7 +80,7 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
         return _follow(rendezvous, job, storage, fault_plan)
     with Progress.shown(job.monitor.progress_s) as progress:
         command = _command(config, overrides)
-        return _lead(rendezvous, job, storage, fault_plan, progress, command, num_shards)
+        return _lead(rendezvous, job, storage, fault_plan, progress, command, parallel)
 
 
 def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
@@ -122,22 +123,22 @@ def _lead(
     fault_plan: str,
     progress: Progress,
     command: str,
-    num_shards: int | None,
+    parallel: ParallelChoice,
 ) -> Outcome | None:
     """Rank 0: decides whether and how the run goes on, claims it, and records it."""
     store = RunStore(storage)
     with rendezvous.reporting_failure("decision"):
-        starting.check_writable(storage)
+        if lacks := starting.check_writable(storage):
+            progress.say(f"note: {lacks}")
         require_loggers(job.monitor.loggers)
         spec, plan, watched = _look(store, job, storage, progress.say)
         if looking_ahead.reached(plan):
             rendezvous.publish("decision", None)
             progress.say(f"done: {looking_ahead.stop_is_reached(job, plan)}")
             return None
-        with claiming.claimed(store, job, spec, watched, fault_plan, command=command, drawn=plan.drawn) as (
-            attempt,
-            plan,
-        ):
+        with claiming.claimed(
+            store, job, spec, watched, fault_plan, command=command, drawn=plan.drawn, parallel=parallel
+        ) as (attempt, plan):
             recorder = RankZeroRecorder(store, attempt, job, progress.say, fault_plan)
     total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
     progress.begin(storage, attempt.number, rendezvous.world_size, total)
@@ -145,7 +146,7 @@ def _lead(
         spec = starting.freeze(job, storage, spec, attempt)
         spans = [encode(span) for span in attempt.encoders]
         reading = encode(starting.reading_of(attempt))
-        rendezvous.publish("decision", [encode(attempt.budgets), spans, reading, num_shards])
+        rendezvous.publish("decision", [encode(attempt.budgets), spans, reading, parallel.num_shards])
     for note in spec.notes:
         progress.say(f"note: {note}")
     announcing.announce(progress.say, job, attempt, plan)
@@ -157,7 +158,15 @@ def _lead(
         _shown(progress, recorder, job.monitor.progress_s, members),
     ):
         outcome = _train(
-            rendezvous, job, spec, storage, attempt.budgets, recorder, progress.say, fault_plan, num_shards
+            rendezvous,
+            job,
+            spec,
+            storage,
+            attempt.budgets,
+            recorder,
+            progress.say,
+            fault_plan,
+            parallel.num_shards,
         )
     status = recorder.status()
     why = ""
@@ -219,21 +228,21 @@ def _require_gpus() -> None:
         )
 
 
-def _require_memory(job: JobConfig) -> int | None:
-    """Into how many parts the state is cut (see `layout_of`), if the ranks on this machine have memory for
-    it; each reads the data itself, which is not counted. Raises `ResourceError`.
+def _require_memory(job: JobConfig) -> ParallelChoice:
+    """Into how many parts the state is cut, if the ranks on this machine have memory for it; each reads the
+    data itself, which is not counted. Raises `ResourceError`.
     """
-    from orchestrator.cluster.machine import memory_bytes
-    from orchestrator.launch.needs import choose_shards, memory_problems, needs_of
+    from orchestrator.launch.capacity import Workers, capacity_problems, choose_parallel
+    from orchestrator.launch.machine_facts import machines_here
 
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     world_size = int(os.environ.get("WORLD_SIZE", str(num_ranks)))
-    here = [("this machine", memory_bytes() or 0)]
-    num_shards = choose_shards(job, num_ranks, here, with_feed=False)
-    problems = memory_problems(needs_of(job, num_shards, world_size), num_ranks, here, with_feed=False)
-    if problems:
-        raise ResourceError(problems[0])
-    return num_shards
+    workers = Workers(num_workers=num_ranks, world_size=world_size, with_feed=False)
+    here = machines_here(job.cluster.use_gpu)
+    choice = choose_parallel(job, workers, here)
+    if problems := capacity_problems(job, choice.num_shards, workers, here):
+        raise ResourceError("\n".join(problems))
+    return choice
 
 
 def _train(

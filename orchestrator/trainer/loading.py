@@ -14,10 +14,11 @@ from blake3 import blake3
 from torch import Tensor
 
 from orchestrator.errors import ResumePointError
-from orchestrator.parts.manifest import Manifest, PartDamage, damaged
+from orchestrator.parts.manifest import Manifest, Name, PartDamage, damaged
 from orchestrator.parts.part_file import PartRows, make_part, part_sum, write_part
 from orchestrator.parts.part_job import PartWritten
-from orchestrator.parts.reading import BytesTarget, PointReader, Target, Wanted
+from orchestrator.parts.pieces import Target
+from orchestrator.parts.reading import BytesTarget, PointReader, Wanted
 from orchestrator.planning.state_layout import Layout, written_rows
 from orchestrator.planning.weights_digest import weights_digest
 from orchestrator.planning.weights_sum import weights_sum
@@ -116,26 +117,34 @@ def load(items: Sequence[Item], point: str, files: StateFiles) -> None:
     """Fills `items` with their rows of a point, of any layout and format, every byte compared with its
     digest; `TrainState.filled` must follow.
 
-    Beside the state it takes one buffer of 64 MiB (pinned where tensors lie on a GPU). Raises
+    Beside the state it takes the buffers of a `PointReader` (pinned where tensors lie on a GPU). Raises
     `ResumePointError` naming the file that is damaged, or the tensors that this model has and the point does
     not (or the other way round); then items may hold anything: the state is blank.
+    """
+    fill_items(point_reader(items, point, files), point, items)
+
+
+def point_reader(items: Sequence[Item], point: str, files: StateFiles) -> PointReader:
+    """Of a point whose tensors have the names and forms of `items`. Raises `ResumePointError` naming those
+    that do not.
     """
     manifest = files.manifest(point)
     _check_form(manifest, items)
     pinned = any(item.tensor.is_cuda for item in items)
-    reader = PointReader(files.storage, manifest, lambda num_bytes: _buffer(num_bytes, pinned))
-    fill_items(reader, point, items)
+    return PointReader(files.storage, manifest, lambda num_bytes: _buffer(num_bytes, pinned))
 
 
 def fill_items(reader: PointReader, point: str, items: Sequence[Item]) -> None:
     """As `load`, of tensors whose names and forms were compared with the point's before."""
-    wanted = {
-        (item.group, item.name): Wanted(rows=_held(item), target=_target(item.tensor)) for item in items
-    }
     try:
-        reader.read(wanted)
+        reader.read(wanted_of(items))
     except PartDamage as error:
         raise damaged(point, error) from error
+
+
+def wanted_of(items: Sequence[Item]) -> dict[Name, Wanted]:
+    """The rows of items, with the items themselves as targets."""
+    return {(item.group, item.name): Wanted(rows=_held(item), target=_target(item.tensor)) for item in items}
 
 
 def _held(item: Item) -> range:

@@ -6,7 +6,7 @@ It knows bytes and ranks; not which state it is, where a giver has its shard fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -48,10 +48,52 @@ class DigestError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Parcel:
+    """What one rank gives to another, `peer` of this one: `moves` from or to `tensors`, the bytes of each
+    tensor here. Both sides have the same moves.
+    """
+
+    peer: int
+    tensors: Sequence[Tensor]
+    moves: Sequence[Move]
+
+
+def exchange(
+    peers: Peers,
+    rank: int,
+    given: Iterable[Parcel],
+    taken: Iterable[Parcel],
+    half: Callable[[bool], None] = lambda gives: None,
+) -> int:
+    """Gives and takes these parcels, in their order, one message each way at a time; the bytes that were
+    taken. `half(gives)` is called when half of a parcel was given, or taken.
+
+    In messages of at most 32 MiB, so that it needs 64 MiB. Where all call it in rounds, in round d rank r to
+    give to rank r + d and to take from rank r - d, nobody waits for ever: whoever is in the earliest round
+    and message has partners that have been there. Raises as `Resharding.carry_out`.
+    """
+    received = 0
+
+    def noted() -> Iterator[Parcel]:
+        nonlocal received
+        for parcel in taken:
+            received += sum(move.num_bytes for move in parcel.moves)
+            yield parcel
+
+    running = [_give(given, peers, half), _take(noted(), peers, rank, half)]
+    while running:
+        pending = [next(each, None) for each in running]
+        running = [each for each, left in zip(running, pending, strict=True) if left is not None]
+        for each in pending:
+            if each is not None:
+                each.wait()
+    return received
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Resharding:
     """One rank's part in moving a state into `layout`. `holders[s]` are the ranks that have shard s of the
-    old state, the same list on every rank. `half(gives)` is called when half of a transfer was given, or
-    taken.
+    old state, the same list on every rank. `half` as in `exchange`.
     """
 
     tensors: Sequence[StateTensor]
@@ -65,18 +107,12 @@ class Resharding:
         they lack. Every rank of the group must call it. The bytes that were received.
 
         `old(shard)` is asked for shards that this rank holds. Where an old tensor and a new one are the same
-        memory nothing is copied. In messages of at most 32 MiB, of which one each way is under way at a
-        time, so that it needs 64 MiB beside both shards. Raises `DigestError` if what lies in `new` is not
-        what a giver had, and what `peers` raises; then `new` holds nothing of use.
-
-        Ranks give in rounds: in round d rank r gives to rank r + d and takes from rank r - d, one message of
-        each at a time. Nobody waits for ever: whoever is in the earliest round and message has partners that
-        have been there.
+        memory nothing is copied. Takes 64 MiB beside both shards (`exchange`). Raises `DigestError` if what
+        lies in `new` is not what a giver had, and what `peers` raises; then `new` holds nothing of use.
         """
-        plan = transfers(self.tensors, self.holders, self.layout)
         world, received = self.layout.world_size, 0
         rounds: dict[int, tuple[list[Transfer], list[Transfer]]] = {}
-        for transfer in plan:
+        for transfer in transfers(self.tensors, self.holders, self.layout):
             distance = (transfer.receiver - transfer.giver) % world
             if transfer.giver == self.rank == transfer.receiver:
                 self._copy(transfer, old(transfer.shard), new)
@@ -84,17 +120,9 @@ class Resharding:
                 gives = transfer.giver == self.rank
                 rounds.setdefault(distance, ([], []))[not gives].append(transfer)
         for _, (given, taken) in sorted(rounds.items()):
-            there = self._give(given, peers, old)
-            here = self._take(taken, peers, new)
-            pending: list[Pending | None] = [None, None]
-            running = [there, here]
-            while running:
-                pending = [next(each, None) for each in running]
-                running = [each for each, left in zip(running, pending, strict=True) if left is not None]
-                for each in pending:
-                    if each is not None:
-                        each.wait()
-            received += sum(transfer.num_bytes for transfer in taken)
+            there = (Parcel(peer=t.receiver, tensors=old(t.shard), moves=list(self._moves(t))) for t in given)
+            here = (Parcel(peer=t.giver, tensors=new, moves=list(self._moves(t))) for t in taken)
+            received += exchange(peers, self.rank, there, here, self.half)
         return received
 
     def _copy(self, transfer: Transfer, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
@@ -103,55 +131,60 @@ class Resharding:
             if source.data_ptr() != target.data_ptr() or source.device != target.device:
                 target.copy_(source)
 
-    def _give(self, given: Sequence[Transfer], peers: Peers, old: OldShard) -> Iterator[Pending]:
-        """Sends, message by message; the buffer of a message is used again for the next one."""
-        for transfer in given:
-            shard, total = old(transfer.shard), xxh3_128()
-            cut = list(messages(self._moves(transfer)))
-            for number, message in enumerate(cut):
-                if number == (len(cut) + 1) // 2:
-                    self.half(True)
-                buffer = _buffer(message)
-                for at, move in message:
-                    buffer[at : at + move.num_bytes].copy_(_part(shard, move, move.source))
-                total.update(memoryview(buffer.numpy()))  # type: ignore[arg-type]
-                yield peers.give(buffer, transfer.receiver)
-            if cut:
-                yield peers.give(_bytes(total.digest()), transfer.receiver)
-
-    def _take(self, taken: Sequence[Transfer], peers: Peers, new: Sequence[Tensor]) -> Iterator[Pending]:
-        """Receives, message by message, and compares what lies in `new` at the end."""
-        for transfer in taken:
-            cut = list(messages(self._moves(transfer)))
-            for number, message in enumerate(cut):
-                if number == (len(cut) + 1) // 2:
-                    self.half(False)
-                buffer = _buffer(message)
-                yield peers.take(buffer, transfer.giver)
-                for at, move in message:
-                    _part(new, move, move.target).copy_(buffer[at : at + move.num_bytes])
-            if not cut:
-                continue
-            digest = torch.empty(_DIGEST_BYTES, dtype=torch.uint8)
-            yield peers.take(digest, transfer.giver)
-            total = xxh3_128()
-            for move in self._moves(transfer):
-                total.update(memoryview(_part(new, move, move.target).cpu().numpy()))  # type: ignore[arg-type]
-            if total.digest() != digest.numpy().tobytes():
-                raise DigestError(
-                    f"the state that rank {self.rank} received from rank {transfer.giver} has another digest "
-                    f"than its source: {total.hexdigest()}, not {digest.numpy().tobytes().hex()}"
-                )
-
     def _moves(self, transfer: Transfer) -> Iterator[Move]:
         return moves(self.tensors, len(self.holders), transfer, self.layout)
 
 
-def messages(of_transfer: Iterator[Move]) -> Iterator[list[tuple[int, Move]]]:
-    """The moves of a transfer cut into messages, each a list of (offset in the message, move): both sides cut
+def _give(given: Iterable[Parcel], peers: Peers, half: Callable[[bool], None]) -> Iterator[Pending]:
+    """Sends, message by message, each of which is on its way before the next one takes its memory."""
+    memory = torch.empty(0, dtype=torch.uint8)
+    for parcel in given:
+        total, cut = xxh3_128(), list(messages(parcel.moves))
+        for number, message in enumerate(cut):
+            if number == (len(cut) + 1) // 2:
+                half(True)
+            memory, buffer = _room(message, memory)
+            for at, move in message:
+                buffer[at : at + move.num_bytes].copy_(_part(parcel.tensors, move, move.source))
+            total.update(memoryview(buffer.numpy()))  # type: ignore[arg-type]
+            yield peers.give(buffer, parcel.peer)
+        if cut:
+            yield peers.give(_bytes(total.digest()), parcel.peer)
+
+
+def _take(
+    taken: Iterable[Parcel], peers: Peers, rank: int, half: Callable[[bool], None]
+) -> Iterator[Pending]:
+    """Receives, message by message, and compares what lies in the tensors at the end."""
+    memory = torch.empty(0, dtype=torch.uint8)
+    for parcel in taken:
+        cut = list(messages(parcel.moves))
+        for number, message in enumerate(cut):
+            if number == (len(cut) + 1) // 2:
+                half(False)
+            memory, buffer = _room(message, memory)
+            yield peers.take(buffer, parcel.peer)
+            for at, move in message:
+                _part(parcel.tensors, move, move.target).copy_(buffer[at : at + move.num_bytes])
+        if not cut:
+            continue
+        digest = torch.empty(_DIGEST_BYTES, dtype=torch.uint8)
+        yield peers.take(digest, parcel.peer)
+        total = xxh3_128()
+        for move in parcel.moves:
+            total.update(memoryview(_part(parcel.tensors, move, move.target).cpu().numpy()))  # type: ignore[arg-type]
+        if total.digest() != digest.numpy().tobytes():
+            raise DigestError(
+                f"the state that rank {rank} received from rank {parcel.peer} has another digest "
+                f"than its source: {total.hexdigest()}, not {digest.numpy().tobytes().hex()}"
+            )
+
+
+def messages(of_parcel: Iterable[Move]) -> Iterator[list[tuple[int, Move]]]:
+    """The moves of a parcel cut into messages, each a list of (offset in the message, move): both sides cut
     alike. At most `MESSAGE_BYTES` each, and at least two where there are two bytes.
     """
-    all_moves = list(of_transfer)
+    all_moves = list(of_parcel)
     total = sum(move.num_bytes for move in all_moves)
     size = min(MESSAGE_BYTES, max(1, -(-total // 2)))
     message: list[tuple[int, Move]] = []
@@ -179,9 +212,15 @@ def _part(tensors: Sequence[Tensor], move: Move, at: int) -> Tensor:
     return tensors[move.tensor][at : at + move.num_bytes]
 
 
-def _buffer(message: list[tuple[int, Move]]) -> Tensor:
+def _room(message: list[tuple[int, Move]], memory: Tensor) -> tuple[Tensor, Tensor]:
+    """`memory`, or a larger one in its place, and as much of it as the message has bytes. Fresh memory for
+    each message would cost more than copying to it.
+    """
     at, last = message[-1]
-    return torch.empty(at + last.num_bytes, dtype=torch.uint8)
+    size = at + last.num_bytes
+    if len(memory) < size:
+        memory = torch.empty(size, dtype=torch.uint8)
+    return memory, memory[:size]
 
 
 def _bytes(data: bytes) -> Tensor:

@@ -6,7 +6,7 @@ It moves state between members of one group; who is a member, and which state is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,8 +16,9 @@ from orchestrator.errors import TrainingError
 from orchestrator.faults import Hook
 from orchestrator.records import Cursor, GenerationView, Source, StateKey
 from orchestrator.trainer.group import GenerationEnded, Group, collective
-from orchestrator.trainer.loading import StateFiles, load
+from orchestrator.trainer.loading import StateFiles
 from orchestrator.trainer.reshard import DigestError, Resharding, tensor_as_bytes
+from orchestrator.trainer.shared_loading import load_together
 from orchestrator.trainer.state import TrainState
 
 
@@ -77,7 +78,8 @@ def agree(
 
     Raises `GenerationEnded` if a collective fails or a copy is not equal to its source; a member keeps the
     key it came with then, and the tensors of it, or is blank if it was about to receive in their place.
-    Raises `ResumePointError` if the point is damaged.
+    Raises `ResumePointError` if the point is damaged and `StorageError` if it cannot be read, on every rank
+    whoever found it.
     """
     view = group.view
     holds = settle(state, view, prepared)
@@ -89,8 +91,9 @@ def agree(
         _receive(group, state, holds, copies, faults)
     else:
         committed = view.point is not None
-        if not holds or state.sharded:  # what it holds is a shard of what nobody can put together
-            _from_storage(state, view, files)
+        # who holds a shard holds one of what nobody can put together
+        needy = [rank for rank, row in enumerate(rows) if state.sharded or not row[0]]
+        _from_storage(group, state, needy, files, faults)
     if view.cursor is not None:
         state.cursor = view.cursor
     # who falls out before this still has its old key, or none, and learns what to do from the next view
@@ -120,15 +123,29 @@ def _check_holders(view: GenerationView, holds: Sequence[bool]) -> None:
             )
 
 
-def _from_storage(state: TrainState, view: GenerationView, files: StateFiles) -> None:
-    state.key = None
-    state.writable()
+def _from_storage(
+    group: Group, state: TrainState, needy: Sequence[int], files: StateFiles, faults: Hook
+) -> None:
+    view = group.view
+    blank = view.rank in needy
+    if blank:
+        state.key = None
+        state.writable()
     if view.point is not None:
-        load(state.items(), view.point, files)
-        state.filled()
-    else:
+        half = _half(view, faults)
+        load_together(group, state.items(), state.layout, needy, view.point, files, half)
+        if blank:
+            state.filled()
+    elif blank:
         state.initialise()
         state.cursor = Cursor()  # of whoever has trained before, and lost its part of the state
+
+
+def _half(view: GenerationView, faults: Hook) -> Callable[[bool], None]:
+    def half(gives: bool) -> None:
+        faults("state_half_sent" if gives else "state_half_received", view.step, view.rank)
+
+    return half
 
 
 def _receive(group: Group, state: TrainState, holds: bool, copies: Copies | None, faults: Hook) -> None:
@@ -147,16 +164,13 @@ def _receive(group: Group, state: TrainState, holds: bool, copies: Copies | None
         assert view.parent is not None, "who gives, gives a state"
         return copies.copy_of(view.parent, shard)
 
-    def half(gives: bool) -> None:
-        faults("state_half_sent" if gives else "state_half_received", view.step, view.rank)
-
     items = state.items()
     moving = Resharding(
         tensors=[item.whole for item in items],
         holders=[sorted({source.rank for source in sources}) for sources in view.sources],
         layout=state.layout,
         rank=view.rank,
-        half=half,
+        half=_half(view, faults),
     )
     new = [tensor_as_bytes(item.tensor) for item in items]
     faults("resharding", view.step, view.rank)

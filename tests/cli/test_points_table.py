@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import orchestrator
 from orchestrator.cli.commands import main
+from orchestrator.cli.tables import points_lines
+from tests.launch.test_start import Runner
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format1"
 REWOUND_TO, ORPHAN, THIRD, NEWEST = (
@@ -52,7 +56,21 @@ def test_a_healthy_run_has_nothing_below_its_table(run: Path, capsys: pytest.Cap
         NEWEST: "healthy",
     }
     assert [row["tokens"] for row in rows.values()] == ["576", "768", "768", "960"]
+    assert {row["layout"] for row in rows.values()} == {"replicate"}, "each rank of format 1 held all of it"
     assert below == []
+
+
+def test_points_of_shards_say_how_the_state_lay_on_the_group(
+    tiny_config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = Runner(tiny_config({"train.max_steps": 1000}))
+    for _ in range(4):
+        runner.launch()
+    rows, _ = shown(runner.folder, capsys)
+    assert {row["layout"] for row in rows.values()} == {"shard:2"}
+    found = orchestrator.open(runner.folder).list_points()[0]
+    assert (found["num_shards"], found["num_replicas"]) == (2, 1)
+    assert "  shard:2x3  " in points_lines([{**found, "num_replicas": 3}])[1]
 
 
 def test_a_flipped_byte_leaves_the_table_readable_and_its_reason_stands_below(

@@ -57,6 +57,28 @@ def test_a_cover_is_complete_small_and_takes_from_the_second_choice_only_what_th
         )
 
 
+def slow_cover(needed, *choices):
+    """As `cover` says it, one lacking shard after the other, with a look at all that is lacking each time."""
+    lacking, chosen = list(needed), []
+    while lacking:
+        able = next(filter(None, ([m for m in choice if m in lacking[0]] for choice in choices)), [])
+        found = max(able, key=lambda m: sum(m in of_one for of_one in lacking), default=None)
+        chosen += [found] if found is not None else []
+        lacking = [of_one for of_one in lacking[1:] if found not in of_one]
+    return tuple(chosen)
+
+
+@settings(max_examples=300)
+@given(PRESENT, st.integers(1, 4), st.permutations("abcdef"), st.integers(0, 6), st.integers(0, 2))
+def test_a_cover_takes_who_adds_most_and_of_equal_ones_who_comes_first(
+    present, num_shards, order, num_first, num_absent
+):
+    state = newest_complete(holdings(present, num_shards), None)
+    assume(state is not None)
+    choices = order[:num_first], order[num_first : len(order) - num_absent]
+    assert state.cover(*choices) == slow_cover(state.needed, *choices)
+
+
 @given(PRESENT, st.integers(1, 4))
 def test_a_state_is_complete_among_whoever_meets_all_that_it_needs_and_nobody_else(present, num_shards):
     held = holdings(present, num_shards)

@@ -102,6 +102,27 @@ def test_a_start_expects_all_that_it_starts():
     )
 
 
+def test_a_group_that_ended_comes_back_as_large_beside_tokenizers_that_hold_their_cpus():
+    """Two of the five CPUs are the tokenizers'; with fewer than three workers nobody trains."""
+    limits, before = replace(LIMITS, min_workers=3), (node("a", 5),)
+    again = facts((node("a", 5, free=3),), at_first=before)
+    assert decide(again, limits)[0] == StartGroup(node_id="a", num_workers=3)
+    # the feeder died, too, and its tokenizers come back
+    assert decide(facts((node("a", 5),), at_first=before), limits)[0] == StartGroup(
+        node_id="a", num_workers=3
+    )
+    # what others held before is not the tokenizers'
+    shared = (node("a", 8, free=5),)
+    assert decide(facts(shared, at_first=shared), limits)[0] == StartGroup(node_id="a", num_workers=3)
+
+
+def test_too_few_to_train_are_not_started_for_a_group_never_grows():
+    limits = replace(LIMITS, min_workers=3)
+    assert decide(facts((node("a", 5, free=2),), at_first=(node("a", 5),)), limits) == ()
+    short = facts((node("a", 3, free=0), node("b", 1)), (group("a", 1),))
+    assert decide(short, limits) == (ExpectWorkers(num_workers=1),)
+
+
 def test_a_dead_nodes_group_is_stopped_and_its_workers_started_elsewhere():
     nodes, groups = (node("a", 2, free=0), node("c", 4)), (group("a", 2), group("b", 1))
     assert decide(facts(nodes, groups), LIMITS) == (

@@ -328,6 +328,7 @@ class Aside:
         self._over = True
         self._asked.release()
         self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive(), "the writer goes on although it was stopped"
 
     def _step(self) -> None:
         self._asked.release()
@@ -350,6 +351,8 @@ class Aside:
         self._done.release()
 
     def _pause(self, call: str, path: str) -> None:
+        if self._over:
+            raise _OverError  # what was cut off still ends its attempt, and nobody asks for that any more
         self._done.release()
         self._asked.acquire()
         if self._over:

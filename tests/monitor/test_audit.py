@@ -100,6 +100,7 @@ class TrainedRun:
             machine="",
             pid_start="",
             forked_from=None,
+            parallel=None,
             config=self.job.flat(),
         )
         first = (self.key.step if self.key else 0) if label is None else label

@@ -78,6 +78,7 @@ class Attempt:
             machine="",
             pid_start="",
             forked_from=None,
+            parallel=None,
             config=config,
         )
         roster = Roster(2)
@@ -141,8 +142,28 @@ def test_a_run_that_trains_is_running_with_its_workers_its_speed_and_when_it_is_
     per_step = record(key(2)).consumed_tokens - record(key(1)).consumed_tokens
     assert view.tokens_per_s == per_step / 0.5
     assert view.eta_s == 900 * 0.5
+    assert view.layout is None, "journals of earlier versions do not say it"
     assert view.last_fault is None
     assert not view.is_broken
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "said"),
+    [(1, "replicate: each holds the whole state"), (2, "shard: the state in 2 parts")],
+)
+def test_a_status_says_how_the_newest_group_holds_the_state(
+    runner: Runner,  # noqa: F811
+    num_shards: int,
+    said: str,
+) -> None:
+    attempt = Attempt(runner)
+    attempt.begin()
+    again = replace(start(2, None, attempt.number), world_size=2, members=("a", "b"), num_shards=num_shards)
+    attempt.journal.generation(again)
+    attempt.journal.flush()
+    view = run_of(runner).status(0.0)
+    assert view.layout == said
+    assert f"  state       {said}" in status_lines(view)
 
 
 def test_a_worker_that_died_since_is_not_counted_and_is_the_last_fault(runner: Runner) -> None:  # noqa: F811

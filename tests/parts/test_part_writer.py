@@ -16,7 +16,7 @@ import pytest
 
 from orchestrator.errors import StorageError
 from orchestrator.parts import part_writer
-from orchestrator.parts.part_job import PartCancelled, PartJob, perform, shared_path
+from orchestrator.parts.part_job import MappedBuffer, PartCancelled, PartJob, perform, shared_path
 from orchestrator.parts.part_writer import PartWriter
 from orchestrator.storage.files import Storage
 from tests.parts.samples import POINT, job_of
@@ -89,6 +89,22 @@ def test_a_buffer_without_a_name_is_read_by_the_process(rank: Rank) -> None:
     ]
     os.close(handle)
     assert written[0].sums == written[1].sums
+
+
+def test_a_buffer_stays_mapped_until_it_has_grown_or_is_another_one(tmp_path: Path) -> None:
+    buffer, other, kept = tmp_path / "buffer", tmp_path / "other", MappedBuffer()
+    buffer.write_bytes(b"one")
+    first = kept.of(str(buffer))
+    with buffer.open("r+b") as file:
+        file.write(b"two")
+    assert kept.of(str(buffer)) is first
+    assert first == b"two"
+    with buffer.open("ab") as file:
+        file.write(b"three")
+    assert kept.of(str(buffer)) == b"twothree"
+    other.write_bytes(b"as large")
+    other.replace(buffer)
+    assert kept.of(str(buffer)) == b"as large"
 
 
 def test_a_killed_process_fails_the_save_and_another_one_is_started(rank: Rank) -> None:

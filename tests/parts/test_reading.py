@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.parts import part_file, reading
+from orchestrator.parts import part_file, pieces
 from orchestrator.parts.manifest import Manifest, Name, PartDamage
 from orchestrator.parts.part_file import PartRows, part_sum
 from orchestrator.parts.reading import BytesTarget, PointReader, Wanted
@@ -29,8 +29,8 @@ LAYOUTS = sorted(
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small tensors have several pieces, come to their targets in both ways, and by many reads."""
     monkeypatch.setattr(part_file, "PIECE_BYTES", 64)
-    monkeypatch.setattr(reading, "PIECE_BYTES", 150)
-    monkeypatch.setattr(reading, "_DIRECT_BYTES", 40)
+    monkeypatch.setattr(pieces, "REQUEST_BYTES", 150)
+    monkeypatch.setattr(pieces, "_DIRECT_BYTES", 40)
 
 
 class Elsewhere(BytesTarget):
@@ -123,7 +123,7 @@ def test_the_buffer_is_all_that_is_taken_and_is_taken_once(tmp_path: Path) -> No
 
     def buffer(num_bytes: int) -> memoryview:
         asked.append(num_bytes)
-        return reading.new_buffer(num_bytes)
+        return pieces.new_buffer(num_bytes)
 
     wanted = {
         (each.group, each.name): Wanted(

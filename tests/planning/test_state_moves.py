@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.planning import state_moves
-from orchestrator.planning.state_layout import Layout, StateTensor
+from orchestrator.planning.state_layout import Layout, StateTensor, held_rows
 from tests.planning.states import LAYOUTS, cut, tensors
 
 
@@ -129,7 +129,9 @@ def from_rank_0(*arguments):
 def from_the_whole(state, num_shards, transfer, layout):
     """Planted: places are counted in the whole tensor."""
     for move in state_moves.moves(state, num_shards, transfer, layout):
-        yield replace(move, source=move.rows.start * state[move.tensor].row_bytes)
+        tensor = state[move.tensor]
+        before = held_rows(tensor, num_shards, transfer.shard).start * tensor.row_bytes
+        yield replace(move, source=before + move.source)
 
 
 def one_row_short(state, num_shards, transfer, layout):

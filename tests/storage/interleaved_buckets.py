@@ -64,11 +64,18 @@ class Faults:
 class _Program(Stepped):
     """A program, and the store that it sees. `stands`: what it asks for next."""
 
-    def __init__(self, act: Act, bucket: ModelBucket, number: int, shared: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        act: Act,
+        bucket: ModelBucket,
+        number: int,
+        shared: Callable[[str], bool],
+        kind: type[ModelStore],
+    ) -> None:
         super().__init__()
         self.stands, self._dead = "", False
         self._shared = shared
-        self._store = ModelStore(bucket, ROOT, self._turn, number)
+        self._store = kind(bucket, ROOT, self._turn, number)
         self.start(lambda: self._act(act))
 
     @property
@@ -104,20 +111,22 @@ def interleavings(
     programs: Sequence[Act],
     shared: Callable[[str], bool],
     faults: Faults = Faults(),
+    kind: type[ModelStore] = ModelStore,
 ) -> Iterator[tuple[ModelBucket, list[Any]]]:
     """The bucket (a copy) and what the programs returned (`DIED`, or the `OrchestratorError` that one
     raised), for each way in which they can come to their end on these objects, and again after each request
     that comes later still.
 
     `contents`: the bytes by key (`run/…`: the programs' root is `s3://model/run`). `shared`: the keys, of
-    folders too, at which one of them can notice another; all that is asked of others goes well.
+    folders too, at which one of them can notice another; all that is asked of others goes well. `kind`: that
+    of the store.
     """
     todo: list[tuple[Step, ...]] = [()]
     known: set[object] = set()
     while todo:
         order = todo.pop()
         bucket, left = ModelBucket.of(contents), faults
-        running = [_Program(act, bucket, number, shared) for number, act in enumerate(programs)]
+        running = [_Program(act, bucket, number, shared, kind) for number, act in enumerate(programs)]
         try:
             for step in order:
                 left = _take(step, bucket, running, left)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from weakref import WeakValueDictionary
 from blake3 import blake3
 
 from orchestrator.errors import StorageError
+from orchestrator.storage.creating import ENTRIES, create_by_agreement, forget_entries
 from orchestrator.storage.exact_pieces import exact
 from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits
 
@@ -152,7 +154,14 @@ class ModelStore:
     process asked and was answered; it, and nothing else, decides what the process does next.
     """
 
-    traits = Traits(refuses_taken=False, lists_facts=True, appends=False, frees_names=False)
+    traits = Traits(
+        refuses_taken=False,
+        lists_facts=True,
+        appends=False,
+        frees_names=False,
+        reads_at_a_time=2,
+        cached_by_machine=False,
+    )
 
     def __init__(
         self,
@@ -179,6 +188,9 @@ class ModelStore:
         except OSError as error:
             raise self._error(PUT, path) from error
         return self._change(CREATE if exclusive else PUT, path, Stored(data, (self._name, len(self.seen))))
+
+    def creates_exclusively(self) -> bool:
+        return True
 
     def sync(self, folder: str) -> None:
         pass
@@ -212,6 +224,9 @@ class ModelStore:
         return sorted(listed, key=lambda one: one.name)
 
     def delete(self, paths: Sequence[str]) -> None:
+        self._delete(paths)
+
+    def _delete(self, paths: Sequence[str]) -> None:
         for path in paths:  # a request for many is carried out one by one, for all to see
             self._change(DELETE, path, None)
 
@@ -225,7 +240,7 @@ class ModelStore:
                 if key == prefix or key.startswith(f"{prefix}/" if prefix else "")
             ]
         self._saw(LIST, folder, sorted(keys))
-        self.delete([key[len(self._prefix) + 1 if self._prefix else 0 :] for key in sorted(keys)])
+        self._delete([key[len(self._prefix) + 1 if self._prefix else 0 :] for key in sorted(keys)])
 
     def copy(self, source: Store, theirs: str, path: str) -> bool:
         if not isinstance(source, ModelStore) or source.bucket is not self.bucket:
@@ -275,6 +290,34 @@ class ModelStore:
             self.bucket.under_way.append(request)
         self._saw(what, path, done)
         return done
+
+
+class LaxModelStore(ModelStore):
+    """One of a bucket that lets everybody write a name that is taken: as `ObjectStore` has it then."""
+
+    def creates_exclusively(self) -> bool:
+        return False
+
+    def beside(self, root: str) -> ModelStore:
+        return type(self)(self.bucket, root, self._turn, self._name, self.seen)
+
+    def put(self, path: str, pieces: Pieces, size: int, *, exclusive: bool = False) -> bool:
+        if not exclusive:
+            return super().put(path, pieces, size)
+        try:
+            data = b"".join(exact(pieces, size, f"{self.root}/{path}"))
+        except OSError as error:
+            raise self._error(PUT, path) from error
+        # a search needs the same one in each order; all other processes are called ""
+        token = f"p{self._name}c{len(self.seen)}" if self._name != "" else secrets.token_hex(8)
+        return create_by_agreement(self, path, data, token, lambda seconds: None)
+
+    def list(self, folder: str) -> list[Listed]:
+        return [listed for listed in super().list(folder) if listed.name != ENTRIES]
+
+    def delete(self, paths: Sequence[str]) -> None:
+        forget_entries(self, paths)
+        self._delete(paths)
 
 
 def _bytes(objects: Objects) -> dict[str, bytes]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,10 +38,10 @@ def server() -> Iterator[Proxy]:
 
 @pytest.fixture
 def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    server.rule = no_fault
+    server.rule, server.forgets = no_fault, ()
     reach(monkeypatch, server.url, tmp_path)
     yield server
-    server.rule = no_fault
+    server.rule, server.forgets = no_fault, ()
 
 
 def faults(seed: int, share: float, silent: float) -> Rule:
@@ -59,8 +60,14 @@ def faults(seed: int, share: float, silent: float) -> Rule:
 class Launches:
     """Launches that begin anew as soon as they have ended, until so many claims were tried."""
 
-    def __init__(self, root: str, num_claims: int, store: type[ObjectStore] = ObjectStore) -> None:
-        self._root, self._store = root, store
+    def __init__(
+        self,
+        root: str,
+        num_claims: int,
+        store: type[ObjectStore] = ObjectStore,
+        sleep: Callable[[float], None] = no_sleep,
+    ) -> None:
+        self._root, self._store, self._sleep = root, store, sleep
         self._numbers = iter(range(num_claims))
         self._lock = threading.Lock()
         self.won: dict[int, list[str]] = {}  # by attempt, who was told that it has it
@@ -72,7 +79,7 @@ class Launches:
                 launched.result()
 
     def _launch(self) -> None:
-        store = RunStore(Storage.on(self._store(self._root, no_sleep, LIMITS)))
+        store = RunStore(Storage.on(self._store(self._root, self._sleep, LIMITS)))
         while True:
             with self._lock:
                 number = next(self._numbers, None)
@@ -131,6 +138,37 @@ def test_racing_launches_make_one_history_whatever_becomes_of_their_requests(
     proxy.rule = no_fault
     assert launches.wrong() == []
     assert len(launches.won) > num_claims // 30
+
+
+@pytest.mark.parametrize(
+    ("num_claims", "share"), [(200, 0.0), pytest.param(1000, 0.1, marks=pytest.mark.chaos)]
+)
+def test_racing_launches_make_one_history_on_a_server_that_refuses_no_create(
+    proxy: Proxy, num_claims: int, share: float
+) -> None:
+    proxy.forgets = ("if-none-match",)
+    root = f"{new_bucket(proxy.url)}/run"
+    write_point(RunStore(Storage.on(ObjectStore(root))), key(10))
+    launches = Launches(root, num_claims, sleep=time.sleep)  # who meets others makes room for them
+    proxy.rule = faults(num_claims, share=share, silent=share / 100)
+    launches.run()
+    proxy.rule = no_fault
+    assert launches.wrong() == []
+    assert len(launches.won) > num_claims // STARTERS // 2
+
+
+class AsksNobody(ObjectStore):
+    """Planted mistake: believes that every server refuses a second create."""
+
+    def _creates_exclusively(self) -> bool:
+        return True
+
+
+def test_the_race_on_such_a_server_catches_a_launch_that_trusts_it(proxy: Proxy) -> None:
+    proxy.forgets = ("if-none-match",)
+    launches = Launches(f"{new_bucket(proxy.url)}/run", 200, AsksNobody)
+    launches.run()
+    assert any("was given to" in text for text in launches.wrong())
 
 
 class BelievesExists(ObjectStore):

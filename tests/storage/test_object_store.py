@@ -44,7 +44,9 @@ def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.fixture
 def store(proxy: Proxy) -> ObjectStore:
-    return ObjectStore(f"{new_bucket(proxy.url)}/run", no_sleep)
+    store = ObjectStore(f"{new_bucket(proxy.url)}/run", no_sleep)
+    assert store.creates_exclusively()  # asked once for each bucket, before faults are counted
+    return store
 
 
 def put(store: ObjectStore, path: str, data: bytes, *, exclusive: bool = False) -> bool:
@@ -134,6 +136,7 @@ def test_a_server_that_deletes_one_object_at_a_time_and_minds_an_absent_one_is_e
         put(store, f"a/{number}", b"x")
     monkeypatch.setenv("AWS_DISABLE_BULK_DELETE", "true")
     forget_buckets()
+    assert store.creates_exclusively()
     proxy.rule = lambda method, path: "404" if method == "DELETE" and path.endswith(("none", "/a")) else None
     proxy.asked.clear()
     store.delete(["a/none", "a/0"])

@@ -24,10 +24,11 @@ from orchestrator.storage.local_store import LocalStore
 from orchestrator.storage.object_store import PART_BYTES, ObjectStore
 from orchestrator.storage.store import Store
 from tests.storage.azurite import azurite, connection_string, make_container
-from tests.storage.model_store import ModelBucket, ModelStore
+from tests.storage.model_store import LaxModelStore, ModelBucket, ModelStore
 from tests.storage.servers import moto, new_bucket, proxy_before, reach
 
-KINDS = ("local", "model", "s3", "gs", "az")
+# lax: one that refuses no second create
+KINDS = ("local", "model", "lax model", "s3", "lax s3", "gs", "az")
 
 _containers = itertools.count()
 
@@ -36,6 +37,13 @@ _containers = itertools.count()
 def s3() -> Iterator[str]:
     with moto() as url:
         yield url
+
+
+@pytest.fixture(scope="module")
+def lax_s3(s3: str) -> Iterator[str]:
+    with proxy_before(s3) as proxy:
+        proxy.forgets = ("if-none-match",)
+        yield proxy.url
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +71,10 @@ def new_root(
     numbers = itertools.count()
     if kind == "local":
         return lambda: LocalStore(str(tmp_path / f"runs{next(numbers)}" / "a"))
-    if kind == "model":
-        model = ModelBucket()
-        return lambda: ModelStore(model, f"s3://model/runs{next(numbers)}/a")
-    url = request.getfixturevalue(kind)
+    if kind.endswith("model"):
+        model, of_kind = ModelBucket(), ModelStore if kind == "model" else LaxModelStore
+        return lambda: of_kind(model, f"s3://model/runs{next(numbers)}/a")
+    url = request.getfixturevalue(kind.replace(" ", "_"))
     reach(monkeypatch, url, tmp_path)
     if kind == "az":
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection_string(url))
@@ -74,7 +82,7 @@ def new_root(
         make_container(url, name)
         bucket = f"az://{name}"
     else:
-        bucket = new_bucket(url, kind)
+        bucket = new_bucket(url, kind.removeprefix("lax "))
     return lambda: ObjectStore(f"{bucket}/runs{next(numbers)}/a")
 
 

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from orchestrator.launch.remote_membership import Place, RemoteMembership
 from orchestrator.planning.schedule import budgets_for
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.storage.files import Storage
-from orchestrator.storage.store import Pieces
+from orchestrator.storage.store import Pieces, Traits
 from orchestrator.trainer.group import GenerationEnded
 from orchestrator.trainer.job import TrainJob
 from orchestrator.trainer.loop import train
@@ -110,11 +110,16 @@ class PoisonModel(torch.nn.Module):
 
 
 class FullDisk(Storage):
-    """Storage that has no room for the points of one step."""
+    """Storage of a member, which may have no room for the points of one step."""
 
     def __init__(self, root: str, step: int | None) -> None:
         super().__init__(root)
         self._step = step
+
+    @property
+    def traits(self) -> Traits:
+        """Each member is on a node of its own, to which files come from afar."""
+        return replace(super().traits, cached_by_machine=False)
 
     def put(self, path: str, pieces: Pieces, size: int) -> None:
         if self._step is not None and path.startswith(f"points/{self._step:08d}-"):

@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
 from orchestrator.coordinator.choosing import choose_among, decide, rewind_text, up_to
 from orchestrator.coordinator.data_end import find_known_epochs
@@ -27,10 +25,11 @@ from orchestrator.coordinator.sources import SourcesHere, sources_here
 from orchestrator.data.frozen import read_frozen
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
+from orchestrator.history.beginnings import beginning_of
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.segments import read_first
 from orchestrator.json_form import encode
-from orchestrator.launch.looking_ahead import memory_ahead
+from orchestrator.launch.looking_ahead import feed_memory, with_memory
+from orchestrator.launch.machine_facts import noted_machines
 from orchestrator.launch.start import read_frozen_data
 from orchestrator.monitor.dashboard.runs import OpenRun
 from orchestrator.monitor.views.run_views import RunViews
@@ -106,6 +105,9 @@ class Planner:
                 store, job, point, data.identities, data=data.spec, skip=skip, here=here, epochs=epochs
             )
             found = _completed(job, found, data, damages, refused, point)
+            if data.spec is not None:
+                # not this machine's: the dashboard may run where no worker does
+                found = with_memory(job, noted_machines(store), found)
             if point is not None and asked.point:
                 found = replace(found, rewind=_rewinds(views, wanted, point))
             return {**found.to_json(), **_of_the_page(views, job, flat, asked, found, point)}
@@ -114,7 +116,7 @@ class Planner:
         """That of the newest attempt that has begun."""
         for number in reversed(self._run.store.claim_numbers()):
             if self._configs.get(number) is None:
-                self._configs[number] = config_of(self._run.store, number)
+                self._configs[number] = (beginning_of(self._run.store.storage, number) or {}).get("config")
             if found := self._configs[number]:
                 return found
         raise RefusedError(
@@ -169,25 +171,6 @@ class Planner:
         return frozen is not None and (known or Path(job.data.tokenizer).expanduser().is_dir())
 
 
-def config_of(store: RunStore, attempt: int) -> dict[str, Any] | None:
-    """The flat configuration with which an attempt has begun, as its journal says; None if it has not."""
-    try:
-        data = read_first(store.storage, attempt)
-    except FileNotFoundError:
-        return None
-    mark = f'"kind":"{EventKind.ATTEMPT.value}"'.encode()
-    for line in data.splitlines():
-        if mark in line:
-            try:
-                fields = orjson.loads(line)
-            except orjson.JSONDecodeError:
-                return None  # it is being written
-            if fields.get("kind") == EventKind.ATTEMPT:
-                config: dict[str, Any] = fields["config"]
-                return config
-    return None
-
-
 def layout(job: JobConfig) -> list[dict[str, Any]]:
     """How a step's micro-batches lie on the workers, with the fewest and the most of them."""
     cluster, train = job.cluster, job.train
@@ -237,7 +220,7 @@ def _completed(
     if point is not None and not refused:
         notes.append("sizes of the point's files are right; the start verifies their digests, too")
     refusals = (*refused, *found.refusals, *data.refusals)
-    memory = () if data.spec is None else memory_ahead(job, data.spec)
+    memory = () if data.spec is None else (feed_memory(job, data.spec),)
     return replace(
         found,
         action="refuse" if refusals else found.action,

@@ -1,0 +1,60 @@
+"""How an attempt began, as the first lines of its journal say: for a look that does not read all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from orchestrator.errors import OrchestratorError
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal_reader import JournalEvent
+from orchestrator.history.segments import read_first
+from orchestrator.json_form import decode
+from orchestrator.planning.parallel_choice import ParallelChoice
+from orchestrator.storage.files import Storage
+
+_MARK = f'"kind":"{EventKind.ATTEMPT.value}"'.encode()
+
+
+def beginning_of(storage: Storage, attempt: int) -> dict[str, Any] | None:
+    """The fields of an attempt's event `attempt`; None if it has not begun. Raises `StorageError`."""
+    try:
+        data = read_first(storage, attempt)
+    except FileNotFoundError:
+        return None
+    for line in data.splitlines():
+        if _MARK in line:
+            try:
+                fields = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                return None  # it is being written
+            if fields.get("kind") == EventKind.ATTEMPT:
+                return dict(fields)
+    return None
+
+
+def newest_choice(storage: Storage, attempts: Sequence[int]) -> tuple[int, ParallelChoice] | None:
+    """What `train.parallel` came to in the newest of these attempts that has noted it, with its number; None
+    where none has. Raises `StorageError`.
+    """
+    for number in sorted(attempts, reverse=True):
+        fields = beginning_of(storage, number) or {}
+        if fields.get("parallel"):
+            return _choice(number, fields)
+    return None
+
+
+def choice_in(events: Sequence[JournalEvent]) -> tuple[int, ParallelChoice] | None:
+    """As `newest_choice`, of a journal that was read."""
+    begun = (event for event in events if event.kind == EventKind.ATTEMPT and event.fields.get("parallel"))
+    newest = max(begun, key=lambda event: event.attempt, default=None)
+    return None if newest is None else _choice(newest.attempt, newest.fields)
+
+
+def _choice(number: int, fields: Mapping[str, Any]) -> tuple[int, ParallelChoice] | None:
+    try:
+        return number, decode(ParallelChoice, fields["parallel"], "the event `attempt`")
+    except OrchestratorError:
+        return None  # a later version's: nothing is known

@@ -1,0 +1,257 @@
+"""Whether the memory of machines and their GPUs is enough for a job, how its state is divided so that it is,
+and what to say where it is not.
+
+Pure: machines are given as values. Needs are lower bounds, so that what is refused cannot work.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from orchestrator.launch.needs import Needs, gib, memory_notes, needs_of
+from orchestrator.planning.memory import memory_every_steps
+from orchestrator.planning.parallel_choice import Machine, ParallelChoice, choice_text
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
+
+_MOST_WORKERS = 4096  # that are tried when a number is looked for that fits
+_SHOWN = 4  # machines that are listed by name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownMachines:
+    """The machines by which a plan judges; none: not known. `source` says how they are known; `before` is the
+    choice of an earlier attempt, by its number.
+    """
+
+    machines: tuple[Machine, ...] = ()
+    source: str = ""
+    before: tuple[int, ParallelChoice] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workers:
+    """For whom memory is needed: `num_workers` workers on the machines that are looked at, of `world_size` in
+    all (0: they are all), with the feed beside them or without.
+    """
+
+    num_workers: int
+    world_size: int = 0
+    with_feed: bool = True
+
+
+def choose_parallel(
+    job: JobConfig, workers: Workers, machines: Sequence[Machine], cluster: str = ""
+) -> ParallelChoice:
+    """What `train.parallel` comes to on these machines. `auto`: replicate, unless memory or some GPU cannot
+    hold the whole state for each worker; then a shard for each worker. Where neither fits, what needs less.
+    """
+    num_shards: int | None = 1
+    if job.train.parallel != "auto":
+        num_shards, reason = job.train.num_shards, "train.parallel says so"
+    elif job.train.numerics == "invariant":
+        reason = "numerics: invariant needs the whole state on each worker"
+    elif not (problems := _problems(job, 1, workers, machines, every_gpu=True)):
+        reason = "no machine that is known is too small for the whole state"
+    else:
+        num_shards, reason = _smaller(job, workers, machines), problems[0].partition("; ")[0]
+        reason += ", and a shard for each worker does not fit better" if num_shards == 1 else ""
+    return ParallelChoice(num_shards=num_shards, reason=reason, machines=tuple(machines), cluster=cluster)
+
+
+def _smaller(job: JobConfig, workers: Workers, machines: Sequence[Machine]) -> int | None:
+    """Shards where they fit, else the whole state where it fits if large GPUs are given to the workers, else
+    what needs less of what is scarce: copies for memory points make shards
+    need more of the machines' memory than the whole state does, where workers are few.
+    """
+    for fitting in (None, 1):
+        if not _problems(job, fitting, workers, machines):
+            return fitting
+    whole, cut = (needs_of(job, n, workers.world_size or workers.num_workers) for n in (1, None))
+    if gpu_problems(whole, workers.num_workers, machines, every_gpu=True):
+        return None
+    return None if cut.worker_bytes < whole.worker_bytes else 1
+
+
+def capacity_problems(
+    job: JobConfig, num_shards: int | None, workers: Workers, machines: Sequence[Machine]
+) -> list[str]:
+    """Why the job, its state cut into `num_shards`, cannot have its memory on these machines: what is needed,
+    what is there, and what to do; empty if it can, or where they do not say.
+    """
+    found = _problems(job, num_shards, workers, machines)
+    ways = _ways(job, num_shards, workers, machines) if found else []
+    return [f"{problem}; {'; '.join(ways)}" if ways else problem for problem in found]
+
+
+def memory_problems(
+    needs: Needs, num_workers: int, machines: Sequence[Machine], with_feed: bool = True
+) -> list[str]:
+    """Why `num_workers` workers (and the feed) cannot have their memory on these machines: what is needed and
+    what is there; empty if they can, or where a machine does not say.
+    """
+    if not machines or not all(machine.memory_bytes for machine in machines):
+        return []
+    sizes = [machine.memory_bytes for machine in machines]
+    needed = num_workers * needs.worker_bytes + (needs.feed_bytes if with_feed else 0)
+    if needed <= sum(sizes) and needs.worker_bytes <= max(sizes):
+        return []
+    return [
+        f"{gib(needed)} of memory are needed for {num_workers} workers"
+        f"{' and the feed' if with_feed else ''} ({needs.text}), {gib(sum(sizes))} are there "
+        f"({machines_text(machines, gpus=False)}), and no worker may be larger than its machine; lower the "
+        "number of workers, data.num_tokenizers or data.replay_bytes, take a smaller model, or add memory"
+    ]
+
+
+def gpu_problems(
+    needs: Needs, num_workers: int, machines: Sequence[Machine], every_gpu: bool = False
+) -> list[str]:
+    """Why there are no GPUs for `num_workers` workers among these that have the memory; empty if there are,
+    or where one does not say. `every_gpu`: not even one may be too small, whoever gets it.
+    """
+    sizes = [size for machine in machines for size in machine.gpu_bytes]
+    large = sum(size >= needs.gpu_bytes for size in sizes)
+    if not all(sizes) or large == len(sizes) or (large >= num_workers and not every_gpu):
+        return []
+    return [
+        f"{gib(needs.gpu_bytes)} of GPU memory are needed by each of {num_workers} workers "
+        f"({needs.gpu_text}), and {large} of {len(sizes)} GPUs have so much ({machines_text(machines)}); "
+        "take GPUs with more memory, or a smaller model"
+    ]
+
+
+def machines_text(machines: Sequence[Machine], gpus: bool = True) -> str:
+    """Machines with their memory, the first ones by name."""
+    texts = []
+    for machine in machines[:_SHOWN]:
+        text = gib(machine.memory_bytes) if machine.memory_bytes else "memory not known"
+        runs = [(size, len([*same])) for size, same in groupby(machine.gpu_bytes)] if gpus else []
+        of_gpus = (f"{num} × {gib(size) if size else 'not known'}" for size, num in runs)
+        texts.append(f"{machine.host}: {text}" + (f" and GPUs {', '.join(of_gpus)}" if runs else ""))
+    more = len(machines) - _SHOWN
+    return ", ".join([*texts, *([f"{more:,} more"] if more > 0 else [])])
+
+
+def memory_plan(job: JobConfig, known: KnownMachines) -> tuple[list[str], list[str]]:
+    """What a plan says of the workers' memory, and why it refuses: with the machines that are known, else
+    nothing is refused.
+    """
+    workers = Workers(num_workers=job.cluster.start_workers)
+    choice = choose_parallel(job, workers, known.machines)
+    notes = [*memory_notes(job, choice.num_shards), _known_text(job, known)]
+    if job.train.parallel == "auto":
+        notes.append(f"train.parallel=auto is {choice_text(choice.num_shards)}: {choice.reason}")
+    notes += [note for note in (choice_note(job, known.before, choice.num_shards),) if note]
+    every = memory_every_steps(job.resume.memory_every_steps, sharded=choice.num_shards != 1)
+    if every is not None and job.cluster.max_workers > 1 and len(known.machines) == 1:
+        notes.append(
+            "all workers are on one machine: a memory point, and the neighbour's copy of it, do not outlive "
+            "that machine; resume points do"
+        )
+    problems = capacity_problems(job, choice.num_shards, workers, known.machines)
+    return notes, [f"{problem} (judged by {known.source})" for problem in problems]
+
+
+def choice_note(job: JobConfig, before: tuple[int, ParallelChoice] | None, now: int | None) -> str:
+    """What is said where `auto` chooses another number of shards than an earlier attempt did; else empty."""
+    if job.train.parallel != "auto" or before is None or before[1].num_shards == now:
+        return ""
+    return (
+        f"note: train.parallel=auto is {choice_text(now)} now, it was {choice_text(before[1].num_shards)} in "
+        f"attempt {before[0]}: any layout continues a resume point of any other, only the last bits of later "
+        "steps may differ; set train.parallel to keep one"
+    )
+
+
+def _known_text(job: JobConfig, known: KnownMachines) -> str:
+    """By which machines a plan judges."""
+    if not known.machines:
+        return "the machines' memory is not known here, nothing is refused by it: the start looks at them"
+    text = f"judged by {known.source}: {machines_text(known.machines, job.cluster.use_gpu)}"
+    sizes = [size for machine in known.machines for size in machine.gpu_bytes]
+    if job.cluster.use_gpu and not (sizes and all(sizes)):
+        text += "; the memory of GPUs is not known here"
+    return text
+
+
+def _problems(
+    job: JobConfig,
+    num_shards: int | None,
+    workers: Workers,
+    machines: Sequence[Machine],
+    every_gpu: bool = False,
+) -> list[str]:
+    needs = needs_of(job, num_shards, workers.world_size or workers.num_workers)
+    return [
+        *gpu_problems(needs, workers.num_workers, machines, every_gpu),
+        *memory_problems(needs, workers.num_workers, machines, workers.with_feed),
+    ]
+
+
+def _ways(job: JobConfig, num_shards: int | None, workers: Workers, machines: Sequence[Machine]) -> list[str]:
+    """What could help, beside what each problem names."""
+    train, ways = job.train, _enough_workers(job, num_shards, workers, machines)
+    if num_shards != 1 and train.precision == "float32":
+        ways.append("train.precision=bf16 halves what gathered blocks take")
+    if num_shards != 1 and memory_every_steps(job.resume.memory_every_steps, sharded=True) is not None:
+        ways.append("resume.memory_every_steps=null needs no memory for memory points")
+    ways.append(f"activations grow with train.micro_batch_size={train.micro_batch_size}: lower it")
+    if train.activation_checkpointing == "none" and num_shards != 1:
+        ways.append("train.activation_checkpointing=blocks keeps fewer of them")
+    return ways
+
+
+def _enough_workers(
+    job: JobConfig, num_shards: int | None, workers: Workers, machines: Sequence[Machine]
+) -> list[str]:
+    """The fewest workers that fit with a shard each, with memory points or else without; nothing if there are
+    no such.
+    """
+    first = 2 if num_shards == 1 else (workers.world_size or workers.num_workers) + 1
+    settings = ["train.parallel=shard"]
+    settings += ["train.numerics=fast"] if job.train.numerics == "invariant" else []
+    for with_points in (True, False):
+        found = _fewest(job, first, workers, machines, with_points)
+        if found is not None:
+            num, needs = found
+            settings += [] if with_points else ["resume.memory_every_steps=null"]
+            each = f"{gib(needs.gpu_bytes)} of a GPU" if needs.gpu_bytes else gib(needs.worker_bytes)
+            return [f"with {' and '.join(settings)} {num} workers fit, of {each} each"]
+    return []
+
+
+def _fewest(
+    job: JobConfig, first: int, workers: Workers, machines: Sequence[Machine], with_points: bool
+) -> tuple[int, Needs] | None:
+    """The fewest workers from `first` on that fit, and their needs: on the same machines, but where GPUs are
+    used with as many of them and of the largest GPU as it takes.
+    """
+
+    def of_one(num: int) -> Needs:
+        needs = needs_of(job, None, num)
+        points = 0 if with_points else needs.memory_point_bytes
+        return replace(needs, worker_bytes=needs.worker_bytes - points)
+
+    counts = range(first, _MOST_WORKERS)
+    # of more workers each takes less, and all together take more
+    at = bisect_left(counts, True, key=lambda num: _is_room_for_one(of_one(num), machines))
+    if at == len(counts):
+        return None
+    needs = of_one(counts[at])
+    here = min(counts[at], workers.num_workers) if needs.gpu_bytes else counts[at]
+    return None if memory_problems(needs, here, machines, workers.with_feed) else (counts[at], needs)
+
+
+def _is_room_for_one(needs: Needs, machines: Sequence[Machine]) -> bool:
+    gpus = [size for machine in machines for size in machine.gpu_bytes]
+    memory = [machine.memory_bytes for machine in machines]
+    of_gpu, in_memory = max(gpus, default=0), max(memory, default=0)
+    return (not needs.gpu_bytes or needs.gpu_bytes <= of_gpu) and (
+        not all(memory) or needs.worker_bytes <= in_memory
+    )

@@ -1,0 +1,137 @@
+"""A point that several members need at once: those that hold the same rows read and verify a part of them
+each, and give one another the rest.
+
+It knows groups and files; which state it is, and who needs it, its caller says.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from blake3 import blake3
+
+from orchestrator.errors import OrchestratorError, ResumePointError, StorageError
+from orchestrator.parts.manifest import PartDamage, damaged
+from orchestrator.parts.pieces import Piece
+from orchestrator.planning.shared_reading import even_runs, readers_with
+from orchestrator.planning.state_layout import Layout
+from orchestrator.planning.state_moves import Move
+from orchestrator.trainer.group import GenerationEnded, Group, collective
+from orchestrator.trainer.loading import StateFiles, point_reader, wanted_of
+from orchestrator.trainer.reshard import DigestError, Parcel, exchange, tensor_as_bytes
+from orchestrator.trainer.state import Item
+
+_TOLD = (ResumePointError, StorageError)  # what one member may find, and all of them must hear of
+_TOLD_BYTES = 2000
+
+
+def load_together(
+    group: Group,
+    items: Sequence[Item],
+    layout: Layout,
+    needy: Sequence[int],
+    point: str,
+    files: StateFiles,
+    half: Callable[[bool], None],
+) -> None:
+    """Fills the `items` of the ranks `needy` with their rows of a point, as `loading.load` does;
+    `TrainState.filled` must follow. A collective: every rank of the group calls it.
+
+    Those of one shard that have their files from afar read the m-th part of its pieces each, to within a
+    piece of 64 MiB, and the headers of all its files. From a bucket these are all; from a file system one on
+    each machine, while others there find what it has read in memory, which costs a fifth of having it given
+    by a peer. What they give one another is compared with xxh3_128 digests. Beside the state it takes what a
+    `PointReader` does, and then 64 MiB for messages. `half` as in `reshard.exchange`.
+
+    Where one of them finds damage, or cannot read, the others hear of it before anything is given: all raise
+    `ResumePointError` or `StorageError` with its text. Raises `GenerationEnded` if a member is lost. Then
+    items may hold anything.
+    """
+    rank, shard = group.view.rank, layout.shard_of(group.view.rank)
+    runs: list[list[Piece]] = []
+    problem: OrchestratorError | None = None
+    machines = [row[0] for row in group.gather([_machine(rank, files)], "who shares a machine")]
+    sharing: list[int] = []
+    if rank in needy:
+        alike = [each for each in needy if layout.shard_of(each) == shard]
+        sharing = readers_with(rank, alike, machines)
+        try:
+            runs = _read_own(items, len(sharing), sharing.index(rank), point, files)
+        except _TOLD as error:
+            problem = error
+    _hear_of(group, problem)
+    if len(sharing) > 1:
+        _exchange(group, items, sharing, runs, half)
+
+
+def _machine(rank: int, files: StateFiles) -> int:
+    """A number that ranks share whose files lie in one memory when they have been read."""
+    if not files.storage.traits.cached_by_machine:
+        return rank
+    try:
+        booted = Path("/proc/sys/kernel/random/boot_id").read_bytes()  # names a kernel, whatever is in it
+    except OSError:
+        booted = socket.gethostname().encode()
+    return -1 - int.from_bytes(blake3(booted).digest()[:7], "little")
+
+
+def _read_own(
+    items: Sequence[Item], num_sharing: int, own: int, point: str, files: StateFiles
+) -> list[list[Piece]]:
+    """What each of those who share the reading has to read, of which this member has read its own."""
+    reader = point_reader(items, point, files)
+    try:
+        pieces = reader.pieces(wanted_of(items))
+        cut = even_runs([piece.num_bytes for piece in pieces], num_sharing)
+        runs = [[pieces[number] for number in run] for run in cut]
+        reader.fetch(runs[own])
+    except PartDamage as error:
+        raise damaged(point, error) from error
+    return runs
+
+
+def _exchange(
+    group: Group,
+    items: Sequence[Item],
+    sharing: Sequence[int],
+    runs: Sequence[Sequence[Piece]],
+    half: Callable[[bool], None],
+) -> None:
+    """In round d each gives its run to the d-th after it, and takes that of the d-th before it."""
+    numbers = {(item.group, item.name): number for number, item in enumerate(items)}
+    tensors = [tensor_as_bytes(item.tensor) for item in items]
+    own, num = sharing.index(group.view.rank), len(sharing)
+
+    def parcel(peer: int, reader: int) -> list[Parcel]:
+        moves = [
+            Move(tensor=numbers[piece.tensor], source=piece.at, target=piece.at, num_bytes=piece.length)
+            for piece in runs[reader]
+        ]
+        return [Parcel(peer=sharing[peer], tensors=tensors, moves=moves)]
+
+    try:
+        with collective("giving one another the point"):
+            for distance in range(1, num):
+                before, after = (own - distance) % num, (own + distance) % num
+                exchange(group, group.view.rank, parcel(after, own), parcel(before, before), half)
+    except DigestError as error:
+        raise GenerationEnded(str(error)) from error
+
+
+def _hear_of(group: Group, problem: OrchestratorError | None) -> None:
+    """Raises on every rank what the first of those found that have a problem; its own where it has one."""
+    said = str(problem).encode()[:_TOLD_BYTES] if problem is not None else b""
+    kind = next((n for n, each in enumerate(_TOLD, 1) if isinstance(problem, each)), 0)
+    rows = group.gather([kind, len(said)], "whether all could read the point")
+    found = [(rank, kind) for rank, (kind, _) in enumerate(rows) if kind]
+    if not found:
+        return
+    longest = max(num_bytes for _, num_bytes in rows)
+    texts = group.gather([*said.ljust(longest)], "why the point cannot be read")
+    if problem is not None:
+        raise problem
+    rank, kind = found[0]
+    text = bytes(texts[rank][: rows[rank][1]]).decode(errors="replace")
+    raise _TOLD[kind - 1](f"{text} (found by rank {rank})")
