@@ -187,6 +187,7 @@ class _Trainer:
         while True:
             if self._membership.control_requests(view).ended:
                 raise GenerationEnded("the membership ended it")
+            self._memory.check()
             self._saver.poll(self._state)
             step = None if self._end_of_data else self._next_range(self._state.cursor)
             batch = None if step is None else self._slice(view, step)
