@@ -304,6 +304,33 @@ class FileEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NodePlace:
+    """A folder on the disk of one node, in which parts of points lie (`resume.node_folder`): `id` is what the
+    folder's own node.json says (32 hex digits), `folder` its absolute path there. Host and address are for
+    people.
+    """
+
+    id: str
+    host: str
+    address: str
+    folder: str
+
+    def __str__(self) -> str:
+        return f"{self.host} ({self.address})" if self.address else self.host
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeParts:
+    """Whose parts of a point lie on a node: the ranks that `wrote` theirs there, and those of which it has
+    `copies`.
+    """
+
+    node: NodePlace
+    wrote: tuple[int, ...]
+    copies: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TensorChunk:
     """Where a box of a tensor lies: `offsets` and `sizes` in the whole tensor, `file` relative to the point,
     `digest` (blake3) of its bytes.
@@ -349,7 +376,8 @@ class Vote:
 
     `files` is the one file of this rank (`parts.part_file`), `layout` is (num_shards, num_replicas), `sums`
     says to each group the sum of the rows in that file (`planning.weights_sum`). Rank 0 alone lists the
-    tensors of the whole state, in the order by which `planning.state_layout` divides them.
+    tensors of the whole state, in the order by which `planning.state_layout` divides them. `nodes` are those
+    on whose disks the file lies, the rank's own first; empty where it lies in the run's storage.
     """
 
     key: StateKey
@@ -364,6 +392,7 @@ class Vote:
     peak_memory_bytes: int = 0  # of the voter's process so far (`trainer.peak_memory`); 0: not known
     layout: tuple[int, int] | None = None
     sums: dict[str, int] = field(default_factory=dict)
+    nodes: tuple[NodePlace, ...] = ()
 
 
 # ------------------------------------------------------------ membership

@@ -107,6 +107,7 @@ def _launch(
         from orchestrator.cluster.connection import ClusterConnection, starts_local_ray
         from orchestrator.data.feed.memory import memory_of
         from orchestrator.launch.needs import choose_shards, needs_of
+        from orchestrator.launch.node_disks import NodeDisks
 
         memory_of(job, spec)  # raises where too little is asked for
         limits = _limits(job)
@@ -121,10 +122,14 @@ def _launch(
         heard = partial(progress.foreign, "Ray")
         with ClusterConnection(job, cpus, needs.object_store_bytes, heard, progress.say):
             newest = watched()
+            disks = NodeDisks(job.resume.node_folder)
+            disks.reached_by(storage)
+            starting.require_run_id(store.read_run(), job)
             if not local:
                 num_shards = choose_shards(job, workers, _memories())
                 needs = needs_of(job, num_shards, workers)
             limits = _preflight(job, needs, limits, storage, () if local else _memories())
+            disks.require_room(_kept_points(job) * needs.point_bytes)
             from orchestrator.launch.dashboard_beside import dashboard_beside
             from orchestrator.launch.exports import exporting
             from orchestrator.launch.on_cluster import supervise
@@ -149,6 +154,7 @@ def _launch(
                         progress,
                         until_tokens,
                         num_shards,
+                        disks,
                     )
     return _result(job, status, time.monotonic() - began)
 
@@ -327,14 +333,18 @@ def _preflight(
 
 
 def _disk_bytes(job: JobConfig, needs: Needs, storage: Storage) -> tuple[int | None, int]:
-    """Free where the run lies (None: nobody knows, in a bucket), and needed for the points that it keeps and
-    one more.
+    """Free where the run lies (None: nobody knows, in a bucket, or its parts of points lie elsewhere), and
+    needed for the points that it keeps and one more.
     """
     from orchestrator.cluster.machine import free_disk_bytes
 
-    kept = job.resume.keep_latest + job.resume.keep_best + 1
-    free = None if storage.folder is None else free_disk_bytes(str(storage.folder))
-    return free, kept * needs.point_bytes
+    elsewhere = storage.folder is None or job.resume.node_folder is not None
+    free = None if elsewhere else free_disk_bytes(str(storage.folder))
+    return free, _kept_points(job) * needs.point_bytes
+
+
+def _kept_points(job: JobConfig) -> int:
+    return job.resume.keep_latest + job.resume.keep_best + 1
 
 
 def _memories() -> list[tuple[str, int]]:

@@ -24,7 +24,7 @@ from orchestrator.data.feed.feeder import feeder_name, start_feeder
 from orchestrator.data.feed.memory import memory_of
 from orchestrator.data.feed.remote_feed import notes_of
 from orchestrator.data.spec import DataSpec
-from orchestrator.elastic.policy import Limits, tokenizer_node
+from orchestrator.elastic.policy import Limits, NodeFacts, tokenizer_node
 from orchestrator.elastic.supervisor import END_S, Launch, Supervisor
 from orchestrator.errors import text_of
 from orchestrator.history import sentences
@@ -33,6 +33,7 @@ from orchestrator.history.request_files import asker
 from orchestrator.launch import start as starting
 from orchestrator.launch.announcing import announce, trained_again, why_done
 from orchestrator.launch.ending import say_end
+from orchestrator.launch.node_disks import NodeDisks
 from orchestrator.launch.node_facts import node_facts
 from orchestrator.launch.progress import Progress
 from orchestrator.launch.stop_signals import stop_on_signals
@@ -54,16 +55,18 @@ def supervise(
     progress: Progress,
     until_tokens: int | None = None,
     num_shards: int | None = 1,
+    disks: NodeDisks | None = None,
 ) -> RunStatus:
     """Starts what the attempt needs and stays until the run has ended; everything started here ends here.
-    `until_tokens` and `num_shards` as in `TrainJob`.
+    `until_tokens` and `num_shards` as in `TrainJob`. `disks`: of the nodes, where parts of points may lie.
     """
+    disks = disks or NodeDisks(job.resume.node_folder)
     _say_beginning(job, attempt, plan, spec, storage, limits, progress)
     # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
     # soft: Ray 2.60 does not heed a soft affinity of actors without CPUs.
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
     stop_by = asker() if until_tokens is not None else ""
-    coordinator = _start_coordinator(job, attempt, storage, limits, here, fault_plan, stop_by)
+    coordinator = _start_coordinator(job, attempt, storage, limits, here, fault_plan, stop_by, disks)
     try:
         feeder = _start_feeder(job, attempt, spec, limits, here)
     except BaseException as error:
@@ -82,11 +85,17 @@ def supervise(
         fault_plan=fault_plan,
         until_tokens=until_tokens,
         num_shards=num_shards,
+        nodes=disks.nodes,
     )
     launch = _launch(job, task, storage, limits)
     show = _shower(progress, limits, feeder)
     stalled = partial(_say_stall, progress, coordinator)
-    supervisor = Supervisor(launch, coordinator, node_facts, show, stalled, progress.say)
+
+    def look() -> tuple[NodeFacts, ...]:
+        disks.serve()  # before workers are started there
+        return node_facts()
+
+    supervisor = Supervisor(launch, coordinator, look, show, stalled, progress.say)
     try:
         with stop_on_signals(supervisor.ask_stop, progress.say):
             status = supervisor.run()
@@ -208,6 +217,7 @@ def _start_coordinator(
     here: Any,
     fault_plan: str,
     stop_by: str,
+    disks: NodeDisks,
 ) -> Any:
     """The launch's coordinator, an actor on the node that `here` names."""
     options: dict[str, Any] = {
@@ -235,6 +245,7 @@ def _start_coordinator(
         rng=starting.rng_document(job),
         fault_plan=fault_plan,
         stop_by=stop_by,
+        nodes=disks.nodes,
     )
     notes = partial(notes_of, feeder_name(attempt.launch))
     return ray.remote(CoordinatorProcess).options(**options).remote(start, notes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from blake3 import blake3
 
@@ -17,6 +17,8 @@ from orchestrator.parts.manifest import Manifest, Name, PartDamage
 from orchestrator.parts.part_file import FORMAT, PIECE_BYTES, Extent, parse_header, part_path, read_header
 from orchestrator.planning.weights_sum import MODULUS
 from orchestrator.storage.files import Storage
+
+Result = TypeVar("Result")
 
 _CHECK_BYTES = 8 << 20
 _DIRECT_BYTES = 1 << 20  # smaller pieces come together, by way of the buffer: one request for many
@@ -139,13 +141,7 @@ class PointReader:
         """Compares the size of a file, and all its pieces that begin in [first_byte, end) with their digests.
         Raises as `read`.
         """
-        committed = self._manifest.files[file].bytes
-        try:
-            found = self._storage.size(self._path(file))
-        except FileNotFoundError as error:
-            raise PartDamage(file, "is missing") from error
-        if found != committed:
-            raise PartDamage(file, f"has {found} bytes, committed were {committed}")
+        self._again(file, lambda: self._check_size(file))
         pieces = [
             piece
             for name, extent in self.extents(file).items()
@@ -159,7 +155,7 @@ class PointReader:
         point's documents first. Raises `PartDamage`.
         """
         if file not in self._extents:
-            self._extents[file] = self._read_extents(file)
+            self._extents[file] = self._again(file, lambda: self._read_extents(file))
         return self._extents[file]
 
     def sums(self) -> dict[str, int]:
@@ -238,7 +234,29 @@ class PointReader:
             )
 
     # ---------------------------------------------------------------------- bytes
+    def _again(self, file: str, act: Callable[[], Result]) -> Result:
+        """`act`, again from the next copy of the file while there is one."""
+        while True:
+            try:
+                return act()
+            except PartDamage:
+                if not self._storage.elsewhere(self._path(file)):
+                    raise
+
+    def _check_size(self, file: str) -> None:
+        committed = self._manifest.files[file].bytes
+        try:
+            found = self._storage.size(self._path(file))
+        except FileNotFoundError as error:
+            raise PartDamage(file, "is missing") from error
+        if found != committed:
+            raise PartDamage(file, f"has {found} bytes, committed were {committed}")
+
     def _carry_out(self, file: str, pieces: Iterable[_Piece], buffer: _Buffer) -> None:
+        wanted = list(pieces)
+        self._again(file, lambda: self._carry_out_once(file, wanted, buffer))
+
+    def _carry_out_once(self, file: str, pieces: Iterable[_Piece], buffer: _Buffer) -> None:
         for group in _together(sorted(pieces, key=lambda piece: piece.start), buffer.most_bytes):
             if len(group) == 1:
                 self._one(file, group[0], buffer)
