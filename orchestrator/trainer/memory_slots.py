@@ -125,18 +125,6 @@ class MemorySlots:
         raise AssertionError(f"shard {shard} of {key} is not among {self.holdings}")
 
 
-def _begun(slots: tuple[Slot, ...], copy: HeldShard, keep: StateKey | None) -> tuple[tuple[Slot, ...], int]:
-    """The slot without `keep` that holds the oldest copy, or none, has begun to hold `copy`."""
-    free = [n for n, slot in enumerate(slots) if keep is None or slot.copy is None or slot.copy.key != keep]
-    number = min(free, key=lambda n: _age(slots[n]))
-    return (*slots[:number], Slot(copy=copy), *slots[number + 1 :]), number
-
-
-def _age(slot: Slot) -> tuple[bool, bool, StateKey | None]:
-    whole = slot.whole and slot.copy is not None
-    return (whole, slot.copy is not None, slot.copy.key if whole and slot.copy is not None else None)
-
-
 def _put(slots: tuple[Slot, ...], number: int, slot: Slot) -> tuple[Slot, ...]:
     return (*slots[:number], slot, *slots[number + 1 :])
 

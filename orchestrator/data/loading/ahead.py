@@ -31,11 +31,6 @@ class Ahead(Generic[Item]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    @property
-    def num_waiting(self) -> int:
-        """Items that are there and not taken."""
-        return len(self._waiting)
-
     def take(self) -> Item:
         """The next item, waited for. Raises `StopIteration` after the last one, `FeedError` once closed."""
         with self._changed:

@@ -25,7 +25,6 @@ from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponen
 from orchestrator.data.sources.remote_objects import RemoteObject, passes
 from orchestrator.errors import ConfigError
 
-SCHEME = "hf"
 _FORM = "hf://datasets/ORG/NAME[@REVISION][/PATH]"
 _URI = re.compile(r"hf://datasets/([^/@\s]+/[^/@\s]+)(?:@((?:refs/(?:convert|pr)/)?[^/@]+))?(?:/(.*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
