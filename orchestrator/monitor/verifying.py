@@ -19,7 +19,7 @@ from orchestrator.resume.point_files import PointFiles
 from orchestrator.resume.points import Damage
 from orchestrator.resume.verify import Stretch
 
-HEALTH = {True: "healthy", False: "damaged", None: "not looked at"}  # a row's `healthy` in words
+HEALTH = {True: "healthy", False: "damaged", None: "away"}  # a row's `healthy` in words
 NOTE_EVERY_S = 30.0  # what was read is noted at least so often, while it goes on
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.errors import ResourceError, ResumePointError, StorageError, UnreachableNodeError
 from orchestrator.monitor.verifying import Verifying
-from orchestrator.parts.node_folder import NODE, expanded, make_node, read_node
+from orchestrator.parts.node_folder import NODE, NodeStore, expanded, make_node, read_node
 from orchestrator.parts.node_server import NodeServer
 from orchestrator.parts.node_storage import NodeStorage, run_storage
 from orchestrator.parts.part_file import write_part
@@ -28,6 +28,7 @@ from orchestrator.resume.leftovers import remove_leftovers
 from orchestrator.resume.points import COMMIT, Point
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+from orchestrator.storage.local_store import LocalStore
 from tests.parts.node_disks import Disks
 from tests.parts.samples import POINT, STATE, bytes_of, job_of, part_of
 from tests.planning.test_resume_plan import IDENTITY
@@ -162,6 +163,26 @@ def test_a_disk_that_is_not_mounted_has_lost_nothing(disks: Disks) -> None:
     disk.mkdir()  # the place where it was mounted
     with pytest.raises(UnreachableNodeError, match="file 0 lies only on"):
         disks.store("a").verify_point(name)
+
+
+class GoesMeanwhile:
+    """See `Nodes`: a disk that is taken out after it was found, and before it is read."""
+
+    def __init__(self, empty: Path) -> None:
+        self._answers: list[NodeStore | None] = [LocalStore(str(empty)), None]
+
+    def store(self, place: NodePlace) -> NodeStore | None:
+        return self._answers.pop(0) if self._answers else None
+
+    def everywhere(self, run: str) -> list[NodeStore]:
+        return []
+
+
+def test_a_disk_that_goes_while_it_is_read_has_lost_nothing(disks: Disks) -> None:
+    name = committed(disks, ranks=("a",))
+    storage = run_storage(str(disks.folder / "run"), GoesMeanwhile(disks.folder / "empty"))
+    with pytest.raises(UnreachableNodeError, match="file 0 lies only on"):
+        storage.size(f"points/{name}/state/00000-of-00001.safetensors")
 
 
 def test_deleting_a_point_empties_every_node_that_is_reached_and_a_start_the_others_later(
