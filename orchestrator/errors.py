@@ -75,6 +75,12 @@ class StorageError(OrchestratorError):
     """Storage could not be read or written, after retries; nothing was decided from it."""
 
 
+class UnreachableNodeError(StorageError):
+    """Files lie on the disks of nodes that cannot be reached from here; names the nodes and the files. No
+    file is known to be gone or damaged.
+    """
+
+
 class FencedError(OrchestratorError):
     """A newer attempt of this run exists; this process may not write any more and ends."""
 

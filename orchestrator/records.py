@@ -304,6 +304,33 @@ class FileEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NodePlace:
+    """A folder on the disk of one node, in which parts of points lie (`resume.node_folder`): `id` is what the
+    folder's own node.json says (32 hex digits), `folder` its absolute path there. Host and address are for
+    people.
+    """
+
+    id: str
+    host: str
+    address: str
+    folder: str
+
+    def __str__(self) -> str:
+        return f"{self.host} ({self.address})" if self.address else self.host
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeParts:
+    """Whose parts of a point lie on a node: the ranks that `wrote` theirs there, and those of which it has
+    `copies`.
+    """
+
+    node: NodePlace
+    wrote: tuple[int, ...]
+    copies: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TensorChunk:
     """Where a box of a tensor lies: `offsets` and `sizes` in the whole tensor, `file` relative to the point,
     `digest` (blake3) of its bytes.
@@ -350,7 +377,8 @@ class Vote:
     `files` is the one file of this rank (`parts.part_file`), `layout` is (num_shards, num_replicas), `sums`
     says to each group the sum of the rows in that file (`planning.weights_sum`). Rank 0 alone lists the
     tensors of the whole state, in the order by which `planning.state_layout` divides them. `part_s`: from the
-    begin of the save to this vote.
+    begin of the save to this vote. `nodes` are those on whose disks the file lies, the rank's own first;
+    empty where it lies in the run's storage.
     """
 
     key: StateKey
@@ -366,6 +394,7 @@ class Vote:
     layout: tuple[int, int] | None = None
     part_s: float = 0.0
     sums: dict[str, int] = field(default_factory=dict)
+    nodes: tuple[NodePlace, ...] = ()
 
 
 # ------------------------------------------------------------ membership

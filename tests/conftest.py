@@ -53,6 +53,7 @@ ON_RAY = {
     "tests/system/test_kills.py",
     "tests/system/test_mixture.py",
     "tests/system/test_new_data.py",
+    "tests/system/test_node_folders.py",
     "tests/system/test_notebook.py",
     "tests/system/test_refusals.py",
     "tests/system/test_replayed.py",

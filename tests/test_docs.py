@@ -28,6 +28,7 @@ from orchestrator.history.request_files import Request
 from orchestrator.launch.progress import Progress
 from orchestrator.monitor.frames import columns_table
 from orchestrator.monitor.view import RunView
+from orchestrator.parts.node_folder import Node
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.planning.manifests import ListSpan, SourceLists
@@ -43,6 +44,8 @@ from orchestrator.records import (
     Held,
     Loss,
     MixtureShare,
+    NodeParts,
+    NodePlace,
     SourceCursor,
     Stall,
     StateKey,
@@ -407,7 +410,8 @@ FIELDS = {
     "pins/<point>.json": (Hold,),
     "requests/<launch>/000001.json": (Request,),
     "findings/000001.json": (Finding,),
-    "points/…/COMMIT": (Commit, StateKey, FileEntry),
+    "points/…/COMMIT": (Commit, StateKey, FileEntry, NodeParts, NodePlace),
+    "<node_folder>/node.json": (Node,),
     "exports/…/EXPORT": (Exported, FileEntry),
     "points/…/cursor.json": (Cursor, SourceCursor, MixtureShare),
 }

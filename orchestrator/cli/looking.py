@@ -71,7 +71,7 @@ def points(
 
         print_lines(points_lines(rows))
     opened.left_of_replays(say)
-    if not all(row["healthy"] for row in rows):
+    if any(row["healthy"] is False for row in rows):
         raise typer.Exit(1)
 
 

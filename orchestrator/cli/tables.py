@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.monitor.orphans import Pruned
+from orchestrator.monitor.verifying import HEALTH
 from orchestrator.monitor.view import left_out_lines, skipped_lines
 from orchestrator.planning.resume_plan import ResumePlan
 
@@ -79,6 +80,8 @@ def points_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _trouble(row: Mapping[str, Any]) -> str:
     """What is wrong with a point; empty if nothing is."""
+    if row["away"]:
+        return f"{row['name']}: not looked at: {row['away']}"
     if not row["healthy"]:
         return f"{row['name']}: damaged{'' if row['on_lineage'] else ', orphan'}: {row['reason']}"
     if row["quarantined"]:
@@ -87,10 +90,11 @@ def _trouble(row: Mapping[str, Any]) -> str:
 
 
 def _point_row(row: Mapping[str, Any]) -> list[str]:
-    state = "damaged" if not row["healthy"] else "healthy" if row["on_lineage"] else "orphan"
+    state = HEALTH[row["healthy"]]
+    state = "orphan" if row["healthy"] and not row["on_lineage"] else state
     state += ", pinned" if row["pin"] else ""
     counts = ["-" if row[key] is None else str(row[key]) for key in _COUNTS.values()]
-    sizes = [f"{row['bytes'] / 2**20:.1f}", f"{row['save_s']:.2f}"] if row["healthy"] else ["-", "-"]
+    sizes = [f"{row['bytes'] / 2**20:.1f}", f"{row['save_s']:.2f}"] if row["bytes"] else ["-", "-"]
     return [row["name"], state, *counts, _layout(row), *sizes, str(row["weights_digest"])[:16] or "-"]
 
 
@@ -120,7 +124,8 @@ def verify_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for row in rows:
         marked = ", quarantined" if row["quarantined"] else ""
-        lines.append(f"{row['name']}: {'healthy' if row['healthy'] else 'damaged'}{marked}")
+        lines.append(f"{row['name']}: {HEALTH[row['healthy']]}{marked}")
+        lines += [f"  {row['away']}"] if row["away"] else []
         lines += [f"  {damage['file']} {damage['reason']}" for damage in row["damaged"]]
     return lines or ["the run has no resume points"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from orchestrator.cli.shared import say
-from orchestrator.monitor.verifying import Progress
+from orchestrator.monitor.verifying import HEALTH, Progress
 
 
 class _Lines:
@@ -26,13 +26,12 @@ class _Lines:
     def read(self, num_bytes: int) -> None:
         """See `Progress`."""
 
-    def done(self, point: str, healthy: bool) -> None:
+    def done(self, point: str, healthy: bool | None) -> None:
         """See `Progress`."""
         self._done += 1
         if self._num_points > 1:
             seconds = time.monotonic() - self._since
-            state = "healthy" if healthy else "damaged"
-            say(f"{self._done}/{self._num_points} {point}: {state} ({seconds:.0f} s)")
+            say(f"{self._done}/{self._num_points} {point}: {HEALTH[healthy]} ({seconds:.0f} s)")
 
 
 @contextmanager
@@ -65,8 +64,8 @@ def shown() -> Iterator[Progress]:
                 """See `Progress`."""
                 bar.advance(task, num_bytes)
 
-            def done(self, point: str, healthy: bool) -> None:
+            def done(self, point: str, healthy: bool | None) -> None:
                 """See `Progress`."""
-                bar.update(task, description=f"{point} {'healthy' if healthy else 'damaged'}")
+                bar.update(task, description=f"{point} {HEALTH[healthy]}")
 
         yield Bar()

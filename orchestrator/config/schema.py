@@ -422,6 +422,13 @@ class ResumeConfig(_Section):
     """Also keep so many points with the lowest mean loss of the steps since the point before."""
     export_every: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None
     """The weights of every so many-th point are copied to `exports/`, for transformers; null: none."""
+    node_folder: Annotated[
+        str | None, free("null, or an absolute path, also with ~ or $NAME", pattern=r"^(/|~|\$)")
+    ] = None
+    """Each worker's part of a point is written into this folder of its own node's disk, with a copy on
+    another node, not to `run.storage`; `~` and `$NAME` are what they are on each node. null: to
+    `run.storage`.
+    """
     data: Annotated[Literal["continue", "restart", "skip"], may_change("continue, restart or skip")] = (
         "continue"
     )

@@ -29,6 +29,7 @@ from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.request_files import STOP
+from orchestrator.parts.node_storage import run_storage
 from orchestrator.records import (
     ControlRequests,
     Cursor,
@@ -45,7 +46,6 @@ from orchestrator.records import (
 )
 from orchestrator.resume.commit_events import PartFailed, PartGrows
 from orchestrator.resume.store import RunStore
-from orchestrator.storage.open import open_storage
 
 if TYPE_CHECKING:
     from orchestrator.data.feed.feed_notes import FeedNotes
@@ -80,7 +80,7 @@ class Coordinator:
         Waits for storage. Raises `StorageError`, after which another one may be made, and `FencedError`.
         """
         fault = hook(start.fault_plan)
-        store = store or RunStore(open_storage(start.storage))
+        store = store or RunStore(run_storage(start.storage, start.nodes))
         attempt = self._attempt = continue_launch(store, start.attempt, socket.gethostname(), fault, claimed)
         metrics = measured(start.flat_config, start.storage, start.run, attempt)
         journal = self._journal = JournalWriter(

@@ -13,6 +13,7 @@ from orchestrator.elastic.failure_budget import FailureBudget
 from orchestrator.elastic.formation import RendezvousSettings
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble
+from orchestrator.parts.node_folder import Nodes
 from orchestrator.resume.commit_machine import CommitMachine
 
 VOTE_LIMIT_S = 600.0  # how long a save of which votes are missing may stand still
@@ -20,7 +21,9 @@ VOTE_LIMIT_S = 600.0  # how long a save of which votes are missing may stand sti
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoordinatorStart:
-    """What the driver hands to coordinator: the attempt it claimed, and what the run needs from then on."""
+    """What the driver hands to coordinator: the attempt it claimed, and what the run needs from then on.
+    `nodes`: on whose disks parts of points may lie; None: this machine's alone are reached.
+    """
 
     attempt: Attempt
     storage: str
@@ -41,6 +44,7 @@ class CoordinatorStart:
     stop_by: str = ""  # who wants the launch to stop before its budgets are spent
     storage_limit_s: float = STORAGE_LIMIT_S
     rendezvous: RendezvousSettings = RendezvousSettings()
+    nodes: Nodes | None = None
 
 
 def launch_machine(start: CoordinatorStart, attempt: Attempt) -> LaunchMachine:

@@ -101,9 +101,12 @@ def audit_result(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def verify_result(rows: list[dict[str, Any]], every: bool) -> dict[str, Any]:
-    """What is kept of a document of `verify`; `every`: these are all points that the run had."""
-    points = [{"point": row["name"], "healthy": row["healthy"]} for row in rows]
-    return {"checked": "digests", "all": every, "points": points}
+    """What is kept of a document of `verify`; `every`: these are all points that the run had. Points that
+    could not be read from there are left out, and then they are not all.
+    """
+    read = [row for row in rows if row["healthy"] is not None]
+    points = [{"point": row["name"], "healthy": row["healthy"]} for row in read]
+    return {"checked": "digests", "all": every and len(read) == len(rows), "points": points}
 
 
 def newest_audit(findings: tuple[Finding, ...]) -> Finding | None:

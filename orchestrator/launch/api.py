@@ -110,6 +110,7 @@ def _launch(
         from orchestrator.data.feed.memory import memory_of
         from orchestrator.launch.machine_facts import machines_here, machines_of_cluster
         from orchestrator.launch.needs import needs_of
+        from orchestrator.launch.node_disks import NodeDisks
 
         memory_of(job, spec)  # raises where too little is asked for
         limits, local = _limits(job), starts_local_ray(job)
@@ -122,11 +123,15 @@ def _launch(
         heard = partial(progress.foreign, "Ray")
         with ClusterConnection(job, cpus, needs_of(job).object_store_bytes, heard, progress.say):
             newest = watched()
+            disks = NodeDisks(job.resume.node_folder)
+            disks.reached_by(storage)
+            starting.require_run_id(store.read_run(), job)
             if not local:
                 machines = machines_of_cluster(job.cluster.use_gpu)
                 parallel, problems = _divide(job, limits, machines, address_of(job))
             needs = needs_of(job, parallel.num_shards, limits.start_workers)
             limits = _preflight(job, needs, limits, storage, problems)
+            disks.require_room(_kept_points(job) * needs.point_bytes)
             from orchestrator.launch.dashboard_beside import dashboard_beside
             from orchestrator.launch.exports import exporting
             from orchestrator.launch.on_cluster import supervise
@@ -150,6 +155,7 @@ def _launch(
                         fault_plan,
                         progress,
                         until_tokens,
+                        disks,
                     )
     return _result(job, status, time.monotonic() - began)
 
@@ -337,14 +343,18 @@ def _preflight(
 
 
 def _disk_bytes(job: JobConfig, needs: Needs, storage: Storage) -> tuple[int | None, int]:
-    """Free where the run lies (None: nobody knows, in a bucket), and needed for the points that it keeps and
-    one more.
+    """Free where the run lies (None: nobody knows, in a bucket, or its parts of points lie elsewhere), and
+    needed for the points that it keeps and one more.
     """
     from orchestrator.cluster.machine import free_disk_bytes
 
-    kept = job.resume.keep_latest + job.resume.keep_best + 1
-    free = None if storage.folder is None else free_disk_bytes(str(storage.folder))
-    return free, kept * needs.point_bytes
+    elsewhere = storage.folder is None or job.resume.node_folder is not None
+    free = None if elsewhere else free_disk_bytes(str(storage.folder))
+    return free, _kept_points(job) * needs.point_bytes
+
+
+def _kept_points(job: JobConfig) -> int:
+    return job.resume.keep_latest + job.resume.keep_best + 1
 
 
 # ------------------------------------------------------------ how it ended

@@ -7,6 +7,7 @@ rank 0), so that no step waits and a failure ends nothing. It decides by the nam
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -19,11 +20,12 @@ from dataclasses import dataclass
 from orchestrator.errors import OrchestratorError, StorageError, text_of
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_outline
+from orchestrator.parts.node_storage import NodeStorage, run_storage
+from orchestrator.parts.reached_nodes import ReachedNodes
 from orchestrator.resume.export import write_export
 from orchestrator.resume.export_files import EXPORTS, find_exports
 from orchestrator.resume.points import newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
-from orchestrator.storage.open import open_storage
 
 LOOK_EVERY_S = 1.0
 _REFUSED = 3  # how the process of an export ends where the last line says why
@@ -144,6 +146,19 @@ class Exports:
             return
         self._say(f"exported {EXPORTS}/{name} in {time.monotonic() - began:.1f} s")
 
+    def _where(self, name: str) -> dict[str, str]:
+        """The run's storage, and the Ray on whose nodes parts of the point lie, if there are such."""
+        storage, address = self._store.storage, ""
+        if (
+            isinstance(storage, NodeStorage)
+            and isinstance(storage.reached, ReachedNodes)
+            and storage.nodes_of(name)
+        ):
+            import ray
+
+            address = ray.get_runtime_context().gcs_address
+        return {"storage": storage.root, "ray": address}
+
     def _in_a_process(self, name: str) -> str:
         """Why the export failed; empty if it did not."""
         # it finds what this process finds, and what lies in the current folder
@@ -160,7 +175,7 @@ class Exports:
         assert process.stdin is not None, "there is a pipe"
         try:
             # left open: that it closes is how the process hears that nobody waits for it any more
-            process.stdin.write(json.dumps({"storage": self._store.storage.root, "point": name}) + "\n")
+            process.stdin.write(json.dumps({**self._where(name), "point": name}) + "\n")
             process.stdin.flush()
             assert process.stdout is not None, "there is a pipe"
             said = process.stdout.read()
@@ -176,11 +191,24 @@ class Exports:
         return str(json.loads(last)) if code == _REFUSED else f"its process ended with {code}: {last}"
 
 
+def _reached(location: str, address: str) -> NodeStorage:
+    """The run's storage; `address`: of the Ray on whose nodes parts of its points lie, "" for none."""
+    storage = run_storage(location)
+    if address:
+        import ray
+
+        from orchestrator.launch.node_disks import NodeDisks
+
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+        NodeDisks(None).reached_by(storage)
+    return storage
+
+
 def _main() -> None:
     """The process of one export: a task as a line on stdin, the reason of a failure as the last on stdout."""
     task = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    store = RunStore(open_storage(task["storage"]))
+    store = RunStore(_reached(task["storage"], task["ray"]))
     try:
         write_export(store, task["point"], store.storage, f"{EXPORTS}/{task['point']}")
     except OrchestratorError as error:

@@ -26,7 +26,7 @@ from orchestrator.coordinator.survey import (
     require_journals,
     survey,
 )
-from orchestrator.errors import RefusedError, ResumePointError
+from orchestrator.errors import RefusedError, ResumePointError, UnreachableNodeError
 from orchestrator.history.claims import ForkedFrom
 from orchestrator.launch.announcing import data_have_ended
 from orchestrator.launch.nested_runs import refuse_inside
@@ -36,6 +36,7 @@ from orchestrator.planning.skipping import SkipDecision
 from orchestrator.resume.points import Damage, Point
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
+from orchestrator.resume.verify import point_path
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
@@ -56,7 +57,10 @@ def look_before_start(
     if not reached(plan):
         return plan
     watched()
-    return look_ahead(store, job, spec, fast=False)
+    try:
+        return look_ahead(store, job, spec, fast=False)
+    except UnreachableNodeError as error:  # nothing is started that would reach it
+        return replace(plan, notes=(*plan.notes, f"not verified from here: {error}"))
 
 
 def look_ahead(
@@ -129,6 +133,7 @@ def _notes(
     notes += [f"warning: {damage}; falling back to an older resume point" for damage in damages]
     if point is not None and fast:
         notes.append(_BY_SIZES)
+        notes += _not_looked_at(store, point)
     # twice: they are durable before the point is, but it may have come after the journal was read
     if point is not None and not has_its_steps(seen, point) and not has_its_steps(survey(store), point):
         notes.append(
@@ -136,6 +141,15 @@ def _notes(
             "`orchestrator audit` cannot prove what these steps were trained on; restore journal/"
         )
     return notes
+
+
+def _not_looked_at(store: RunStore, point: Point) -> list[str]:
+    """Which of a point's files lie on the disks of nodes that are not reached without a cluster."""
+    away = (store.storage.away(point_path(point.name, entry.path)) for entry in point.commit.files)
+    return [
+        f"not looked at from here: {text}; the start looks, from the cluster"
+        for text in [*filter(None, away)][:1]
+    ]
 
 
 def _run_to_look_at(store: RunStore) -> RunFile | None:

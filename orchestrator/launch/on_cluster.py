@@ -26,7 +26,7 @@ from orchestrator.data.feed.feeder import feeder_name, start_feeder
 from orchestrator.data.feed.memory import memory_of
 from orchestrator.data.feed.remote_feed import notes_of
 from orchestrator.data.spec import DataSpec
-from orchestrator.elastic.policy import Limits, tokenizer_node
+from orchestrator.elastic.policy import Limits, NodeFacts, tokenizer_node
 from orchestrator.elastic.supervisor import END_S, Launch, Supervisor
 from orchestrator.errors import text_of
 from orchestrator.history import sentences
@@ -35,6 +35,7 @@ from orchestrator.history.request_files import asker
 from orchestrator.launch import start as starting
 from orchestrator.launch.announcing import announce, trained_again, why_done
 from orchestrator.launch.ending import say_end
+from orchestrator.launch.node_disks import NodeDisks
 from orchestrator.launch.node_facts import node_facts
 from orchestrator.launch.progress import Progress
 from orchestrator.launch.stop_signals import stop_on_signals
@@ -55,10 +56,12 @@ def supervise(
     fault_plan: str,
     progress: Progress,
     until_tokens: int | None = None,
+    disks: NodeDisks | None = None,
 ) -> RunStatus:
     """Starts what the attempt needs and stays until the run has ended; everything started here ends here.
-    `until_tokens` as in `TrainJob`.
+    `until_tokens` as in `TrainJob`. `disks`: of the nodes, where parts of points may lie.
     """
+    disks = disks or NodeDisks(job.resume.node_folder)
     _say_beginning(job, attempt, plan, spec, storage, limits, progress)
     # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
     # soft: Ray 2.60 does not heed a soft affinity of actors without CPUs.
@@ -67,7 +70,7 @@ def supervise(
     stop_by = asker() if until_tokens is not None else ""
     num_shards = attempt.parallel.num_shards if attempt.parallel is not None else 1
     coordinator = _start_coordinator(
-        job, attempt, storage, limits, here, fault_plan, stop_by, num_shards != 1
+        job, attempt, storage, limits, here, fault_plan, stop_by, num_shards != 1, disks
     )
     # said to both who start tokenizers and who starts workers: what is free changes from look to look
     roomy = tokenizer_node(node_facts(), limits)
@@ -89,11 +92,17 @@ def supervise(
         fault_plan=fault_plan,
         until_tokens=until_tokens,
         num_shards=num_shards,
+        nodes=disks.nodes,
     )
     launch = _launch(job, task, storage, limits, roomy)
     show = _shower(progress, limits, feeder)
     stalled = partial(_say_stall, progress, coordinator)
-    supervisor = Supervisor(launch, coordinator, node_facts, show, stalled, progress.say, own_node)
+
+    def look() -> tuple[NodeFacts, ...]:
+        disks.serve()  # before workers are started there
+        return node_facts()
+
+    supervisor = Supervisor(launch, coordinator, look, show, stalled, progress.say, own_node)
     try:
         with stop_on_signals(partial(_ask_stop, supervisor), progress.say):
             status = supervisor.run()
@@ -226,6 +235,7 @@ def _start_coordinator(
     fault_plan: str,
     stop_by: str,
     sharded: bool,
+    disks: NodeDisks,
 ) -> Any:
     """The launch's coordinator, an actor on the node that `here` names."""
     options: dict[str, Any] = {
@@ -254,6 +264,7 @@ def _start_coordinator(
         fault_plan=fault_plan,
         stop_by=stop_by,
         sharded=sharded,
+        nodes=disks.nodes,
     )
     notes = partial(notes_of, feeder_name(attempt.launch))
     return ray.remote(CoordinatorProcess).options(**options).remote(start, notes)

@@ -27,12 +27,15 @@ from orchestrator.coordinator.forking import (
 from orchestrator.coordinator.sources import SourcesHere, first_of, has_lists, plain_reading, sources_here
 from orchestrator.coordinator.survey import survey
 from orchestrator.errors import ConfigError, RefusedError, StorageError
+from orchestrator.parts.node_folder import NodesHere
+from orchestrator.parts.node_storage import NodeStorage
+from orchestrator.parts.node_storage import run_storage as storage_of_run
 from orchestrator.planning.manifests import Reading
 from orchestrator.records import Cursor
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
-from orchestrator.storage.open import join, open_storage
+from orchestrator.storage.open import join
 from orchestrator.storage.probe import check_bucket
 
 if TYPE_CHECKING:
@@ -44,12 +47,13 @@ _RNG = (  # what `trainer.model.seed_micro_batch` does
 )
 
 
-def run_storage(job: JobConfig) -> Storage:
-    """Where the run lies: a folder, or a prefix of a bucket. Raises `ConfigError` for a URI of another kind,
+def run_storage(job: JobConfig) -> NodeStorage:
+    """Where the run lies: a folder, or a prefix of a bucket; of nodes' own disks this machine's are reached.
+    Raises `ConfigError` for a URI of another kind,
     and for a folder that Ray would delete.
     """
     try:
-        storage = open_storage(job.run.run_uri)
+        storage = storage_of_run(job.run.run_uri, NodesHere(job.resume.node_folder))
     except ConfigError as error:
         raise ConfigError(f"run.storage: {error}") from error
     if (folder := storage.folder) is not None and JOB_COPIES in folder.parts:
@@ -59,6 +63,16 @@ def run_storage(job: JobConfig) -> Storage:
             "run.storage=$PWD/runs where you submit"
         )
     return storage
+
+
+def require_run_id(run: RunFile | None, job: JobConfig) -> None:
+    """Raises `RefusedError` for a run that nodes cannot tell from others of its name."""
+    folder = job.resume.node_folder
+    if folder is not None and run is not None and not run.id:
+        raise RefusedError(
+            f"resume.node_folder={folder}: run {run.name} was begun by a version whose runs have no id, by "
+            "which a node knows whose parts it has; leave the key out, or fork the run"
+        )
 
 
 def check_writable(storage: Storage) -> str:

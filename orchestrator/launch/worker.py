@@ -7,11 +7,12 @@ answers to the loop.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError
@@ -20,6 +21,9 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.errors import OrchestratorError
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.schedule import Budgets
+
+if TYPE_CHECKING:
+    from orchestrator.resume.committed import CommittedFiles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +42,7 @@ class WorkerTask:
     num_shards: int | None = 1  # see `TrainJob`
     fault_plan: str = ""  # JSON of faults.FaultPlan, "" outside tests
     until_tokens: int | None = None  # see `TrainJob`
+    nodes: Any = None  # a `ReachedNodes`: on whose disks parts of points may lie
 
 
 class RayCalls:
@@ -58,6 +63,21 @@ class RayCalls:
             raise UnansweredError(f"{type(error).__name__}: {error}") from error
 
 
+def _files(task: WorkerTask, address: str) -> CommittedFiles:
+    """Where points are read, and where this worker's parts of them go."""
+    from orchestrator.parts.node_storage import run_storage
+    from orchestrator.parts.parts_on_node import PartsOnNode
+    from orchestrator.resume.committed import CommittedFiles
+    from orchestrator.resume.run_file import folder_on_nodes
+
+    storage, folder = run_storage(task.storage, task.nodes), task.config.resume.node_folder
+    if folder is None:
+        return CommittedFiles(storage)
+    task.nodes.workers_came()  # before this one joins: the others' copies may come here
+    say = logging.getLogger(__name__).warning
+    return CommittedFiles(storage, PartsOnNode(folder, folder_on_nodes(storage), address, task.nodes, say))
+
+
 def train_function(config: dict[str, Any]) -> None:
     """The Ray Train function of every worker. An error of ours is reported to the coordinator, which ends the
     run; any other is raised too, so that Ray replaces the process.
@@ -69,8 +89,6 @@ def train_function(config: dict[str, Any]) -> None:
         from orchestrator.data.feed.remote_feed import RayFeed
         from orchestrator.faults import hook
         from orchestrator.launch.remote_membership import Place, RemoteMembership
-        from orchestrator.resume.committed import CommittedFiles
-        from orchestrator.storage.open import open_storage
         from orchestrator.trainer.job import TrainJob
         from orchestrator.trainer.loop import train
 
@@ -99,7 +117,7 @@ def train_function(config: dict[str, Any]) -> None:
             job,
             membership,
             RayFeed(task.feeder, task.launch),
-            CommittedFiles(open_storage(task.storage)),
+            _files(task, place.host),
             faults=hook(task.fault_plan),
         )
     except OrchestratorError as error:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from orchestrator.coordinator.survey import LOOKS, Survey, deleted_now, moved_on, survey
-from orchestrator.errors import ResumePointError, StorageError
+from orchestrator.errors import ResumePointError, StorageError, UnreachableNodeError
 from orchestrator.history.request_files import asker
 from orchestrator.planning.state_layout import Layout
 from orchestrator.resume.export_files import export_states
@@ -59,7 +59,12 @@ def point_rows(store: RunStore, seen: Survey) -> Rows:
     for name in names_of(store, seen):
         key = parse_point_name(name)
         assert key is not None, "point_names gives names of points"
-        point, damages, layout = _read_back(store, name)
+        away = ""
+        try:
+            point, damages, layout = _read_back(store, name)
+        except UnreachableNodeError as error:
+            point, damages, away = store.read_point(name), [], str(error)
+            layout = store.read_manifest(name).layout
         row: dict[str, Any] = {
             "name": name,
             "attempt": key.attempt,
@@ -69,6 +74,7 @@ def point_rows(store: RunStore, seen: Survey) -> Rows:
         on_lineage = seen.lineage.on_lineage(key)
         pin = {f: getattr(pins[name], f) for f in ("by", "reason", "created")} if name in pins else None
         row |= {**_contents(point, damages, layout), "on_lineage": on_lineage, "pin": pin}
+        row |= {"away": away, "nodes": _nodes(point)} | ({"healthy": None, "reason": away} if away else {})
         rows.append({**row, "quarantined": store.is_quarantined(name), "export": exports.get(name)})
     return rows
 
@@ -91,6 +97,11 @@ def _read_back(store: RunStore, name: str) -> tuple[Point | None, list[Damage], 
     if unread is not None:
         raise unread  # it was repaired between the two
     return point, [], layout
+
+
+def _nodes(point: Point | None) -> list[str]:
+    """The nodes on whose disks its parts lie, for people; none where they lie beside COMMIT."""
+    return [str(each.node) for each in point.commit.nodes] if point is not None else []
 
 
 def _contents(point: Point | None, damages: list[Damage], layout: Layout | None) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from orchestrator.monitor.point_rows import names_of, not_deleted, point_rows, s
 from orchestrator.monitor.verdict import GONE
 from orchestrator.monitor.verifying import Progress, Verifying, done_before
 from orchestrator.monitor.view import Quiet, RunView, not_watched
+from orchestrator.parts.node_storage import with_nodes
 from orchestrator.records import StepRecord
 from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import parse_point_name
@@ -63,7 +64,7 @@ class Run:
 
     def __init__(self, run_uri: str | Path) -> None:
         self.uri = str(run_uri)
-        self._store = RunStore(open_storage(self.uri))
+        self._store = RunStore(with_nodes(open_storage(self.uri)))
         self._require_run()
 
     def _require_run(self) -> None:

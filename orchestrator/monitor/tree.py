@@ -168,7 +168,8 @@ def _is_plain(row: Mapping[str, Any]) -> bool:
 
 def _marks(row: Mapping[str, Any]) -> list[str]:
     marks = [] if row["on_lineage"] else ["orphan"]
-    marks += [] if row["healthy"] else [f"damaged: {row['reason']}"]
+    marks += [f"not looked at: {row['away']}"] if row["away"] else []
+    marks += [f"damaged: {row['reason']}"] if row["healthy"] is False else []
     pin = row["pin"]
     if pin is not None:
         marks.append(f"pinned by {pin['by']}" + (f": {pin['reason']}" if pin["reason"] else ""))

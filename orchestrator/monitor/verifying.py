@@ -12,13 +12,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from orchestrator.errors import ResumePointError, StorageError
+from orchestrator.errors import ResumePointError, StorageError, UnreachableNodeError
 from orchestrator.history.finding_files import VERIFY, Finding, verify_result
 from orchestrator.history.request_files import asker
 from orchestrator.resume.point_files import PointFiles
 from orchestrator.resume.points import Damage
 from orchestrator.resume.verify import Stretch
 
+HEALTH = {True: "healthy", False: "damaged", None: "away"}  # a row's `healthy` in words
 NOTE_EVERY_S = 30.0  # what was read is noted at least so often, while it goes on
 
 
@@ -31,8 +32,8 @@ class Progress(Protocol):
     def read(self, num_bytes: int) -> None:
         """A file of so many bytes was read. From any thread."""
 
-    def done(self, point: str, healthy: bool) -> None:
-        """A point was read, or was before (see `done_before`)."""
+    def done(self, point: str, healthy: bool | None) -> None:
+        """A point was read, or was before (see `done_before`). None: it cannot be read from here."""
 
 
 class NoProgress:
@@ -44,7 +45,7 @@ class NoProgress:
     def read(self, num_bytes: int) -> None:
         """See `Progress`."""
 
-    def done(self, point: str, healthy: bool) -> None:
+    def done(self, point: str, healthy: bool | None) -> None:
         """See `Progress`."""
 
 
@@ -81,8 +82,9 @@ class Verifying:
     clock: Callable[[], float] = time.monotonic
 
     def rows(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """A row for each point: `name`, `healthy`, `damaged`, `quarantined`. What interrupts it passes
-        through.
+        """A row for each point: `name`, `healthy`, `damaged`, `quarantined`, `away`. What interrupts it
+        passes through. `away`: on which nodes' disks what is not reached from here lies; then `healthy` is
+        None, for nobody knows.
         """
         self.progress.begin(len(names), sum(self._num_bytes(name) for name in names))
         rows: list[dict[str, Any]] = []
@@ -108,12 +110,23 @@ class Verifying:
             def each(look: Callable[[Stretch], Damage | None], stretches: Sequence[Stretch]) -> Any:
                 return pool.map(lambda stretch: self._looked(look, stretch), stretches)
 
-            damages = self.store.verify_point(name, each=each)
+            try:
+                damages = self.store.verify_point(name, each=each)
+            except UnreachableNodeError as error:
+                marked = self.store.is_quarantined(name)
+                return {
+                    "name": name,
+                    "healthy": None,
+                    "damaged": [],
+                    "quarantined": marked,
+                    "away": str(error),
+                }
             with suppress(StorageError):  # who may not write there reads nevertheless
                 self.store.note_reading(name, damages, self.by)
         damaged = [{"file": damage.file, "reason": damage.reason} for damage in damages]
         marked = self.store.is_quarantined(name)
-        return {"name": name, "healthy": not damages, "damaged": damaged, "quarantined": marked}
+        row = {"name": name, "healthy": not damages, "damaged": damaged, "quarantined": marked}
+        return {**row, "away": ""}
 
     def _looked(self, look: Callable[[Stretch], Damage | None], stretch: Stretch) -> Damage | None:
         found = look(stretch)

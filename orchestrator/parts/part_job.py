@@ -16,7 +16,7 @@ import orjson
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.parts.part_file import PartRows, goes_on, make_part, write_part
 from orchestrator.planning.state_layout import Layout, Place, StateTensor
-from orchestrator.records import FileEntry
+from orchestrator.records import FileEntry, NodePlace
 from orchestrator.storage.files import Storage
 
 
@@ -26,10 +26,13 @@ class PartCancelled(OrchestratorError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartWritten:
-    """A part that is whole and durable. `sums`: to each group the sum of its rows in it."""
+    """A part that is whole and durable. `sums`: to each group the sum of its rows in it. `nodes`: on whose
+    disks it lies (see `Vote`).
+    """
 
     entry: FileEntry
     sums: dict[str, int]
+    nodes: tuple[NodePlace, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,11 +13,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
 
 from orchestrator.errors import StorageError
 from orchestrator.parts.part_job import PartCancelled, PartJob, PartWritten, answer_of, job_line, perform
 from orchestrator.parts.writer import CANCELLED, GROWS
+from orchestrator.records import FileEntry, NodePlace
 from orchestrator.storage.files import Storage
 
 # A smaller part takes a thread some milliseconds; a process takes 60 MB, and 0.3 s of CPU to start.
@@ -25,6 +28,17 @@ PROCESS_FROM_BYTES = 8 << 20
 _MOST_DEATHS = 3
 _CLOSE_S = 10.0  # for a piece to end
 _WRITER = "orchestrator.parts.writer"
+
+
+class Placed(Protocol):
+    """A part is durable on this node's own disk."""
+
+    def __call__(self, point: str, entry: FileEntry, check: Callable[[], None], /) -> tuple[NodePlace, ...]:
+        """Has another node keep a copy, where there is one: all places of the part, this one first. `check`
+        raises `PartCancelled` as soon as nobody needs a copy. Raises `StorageError` if this node's folder
+        cannot be named; a copy that fails is no error.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,10 +58,17 @@ class PartWriter:
     """
 
     def __init__(
-        self, storage: Storage, say: Callable[[str], None], process_from_bytes: int = PROCESS_FROM_BYTES
+        self,
+        storage: Storage,
+        say: Callable[[str], None],
+        process_from_bytes: int = PROCESS_FROM_BYTES,
+        placed: Placed | None = None,
     ) -> None:
-        """Parts of at least `process_from_bytes` bytes are for the process."""
+        """Parts of at least `process_from_bytes` bytes are for the process. `placed`: `storage` is a folder
+        of this node alone, see `Placed`.
+        """
         self._storage, self._say, self._process_from_bytes = storage, say, process_from_bytes
+        self._placed = placed
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # over the five below; held for no longer than a moment
         self._next = 0
@@ -114,6 +135,10 @@ class PartWriter:
                 self._check(task.number)
                 in_process = task.job.num_bytes >= self._process_from_bytes and self._deaths < _MOST_DEATHS
                 written = self._in_process(task) if in_process else self._here(task)
+                if self._placed is not None:
+                    check = partial(self._check, task.number)
+                    nodes = self._placed(task.job.point, written.entry, check)
+                    written = replace(written, nodes=nodes)
             except BaseException as error:  # noqa: BLE001  whoever waits hears of it
                 task.answer.set_exception(error)
             else:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import TypeVar
 
 from blake3 import blake3
 
@@ -17,6 +20,12 @@ from orchestrator.parts.part_file import FORMAT, Extent, parse_header, part_path
 from orchestrator.parts.pieces import Piece, PieceFetcher, Target, new_buffer
 from orchestrator.planning.weights_sum import MODULUS
 from orchestrator.storage.files import Storage
+
+Result = TypeVar("Result")
+
+
+def _by_place(piece: Piece) -> tuple[str, int]:
+    return piece.file, piece.start
 
 
 class BytesTarget:
@@ -82,37 +91,37 @@ class PointReader:
                     0, min(extent.rows.stop, want.rows.stop) - max(extent.rows.start, want.rows.start)
                 )
             assert num_rows == len(want.rows), f"{num_rows} of {len(want.rows)} rows of {name} are in it"
-        return sorted(found, key=lambda piece: (piece.file, piece.start))
+        return sorted(found, key=_by_place)
 
     def fetch(self, pieces: Iterable[Piece]) -> None:
         """Fills what these pieces have of their targets. Raises as `read`."""
-        self._fetcher(self._make_buffer, self._storage.traits.reads_at_a_time).fetch(pieces)
+        together = list[Piece]()
+        for file, group in groupby(sorted(pieces, key=_by_place), key=attrgetter("file")):
+            if self._storage.on_nodes(self._path(file)):
+                self._fetch_any_copy(file, list(group))
+            else:
+                together += group
+        self._fetcher(self._make_buffer, self._storage.traits.reads_at_a_time).fetch(together)
 
     def check(self, file: str, first_byte: int = 0, end: int | None = None) -> None:
         """Compares the size of a file, and all its pieces that begin in [first_byte, end) with their digests.
         Raises as `read`.
         """
-        committed = self._manifest.files[file].bytes
-        try:
-            found = self._storage.size(self._path(file))
-        except FileNotFoundError as error:
-            raise PartDamage(file, "is missing") from error
-        if found != committed:
-            raise PartDamage(file, f"has {found} bytes, committed were {committed}")
+        self._again(file, lambda: self._check_size(file))
         pieces = [
             piece
             for name, extent in self.extents(file).items()
             for piece in self._pieces(file, name, extent, None)
             if first_byte <= piece.start and (end is None or piece.start < end)
         ]
-        self._fetcher(new_buffer, 1).fetch(pieces)
+        self._again(file, lambda: self._fetcher(new_buffer, 1).fetch(pieces))
 
     def extents(self, file: str) -> dict[Name, Extent]:
         """Which rows of which tensors lie where in a file, as its header says, which is compared with the
         point's documents first. Raises `PartDamage`.
         """
         if file not in self._extents:
-            self._extents[file] = self._read_extents(file)
+            self._extents[file] = self._again(file, lambda: self._read_extents(file))
         return self._extents[file]
 
     def sums(self) -> dict[str, int]:
@@ -189,6 +198,29 @@ class PointReader:
                 length=stop - start if want else 0,
                 at=start - low if want else 0,
             )
+
+    # ---------------------------------------------------------------------- bytes
+    def _again(self, file: str, act: Callable[[], Result]) -> Result:
+        """`act`, again from the next copy of the file while there is one."""
+        while True:
+            try:
+                return act()
+            except PartDamage:
+                if not self._storage.elsewhere(self._path(file)):
+                    raise
+
+    def _check_size(self, file: str) -> None:
+        committed = self._manifest.files[file].bytes
+        try:
+            found = self._storage.size(self._path(file))
+        except FileNotFoundError as error:
+            raise PartDamage(file, "is missing") from error
+        if found != committed:
+            raise PartDamage(file, f"has {found} bytes, committed were {committed}")
+
+    def _fetch_any_copy(self, file: str, pieces: list[Piece]) -> None:
+        """By this thread alone, which is asked where it read what turns out to be wrong."""
+        self._again(file, lambda: self._fetcher(self._make_buffer, 1).fetch(pieces))
 
     def _fetcher(self, make_buffer: Callable[[int], memoryview], at_a_time: int) -> PieceFetcher:
         return PieceFetcher(self._storage, self._path("")[:-1], make_buffer, at_a_time)

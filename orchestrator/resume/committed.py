@@ -6,6 +6,8 @@ It knows files and their digests; what the tensors in them mean is for the loade
 from __future__ import annotations
 
 from orchestrator.parts.manifest import Manifest
+from orchestrator.parts.part_writer import Placed
+from orchestrator.parts.parts_on_node import PartsOnNode
 from orchestrator.resume.point_files import PointFiles
 from orchestrator.storage.files import Storage
 
@@ -13,8 +15,11 @@ from orchestrator.storage.files import Storage
 class CommittedFiles:
     """`trainer.loading.StateFiles` of a run. Safe to use from threads."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, on_node: PartsOnNode | None = None) -> None:
+        """`on_node`: this rank's parts are written there, not to `storage`."""
         self.storage, self._points = storage, PointFiles(storage)
+        self.parts = on_node.storage if on_node is not None else storage
+        self.placed: Placed | None = on_node.placed if on_node is not None else None
 
     def manifest(self, point: str) -> Manifest:
         """The tensors of a point and the digests of the files they lie in, as COMMIT has them, so that

@@ -8,6 +8,7 @@ from blake3 import blake3
 
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.json_form import encode
+from orchestrator.parts.node_storage import run_storage
 from orchestrator.resume import verify
 from orchestrator.resume.export_files import Exported, read_marker
 from orchestrator.resume.points import Commit, parse_point_name
@@ -58,7 +59,7 @@ def _commit(where: str) -> Commit:
         raise ConfigError(
             f"model.init_from={where} is no resume point's folder, <run>/points/<name>; correct it"
         )
-    storage = Storage(str(folder.parent.parent))
+    storage = run_storage(str(folder.parent.parent))
     try:
         commit = verify.read_commit(storage, folder.name)
         verify.check_documents(storage, folder.name, commit)

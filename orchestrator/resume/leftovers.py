@@ -41,7 +41,8 @@ def remove_leftovers(store: RunStore, number: int, fates: Fates) -> tuple[Leftov
     """
     found: list[Leftover] = []
     try:
-        names, cut_off = store.leftovers(), _cut_off(store, number)
+        names = sorted({*store.leftovers(), *store.left_on_nodes()})
+        cut_off = _cut_off(store, number)
     except StorageError:
         return ()  # the start itself reads these folders, too, and says what is wrong with them
     for name in names:

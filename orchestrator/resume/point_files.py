@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import orjson
 
-from orchestrator.errors import ResumePointError, StorageError
+from orchestrator.errors import ResumePointError, StorageError, UnreachableNodeError
 from orchestrator.json_form import encode
 from orchestrator.parts.documents import PARTS, parts_document
 from orchestrator.parts.manifest import MODEL, Manifest
+from orchestrator.parts.node_storage import NodeStorage
 from orchestrator.parts.part_file import FOLDER, FORMAT
 from orchestrator.parts.reading import PointReader
 from orchestrator.planning.state_layout import Layout
@@ -65,6 +67,13 @@ class PointFiles(QuarantineFiles):
                 return there
             names = listed
 
+    def left_on_nodes(self) -> list[str]:
+        """As `leftovers`, of the disks of nodes that are reached from here (`resume.node_folder`)."""
+        if not isinstance(self.storage, NodeStorage):
+            return []
+        names = points.newest_first(self.storage.left_on_nodes())[::-1]
+        return [name for name in names if not self.storage.exists(point_path(name, COMMIT))]
+
     def is_foreign(self, name: str) -> bool:
         """Whether a point's COMMIT is readable and says that it is another run's."""
         run = read_run(self.storage)
@@ -108,7 +117,8 @@ class PointFiles(QuarantineFiles):
         """What is wrong with a committed point; empty if it is whole.
 
         Every file's digest is computed; `fast` reads only the documents and compares the sizes of the others,
-        but for a point that somebody has marked as damaged (`quarantine`): there bytes decide again.
+        but for a point that somebody has marked as damaged (`quarantine`): there bytes decide again; files on
+        nodes that are not reached from here are left out then, else they raise `UnreachableNodeError`.
         `each` looks at stretches of the files, as `map` does, one after the other or several at a time. A
         file that COMMIT does not list belongs to no point: it is not looked at and never loaded. No file's
         content is ever executed.
@@ -127,7 +137,7 @@ class PointFiles(QuarantineFiles):
             except verify.DamageError as error:
                 damages.append(error.damage)
         if fast or reader is None:
-            parts = [verify.whole(entry) for entry in commit.files if entry.path not in DOCUMENTS]
+            parts = [verify.whole(entry) for entry in commit.files if self._is_to_look_at(name, entry)]
             return damages + self._damages(each, parts, lambda one: self._check(name, one, with_digest=False))
         here = reader
         damages = self._damages(
@@ -154,7 +164,10 @@ class PointFiles(QuarantineFiles):
         skipped: list[Damage] = []
         candidates = points.newest_first(names)
         for name in candidates:
-            damages = self.verify_point(name, fast=fast)
+            try:
+                damages = self.verify_point(name, fast=fast)
+            except UnreachableNodeError as error:
+                raise self._with_older(error, candidates[candidates.index(name) + 1 :]) from error
             if not damages:
                 return self.read_point(name), tuple(skipped)
             skipped += damages
@@ -165,6 +178,17 @@ class PointFiles(QuarantineFiles):
                 f"restore the files, or start a new run\n{listed}"
             )
         return None, ()
+
+    def _with_older(self, error: UnreachableNodeError, older: Sequence[str]) -> UnreachableNodeError:
+        """What is to be done about a point that is not reached, with the newest older one that is."""
+        for name in older:
+            with suppress(ResumePointError):
+                files = self.read_point(name).commit.files
+                if not any(self.storage.away(point_path(name, entry.path)) for entry in files):
+                    return UnreachableNodeError(
+                        f"{error}; the newest one that is reached: resume.from={name}"
+                    )
+        return UnreachableNodeError(f"{error}; of the older ones none is reached either")
 
     # ---------------------------------------------------------------------- writing
     def commit_point(
@@ -190,7 +214,9 @@ class PointFiles(QuarantineFiles):
             )
         first, name = votes[0], votes[0].key.point_name
         parts = sorted((entry for vote in votes for entry in vote.files), key=lambda entry: entry.path)
-        self._check_visible(name, parts)
+        nodes = points.nodes_of(votes)
+        if not nodes:  # else ranks have made them durable, and read copies back, on disks that are not here
+            self._check_visible(name, parts)
         layout, sums = _layout_of(votes), points.state_sums(votes)
         contents = {
             CURSOR: encode(first.cursor),
@@ -213,8 +239,9 @@ class PointFiles(QuarantineFiles):
             files_digest=points.files_digest(files),
             run_id=run_id,
             state_sums={group: f"{found:032x}" for group, found in sums.items()},
+            nodes=nodes,
         )
-        self._sync_folders(name, files)
+        self._sync_folders(name, written if nodes else files)
         self._create_commit(name, commit)
         return Point(name=name, commit=commit, cursor=first.cursor, config=dict(config))
 
@@ -251,6 +278,7 @@ class PointFiles(QuarantineFiles):
             files=tuple(files),
             files_digest=points.files_digest(files),
             run_id=run_id,
+            nodes=(),  # its files lie here, wherever the other's do
         )
         self._sync_folders(name, commit.files)
         self._create_commit(name, commit)
@@ -290,6 +318,10 @@ class PointFiles(QuarantineFiles):
                 f"{point_path(name, COMMIT)} exists already, so another process writes this attempt; end one "
                 "of them"
             )
+
+    def _is_to_look_at(self, name: str, entry: FileEntry) -> bool:
+        """Whether the size of a file of tensors can be compared from here."""
+        return entry.path not in DOCUMENTS and not self.storage.away(point_path(name, entry.path))
 
     def _check(self, name: str, stretch: Stretch, with_digest: bool) -> None:
         verify.check_file(self.storage, name, stretch.entry, with_digest=with_digest)

@@ -19,8 +19,9 @@ from blake3 import blake3
 from orchestrator.json_form import encode
 from orchestrator.parts.documents import PARTS
 from orchestrator.parts.part_file import part_path
+from orchestrator.planning.node_parts import gathered
 from orchestrator.planning.weights_sum import MODULUS
-from orchestrator.records import Cursor, FileEntry, StateKey, Vote
+from orchestrator.records import Cursor, FileEntry, NodeParts, StateKey, Vote
 from orchestrator.storage.sealed import canonical
 
 COMMIT, CURSOR, CONFIG, RNG = "COMMIT", "cursor.json", "config.json", "rng.json"
@@ -49,7 +50,8 @@ class Commit:
     save; `save_s` is from the first vote to COMMIT. `files_digest` is the blake3 of the canonical JSON of
     `files`. `state_sums` has to each group of tensors the sum of all its rows as 32 hex digits
     (`planning.weights_sum`; empty in format 1), and `weights_digest` is that of the group `model`
-    (`planning.weights_digest` in format 1).
+    (`planning.weights_digest` in format 1). `nodes` are those on whose disks the parts lie
+    (`resume.node_folder`); empty where they lie beside COMMIT.
     """
 
     format: int
@@ -64,6 +66,7 @@ class Commit:
     files_digest: str
     run_id: str = ""
     state_sums: dict[str, str] = field(default_factory=dict)
+    nodes: tuple[NodeParts, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +114,7 @@ def files_digest(files: Sequence[FileEntry]) -> str:
 
 def disagreement(votes: Sequence[Vote]) -> str | None:
     """Why these are not W votes of one save, or None: one key, cursor, world size, layout and step count,
-    every rank once and with its own file, the tensors listed by rank 0 alone. O(votes).
+    every rank once and with its own file, all on nodes or none, the tensors listed by rank 0 alone. O(votes).
 
     Votes without a layout, files and tensors agree, too: searches of machines cast such.
     """
@@ -135,6 +138,8 @@ def _wrong_files(votes: Sequence[Vote]) -> str | None:
         expected = [] if vote.layout is None else [part_path(vote.rank, vote.world_size)]
         if paths != expected:
             return f"rank {vote.rank} votes for the files {paths}, its own is {expected}"
+        if bool(vote.nodes) != bool(votes[0].nodes):
+            return f"rank {vote.rank} has its file on {len(vote.nodes)} nodes, rank {votes[0].rank} has not"
     return None
 
 
@@ -162,11 +167,18 @@ def state_sums(votes: Iterable[Vote]) -> dict[str, int]:
     return dict(sorted(sums.items()))
 
 
+def nodes_of(votes: Iterable[Vote]) -> tuple[NodeParts, ...]:
+    """On which nodes the files of a save lie; empty where they lie in the run's storage."""
+    return gathered({vote.rank: vote.nodes for vote in votes})
+
+
 def commit_document(commit: Commit) -> dict[str, Any]:
     """The content of COMMIT, in the commit's own format."""
     content: dict[str, Any] = encode(commit)
     if commit.format == 1:
         del content["state_sums"]
+    if not commit.nodes:
+        del content["nodes"]  # as before there were such
     return content
 
 

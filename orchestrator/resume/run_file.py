@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from orchestrator.errors import OrchestratorError, ResumePointError, StorageError
 from orchestrator.history.claims import ForkedFrom
 from orchestrator.json_form import decode
+from orchestrator.parts.node_folder import run_folder
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import unseal
@@ -32,6 +33,13 @@ class RunFile:
     id: str = ""
     first_weights: str = ""
     forked_from: ForkedFrom | None = None
+
+
+def folder_on_nodes(storage: Storage) -> str:
+    """The name of the run's folder in node folders (`resume.node_folder`). The run must be there."""
+    run = read_run(storage)
+    assert run is not None, "whoever writes parts has joined a run"
+    return run_folder(run.name, run.id)
 
 
 def read_run(storage: Storage) -> RunFile | None:

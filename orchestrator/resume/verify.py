@@ -152,16 +152,22 @@ def check_file(storage: Storage, name: str, entry: FileEntry, with_digest: bool)
     """Raise `DamageError` unless the file has the committed size and, if asked for, digest (of all its
     bytes: not for parts of format 2).
     """
-    path = point_path(name, entry.path)
+    while (reason := _wrong_with(storage, point_path(name, entry.path), entry, with_digest)) is not None:
+        if not storage.elsewhere(point_path(name, entry.path)):
+            raise DamageError(name, entry.path, reason)
+
+
+def _wrong_with(storage: Storage, path: str, entry: FileEntry, with_digest: bool) -> str | None:
     try:
         found_bytes = storage.size(path)
         found = storage.entry(path) if with_digest and found_bytes == entry.bytes else None
-    except FileNotFoundError as error:
-        raise DamageError(name, entry.path, "is missing") from error
+    except FileNotFoundError:
+        return "is missing"
     if found_bytes != entry.bytes:
-        raise DamageError(name, entry.path, f"has {found_bytes} bytes, committed were {entry.bytes}")
+        return f"has {found_bytes} bytes, committed were {entry.bytes}"
     if found is not None and found.digest != entry.digest:
-        raise DamageError(name, entry.path, f"has digest {found.digest}, committed was {entry.digest}")
+        return f"has digest {found.digest}, committed was {entry.digest}"
+    return None
 
 
 def read_document(storage: Storage, commit: Commit, file: str) -> dict[str, Any]:

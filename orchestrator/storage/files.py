@@ -16,7 +16,7 @@ from orchestrator.errors import StorageError
 from orchestrator.records import FileEntry
 from orchestrator.storage.disk import AppendHandle, Disk
 from orchestrator.storage.local_store import LocalStore
-from orchestrator.storage.store import AppendingStore, Listed, Pieces, Store, Traits
+from orchestrator.storage.store import AppendingStore, Listed, Pieces, Readable, Store, Traits
 
 READ_BYTES = 8 << 20
 _FIRST_BYTES = 64 << 10  # most files are documents that fit, and memory for 8 MiB takes longer than they do
@@ -127,9 +127,10 @@ class Storage:
         fails.
         """
         theirs, path = other._inside(theirs), self._inside(path)
-        if self._store.copy(other._store, theirs, path):
+        source = other._holding(theirs)
+        if source is other._store and self._store.copy(other._store, theirs, path):
             return True
-        size = other._store.facts(theirs).size
+        size = source.facts(theirs).size
         # a copy of each, for the pieces that are read share their memory
         self._store.put(path, lambda: map(bytes, other._pieces(theirs)), size)
         return False
@@ -178,10 +179,10 @@ class Storage:
         """`num_bytes` bytes of a file from `start` on; fewer, where it ends before. Raises as `read`."""
         path = self._inside(path)
         if num_bytes > READ_BYTES:  # a length that a damaged file names must not take the memory
-            num_bytes = min(num_bytes, max(0, self._store.facts(path).size - start))
+            num_bytes = min(num_bytes, max(0, self._holding(path).facts(path).size - start))
         part = bytearray(num_bytes)
         with memoryview(part) as view:
-            found = self._store.read(path, start, view)
+            found = self._holding(path).read(path, start, view)
         del part[found:]
         return part
 
@@ -190,7 +191,8 @@ class Storage:
         another copy of them in memory. Returns how many bytes: fewer than it holds only where the file ends
         before. Raises as `read`; then `into` may hold anything.
         """
-        return self._store.read(self._inside(path), start, into.cast("B"))
+        path = self._inside(path)
+        return self._holding(path).read(path, start, into.cast("B"))
 
     def exists(self, path: str) -> bool:
         """Whether there is a file of this name. Raises `StorageError` if that cannot be determined."""
@@ -202,7 +204,8 @@ class Storage:
 
     def size(self, path: str) -> int:
         """A file's size in bytes. Raises as `read`."""
-        return self._store.facts(self._inside(path)).size
+        path = self._inside(path)
+        return self._holding(path).facts(path).size
 
     def tag(self, path: str) -> str | None:
         """What tells this content of a file from any other that it ever has; "" in a folder, where nothing
@@ -212,6 +215,22 @@ class Storage:
             return self._store.facts(self._inside(path)).tag
         except FileNotFoundError:
             return None
+
+    def away(self, path: str) -> str:
+        """Why a file cannot be read from here although nothing says that it is gone; empty if it can, and
+        where all files lie in one place. Raises `StorageError`.
+        """
+        return ""
+
+    def on_nodes(self, path: str) -> bool:
+        """Whether a file lies on disks of nodes, maybe on several. Raises `StorageError`."""
+        return False
+
+    def elsewhere(self, path: str) -> bool:
+        """A reader found wrong bytes in a file: whether there is another copy of it, from which it is read
+        from now on. None where all files lie in one place.
+        """
+        return False
 
     def list(self, folder: str) -> list[str]:
         """The names in a folder, sorted; empty if there is none. May raise `StorageError`."""
@@ -235,6 +254,10 @@ class Storage:
         self._store.delete_folder(self._inside(folder))
 
     # ---------------------------------------------------------------------- inside
+    def _holding(self, path: str) -> Readable:
+        """Where the content of a file is read."""
+        return self._store
+
     def _inside(self, path: str) -> str:
         parts = PurePosixPath(path).parts
         if not parts or path.startswith("/") or ".." in parts or "\0" in path:
@@ -248,8 +271,8 @@ class Storage:
 
     def _pieces(self, path: str, start: int = 0) -> Iterator[memoryview]:
         """From `start` to the end; each piece is overwritten by the next one."""
-        buffer = memoryview(bytearray(_FIRST_BYTES))
-        while (found := self._store.read(path, start, buffer)) == len(buffer):
+        buffer, source = memoryview(bytearray(_FIRST_BYTES)), self._holding(path)
+        while (found := source.read(path, start, buffer)) == len(buffer):
             yield buffer
             start += found
             if found < READ_BYTES:

@@ -55,6 +55,18 @@ class Listed:
     facts: ObjectFacts | None
 
 
+class Readable(Protocol):
+    """The two of a `Store` by which objects are read."""
+
+    def read(self, path: str, start: int, into: memoryview) -> int:
+        """See `Store`."""
+        ...
+
+    def facts(self, path: str) -> ObjectFacts:
+        """See `Store`."""
+        ...
+
+
 class Store(Protocol):
     """Whole objects below one root. Paths are relative, with `/`, without `..`; "" is the root itself.
     Folders are there as soon as something lies in them, and may be there empty.

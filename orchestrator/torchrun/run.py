@@ -7,6 +7,7 @@ The first failure ends the group, and the same command continues.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import sys
@@ -22,7 +23,7 @@ from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig, load_config
 from orchestrator.coordinator.launch_machine import end_text
 from orchestrator.elastic.stall import StallWatch
-from orchestrator.errors import ConfigError, OrchestratorError, ResourceError
+from orchestrator.errors import ConfigError, OrchestratorError, RefusedError, ResourceError, text_of
 from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.history.loggers import require_loggers
@@ -33,6 +34,8 @@ from orchestrator.launch.dashboard_beside import dashboard_beside
 from orchestrator.launch.exports import exporting
 from orchestrator.launch.progress import Progress
 from orchestrator.launch.screen import Screen, let_go
+from orchestrator.parts.node_folder import expanded, make_node
+from orchestrator.parts.parts_on_node import NoCopies, PartsOnNode
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.manifests import Reading
@@ -40,6 +43,7 @@ from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records import GroupMember, Held, Stall
 from orchestrator.resume.committed import CommittedFiles
+from orchestrator.resume.run_file import folder_on_nodes
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.torchrun.recorder import RankZeroRecorder
@@ -76,6 +80,7 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
     rendezvous = meet()
     place = [socket.gethostname(), os.getpid()]
     rendezvous.store.set(f"place/{rendezvous.rank}", json.dumps(place))
+    _say_disk(rendezvous, job.resume.node_folder)
     if rendezvous.rank != 0:
         return _follow(rendezvous, job, storage, fault_plan)
     with Progress.shown(job.monitor.progress_s) as progress:
@@ -130,6 +135,8 @@ def _lead(
     with rendezvous.reporting_failure("decision"):
         if lacks := starting.check_writable(storage):
             progress.say(f"note: {lacks}")
+        _require_one_disk(rendezvous, job.resume.node_folder)
+        starting.require_run_id(store.read_run(), job)
         require_loggers(job.monitor.loggers)
         spec, plan, watched = _look(store, job, storage, progress.say)
         if looking_ahead.reached(plan):
@@ -280,10 +287,44 @@ def _train(
     try:
         # torchrun sends SIGTERM when another rank has failed: the end must be written nevertheless
         with stop_signals.stop_on_signals(membership.ask_stop, say), _ending(recorder):
-            files = CommittedFiles(storage)
+            files = _files(storage, job.resume.node_folder)
             return run_loop(task, membership, feed, files, faults=hook(fault_plan))
     finally:
         feed.close()
+
+
+def _files(storage: Storage, folder: str | None) -> CommittedFiles:
+    if folder is None:
+        return CommittedFiles(storage)
+    say = logging.getLogger(__name__).warning
+    return CommittedFiles(storage, PartsOnNode(folder, folder_on_nodes(storage), "", NoCopies(), say))
+
+
+def _require_one_disk(rendezvous: StoreRendezvous, folder: str | None) -> None:
+    """Rank 0: raises `RefusedError` where ranks have node folders of their own, for nobody here could reach
+    them all.
+    """
+    if folder is None:
+        return
+    found = [json.loads(rendezvous.store.get(f"disk/{rank}")) for rank in range(rendezvous.world_size)]
+    if wrong := [text for _, text in found if text]:
+        raise ResourceError(f"resume.node_folder={folder} cannot be used: {'; '.join(dict.fromkeys(wrong))}")
+    if (num_disks := len({node for node, _ in found})) > 1:
+        raise RefusedError(
+            f"resume.node_folder={folder}: the {rendezvous.world_size} ranks of this group see {num_disks} "
+            "disks there, and under torchrun no rank reaches another machine's: start the run with "
+            "`orchestrator train` on Ray, on one machine, or without the key"
+        )
+
+
+def _say_disk(rendezvous: StoreRendezvous, folder: str | None) -> None:
+    """Every rank: which disk it sees, for `_require_one_disk`."""
+    if folder is not None:
+        try:
+            said = [make_node(expanded(folder), "").id, ""]
+        except OrchestratorError as error:
+            said = ["", text_of(error)]
+        rendezvous.store.set(f"disk/{rendezvous.rank}", json.dumps(said))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.errors import ConfigError
 from orchestrator.parts.documents import read_manifest
 from orchestrator.parts.manifest import MODEL, Manifest, PartDamage, damaged
+from orchestrator.parts.node_storage import run_storage
 from orchestrator.parts.reading import PointReader
 from orchestrator.storage.files import Storage
 
@@ -181,7 +182,7 @@ def open_point(where: str) -> tuple[Storage, Manifest]:
     `ResumePointError`.
     """
     folder = folder_of(where)
-    storage = Storage(str(folder.parent.parent))
+    storage = run_storage(str(folder.parent.parent))
     try:
         return storage, read_manifest(storage, folder.name)
     except PartDamage as error:

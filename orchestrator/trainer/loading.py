@@ -17,6 +17,7 @@ from orchestrator.errors import ResumePointError
 from orchestrator.parts.manifest import Manifest, Name, PartDamage, damaged
 from orchestrator.parts.part_file import PartRows, make_part, part_sum, write_part
 from orchestrator.parts.part_job import PartWritten
+from orchestrator.parts.part_writer import Placed
 from orchestrator.parts.pieces import Target
 from orchestrator.parts.reading import BytesTarget, PointReader, Wanted
 from orchestrator.planning.state_layout import Layout, written_rows
@@ -32,7 +33,15 @@ class StateFiles(Protocol):
 
     @property
     def storage(self) -> Storage:
-        """The run's."""
+        """The run's, from which points are read."""
+
+    @property
+    def parts(self) -> Storage:
+        """Where this rank's parts are written: the run's storage, or a folder of this node."""
+
+    @property
+    def placed(self) -> Placed | None:
+        """What follows a part that is written into a folder of this node."""
 
     def manifest(self, point: str) -> Manifest:
         """The tensors of a committed point, as its COMMIT has them. Raises `ResumePointError` if it is

@@ -83,7 +83,8 @@ class _Trainer:
         set_determinism(job.invariant, self._device)
         with paused_gc():  # the model's code comes with it
             self._state, self._gradient = state_and_gradient(job, self._device)
-        self._saver = Saver(membership, PartWriter(files.storage, _log.warning), self._device, faults)
+        writer = PartWriter(files.parts, _log.warning, placed=files.placed)
+        self._saver = Saver(membership, writer, self._device, faults)
         every = memory_every_steps(job.resume.memory_every_steps, self._state.sharded)
         self._memory = MemoryPoints(every, self._device, faults)
         self._state.writable = self._writable

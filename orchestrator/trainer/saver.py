@@ -65,7 +65,7 @@ class _Save:
     """The save at hand, and what its vote says beside the files."""
 
     view: GenerationView
-    vote: Vote  # without its file and sums, until these are written
+    vote: Vote  # without its file, sums and nodes, until these are written
     job: PartJob
     copies: Copies
     began_s: float
@@ -297,7 +297,7 @@ class Saver:
         key = save.vote.key
         try:
             written = done.result()
-            save.vote = replace(save.vote, files=(written.entry,), sums=written.sums)
+            save.vote = replace(save.vote, files=(written.entry,), sums=written.sums, nodes=written.nodes)
             self._fault("save_part_written", save)()
         except BaseException as error:  # noqa: BLE001  it is reported
             self._tell(self._stopped(key, error))

@@ -51,7 +51,8 @@ def test_a_rewind_a_fork_and_what_became_of_points_are_seen(
 
 def point(attempt: int, step: int, **what: Any) -> Mapping[str, Any]:
     name = f"{step:08}-a{attempt:04}-g0001"
-    return {"name": name, "on_lineage": True, "healthy": True, "reason": "", "pin": None, "forks": (), **what}
+    row = {"name": name, "on_lineage": True, "healthy": True, "reason": "", "away": "", "pin": None}
+    return {**row, "forks": (), **what}
 
 
 def facts(number: int, **what: Any) -> AttemptFacts:
@@ -96,3 +97,12 @@ def test_many_points_of_one_attempt_are_counted() -> None:
     many = tuple(point(1, step) for step in range(10, 1010, 10))
     lines = tree_lines("runs/one", [facts(1, points=many)])
     assert lines[-3:] == ["│    ● 00000010-a0001-g0001", "│    ⋮ 98 more", "│    ● 00001000-a0001-g0001"]
+
+
+def test_a_point_that_this_machine_cannot_read_is_not_called_damaged() -> None:
+    away = point(
+        1, 10, healthy=None, away="resume point needs node gpu-7", reason="resume point needs node gpu-7"
+    )
+    lines = tree_lines("run", [facts(1, points=(away,))])
+    assert [line for line in lines if "not looked at: resume point needs node gpu-7" in line]
+    assert "damaged" not in "".join(lines)

@@ -29,7 +29,7 @@ from tests.resume.samples import CONFIG as JOB
 from tests.resume.samples import cursor
 
 
-def commit_parts(store: RunStore, at: StateKey, layout: Layout) -> str:
+def commit_parts(store: RunStore, at: StateKey, layout: Layout, run_id: str = "") -> str:
     """The name of a point whose bytes are those of its step, saved by a group of this layout."""
     votes = []
     for rank in range(layout.world_size):
@@ -49,7 +49,7 @@ def commit_parts(store: RunStore, at: StateKey, layout: Layout) -> str:
                 sums=part.sums,
             )
         )
-    return store.commit_point(votes, JOB, {"rule": "none"}, None).name
+    return store.commit_point(votes, JOB, {"rule": "none"}, None, run_id=run_id).name
 
 
 def commit_format_1(store: RunStore, at: StateKey, world_size: int) -> str:

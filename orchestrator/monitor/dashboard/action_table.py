@@ -123,6 +123,8 @@ def _verify(run: Run, asked: Asked) -> str:
     (row,) = rows
     if row["healthy"]:
         return f"{asked.point}: every digest is right."
+    if row["away"]:
+        raise RefusedError(f"{asked.point} was not read: {row['away']}")
     damages = "; ".join(f"{damage['file']} {damage['reason']}" for damage in row["damaged"])
     return WrongFound(f"{asked.point} is damaged: {damages}")
 

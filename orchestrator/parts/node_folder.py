@@ -1,0 +1,209 @@
+"""A folder on a node's own disk in which parts of points lie (`resume.node_folder`): what it is known by, and
+which of them this machine has.
+
+    <node_folder>/node.json     sealed: id (32 hex digits), host, address, created
+    <node_folder>/<run>-<run_id>/points/<point>/state/…     parts, named as in the run's storage
+
+The id is random and created exclusively: it outlives Ray's nodes, which get a new id whenever they start, and
+goes with the disk. It knows no cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Protocol
+
+from blake3 import blake3
+
+from orchestrator.errors import OrchestratorError, ResourceError, StorageError
+from orchestrator.json_form import decode, encode
+from orchestrator.parts.part_file import goes_on, parse_header, piece_digest, read_header
+from orchestrator.records import FileEntry, NodePlace
+from orchestrator.storage.files import Storage
+from orchestrator.storage.local_store import LocalStore
+from orchestrator.storage.sealed import seal, unseal
+from orchestrator.storage.store import Listed, Readable
+
+NODE = "node.json"
+_ID_BYTES = 16
+_PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """The content of node.json; host, address and created (ISO 8601) are for people."""
+
+    id: str
+    host: str
+    address: str
+    created: str
+
+
+class NodeStore(Readable, Protocol):
+    """What is needed of a run's folder on a node; a `LocalStore` is one. Paths as in the run's storage. Each
+    call raises `UnreachableNodeError` where the node does not answer.
+    """
+
+    def list(self, folder: str) -> Sequence[Listed]:
+        """See `Store`."""
+        ...
+
+    def delete_folder(self, folder: str) -> None:
+        """See `Store`."""
+        ...
+
+
+class Nodes(Protocol):
+    """The nodes that a process reaches, its own among them. Safe to use from threads."""
+
+    def store(self, place: NodePlace) -> NodeStore | None:
+        """What lies in this place; None where it is not reached now."""
+        ...
+
+    def everywhere(self, run: str) -> Sequence[NodeStore]:
+        """The folders of this name (see `run_folder`) in the node folders of all nodes that are reached now,
+        whether or not they are there.
+        """
+        ...
+
+
+def run_folder(name: str, run_id: str) -> str:
+    """The name of a run's folder in node folders."""
+    return f"{name}-{run_id}"
+
+
+def expanded(folder: str) -> str:
+    """A configured node folder on this machine: `~` and `$NAME` are what they are here. Raises
+    `ResourceError` where that gives no absolute path.
+    """
+    found = os.path.expandvars(os.path.expanduser(folder))
+    if not os.path.isabs(found) or "$" in found:
+        raise ResourceError(
+            f"resume.node_folder={folder} is {found!r} on {socket.gethostname()}, which is no absolute path; "
+            "set the variable on every node before its Ray starts, or give a path"
+        )
+    return os.path.normpath(found)
+
+
+def read_node(folder: str) -> Node | None:
+    """What a node folder of this machine is known by; None where there is none, or its node.json cannot be
+    read: its disk is not here.
+    """
+    try:
+        return decode(Node, unseal(Storage(folder).read(NODE)), NODE)
+    except (FileNotFoundError, OrchestratorError):
+        return None
+
+
+def make_node(folder: str, address: str) -> Node:
+    """As `read_node`; makes the folder and node.json where they are missing. Raises `StorageError` if it can
+    be neither made nor read.
+    """
+    storage = Storage(folder)
+    node = Node(
+        id=secrets.token_hex(_ID_BYTES),
+        host=socket.gethostname(),
+        address=address,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    if not storage.exists(NODE) and storage.create(NODE, seal(encode(node))):
+        return node
+    try:
+        return decode(Node, unseal(storage.read(NODE)), NODE)
+    except (FileNotFoundError, OrchestratorError) as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(
+            f"{folder}/{NODE} on {socket.gethostname()} is not as it was written ({error}), so that nobody "
+            "can say which node's parts lie there; restore it, or move the folder away"
+        ) from error
+
+
+def place_in(folder: str, node: Node, run: str) -> NodePlace:
+    """The place of a run's parts in a node folder."""
+    return NodePlace(id=node.id, host=node.host, address=node.address, folder=f"{folder}/{run}")
+
+
+def root_here(place: NodePlace, own: str = "") -> str | None:
+    """The folder of this machine that is this place: in the node folder `own` ("" for none), or where COMMIT
+    says that it was; None: its disk is not here.
+    """
+    above, run = os.path.split(place.folder)
+    for folder in dict.fromkeys((own, above)):
+        if folder and (node := read_node(folder)) is not None and node.id == place.id:
+            return f"{folder}/{run}"
+    return None
+
+
+class NodesHere:
+    """See `Nodes`: this machine alone. Pickles."""
+
+    def __init__(self, folder: str | None = None) -> None:
+        """`folder`: the configured node folder."""
+        self._folder = folder
+
+    @property
+    def own(self) -> str:
+        """The node folder of this machine, "" without one, and where it has no name here: a driver need not
+        have the variables of its nodes.
+        """
+        try:
+            return expanded(self._folder) if self._folder else ""
+        except ResourceError:
+            return ""
+
+    def store(self, place: NodePlace) -> NodeStore | None:
+        """See `Nodes`."""
+        root = root_here(place, self.own)
+        return LocalStore(root) if root is not None else None
+
+    def everywhere(self, run: str) -> Sequence[NodeStore]:
+        """See `Nodes`."""
+        return (LocalStore(f"{self.own}/{run}"),) if self.own else ()
+
+
+def copy_part(
+    source: Readable, to: Storage, path: str, entry: FileEntry, check: Callable[[], None] = goes_on
+) -> None:
+    """A copy of a part on this node, whole, durable and read back. `check` is called between pieces, and what
+    it raises ends it. Raises `StorageError`, and as `source`; then no part of the file is left, unless even
+    taking it away failed.
+    """
+
+    def pieces() -> Iterator[memoryview]:
+        memory = memoryview(bytearray(min(_PIECE_BYTES, max(1, entry.bytes))))
+        for start in range(0, entry.bytes, len(memory)):
+            check()
+            piece = memory[: entry.bytes - start]
+            yield piece[: source.read(path, start, piece)]
+
+    to.put(path, pieces, entry.bytes)
+    if problem := _wrong_with(to, path, entry):
+        to.delete(path)
+        raise StorageError(f"the copy {to.root}/{path} of another node's part is not as that: {problem}")
+    to.sync(path.rpartition("/")[0])
+
+
+def _wrong_with(storage: Storage, path: str, entry: FileEntry) -> str:
+    """How a part differs from what was written, by the digests in its header; empty if it does not."""
+    try:
+        header = read_header(storage, path, entry.bytes)
+        if (found := blake3(header).hexdigest()) != entry.digest:
+            return f"its header has digest {found}, written was {entry.digest}"
+        extents = parse_header(header, entry.bytes).extents
+    except ValueError as error:
+        return str(error)
+    memory = memoryview(bytearray(max((e.piece_bytes for e in extents.values()), default=0)))
+    for (group, name), extent in extents.items():
+        for number, digest in enumerate(extent.digests):
+            first = number * extent.piece_bytes
+            piece = memory[: min(extent.piece_bytes, extent.num_bytes - first)]
+            found_bytes = storage.read_into(path, extent.start + first, piece)
+            if found_bytes != len(piece) or piece_digest(piece) != digest:
+                return f"its bytes of {group}/{name} differ"
+    return ""

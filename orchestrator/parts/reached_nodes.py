@@ -1,0 +1,210 @@
+"""The nodes of a cluster as a process reaches their disks (`resume.node_folder`): which of them has which
+place, and which keeps a copy.
+
+How a call travels to a node is the business of `Servers`; what is asked of a node is a `NodeServer`'s.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from orchestrator.errors import OrchestratorError, ResourceError, StorageError, UnreachableNodeError, text_of
+from orchestrator.parts.node_folder import NodesHere, NodeStore
+from orchestrator.parts.node_server import Home
+from orchestrator.parts.part_job import PartCancelled
+from orchestrator.planning.node_parts import keeper
+from orchestrator.records import FileEntry, NodePlace
+from orchestrator.storage.store import Listed, ObjectFacts
+
+HOLDS_S = 30.0  # how long it is believed what nodes said of themselves
+_MISSED_S = 5.0  # and that none has a place
+
+
+class Answer(Protocol):
+    """What will come of a call."""
+
+    def get(self, check: Callable[[], None] | None = None) -> Any:
+        """The answer, or what the call raised; `UnreachableNodeError` if the node does not answer: in time,
+        or, where `check` is given, while it lives. That is called every so often, and what it raises is
+        raised.
+        """
+        ...
+
+
+class Servers(Protocol):
+    """The way to the nodes' servers. Pickles; safe to use from threads."""
+
+    def own(self) -> str:
+        """The node of this process."""
+        ...
+
+    def all(self) -> Sequence[str]:
+        """The nodes that are alive."""
+        ...
+
+    def call(self, node: str, method: str, *arguments: Any) -> Answer:
+        """Asks the `NodeServer` of a node; does not wait."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStore:
+    """See `NodeStore`: a place on another node. Pickles as `servers` do."""
+
+    servers: Servers
+    node: str
+    place: NodePlace
+
+    def read(self, path: str, start: int, into: memoryview) -> int:
+        """See `Store`."""
+        found: bytes = self._ask("read", path, start, len(into))
+        into[: len(found)] = found
+        return len(found)
+
+    def facts(self, path: str) -> ObjectFacts:
+        """See `Store`."""
+        found: ObjectFacts = self._ask("facts", path)
+        return found
+
+    def list(self, folder: str) -> Sequence[Listed]:
+        """See `Store`."""
+        found: Sequence[Listed] = self._ask("list", folder)
+        return found
+
+    def delete_folder(self, folder: str) -> None:
+        """See `Store`."""
+        self._ask("delete_folder", folder)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        return self.servers.call(self.node, method, self.place, *arguments).get()
+
+
+class ReachedNodes:
+    """See `Nodes` and `Copies`. Pickles as `servers` do; then it knows nothing yet."""
+
+    def __init__(
+        self, servers: Servers, folder: str | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`folder` as configured."""
+        self._servers, self._folder, self._clock = servers, folder, clock
+        self._here = NodesHere(folder)
+        self._lock = threading.Lock()  # over what is known; held while nodes are asked
+        self._homes: dict[str, Home] = {}  # by node
+        self._homes_at = -HOLDS_S
+        self._stores: dict[NodePlace, tuple[RemoteStore | None, float]] = {}  # and when that was found out
+
+    def __reduce__(self) -> tuple[type[ReachedNodes], tuple[Servers, str | None]]:
+        return ReachedNodes, (self._servers, self._folder)
+
+    # ---------------------------------------------------------------------- as `Nodes`
+    def store(self, place: NodePlace) -> NodeStore | None:
+        """See `Nodes`."""
+        if (here := self._here.store(place)) is not None:
+            return here
+        with self._lock:
+            found, since = self._stores.get(place, (None, -_MISSED_S))
+            now, holds_s = self._clock(), _MISSED_S if found is None else HOLDS_S
+            if now - since > holds_s:
+                found = self._asked(place)
+                self._stores[place] = (found, self._clock())
+        return found
+
+    def everywhere(self, run: str) -> Sequence[NodeStore]:
+        """See `Nodes`."""
+        if self._folder is None:
+            return ()
+        # several nodes of Ray may be one machine, and this one among them
+        found: dict[str, NodeStore] = {}
+        for node, home in self.homes(anew=True).items():
+            place = home.place_of(run)
+            found[place.id] = self._here.store(place) or RemoteStore(self._servers, node, place)
+        return tuple(found.values())
+
+    # ---------------------------------------------------------------------- homes
+    def homes(self, *, anew: bool = False) -> Mapping[str, Home]:
+        """The folder of each node that answers and has one, by node."""
+        return {n: home for n, home in self._asked_homes(anew).items() if isinstance(home, Home)}
+
+    def require_folders(self) -> Mapping[str, Home]:
+        """As `homes`. Raises `ResourceError` with all nodes on which the folder cannot be made, and where no
+        node answers; one alone that does not is just going, or just coming.
+        """
+        asked = self._asked_homes(anew=True)
+        away = [each for each in asked.values() if isinstance(each, UnreachableNodeError)]
+        wrong = [
+            f"  node {node}: {text_of(why)}"
+            for node, why in asked.items()
+            if isinstance(why, Exception) and (why not in away or len(away) == len(asked))
+        ]
+        if wrong:
+            raise ResourceError(
+                f"resume.node_folder={self._folder} cannot be used on every node; nothing is started: "
+                "correct these, or give a folder that all of them can make\n" + "\n".join(wrong)
+            )
+        return self.homes()
+
+    def workers_came(self) -> None:
+        """Workers write to the folder of this process's node. Raises `UnreachableNodeError`."""
+        self._servers.call(self._servers.own(), "workers_came").get()
+
+    # ---------------------------------------------------------------------- as `Copies`
+    def keep(
+        self, own: NodePlace, path: str, entry: FileEntry, check: Callable[[], None]
+    ) -> NodePlace | None:
+        """See `Copies`. The other node is the next one on which workers write (`node_parts.keeper`)."""
+        by_id = self._with_workers(anew=False)
+        if set(by_id) <= {own.id}:
+            by_id = self._with_workers(anew=True)
+        if (chosen := keeper(own.id, by_id)) is None:
+            return None
+        source = RemoteStore(self._servers, self._servers.own(), own)
+        token, run = secrets.token_hex(8), own.folder.rpartition("/")[2]
+        answer = self._servers.call(by_id[chosen], "keep", source, run, path, entry, token)
+        try:
+            kept: NodePlace = answer.get(check)
+        except UnreachableNodeError:
+            self._homes_at = -HOLDS_S  # the next part goes elsewhere
+            raise
+        except PartCancelled:
+            with suppress(OrchestratorError):  # it ends soon, or is lost
+                self._servers.call(by_id[chosen], "stop_keeping", token).get()
+                answer.get()
+            raise
+        return kept
+
+    def _with_workers(self, *, anew: bool) -> dict[str, str]:
+        """To the id of each folder to which workers write a node that has it."""
+        return {home.place.id: node for node, home in self.homes(anew=anew).items() if home.has_workers}
+
+    # ---------------------------------------------------------------------- asking
+    def _asked_homes(self, anew: bool) -> dict[str, Home | Exception]:
+        with self._lock:
+            if anew or self._clock() - self._homes_at > HOLDS_S:
+                asked = self._of_all("home")
+                self._homes = {n: home for n, home in asked.items() if isinstance(home, Home)}
+                self._homes_at = self._clock()
+                return asked
+            return dict(self._homes)
+
+    def _asked(self, place: NodePlace) -> RemoteStore | None:
+        for node, has in self._of_all("has", (place,)).items():
+            if has == [True]:
+                return RemoteStore(self._servers, node, place)
+        return None
+
+    def _of_all(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """What each node that is alive answers, or the error that came of it."""
+        answers = {node: self._servers.call(node, method, *arguments) for node in self._servers.all()}
+        found = dict[str, Any]()
+        for node, answer in answers.items():
+            try:
+                found[node] = answer.get()
+            except (UnreachableNodeError, ResourceError, StorageError) as error:
+                found[node] = error
+        return found

@@ -1,0 +1,96 @@
+"""Which nodes have which parts of a point on their disks (`resume.node_folder`): which of them are missing,
+and which node keeps the copy of whose parts.
+
+Pure; it knows nodes by their folders' ids and parts by ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from orchestrator.records import NodeParts, NodePlace
+
+_NAMED = 8  # of many nodes or files a message names so many
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Missing:
+    """The parts of `ranks` lie on `nodes` alone, of which none is reached: any one of them brings them
+    back.
+    """
+
+    nodes: tuple[NodePlace, ...]
+    ranks: tuple[int, ...]
+
+
+def gathered(places: Mapping[int, Sequence[NodePlace]]) -> tuple[NodeParts, ...]:
+    """What COMMIT lists, of the places of each rank's part, its own node first; nodes by their ids."""
+    nodes: dict[str, NodePlace] = {}
+    wrote: dict[str, list[int]] = {}
+    copies: dict[str, list[int]] = {}
+    for rank in sorted(places):
+        for number, place in enumerate(places[rank]):
+            nodes.setdefault(place.id, place)
+            (copies if number else wrote).setdefault(place.id, []).append(rank)
+    return tuple(
+        NodeParts(node=nodes[each], wrote=tuple(wrote.get(each, ())), copies=tuple(copies.get(each, ())))
+        for each in sorted(nodes)
+    )
+
+
+def places_of(parts: Iterable[NodeParts], rank: int) -> tuple[NodePlace, ...]:
+    """Where the part of a rank lies, the node that it was written on first."""
+    own, copies = list[NodePlace](), list[NodePlace]()
+    for each in parts:
+        if rank in each.wrote:
+            own.append(each.node)
+        elif rank in each.copies:
+            copies.append(each.node)
+    return (*own, *copies)
+
+
+def missing(parts: Iterable[NodeParts], reached: Collection[str]) -> tuple[Missing, ...]:
+    """The parts that no node of `reached` (ids) has, together by the nodes that have them; empty: all parts
+    are reached, and the point can be read.
+    """
+    places: dict[int, list[NodePlace]] = {}
+    for each in parts:
+        for rank in (*each.wrote, *each.copies):
+            places.setdefault(rank, []).append(each.node)
+    found: dict[tuple[NodePlace, ...], list[int]] = {}
+    for rank in sorted(places):
+        if not any(place.id in reached for place in places[rank]):
+            found.setdefault(tuple(places[rank]), []).append(rank)
+    return tuple(Missing(nodes=nodes, ranks=tuple(ranks)) for nodes, ranks in found.items())
+
+
+def keeper(own: str, nodes: Iterable[str]) -> str | None:
+    """The node that keeps the copy of what `own` writes: the next of `nodes` in the order of their ids, after
+    the last one the first. So each keeps one other's, where all see the same nodes, and never its own; None
+    where there is no other.
+    """
+    others = sorted({*nodes} - {own})
+    return next((each for each in others if each > own), others[0] if others else None)
+
+
+def missing_text(point: str, found: Sequence[Missing]) -> str:
+    """What is missing of a point, as one sentence without its end."""
+    nodes = list(dict.fromkeys(str(node) for each in found for node in each.nodes))
+    several = "node" if len(nodes) == 1 else "nodes"
+    lies = "; ".join(_lies(each) for each in found[:_NAMED])
+    more = f"; and more on {len(found) - _NAMED} others" if len(found) > _NAMED else ""
+    return f"resume point {point} needs {several} {_listed(nodes)}: {lies}{more}"
+
+
+def _lies(each: Missing) -> str:
+    files = _listed([str(rank) for rank in each.ranks])
+    one = len(each.ranks) == 1
+    where = " and ".join(f"{node} in {node.folder}" for node in each.nodes)
+    return f"{'file' if one else 'files'} {files} {'lies' if one else 'lie'} only on {where}"
+
+
+def _listed(texts: Sequence[str]) -> str:
+    if len(texts) > _NAMED:
+        return f"{', '.join(texts[:_NAMED])} and {len(texts) - _NAMED} more"
+    return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
