@@ -21,6 +21,7 @@ from __future__ import annotations
 import configparser
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from orchestrator.storage.redacted import redacted
 
 S3, GCS, AZURE = ("s3", "s3a"), ("gs", "gcs"), ("az", "azure", "abfs", "abfss")
 SCHEMES = (*S3, *GCS, *AZURE)
+_BEGINS = re.compile(rf"\s*({'|'.join(SCHEMES)}):", re.IGNORECASE)
+_BUCKET = re.compile(r"[\w.:@-]+", re.ASCII)
 _MOST_REPEATS = 5
 _KEYS = {
     "aws_access_key_id": "access_key_id",
@@ -51,11 +54,28 @@ _OWN = (
 )
 
 
+def is_uri(location: str) -> bool:
+    """Whether this is meant as a URI, and so is no path: it has `://` in it, or begins as a bucket's does, as
+    in `s3:/bucket`. What is one, and that `split_bucket` does not know, is refused by whoever is given it.
+    """
+    return "://" in location or _BEGINS.match(location) is not None
+
+
 def split_bucket(uri: str) -> tuple[str, str] | None:
     """(the bucket's own URI, the key in it); None for what is no bucket of a known kind."""
     scheme, _, rest = uri.partition("://")
     bucket, _, key = rest.partition("/")
-    return (f"{scheme}://{bucket}", key.strip("/")) if scheme in SCHEMES and bucket else None
+    if scheme not in SCHEMES or not _BUCKET.fullmatch(bucket):
+        return None
+    return f"{scheme}://{bucket}", key.strip("/")
+
+
+def no_bucket(uri: str) -> str:
+    """What to say of one that `is_uri`, and that `split_bucket` does not know."""
+    known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+    text = f"{uri} is no bucket: give one of {known} with the name of a bucket after it, and a prefix in it"
+    path = re.sub("/+", "/", uri.strip())
+    return text + (f"; a folder that is really called so is ./{path}" if _BEGINS.match(uri) else "")
 
 
 @dataclass(frozen=True, slots=True)

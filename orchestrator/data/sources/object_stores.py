@@ -11,14 +11,14 @@ from typing import Any
 from orchestrator.data.sources.hub_datasets import is_hub, split_hub
 from orchestrator.data.sources.remote_objects import RemoteObject
 from orchestrator.errors import ConfigError
-from orchestrator.storage.buckets import SCHEMES, bucket_of, explained, split_bucket
+from orchestrator.storage.buckets import bucket_of, explained, is_uri, no_bucket, split_bucket
 
 _NS = 1_000_000_000
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is a URI."""
-    return "://" in path
+    """Whether a path is a URI, or is meant as one."""
+    return is_uri(path) or path.startswith("hf:")
 
 
 def split_uri(uri: str) -> tuple[str, str]:
@@ -31,8 +31,7 @@ def split_uri(uri: str) -> tuple[str, str]:
     at = split_bucket(uri)
     if at is None:
         raise ConfigError(
-            f"{uri}: files are read from local paths and from {', '.join(f'{s}://' for s in SCHEMES)} with "
-            "the name of a bucket after it, or hf://datasets/; this is none of them. Mount the "
+            f"{no_bucket(uri)}. Files are also read from local paths, and from hf://datasets/: mount the "
             "storage, or give such a URI"
         )
     return at
