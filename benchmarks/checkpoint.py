@@ -1,18 +1,24 @@
 """`python -m benchmarks.checkpoint --json`: what a save costs training, and how it compares.
 
 GPT-2 (124M parameters) with AdamW, 1.49 GB of state, on 2 ranks of one thread each that train in one run and
-save in turn: not at all, by torch's `dcp.save`, by `dcp.async_save` with one stager that is kept
-(torchtitan's way), and by this package; then Ray Train's asynchronous checkpoint, in a run of its own on the
-same machine. Every figure is the median over rounds that alternate (`--rounds`; the first of each way warms
-it up and does not count), of the slower rank. `samples` in the last line are all measured values.
+save in turn: by torch's `dcp.save`, by `dcp.async_save` with one stager that is kept (torchtitan's way), and
+by this package; then the same sharded by FSDP2, with saves, and with a memory point after every step; then
+Ray Train's asynchronous checkpoint, in a run of its own on the same machine and disk. A step is forward and
+backward of one sample of `--seq-len` tokens per rank, gradients summed over the ranks, AdamW.
+
+Every figure is the median over rounds that alternate (`--rounds`; one more before them warms up and does not
+count), of the slower rank. A round is `--steps` steps without a save, as many that begin with one (FSDP2: two
+at most), and the wait until that is durable. It says what it does as it goes; `--only ddp` and so on run
+parts alone. On two cores with nothing else on them it takes six minutes. `samples` in the last line are all
+measured values.
 
 `blocked_s`: for how long training stands in a save, until the optimizer has written. `slowdown_s`: how much
-longer the steps of a round with a save take than those of the round beside it without one. `durable_s`: from
-the save's begin until it is durable on all ranks (here: COMMIT is). `…_over_…` are ratios; the time of a way
-that blocks less than 0.1 ms counts as 0.1 ms in them, the resolution of what is measured.
+longer the steps of a round with a save take than those right before without one. `durable_s`: from the save's
+begin until it is durable on all ranks (here: COMMIT is). `…_over_…` are ratios; the time of a way that blocks
+less than 0.1 ms counts as 0.1 ms in them, the resolution of what is measured.
 
-The last line of the output is one JSON object. Keys of what this version does not have are absent, and the
-text above it says which.
+The last line of the output is one JSON object. Keys of parts that did not run are absent, and the text above
+it says which.
 """
 
 from __future__ import annotations
@@ -25,15 +31,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint_commit import commit
 from benchmarks.checkpoint_ranks import FOUND
-from benchmarks.common import ROOT, Samples, medians
+from benchmarks.common import ROOT, Samples, medians, owned_processes
 
 WORLD_SIZE = 2
 RESOLUTION_S = 1e-4
+FSDP2_STEPS = 2
 KEYS = {
     "blocked_ddp_s": "saves of a replicated state",
     "blocked_fsdp2_s": "saves of a sharded state",
@@ -49,13 +57,13 @@ KEYS = {
     "memory_every_step_overhead": "memory points",
 }
 
-SLOWDOWNS = (  # of a way, beside the rounds without a save in the same run
-    ("ours", "none", "slowdown_s"),
-    ("fsdp2", "fsdp2_none", "fsdp2_slowdown_s"),
-    ("dcp", "none", "dcp_slowdown_s"),
-    ("dcp_stager", "none", "dcp_stager_slowdown_s"),
-    ("ray_async", "ray_none", "ray_async_slowdown_s"),
-)
+SLOWDOWNS = {
+    "slowdown_s": "ours",
+    "fsdp2_slowdown_s": "fsdp2",
+    "dcp_slowdown_s": "dcp",
+    "dcp_stager_slowdown_s": "dcp_stager",
+    "ray_async_slowdown_s": "ray_async",
+}
 PARTS = ("commit", "ddp", "fsdp2", "ray")
 
 
@@ -63,13 +71,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     parser.add_argument("--size", choices=["124m", "small"], default="124m")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=3, help="of each round; its first begins with the save")
-    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3, help="of a round, with a save and without")
+    parser.add_argument("--seq-len", type=int, default=64)
     parser.add_argument("--folder", type=Path, help="where the saves go; a temporary folder")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, help="these parts alone")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=asked.folder) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="checkpoint-", dir=asked.folder) as folder,
+        owned_processes(),
+    ):
         samples, found = measure(Path(folder), asked)
     report = {**found, "size": asked.size, "rounds": asked.rounds, "steps": asked.steps}
     report |= {"medians": medians(samples), "samples": samples, "cpus": os.cpu_count()}
@@ -99,9 +110,9 @@ def _ddp(folder: Path, spec: dict[str, Any]) -> Samples:
 
 
 def _fsdp2(folder: Path, spec: dict[str, Any]) -> Samples:
-    """Its rounds without a save are called otherwise than those of a replicated state."""
-    found = ranks(folder, {**spec, "sharded": True, "ways": ["fsdp2", "memory"]})
-    return {name.replace("none_", "fsdp2_none_"): values for name, values in found.items()}
+    """Its steps take longer, so that a save ends within two."""
+    steps = min(spec["steps"], FSDP2_STEPS)
+    return ranks(folder, {**spec, "steps": steps, "sharded": True, "ways": ["fsdp2", "memory"]})
 
 
 def ranks(folder: Path, spec: dict[str, Any]) -> Samples:
@@ -167,22 +178,26 @@ def figures(samples: Samples) -> dict[str, float]:
     for ours, key in (("ours", "blocked_ddp_s"), ("fsdp2", "blocked_fsdp2_s")):
         if f"{ours}_blocked_s" in middle:
             found[key] = middle[f"{ours}_blocked_s"]
-    for way, without, key in SLOWDOWNS:
+    for key, way in SLOWDOWNS.items():
         if f"{way}_steps_s" in samples:
-            pairs = zip(samples[f"{way}_steps_s"], samples[f"{without}_steps_s"], strict=True)
-            found[key] = statistics.median(with_one - none for with_one, none in pairs)
+            found[key] = statistics.median(with_one - without for with_one, without in _beside(samples, way))
     ratio("dcp_stager_over_ours", "dcp_stager_blocked_s", "ours_blocked_s", RESOLUTION_S)
     ratio("ray_async_over_ours", "ray_async_blocked_s", "ours_blocked_s", RESOLUTION_S)
     ratio("durable_over_dcp", "ours_durable_s", "dcp_durable_s")
     ratio("bytes_over_torch_save", "ours_bytes", "torch_save_bytes")
     ratio("load_verified_over_dcp", "ours_load_s", "dcp_load_s")
     if "memory_steps_s" in samples:
-        pairs = zip(samples["memory_steps_s"], samples["fsdp2_none_steps_s"], strict=True)
-        found["memory_every_step_overhead"] = statistics.median(it / without - 1 for it, without in pairs)
+        overheads = [it / without - 1 for it, without in _beside(samples, "memory")]
+        found["memory_every_step_overhead"] = statistics.median(overheads)
     for key in ("load_peak_over_state", "manifest_10k_bytes", "commit_10k_s"):
         if key in middle:
             found[key] = middle[key]
     return found
+
+
+def _beside(samples: Samples, way: str) -> Iterator[tuple[float, float]]:
+    """Of each round the steps with a save, and those right before without."""
+    return zip(samples[f"{way}_steps_s"], samples[f"{way}_none_steps_s"], strict=True)
 
 
 if __name__ == "__main__":

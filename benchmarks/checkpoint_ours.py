@@ -96,7 +96,7 @@ class _Votes:
     def save_failed(self, view: GenerationView, key: StateKey, error: OrchestratorError) -> Future[bool]:
         raise error  # a benchmark in which a save fails says nothing
 
-    def is_given_up(self, view: GenerationView, key: StateKey) -> bool:
+    def is_given_up(self, view: GenerationView, key: StateKey, progress: Callable[[], int]) -> bool:
         return False
 
     def _voted(self, vote: Vote) -> bool:

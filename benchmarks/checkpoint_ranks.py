@@ -12,7 +12,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +31,6 @@ SHAPES: dict[str, dict[str, int]] = {
     "124m": {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257},
     "small": {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 8192},
 }
-NONE = "none"
 FOUND = "found.json"  # in the folder: all measured values
 
 
@@ -58,31 +58,6 @@ class Way(Protocol):
         """No save follows."""
 
 
-class Nothing:
-    """No save: what the others are compared with."""
-
-    name = NONE
-
-    def begin(self, number: int) -> None:
-        """See `Way`."""
-
-    def before_write(self) -> None:
-        """See `Way`."""
-
-    def applied(self) -> None:
-        """See `Way`."""
-
-    def durable(self) -> float:
-        """See `Way`."""
-        return time.monotonic()
-
-    def tidy(self) -> None:
-        """See `Way`."""
-
-    def close(self) -> None:
-        """See `Way`."""
-
-
 def main(rank: int, port: int, folder: Path, spec: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -91,7 +66,7 @@ def main(rank: int, port: int, folder: Path, spec: dict[str, Any]) -> None:
     from benchmarks.checkpoint_ways import ways
 
     all_ways = ways(state, folder, port, spec["ways"])
-    found = _rounds(state, all_ways, spec)
+    found = rounds(state, all_ways, spec)
     found |= _sizes(state, folder, all_ways)
     if {"dcp", "ours"} <= set(spec["ways"]):
         from benchmarks.checkpoint_loads import loads
@@ -155,37 +130,51 @@ def state_dict(state: TrainState) -> dict[str, Tensor]:
     return {f"{item.group}/{item.name}": item.tensor for item in state.items()}
 
 
-def _rounds(state: TrainState, ways: list[Way], spec: dict[str, Any]) -> dict[str, list[float]]:
-    """By `<way>_<figure>` the values of each round but the first."""
-    trained = [tensor for tensor in state.model.parameters() if tensor.requires_grad]
+def rounds(state: TrainState, ways: list[Way], spec: dict[str, Any]) -> dict[str, list[float]]:
+    """By `<way>_<figure>` the values of each round but the first, which warms up. Right before the steps that
+    begin with a save as many steps are made without one: `<way>_none_steps_s`.
+    """
     found: dict[str, list[float]] = {}
-    names = ", ".join(way.name for way in ways)
-    said(f"{spec['rounds']} rounds of {names}, and one before that does not count")
+    said(f"{spec['rounds']} rounds of {', '.join(way.name for way in ways)}, and one that does not count")
     for number in range(spec["rounds"] + 1):
         for way in ways if number % 2 else ways[::-1]:
+            figures = {"none_steps_s": _steps(state, spec, lambda: None, lambda: None)} if number else {}
             dist.barrier()
-            began, blocked = time.monotonic(), 0.0
+            began = time.monotonic()
             way.begin(number)
-            blocked += time.monotonic() - began
-            for _ in range(spec["steps"]):
-                gradients(state, trained, spec)
-                waiting = time.monotonic()
-                way.before_write()
-                blocked += time.monotonic() - waiting
-                state.apply(1e-4)
-                way.applied()
-            steps_s = time.monotonic() - began
-            figures = {"blocked_s": blocked, "steps_s": steps_s, "durable_s": way.durable() - began}
+            blocked = [time.monotonic() - began]
+            waits = partial(_before_write, way, blocked)
+            figures["steps_s"] = blocked[0] + _steps(state, spec, waits, way.applied)
+            figures |= {"blocked_s": sum(blocked), "durable_s": way.durable() - began}
             worst = torch.tensor(list(figures.values()), dtype=torch.float64)
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
             way.tidy()
-            if number:
-                for figure, value in zip(figures, worst.tolist(), strict=True):
-                    found.setdefault(f"{way.name}_{figure}", []).append(value)
-            said_round(number, way.name, dict(zip(figures, worst.tolist(), strict=True)))
+            figures = dict(zip(figures, worst.tolist(), strict=True))
+            said_round(number, way.name, figures)
+            for figure, value in figures.items() if number else ():
+                found.setdefault(f"{way.name}_{figure}", []).append(value)
     for way in ways:
         way.close()
     return found
+
+
+def _steps(
+    state: TrainState, spec: dict[str, Any], before_write: Callable[[], None], applied: Callable[[], None]
+) -> float:
+    """The steps of a round; their seconds."""
+    began = time.monotonic()
+    for _ in range(spec["steps"]):
+        gradients(state, spec)
+        before_write()
+        state.apply(1e-4)
+        applied()
+    return time.monotonic() - began
+
+
+def _before_write(way: Way, blocked: list[float]) -> None:
+    began = time.monotonic()
+    way.before_write()
+    blocked.append(time.monotonic() - began)
 
 
 def _sizes(state: TrainState, folder: Path, ways: list[Way]) -> dict[str, list[float]]:
@@ -212,8 +201,9 @@ def said_round(number: int, name: str, figures: dict[str, float]) -> None:
     said(f"round {number}, {name}: {values}")
 
 
-def gradients(state: TrainState, trained: Sequence[Tensor], spec: dict[str, Any]) -> None:
+def gradients(state: TrainState, spec: dict[str, Any]) -> None:
     """Those of one micro-batch of random tokens, summed over the ranks."""
+    trained = [tensor for tensor in state.model.parameters() if tensor.requires_grad]
     tokens = torch.randint(0, SHAPES[spec["size"]]["vocab_size"], (1, spec["seq_len"]))
     if isinstance(state, ShardedState):  # FSDP2 sums them itself
         state.forget_gradients()

@@ -1,7 +1,7 @@
 """Ray Train's asynchronous checkpoint, as `benchmarks.checkpoint` compares it: the same model, optimizer and
 steps in a `TorchTrainer` of two workers, whose rank 0 writes its state to a temporary folder (`torch.save`,
 as in Ray's documents) and reports it with `CheckpointUploadMode.ASYNC`, which copies it to the storage in a
-thread. Rounds with and without alternate.
+thread.
 
 `python -m benchmarks.checkpoint_ray FOLDER SPEC`; what was found is written as JSON into the folder.
 """
@@ -20,10 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.checkpoint_ranks import FOUND, gradients, new_state, said, said_round, state_dict
+from benchmarks.checkpoint_ranks import FOUND, new_state, rounds, state_dict
 from orchestrator.trainer.state import TrainState
 
-RAY, NONE = "ray_async", "ray_none"
 _LOOK_S = 0.01
 
 
@@ -54,56 +53,56 @@ def main(folder: str, spec: dict[str, Any]) -> None:
 
 
 def train(spec: dict[str, Any]) -> None:
-    """A worker's loop: as `checkpoint_ranks` does it, one round after the other."""
+    """A worker's loop, as that of `checkpoint_ranks`."""
     torch.set_num_threads(1)
     state = new_state(spec)
-    trained = [tensor for tensor in state.model.parameters() if tensor.requires_grad]
-    found: dict[str, list[float]] = {}
-    said(f"{spec['rounds']} rounds of {NONE}, {RAY}, and one before that does not count")
-    for number in range(spec["rounds"] + 1):
-        for name in (NONE, RAY) if number % 2 else (RAY, NONE):
-            own = Path(tempfile.mkdtemp(dir=spec["folder"]))
-            dist.barrier()
-            began = time.monotonic()
-            if name == RAY:
-                _report(state, number, own)
-            blocked_s = time.monotonic() - began
-            for _ in range(spec["steps"]):
-                gradients(state, trained, spec)
-                state.apply(1e-4)
-            figures = {"blocked_s": blocked_s, "steps_s": time.monotonic() - began}
-            _wait_uploaded(name, own)
-            figures["durable_s"] = time.monotonic() - began  # uploaded; nothing is synced
-            worst = torch.tensor(list(figures.values()), dtype=torch.float64)
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-            values = dict(zip(figures, worst.tolist(), strict=True))
-            said_round(number, name, values)
-            for figure, value in values.items() if number else ():
-                found.setdefault(f"{name}_{figure}", []).append(value)
+    found = rounds(state, [RayAsync(state, Path(spec["folder"]))], spec)
     if dist.get_rank() == 0:
         Path(spec["folder"], FOUND).write_text(json.dumps(found))
 
 
-def _report(state: TrainState, number: int, own: Path) -> None:
-    """Rank 0 gives its state, as Ray's documents say; the others take part."""
-    from ray import train as ray_train
+class RayAsync:
+    """Rank 0 gives its state, the others take part."""
 
-    checkpoint = None
-    if dist.get_rank() == 0:
-        torch.save(state_dict(state), own / "state.pt")
-        checkpoint = ray_train.Checkpoint.from_directory(str(own))
-    ray_train.report(
-        {"round": number},
-        checkpoint=checkpoint,
-        checkpoint_upload_mode=ray_train.CheckpointUploadMode.ASYNC,
-        delete_local_checkpoint_after_upload=True,
-    )
+    name = "ray_async"
 
+    def __init__(self, state: TrainState, folder: Path) -> None:
+        self._state, self._folder = state, folder
+        self._own = folder
 
-def _wait_uploaded(name: str, own: Path) -> None:
-    """Until Ray has taken away the folder that was reported."""
-    while name == RAY and dist.get_rank() == 0 and own.exists():
-        time.sleep(_LOOK_S)
+    def begin(self, number: int) -> None:
+        """See `Way`."""
+        from ray import train as ray_train
+
+        checkpoint = None
+        if dist.get_rank() == 0:
+            self._own = Path(tempfile.mkdtemp(dir=self._folder))  # on the disk of the storage
+            torch.save(state_dict(self._state), self._own / "state.pt")
+            checkpoint = ray_train.Checkpoint.from_directory(str(self._own))
+        ray_train.report(
+            {"round": number},
+            checkpoint=checkpoint,
+            checkpoint_upload_mode=ray_train.CheckpointUploadMode.ASYNC,
+            delete_local_checkpoint_after_upload=True,
+        )
+
+    def before_write(self) -> None:
+        """See `Way`."""
+
+    def applied(self) -> None:
+        """See `Way`."""
+
+    def durable(self) -> float:
+        """When it is uploaded, and Ray has taken away the folder that was reported; nothing is synced."""
+        while dist.get_rank() == 0 and self._own.exists():
+            time.sleep(_LOOK_S)
+        return time.monotonic()
+
+    def tidy(self) -> None:
+        """Ray does."""
+
+    def close(self) -> None:
+        """See `Way`."""
 
 
 if __name__ == "__main__":

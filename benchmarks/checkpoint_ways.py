@@ -17,15 +17,15 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from benchmarks.checkpoint_memory import EveryStep
 from benchmarks.checkpoint_ours import Ours
-from benchmarks.checkpoint_ranks import Nothing, Way, state_dict
+from benchmarks.checkpoint_ranks import Way, state_dict
 from orchestrator.trainer.state import TrainState
 
 DCP, DCP_STAGER, OURS, FSDP2 = "dcp", "dcp_stager", "ours", "fsdp2"
 
 
 def ways(state: TrainState, folder: Path, port: int, names: list[str]) -> list[Way]:
-    """Those, with one without any save first."""
-    found: list[Way] = [Nothing()]
+    """Those of these names."""
+    found: list[Way] = []
     if DCP in names:
         found.append(Dcp(state, folder / DCP))
     if DCP_STAGER in names:

@@ -13,9 +13,10 @@ state in the middle to its first batch. `first_batch_90_over_1`: the same of a s
 hold; `replay_ms`: a step that it holds; `feeder_tokens_per_s`: by the clock, to eight consumers, with
 `feeder_tokenizers` tokenizers, all on this machine's cores; `feeder_tokens_per_cpu_s`: of the feeder's
 process alone, which is what one serves that has a core for itself. `prepare_100k_files_s`: the first start's
-look at 100,000 files. `scaling_…`: see `benchmarks.data_scaling`. With `--peers PYTHON` (a Python that has
-them, `make bench-peers`) `peers` has ours over theirs for each loader that is installed there. `--quick` is a
-small corpus and 2,000 files: it shows that all of it runs. The last line is one JSON object.
+look at 100,000 files. `scaling_…`: see `benchmarks.data_scaling`; `scaling_…_fallback` with `tokenizers` as
+encoder. With `--peers PYTHON` (a Python that has them, `make bench-peers`) `peers` has ours over theirs for
+each loader that is installed there. `--quick` is a small corpus and 2,000 files: it shows that all of it
+runs. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -137,6 +138,9 @@ def main() -> None:
     if importlib.util.find_spec("benchmarks.data_scaling") is not None:
         sized = ["--megabytes", str(megabytes), "--repeats", str(repeats)]
         figures |= _child(["-m", "benchmarks.data_scaling", *sized])
+        sized = f"--megabytes {min(megabytes, 32)} --repeats 1 --epochs 1 --window-mib 4".split()
+        slow = _child(["-m", "benchmarks.data_scaling", *sized, "--encoder", "tokenizers"])
+        figures |= {f"{name}_fallback": value for name, value in slow.items()}
     figures = {name: _rounded(value) for name, value in figures.items()}
     figures |= {"text_mb": round(corpus.num_bytes / 1e6, 1), "cpus": os.cpu_count()}
     figures |= {"load_before": load, "load_after": round(os.getloadavg()[0], 1)}

@@ -43,7 +43,7 @@ from orchestrator.records import (
     StillWaiting,
     Vote,
 )
-from orchestrator.resume.commit_events import PartFailed
+from orchestrator.resume.commit_events import PartFailed, PartGrows
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.open import open_storage
 
@@ -190,11 +190,15 @@ class Coordinator:
             PartFailed(key=key, rank=rank, world_size=world_size, reason=reason, now_s=time.monotonic())
         )
 
-    async def is_given_up(self, launch: str, key: StateKey, world_size: int) -> bool:
-        """Whether a save that a member began, one of `world_size` ranks, can never be committed: then it need
-        not write its part to the end.
+    async def is_given_up(self, launch: str, key: StateKey, rank: int, world_size: int, moved: bool) -> bool:
+        """Whether a save that a member began as `rank` of `world_size` ranks can never be committed: then it
+        need not write its part to the end. `moved`: it has written more of it since it asked last.
         """
         self._check(launch)
+        if key.attempt == self._attempt.number:
+            self._commits.notify_soon(
+                PartGrows(key=key, rank=rank, world_size=world_size, moved=moved, now_s=time.monotonic())
+            )
         return key.attempt != self._attempt.number or self._commits.is_hopeless(key, world_size)
 
     async def digest(self, launch: str, key: StateKey, weights_digest: str) -> None:

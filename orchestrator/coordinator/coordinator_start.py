@@ -15,7 +15,7 @@ from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble
 from orchestrator.resume.commit_machine import CommitMachine
 
-VOTE_LIMIT_S = 600.0  # how long a save waits for the votes that are missing
+VOTE_LIMIT_S = 600.0  # how long a save of which votes are missing may stand still
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

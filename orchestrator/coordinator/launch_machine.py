@@ -386,7 +386,7 @@ class LaunchMachine:
         self.rendezvous.left(member, None, now)
         note = Note(kind=EventKind.MEMBER_LEFT, fields={"member": member, "reason": sentences.DRAINED})
         known: list[Action] = [note] if info is not None else []
-        return [*known, Leave(member=member), *self._places.lost(member, writing=True), *self._over()]
+        return [*known, Leave(member=member), *self._places.lost(member, writing=False), *self._over()]
 
     def _waits(self, action: Waiting) -> list[Action]:
         """Noted when it begins, and when another number is there; the next generation ends it."""

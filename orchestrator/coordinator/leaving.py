@@ -43,7 +43,9 @@ class Leaving:
 
     def save_given_up(self, now: float) -> list[Action]:
         """A save was given up."""
-        return self._stay("the save for it was given up") if self._draining.failed(now) else []
+        if self._draining.course is not Course.SAVE_AND_LEAVE or not self._draining.failed(now):
+            return []
+        return self._stay("the save for it was given up")
 
     def tick(self, infos: Mapping[str, MemberInfo], step_s: float, now: float) -> tuple[list[Action], bool]:
         """What follows now, and whether a save is to be asked for that is not waited for. Call it before the
@@ -53,7 +55,7 @@ class Leaving:
             return [], False
         actions = list[Action]()
         if self._draining.is_late(now) and self._draining.failed(now):
-            actions += self._stay("the point that it needs was not committed in time")
+            actions += self._stay("it took too long")
         decided = self._draining.decide(self._rendezvous.placed, self.times.estimate_s, step_s, now)
         if decided is not None:
             actions += self._told(decided, infos, step_s)

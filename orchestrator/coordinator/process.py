@@ -8,6 +8,7 @@ so nothing here waits for storage but a thread, and every call is answered meanw
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -137,10 +138,12 @@ class CoordinatorProcess:
             return None
         return self._unheard()
 
-    async def is_given_up(self, launch: str, key: StateKey, world_size: int) -> bool | StillWaiting:
+    async def is_given_up(
+        self, launch: str, key: StateKey, rank: int, world_size: int, moved: bool
+    ) -> bool | StillWaiting:
         """See `Coordinator`."""
         if here := await self._begun():
-            return await here.is_given_up(launch, key, world_size)
+            return await here.is_given_up(launch, key, rank, world_size, moved)
         return self._unheard() or False
 
     async def finished(self, launch: str, member: str, key: StateKey, reason: str) -> StillWaiting | None:
@@ -192,9 +195,14 @@ class CoordinatorProcess:
         if self._coordinator is not None:
             await self._coordinator.expect(num_workers)
 
-    async def stop(self, by: str) -> None:
+    async def draining(self, node: str, host: str, grace_s: float) -> None:
+        """See `Coordinator`: the supervisor says it again to each attempt."""
+        if self._coordinator is not None:
+            await self._coordinator.draining(node, host, grace_s)
+
+    async def stop(self, by: str, grace_s: float = math.inf) -> None:
         """See `Coordinator`."""
-        await self._now_or_later("stop", by)
+        await self._now_or_later("stop", by, grace_s)
 
     async def group_failed(self, node: str, reason: str) -> None:
         """See `Coordinator`."""

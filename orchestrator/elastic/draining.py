@@ -29,6 +29,9 @@ class Course(StrEnum):
     SAVE = "save"  # a save hardly fits: it is begun, and nobody waits for it
 
 
+_LEAVING = (Course.LEAVE, Course.SAVE_AND_LEAVE)
+
+
 class SaveTimes:
     """How long the last saves took, from their begin to their commit (seconds)."""
 
@@ -137,7 +140,7 @@ class Draining:
             self._end()
             return None
         nodes = tuple(sorted(set(placed.leaving)))
-        if self._course in (Course.LEAVE, Course.SAVE_AND_LEAVE) or now < self._not_before:
+        if self._course in _LEAVING or now < self._not_before:
             return None
         if self._course is Course.SAVE and set(nodes) <= set(self._for):
             return None
@@ -151,13 +154,13 @@ class Draining:
         )
         same = course is self._course and set(nodes) <= set(self._for)
         self._course, self._for = course, nodes
-        limit_s = max(HOLD_LIMIT_S, 2 * (save_s or 0.0))
-        self._until = now + min(limit_s, grace_s) if course is Course.SAVE_AND_LEAVE else math.inf
+        limit_s = 2 * step_s + max(HOLD_LIMIT_S, 2 * (save_s or 0.0))
+        self._until = now + min(limit_s, grace_s) if course in _LEAVING else math.inf
         return None if same else Decided(course=course, nodes=nodes, grace_s=grace_s, save_s=save_s)
 
     def failed(self, now: float) -> bool:
-        """The save was given up. Whether it was one that the group waited for."""
-        if self._course is not Course.SAVE_AND_LEAVE:
+        """The nodes cannot be left now. Whether that was being tried."""
+        if self._course not in _LEAVING:
             return False
         self._course, self._until = None, math.inf
         self._not_before, self._retry_s = now + self._retry_s, min(2 * self._retry_s, _MOST_RETRY_S)

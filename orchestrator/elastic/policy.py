@@ -60,12 +60,15 @@ class GroupFacts:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """All that a decision depends on. `below_minimum_s`: how long too few have been there to train; None:
-    enough are.
+    enough are. `has_begun`: a group was started before, and the tokenizers have been given CPUs since.
+    `tokenizer_node`: where the tokenizers were told to run (None: anywhere).
     """
 
     nodes: tuple[NodeFacts, ...]
     groups: tuple[GroupFacts, ...]
     below_minimum_s: float | None
+    has_begun: bool = False
+    tokenizer_node: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,9 +119,11 @@ def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
     """What to do now; empty if all is as it should be.
 
     A group is started wherever there is room and workers are missing, so a lost node's workers come back on
-    any node, up to the maximum. A node that is about to be taken away gets none, and its workers count as
-    lost already: others are started for them. The run is stopped when too few workers were there for longer
-    than `wait_s`; how many failures are too many the launch machine knows.
+    any node, up to the maximum; but not while all that there is room for are too few to train: a group never
+    grows, and the room of one that has just ended is given back piece by piece. A node that is about to be
+    taken away gets none, and its workers count as lost already: others are started for them. The run is
+    stopped when too few workers were there for longer than `wait_s`; how many failures are too many the
+    launch machine knows.
     """
     reason = _give_up(facts, limits)
     if reason:
@@ -136,8 +141,11 @@ def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
     staying = {node.node_id for node in stay}
     kept = tuple(g for g in facts.groups if g.node_id in staying)
     missing = limits.max_workers - sum(g.num_workers for g in kept)
-    started = placement(stay, kept, limits, missing)
+    held = sum(node.cpus - node.free_cpus for node in facts.nodes) if facts.has_begun else 0.0
+    started = placement(stay, kept, limits, missing, held, facts.tokenizer_node)
     expected = sum(g.num_workers for g in kept) + sum(g.num_workers for g in started)
+    if expected < limits.min_workers:
+        started, expected = (), sum(g.num_workers for g in kept)
     return (*lost, *leave, *started, *((ExpectWorkers(num_workers=expected),) if expected else ()))
 
 
@@ -151,17 +159,23 @@ def tokenizer_node(nodes: tuple[NodeFacts, ...], limits: Limits) -> str | None:
 
 
 def placement(
-    nodes: tuple[NodeFacts, ...], groups: tuple[GroupFacts, ...], limits: Limits, missing: int
+    nodes: tuple[NodeFacts, ...],
+    groups: tuple[GroupFacts, ...],
+    limits: Limits,
+    missing: int,
+    held_cpus: float = 0.0,
+    tokenizers_on: str | None = None,
 ) -> tuple[StartGroup, ...]:
     """Where `missing` workers go: nodes without a group, the roomiest first, each filled before the next.
 
-    Before any group exists the tokenizers have no CPU yet: theirs is kept free, on `tokenizer_node` or from
-    the least roomy nodes on.
+    While no group exists the tokenizers may have no CPU: theirs is kept free, on the node `tokenizers_on` or
+    from the least roomy nodes on, but for `held_cpus`, which are theirs then.
     """
     rooms = {node.node_id: node.free_cpus for node in nodes}
     by_room = sorted(nodes, key=lambda n: (-_workers(n, rooms[n.node_id], limits), not n.is_head, n.node_id))
     if not groups:
-        owed, chosen = limits.feed_cpus, tokenizer_node(nodes, limits)
+        owed = max(0.0, limits.feed_cpus - held_cpus)
+        chosen = tokenizers_on if tokenizers_on in rooms else tokenizer_node(nodes, limits)
         for node in sorted(reversed(by_room), key=lambda n: n.node_id != chosen):
             taken = min(owed, float(int(rooms[node.node_id])))
             rooms[node.node_id] -= taken

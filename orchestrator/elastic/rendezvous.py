@@ -194,9 +194,10 @@ class Rendezvous:
         """The members on draining nodes are to leave at the next step boundary, and nothing may be lost by
         it: while the others and the newest point do not hold the whole of the newest state, the point of that
         is waited for, where a save of it is undecided; else all go on together, and save and meet again.
-        `save`: that is known to be so, so that the step at hand is saved at once.
+        `save`: that is known to be so, so that the step at hand is saved at once; where it shows only when
+        they meet, the next one is.
         """
-        self._leave, self._leave_with_save = True, save
+        self._leave, self._leave_with_save = True, self._leave_with_save or save
 
     def stay(self) -> None:
         """Whoever is on a draining node goes on with the others."""
@@ -559,6 +560,7 @@ class Rendezvous:
         elsewhere = [r for r in requests if r.node_id not in self._draining]
         if not self._leave or len(elsewhere) == len(requests) or self._have_newest(elsewhere, requests):
             return None
+        self._leave_with_save = True
         newest = self._states.newest(requests)[0]
         asked = [r.saving for r in requests if r.saving is not None and r.saving == newest]
         return asked[0] if asked and self._is_undecided(asked[0]) else None

@@ -53,7 +53,7 @@ LOOK_S = 2.0  # how long a node's agent may take to look at its workers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """What the supervisor needs to start node groups: the worker's function and its task, and how much a
-    worker takes.
+    worker takes. `tokenizer_node` is where the tokenizers were told to run (None: anywhere).
     """
 
     name: str
@@ -62,6 +62,7 @@ class Launch:
     resources_per_worker: dict[str, float]
     ray_storage: str
     limits: Limits
+    tokenizer_node: str | None = None
 
 
 class Supervisor:
@@ -94,7 +95,7 @@ class Supervisor:
         self._expected = (-1, -1)  # attempt, number of workers that its coordinator was notified of
         self._number = 0
         self._to_clean = False
-        self._stop_by, self._stop_until = "", math.inf
+        self._stop_by, self._stop_s = "", math.inf
         self._coordinator_pid = 0
         self._killed = ""  # why a coordinator was killed, until one has answered that can journal it
 
@@ -102,7 +103,7 @@ class Supervisor:
         """Save and stop; may be called from a signal handler. `by` is who wants it, and ends this process in
         `grace_s` seconds (inf: nobody said so).
         """
-        self._stop_by, self._stop_until = by, time.monotonic() + grace_s
+        self._stop_by, self._stop_s = by, grace_s
 
     def run(self) -> RunStatus:
         """Returns the status that ended the run. Raises `ElasticError` if the coordinator stays away, or the
@@ -119,7 +120,7 @@ class Supervisor:
                 self._watch_steps(status)
                 if self._stop_by and not status.stopping:
                     # again, for a restarted coordinator
-                    self._coordinator.stop.remote(self._stop_by, self._stop_until - time.monotonic())
+                    self._coordinator.stop.remote(self._stop_by, self._stop_s)
                 nodes = self._look_at_nodes(nodes)
                 if time.monotonic() - looked_at > NODES_EVERY_S:
                     self._asked_nodes.ask()
@@ -267,6 +268,8 @@ class Supervisor:
                 for node_id, group in self._groups.items()
             ),
             below_minimum_s=status.waiting_since if status else None,
+            has_begun=self._number > 0,
+            tokenizer_node=self._launch.tokenizer_node,
         )
 
     def _carry_out(self, decision: Decision, attempt: int) -> None:
@@ -297,14 +300,13 @@ class Supervisor:
                 self._coordinator.end.remote("failed", decision.reason)
 
     def _leave(self, decision: LeaveNode, attempt: int) -> None:
-        """Notifies each attempt's coordinator once, and when the time changes. With the driver's own node
-        goes the whole launch: it saves and stops.
+        """Notifies each attempt's coordinator once, and again when the node goes earlier than it was said
+        (never later: while the GCS is silent its last answer ages). With the driver's own node goes the whole
+        launch: it saves and stops.
         """
         until, known = time.monotonic() + decision.grace_s, self._leaving.get(decision.node_id)
         if attempt < 0 or (
-            known is not None
-            and known[0] == attempt
-            and (known[1] == until or abs(known[1] - until) < DEADLINE_CHANGED_S)
+            known is not None and known[0] == attempt and until >= known[1] - DEADLINE_CHANGED_S
         ):
             return
         self._leaving[decision.node_id] = (attempt, until)

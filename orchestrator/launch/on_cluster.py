@@ -69,8 +69,10 @@ def supervise(
     coordinator = _start_coordinator(
         job, attempt, storage, limits, here, fault_plan, stop_by, num_shards != 1
     )
+    # said to both who start tokenizers and who starts workers: what is free changes from look to look
+    roomy = tokenizer_node(node_facts(), limits)
     try:
-        feeder = _start_feeder(job, attempt, spec, limits, here)
+        feeder = _start_feeder(job, attempt, spec, limits, here, roomy)
     except BaseException as error:
         _give_up(coordinator, error)
         raise
@@ -88,7 +90,7 @@ def supervise(
         until_tokens=until_tokens,
         num_shards=num_shards,
     )
-    launch = _launch(job, task, storage, limits)
+    launch = _launch(job, task, storage, limits, roomy)
     show = _shower(progress, limits, feeder)
     stalled = partial(_say_stall, progress, coordinator)
     supervisor = Supervisor(launch, coordinator, node_facts, show, stalled, progress.say, own_node)
@@ -132,7 +134,7 @@ def _say_beginning(
         progress.say(line)
 
 
-def _launch(job: JobConfig, task: WorkerTask, storage: Storage, limits: Limits) -> Launch:
+def _launch(job: JobConfig, task: WorkerTask, storage: Storage, limits: Limits, roomy: str | None) -> Launch:
     """What the supervisor needs to start workers that do `task`."""
     gpus = {"GPU": 1.0} if job.cluster.use_gpu else {}
     return Launch(
@@ -142,6 +144,7 @@ def _launch(job: JobConfig, task: WorkerTask, storage: Storage, limits: Limits) 
         resources_per_worker={"CPU": limits.cpus_per_worker, **gpus},
         ray_storage="" if storage.folder is None else str(storage.folder / "ray"),
         limits=limits,
+        tokenizer_node=roomy,
     )
 
 
@@ -192,14 +195,18 @@ def _note_feeder_death(coordinator: Any, pid: int, host: str, text: str) -> None
     coordinator.note.remote(EventKind.FEEDER_DIED, {"pid": pid, "host": host, "reason": reason})
 
 
-def _start_feeder(job: JobConfig, attempt: Attempt, spec: DataSpec, limits: Limits, here: Any) -> Any:
-    """The launch's feeder, an actor on the node that `here` names, opened where the attempt begins."""
+def _start_feeder(
+    job: JobConfig, attempt: Attempt, spec: DataSpec, limits: Limits, here: Any, roomy: str | None
+) -> Any:
+    """The launch's feeder, an actor on the node that `here` names, opened where the attempt begins; its
+    tokenizers are for the node `roomy`.
+    """
     feeder = start_feeder(
         attempt.launch,
         spec,
         num_tokenizers=job.data.num_tokenizers,
         replay_bytes=job.data.replay_bytes,
-        tokenizer_node=tokenizer_node(node_facts(), limits),
+        tokenizer_node=roomy,
         tokenizer_cpus=limits.tokenizer_cpus,
         memory=memory_of(job, spec),
         options={"scheduling_strategy": here},

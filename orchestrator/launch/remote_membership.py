@@ -48,10 +48,18 @@ _REPORT_EVERY_S = 0.5
 _PROBE_S = 3.0  # how long a port is tried
 _LONG_PHASE_S = 1.0  # a shorter one is nobody's business
 _AGAIN_S = 60.0
-_GIVEN_UP_EVERY_S = 5.0  # how often a member that saves asks whether that is still wanted
+_GIVEN_UP_EVERY_S = 5.0  # how often a member that saves asks whether that is still wanted, at most
+_QUESTIONS_PER_S = 200.0  # of all members together: a coordinator answers more than 1,000 calls a second
 _QUIET = ControlRequests(ended=False, save=False, stop=False, reform=False, acknowledged_step=-1)
 # what rank 0 asks for by itself when the coordinator stays away
 _ALONE = ControlRequests(ended=False, save=True, stop=True, reform=False, acknowledged_step=-1)
+
+
+def ask_every_s(world_size: int) -> float:
+    """How often each of so many members asks about its save, so that all together ask 200 times a second at
+    most: every 5 s up to 1,000 members, every 50 s at 10,000.
+    """
+    return max(_GIVEN_UP_EVERY_S, world_size / _QUESTIONS_PER_S)
 
 
 class UnansweredError(Exception):
@@ -76,6 +84,19 @@ class Place:
     host: str
 
 
+@dataclass(kw_only=True, slots=True)
+class _Undecided:
+    """A save of this member: its rank in it, by how many it is made, and how far its part had come when that
+    was said last.
+    """
+
+    key: StateKey
+    rank: int
+    world_size: int
+    progress: Callable[[], int]
+    said: int
+
+
 class RemoteMembership:
     """One member. Its threads end with the process; what ends one of them unforeseen is raised by the next
     call of the loop.
@@ -97,7 +118,7 @@ class RemoteMembership:
         self._step_limit_s = PHASE_LIMITS_S[SAVE_WAIT]
         self._end = GenerationEnd()
         self._stepped_at = time.monotonic()  # when the newest step was finished
-        self._undecided: tuple[StateKey, int] | None = None  # a save, and by how many ranks
+        self._undecided: _Undecided | None = None
         self._given_up: StateKey | None = None  # the newest that is known to be
         self._broken: BaseException | None = None
         self._in_thread("report", self._report_loop)
@@ -179,15 +200,23 @@ class RemoteMembership:
 
     def vote(self, vote: Vote) -> Future[bool]:
         """Sends the vote from a thread of its own; the future answers whether the point was committed."""
+        self._undecided = None
         return self._ask_aside("vote", self._launch, vote)
 
     def save_failed(self, view: GenerationView, key: StateKey, error: OrchestratorError) -> Future[bool]:
         """Reports to the coordinator, from a thread of its own, that this rank has no part of the save."""
+        self._undecided = None
         return self._ask_aside("save_failed", self._launch, key, view.rank, view.world_size, str(error))
 
-    def is_given_up(self, view: GenerationView, key: StateKey) -> bool:
-        """What the reporting thread has heard, which asks from time to time while this is asked."""
-        self._undecided = (key, view.world_size)
+    def is_given_up(self, view: GenerationView, key: StateKey, progress: Callable[[], int]) -> bool:
+        """What the reporting thread has heard, which asks from time to time until the vote or the report is
+        given, and says then whether more of the part is written.
+        """
+        undecided = self._undecided
+        if undecided is None or undecided.key != key:
+            self._undecided = _Undecided(
+                key=key, rank=view.rank, world_size=view.world_size, progress=progress, said=progress()
+            )
         return key == self._given_up
 
     def finished(self, key: StateKey, reason: str) -> None:
@@ -308,18 +337,20 @@ class RemoteMembership:
                     limit_s = self._step_limit_s if phase == ENDING else PHASE_LIMITS_S[phase]
                     self._ask("phase", self._launch, self.member, limit_s)
                     reported, reported_at = phase, now
-                if now - asked_at > _GIVEN_UP_EVERY_S:
+                asked = self._undecided
+                if asked is not None and now - asked_at > ask_every_s(asked.world_size):
                     asked_at = now
                     self._ask_about_save()
             except OrchestratorError:
                 continue  # it may come back, and then hears what is new; the loop's own calls have a limit
 
     def _ask_about_save(self) -> None:
-        if (undecided := self._undecided) is None:
+        if (asked := self._undecided) is None:
             return
-        self._undecided = None
-        if self._ask("is_given_up", self._launch, *undecided):
-            self._given_up = undecided[0]
+        progress = asked.progress()
+        moved, asked.said = progress != asked.said, progress
+        if self._ask("is_given_up", self._launch, asked.key, asked.rank, asked.world_size, moved):
+            self._given_up = asked.key
 
     def _send_reports(self) -> None:
         """One batch at a time: when this returns, what was to be reported before it is."""

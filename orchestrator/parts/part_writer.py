@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.errors import StorageError
 from orchestrator.parts.part_job import PartCancelled, PartJob, PartWritten, answer_of, job_line, perform
-from orchestrator.parts.writer import CANCELLED
+from orchestrator.parts.writer import CANCELLED, GROWS
 from orchestrator.storage.files import Storage
 
 # A smaller part takes a thread some milliseconds; a process takes 60 MB, and 0.3 s of CPU to start.
@@ -56,6 +56,7 @@ class PartWriter:
         self._process: subprocess.Popen[bytes] | None = None
         self._cancels: int | None = None  # the pipe of the process that hears of it
         self._deaths = 0
+        self._progress = 0
         # The process ends with the thread that started it: this one, which ends with us.
         self._thread = threading.Thread(target=self._serve, name="part-writer", daemon=True)
         self._thread.start()
@@ -65,6 +66,11 @@ class PartWriter:
         """Of the process, None while there is none."""
         process = self._process
         return process.pid if process is not None else None
+
+    @property
+    def progress(self) -> int:
+        """Grows while a part is written: a piece of 64 MiB at most, or several."""
+        return self._progress
 
     def write(self, job: PartJob) -> Future[PartWritten]:
         """The part, once it is whole and durable. The answer raises `PartCancelled`, or `StorageError`: also
@@ -116,7 +122,11 @@ class PartWriter:
             self._end(self._process)
 
     def _here(self, task: _Task) -> PartWritten:
-        return perform(self._storage, task.job, lambda: self._check(task.number))
+        def check() -> None:
+            self._progress += 1
+            self._check(task.number)
+
+        return perform(self._storage, task.job, check)
 
     def _check(self, number: int) -> None:
         if number <= self._cancelled:
@@ -130,6 +140,9 @@ class PartWriter:
             process.stdin.write(job_line(task.number, task.job))
             process.stdin.flush()
         line = process.stdout.readline()
+        while line == GROWS:
+            self._progress += 1
+            line = process.stdout.readline()
         if not line.endswith(b"\n"):
             raise self._died(process)
         self._deaths = 0

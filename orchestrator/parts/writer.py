@@ -1,7 +1,8 @@
 """A process beside each rank that hashes and writes its parts, so that training keeps its interpreter and its
 memory to itself: `python -m orchestrator.parts.writer ROOT PARENT CANCELS`.
 
-It reads jobs (`part_job`) as lines from its input and answers each with a line. A line with a number from the
+It reads jobs (`part_job`) as lines from its input and answers each with a line, before which come lines that
+say that it gets on. A line with a number from the
 pipe CANCELS ends all jobs up to that one within a piece. It ends when its input does, and with the thread
 that started it, however that ends (Linux: PR_SET_PDEATHSIG). It loads neither torch nor Ray.
 """
@@ -12,6 +13,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 import orjson
@@ -31,6 +33,8 @@ from orchestrator.storage.open import open_storage
 _PR_SET_PDEATHSIG = 1
 _PIPE_BYTES = 64 << 10
 _NICE = 5  # a save may wait, a step may not
+GROWS = b"grows\n"  # said of the job at hand, once a second at most
+_GROWS_EVERY_S = 1.0
 CANCELLED = "the save is not wanted any more; its part is cancelled"
 
 
@@ -70,9 +74,18 @@ def main(root: str, parent: int, cancels: int) -> None:
 
 
 def _answer(storage: Storage, content: dict[str, Any], cancelled: _Cancelled, kept: MappedBuffer) -> bytes:
-    number = content["job"]
+    number, said_at = content["job"], time.monotonic()
+
+    def check() -> None:
+        nonlocal said_at
+        cancelled.check(number)
+        if time.monotonic() - said_at > _GROWS_EVERY_S:
+            said_at = time.monotonic()
+            sys.stdout.buffer.write(GROWS)
+            sys.stdout.buffer.flush()
+
     try:
-        written = perform(storage, job_of(content), lambda: cancelled.check(number), kept)
+        written = perform(storage, job_of(content), check, kept)
     except OrchestratorError as error:
         return failed_line(number, text_of(error), isinstance(error, PartCancelled))
     return written_line(number, written)

@@ -21,6 +21,19 @@ class VoteCast:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PartGrows:
+    """A rank is at work on its part of the save of `key`. `moved`: more of it is written than when it said so
+    last. A late or repeated one does no harm.
+    """
+
+    key: StateKey
+    rank: int
+    world_size: int
+    moved: bool
+    now_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PartFailed:
     """A rank could not write its part of the save of `key`, and has stopped writing it."""
 
@@ -115,6 +128,7 @@ class Tick:
 
 Event = (
     VoteCast
+    | PartGrows
     | PartFailed
     | VoterGone
     | GenerationFormed

@@ -29,6 +29,7 @@ from orchestrator.resume.commit_events import (
     GiveUp,
     JournalDurable,
     PartFailed,
+    PartGrows,
     Tick,
     Verified,
     VerifyPoint,
@@ -36,7 +37,7 @@ from orchestrator.resume.commit_events import (
     VoterGone,
     WriteCommit,
 )
-from orchestrator.resume.departures import NOBODY_LEFT, Departures
+from orchestrator.resume.departures import ALL_SILENT, NOBODY_LEFT, Departures
 from orchestrator.resume.points import disagreement, newest_first, parse_point_name
 from orchestrator.resume.retention import held_point, spared, to_delete, to_verify
 from orchestrator.resume.save import UNDER_WAY, Save, Stage, first_of, set_of
@@ -55,10 +56,11 @@ class CommitMachine:
 
     `points` are the points on the lineage (at first those that the claim inherited), oldest first, `losses`
     their mean losses as far as known, which with `keep_every` and `keep_best` spare some; `pinned` is the
-    claim's parent if that is a point of this run. `vote_limit_s` is how long a save waits for its votes.
+    claim's parent if that is a point of this run. `vote_limit_s` is how long a save may stand still: no rank
+    votes, or says that more of its part is written.
     `quarantined` are the points that somebody marked as damaged, as of the last question about claims.
-    `departures` says of each generation who has left it; `discarding` are the saves that were given up, with
-    the set of ranks that may still be writing into them.
+    `departures` says of each generation of which a vote may still come who has left it; `discarding` are the
+    saves that were given up, with the set of ranks that may still be writing into them.
 
     Guarantees: a save is acknowledged only after its COMMIT is durable, its journal was durable before, and
     no newer claim existed when asked afterwards; points are deleted only after such a question. Saves are
@@ -140,7 +142,7 @@ class CommitMachine:
         save = self._save(key, vote.world_size, event.now_s)
         if save.voted & set_of(vote.rank):
             return self, ()
-        save = save.with_vote(vote)
+        save = save.with_vote(vote, event.now_s)
         after = self._with(save)
         if not self._on_path(key):
             return after._give_up(key, AFTER)
@@ -163,6 +165,16 @@ class CommitMachine:
         records = tuple({record.key: record for voted in votes for record in voted.records}.values())
         return self._move(key, Stage.FLUSHING), (FlushJournal(key=key, records=records),)
 
+    def _part_grows(self, event: PartGrows) -> tuple[CommitMachine, tuple[Action, ...]]:
+        """What was heard of once is waited for, also where no rank ever votes."""
+        key = event.key
+        if key in self.outcomes or self.is_hopeless(key, event.world_size):
+            return self, ()
+        save = self._save(key, event.world_size, event.now_s)
+        if key in self.saves and not (event.moved and save.waited_for & set_of(event.rank)):
+            return self, ()
+        return self._with(dataclasses.replace(save, moved_s=event.now_s)), ()
+
     def _part_failed(self, event: PartFailed) -> tuple[CommitMachine, tuple[Action, ...]]:
         key = event.key
         if self._is_foreign(key):
@@ -181,7 +193,9 @@ class CommitMachine:
         return after._give_up(key, reason, by_storage=True)
 
     def _voter_gone(self, event: VoterGone) -> tuple[CommitMachine, tuple[Action, ...]]:
-        known = self.departures.get(event.generation, NOBODY_LEFT)
+        known = self._left(event.generation)
+        if known is ALL_SILENT:
+            return self, ()
         left = known.left_out(event.rank) if event.writing else known.over(event.rank, event.saving)
         after = dataclasses.replace(self, departures={**self.departures, event.generation: left})
         waiting = [save for save in after.saves.values() if save.stage is Stage.COLLECTING]
@@ -245,11 +259,30 @@ class CommitMachine:
             f"{event} leaves out point {self.points[-1]}"
         )
         parents = {**self.parents, event.generation: event.parent}
-        after = dataclasses.replace(self, generation=event.generation, parents=parents)
+        after = dataclasses.replace(self, generation=event.generation, parents=parents)._pruned()
         keys = {name: parse_point_name(name) for name in self.points}
         on_path = tuple(name for name, key in keys.items() if key is not None and after._on_path(key))
         after = dataclasses.replace(after, points=on_path)  # the others are orphans, which nobody counts
         return after._give_up_all({key: AFTER for key in after.saves if not after._on_path(key)})
+
+    def _pruned(self) -> CommitMachine:
+        """Without the departures of generations of which nothing can come any more: all members of one have
+        left it when the second one after it is formed, and who still owes a vote stands in its departures.
+        """
+        settled = self.generation - 2
+        wanted = {key.generation for key in (*self.saves, *self.discarding)}
+        kept = {
+            generation: left
+            for generation, left in self.departures.items()
+            if generation > settled or generation in wanted or left.may_come
+        }
+        return dataclasses.replace(self, departures=kept)
+
+    def _left(self, generation: int) -> Departures:
+        if (left := self.departures.get(generation)) is not None:
+            return left
+        pruned = generation <= self.generation - 2 and all(k.generation != generation for k in self.saves)
+        return ALL_SILENT if pruned else NOBODY_LEFT
 
     def _on_path(self, key: StateKey) -> bool:
         """Whether the newest generation is, or continues, the state `key`: one of this attempt, or a point
@@ -306,10 +339,10 @@ class CommitMachine:
     # ---- time
     def _tick(self, event: Tick) -> tuple[CommitMachine, tuple[Action, ...]]:
         late = {
-            key: f"{save.num_votes} of {save.world_size} ranks had saved their part "
-            f"after {self.vote_limit_s:g} s"
+            key: f"{save.num_votes} of {save.world_size} ranks had saved their part, and the others wrote "
+            f"nothing for {self.vote_limit_s:g} s"
             for key, save in self.saves.items()
-            if not save.is_complete and event.now_s - save.started_s > self.vote_limit_s
+            if not save.is_complete and event.now_s - save.moved_s > self.vote_limit_s
         }
         after, actions = self._give_up_all(late)
         if event.now_s - self.asked_s >= CHECK_EVERY_S:
@@ -322,11 +355,11 @@ class CommitMachine:
         return key.attempt != self.attempt or key.generation not in self.parents
 
     def _save(self, key: StateKey, world_size: int, now_s: float) -> Save:
-        return self.saves.get(key) or Save(key=key, world_size=world_size, started_s=now_s)
+        return self.saves.get(key) or Save(key=key, world_size=world_size, started_s=now_s, moved_s=now_s)
 
     def _missing_voter(self, save: Save) -> int | None:
         """The first rank that has not voted for the save and never will."""
-        left = self.departures.get(save.key.generation, NOBODY_LEFT)
+        left = self._left(save.key.generation)
         return first_of(left.missing(save.key, save.waited_for))
 
     def _stopped_writing(self, key: StateKey, rank: int) -> tuple[CommitMachine, tuple[Action, ...]]:
@@ -337,10 +370,8 @@ class CommitMachine:
         return dataclasses.replace(self, discarding=discarding)._discard_what_is_quiet()
 
     def _discard_what_is_quiet(self) -> tuple[CommitMachine, tuple[Action, ...]]:
-        left = self.departures
         writing = {
-            key: left.get(key.generation, NOBODY_LEFT).may_write(key, ranks)
-            for key, ranks in self.discarding.items()
+            key: self._left(key.generation).may_write(key, ranks) for key, ranks in self.discarding.items()
         }
         after = dataclasses.replace(self, discarding={key: ranks for key, ranks in writing.items() if ranks})
         return after, tuple(DiscardSave(name=key.point_name) for key, ranks in writing.items() if not ranks)
@@ -390,6 +421,7 @@ class CommitMachine:
 
 _HANDLERS: dict[type, str] = {
     VoteCast: "_vote",
+    PartGrows: "_part_grows",
     PartFailed: "_part_failed",
     VoterGone: "_voter_gone",
     GenerationFormed: "_formed",

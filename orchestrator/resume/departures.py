@@ -45,6 +45,11 @@ class Departures:
         who = set_of(rank)
         return dataclasses.replace(self, silent=self.silent | who, owed=_only(self.owed, who, None))
 
+    @property
+    def may_come(self) -> bool:
+        """Whether a rank that has left owes a vote, or may still be writing some part."""
+        return bool(self.owed or self.writing or self.silent & ~self.quiet)
+
     def missing(self, key: StateKey, waited_for: int) -> int:
         """Who of `waited_for` will never vote for the save of `key`."""
         return waited_for & self.silent & ~self.owed.get(key, 0)
@@ -55,6 +60,8 @@ class Departures:
 
 
 NOBODY_LEFT = Departures()
+# of a generation of which no more is kept: nobody votes, and who may still write is not known
+ALL_SILENT = Departures(silent=-1)
 
 
 def _only(sets: Mapping[StateKey, int], who: int, key: StateKey | None) -> dict[StateKey, int]:

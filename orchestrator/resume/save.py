@@ -33,24 +33,32 @@ class Save:
     `rows` are its votes in the order in which they came; `voted` and `failed` are sets of ranks (see
     `ranks_of`): those that voted, and those that reported that they could not save their part. A vote costs
     the same however many came before: rows of equal length are joined, as the digits of a counter are
-    carried, so that a vote is copied at most log2(votes) times.
+    carried, so that a vote is copied at most log2(votes) times. `started_s` is when its first vote came,
+    before that when it was first heard of; `moved_s` when one of its ranks last got on with it.
     """
 
     key: StateKey
     world_size: int
     started_s: float
+    moved_s: float
     stage: Stage = Stage.COLLECTING
     rows: tuple[tuple[Vote, ...], ...] = ()
     voted: int = 0
     failed: int = 0
 
-    def with_vote(self, vote: Vote) -> Save:
-        """The save with one vote more."""
+    def with_vote(self, vote: Vote, now_s: float) -> Save:
+        """The save with one vote more, which came at `now_s`."""
         rows = list(self.rows)
         last: tuple[Vote, ...] = (vote,)
         while rows and len(rows[-1]) == len(last):
             last = rows.pop() + last
-        return dataclasses.replace(self, rows=(*rows, last), voted=self.voted | set_of(vote.rank))
+        return dataclasses.replace(
+            self,
+            rows=(*rows, last),
+            voted=self.voted | set_of(vote.rank),
+            started_s=self.started_s if self.rows else now_s,
+            moved_s=now_s,
+        )
 
     @property
     def votes(self) -> tuple[Vote, ...]:

@@ -204,9 +204,9 @@ class StaticMembership:
         self._votes.put((failed, answer))
         return answer
 
-    def is_given_up(self, view: GenerationView, key: StateKey) -> bool:
+    def is_given_up(self, view: GenerationView, key: StateKey, progress: Callable[[], int]) -> bool:
         """See `Membership`: a save is decided when all ranks have written or failed, and not before."""
-        del view, key
+        del view, key, progress
         return False
 
     def finished(self, key: StateKey, reason: str) -> None:

@@ -50,7 +50,7 @@ GENERATION = 1  # the only one of the attempt
 FLUSH_EVERY_S = 0.5
 HEARTBEAT_EVERY_S = 2.0
 REQUESTS_EVERY_S = 1.0
-VOTE_LIMIT_S = 600.0  # how long a save waits for the votes that are missing
+VOTE_LIMIT_S = 600.0  # how long a save of which votes are missing may stand still
 END_WRITTEN_S = 15.0  # how long the end of a group that failed is tried to be written down
 SETTLE_LIMIT_S = 300.0  # how long a run that is over waits for older points to be read or deleted
 

@@ -42,7 +42,7 @@ def folder_of(where: str) -> Path:
 def held_in(where: str) -> Shapes:
     """Names and shapes of the weights that lie there. Raises `ConfigError` if there are none to read."""
     if is_point(where):
-        _, manifest = _point(where)
+        _, manifest = open_point(where)
         return {name: each.shape for (group, name), each in manifest.tensors.items() if group == MODEL}
     try:
         return {name: shape for file in weight_files(where) for name, shape in _header(file).items()}
@@ -149,7 +149,7 @@ def _fill_from_point(model: nn.Module, where: str) -> None:
     from orchestrator.trainer.loading import fill_items
     from orchestrator.trainer.state import own_tensors, whole_item
 
-    storage, manifest = _point(where)
+    storage, manifest = open_point(where)
     reader = PointReader(storage, manifest)
     own = dict(own_tensors(dict(model.state_dict(keep_vars=True))))
     with torch.no_grad():
@@ -176,8 +176,10 @@ def _fill_from_files(model: nn.Module, where: str) -> None:
                     own[name].detach().copy_(file.get_tensor(name))
 
 
-def _point(where: str) -> tuple[Storage, Manifest]:
-    """The run's storage, and the point's tensors. Raises `ResumePointError`."""
+def open_point(where: str) -> tuple[Storage, Manifest]:
+    """The storage of the run whose point's folder `where` is, and the point's tensors. Raises
+    `ResumePointError`.
+    """
     folder = folder_of(where)
     storage = Storage(str(folder.parent.parent))
     try:

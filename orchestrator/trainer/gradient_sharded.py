@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from orchestrator.errors import TrainingError
 from orchestrator.planning import batches
 from orchestrator.trainer.gradient import MicroBatch, add_losses, empty_micro_batch, scale
 from orchestrator.trainer.group import GenerationEnded, collective
+from orchestrator.trainer.lost_peer import is_mismatch
 from orchestrator.trainer.model import loss_sum, seed_micro_batch
 from orchestrator.trainer.sharded_state import ShardedState
 from orchestrator.trainer.step_summary import fixed_point
@@ -83,6 +85,12 @@ class ShardedGradient:
         except RuntimeError as error:
             if not raised_by_collective(error):
                 raise  # the model's own error
+            if is_mismatch(error):
+                raise TrainingError(
+                    f"the collectives that gather weights and sum the gradient do not fit together: {error}; "
+                    "every group would meet this again, so that the run stops: do all ranks use the same "
+                    "parameters in each micro-batch (docs/howto/shards.md)? Else this is an error of ours"
+                ) from error
             raise GenerationEnded(f"gathering weights, or summing the gradient: {error}") from error
         return fixed_point(float(loss.detach()))
 

@@ -106,9 +106,9 @@ class Group:
         """
         self._sockets.shut()
 
-    def compare(self, config_digest: str, own: Sequence[int]) -> list[list[int]]:
-        """The first collective: every member must see the same launch, generation, members, parent, step and
-        configuration.
+    def compare(self, config_digest: str, num_shards: int, own: Sequence[int]) -> list[list[int]]:
+        """The first collective: every member must see the same launch, generation, members, parent, step,
+        configuration, and number of shards of the group's state (which `train.parallel: auto` leaves open).
 
         Returns what each rank brought as `own`. Raises `GenerationEnded` naming the rank and what differs.
         """
@@ -122,6 +122,7 @@ class Group:
             "step": view.step,
             "parent": _number(repr((view.parent, view.sources, view.point, view.cursor))),
             "configuration": _number(config_digest),
+            "number of shards": num_shards,
         }
         rows = self.gather([*facts.values(), *own], "comparing the group")
         for rank, row in enumerate(rows):

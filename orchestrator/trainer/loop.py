@@ -22,10 +22,8 @@ from orchestrator.records import (
     FEED_WAIT,
     FORMING,
     LOAD,
-    PHASE_LIMITS_S,
     REFORM,
     SAVE,
-    SAVE_WAIT,
     STEP,
     STOP,
     BatchSlice,
@@ -49,10 +47,10 @@ from orchestrator.trainer.save_triggers import SaveTriggers, carried_out
 from orchestrator.trainer.saver import Saver
 from orchestrator.trainer.saving import Unsaved, await_saves
 from orchestrator.trainer.state_sync import Prepared, agree, apply_prepared
+from orchestrator.trainer.step_limit import step_limit_s
 from orchestrator.trainer.step_summary import RankContribution, StepSummary
 
 _log = logging.getLogger(__name__)
-COMPILE_LIMIT_S = 1800.0  # of a step in which blocks may be compiled
 # A feed is notified of so many coming steps, and fetches as many as it has room for: small steps are fetched
 # more at a time, for each answer has its price.
 _STEPS_AHEAD, _SMALL_STEPS_AHEAD, _SMALL_STEPS_TOKENS = 8, 32, 1 << 23
@@ -189,6 +187,7 @@ class _Trainer:
         while True:
             if self._membership.control_requests(view).ended:
                 raise GenerationEnded("the membership ended it")
+            self._memory.check()
             self._saver.poll(self._state)
             step = None if self._end_of_data else self._next_range(self._state.cursor)
             batch = None if step is None else self._slice(view, step)
@@ -212,15 +211,15 @@ class _Trainer:
         self._memory.writable()
 
     def _allow(self, group: Group) -> None:
-        """How long the next collectives may wait for a peer: it may take five times as long as the last step
-        did; how long the first step of any member's process takes, nobody knows, nor any step that may
-        compile.
+        """How long the next collectives may wait for a peer, and the others for this member if the generation
+        ends meanwhile.
         """
         known = self._all_warm and self._records
-        limit_s = max(self._job.collective_limit_s, 5 * self._records[-1].step_s) if known else 0.0
-        limit_s = limit_s or PHASE_LIMITS_S[SAVE_WAIT]
-        if self._job.train.compile != "none":
-            limit_s = max(limit_s, COMPILE_LIMIT_S)
+        limit_s = step_limit_s(
+            self._job.collective_limit_s,
+            self._records[-1].step_s if known else None,
+            may_compile=self._job.train.compile != "none",
+        )
         group.allow(limit_s)
         # whoever is still computing finds gloo closed; NCCL may be entered, and waits out its time
         self._membership.step_limit(limit_s if self._device.type == "cpu" else 2 * limit_s)

@@ -111,9 +111,10 @@ class Membership(Protocol):
         exception ends the member.
         """
 
-    def is_given_up(self, view: GenerationView, key: StateKey) -> bool:
+    def is_given_up(self, view: GenerationView, key: StateKey, progress: Callable[[], int]) -> bool:
         """Whether it is known that the save of `key`, which this member began as that of `view`, will not be
-        committed; never blocks. Asked again and again while that save is not answered.
+        committed; never blocks. Asked again and again while that save is not answered. `progress` grows
+        while the part is written, and may be asked from any thread until the save's vote or report is given.
         """
 
     def finished(self, key: StateKey, reason: str) -> None:

@@ -138,7 +138,7 @@ class MemoryPoints:
 
     def applied(self, state: TrainState, sealed: bool) -> None:
         """A step was applied. `sealed`: its summary said that every rank has the memory point whole. Begins
-        the next one where it is due. Raises `GenerationEnded` if the copies do not get through.
+        the next one where it is due, and none where copies do not get through (`check`).
         """
         link, view = self._link, self._view
         if link is None or view is None:
@@ -150,12 +150,20 @@ class MemoryPoints:
             assert key is not None, "a memory point was sealed"
             self._fault("sealed", key)
         if link.failure:
-            raise GenerationEnded(f"memory points do not reach their neighbours: {link.failure}")
+            return
         if self._staging is not None and self._staging.done.done():
             self._staging.done.result()  # what went wrong in the thread is raised here
         assert state.key is not None, "a member that trains holds a state"
         if self._every is not None and state.key.step % self._every == 0 and self._slots.is_free:
             self._begin(state)
+
+    def check(self) -> None:
+        """Raises `GenerationEnded` if the copies do not get through. To be asked when a step begins: what the
+        summary of the one before asked for comes first, and after a re-form at a step boundary some ranks
+        have closed their links while others still apply that step.
+        """
+        if self._link is not None and self._link.failure:
+            raise GenerationEnded(f"memory points do not reach their neighbours: {self._link.failure}")
 
     def _begin(self, state: TrainState) -> None:
         view = self._view

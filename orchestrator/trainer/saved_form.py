@@ -72,6 +72,19 @@ class SavedForm:
         made = {name: cast(tensor, self._dtype) for name, tensor in self._converted(found).items()}
         return {name: tensor_bytes(tensor) for name, tensor in made.items()}
 
+    def renames(self, tensors: Shapes) -> dict[str, str] | None:
+        """See `renames`."""
+        meta = _meta(tensors)
+        owners = {meta[own].untyped_storage()._cdata: own for own in self._saved_names}
+        made = self._converted({saved: meta[own] for own, saved in self._saved_names.items()})
+        found: dict[str, str] = {}
+        for name, tensor in made.items():
+            own = owners.get(tensor.untyped_storage()._cdata, "")
+            if not own or (tensor.shape, tensor.stride()) != (meta[own].shape, meta[own].stride()):
+                return None
+            found[own] = name
+        return found if found.keys() == tensors.keys() and len(made) == len(found) else None
+
     # ------------------------------------------------------------------------------------------------ inside
     def _names(self, tensors: Shapes) -> dict[str, str]:
         """A point has each tensor once, under the first of its names; here is the name under which
@@ -99,10 +112,7 @@ class SavedForm:
 
     def _grouped(self, tensors: Shapes) -> tuple[SavedGroup, ...]:
         """As small groups as give the same as all at once."""
-        meta = {
-            own: torch.empty(tensors[own][1], dtype=getattr(torch, tensors[own][0]), device="meta")
-            for own in self._saved_names
-        }
+        meta = _meta({own: tensors[own] for own in self._saved_names})
         whole = self._form_of(meta, tuple(meta))
         by: Sequence[Callable[[str], str]] = (str, _layer_of, lambda name: "")
         for key in by:
@@ -164,6 +174,15 @@ class SavedForm:
             return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
+def renames(config: ModelConfig, own: Mapping[str, Tensor]) -> dict[str, str] | None:
+    """To each of the tensors `own` of a model, in whatever form, the name of the tensor of its files that has
+    the same values in the same order. None where some are saved in another form: divided, put together,
+    turned, or not at all. Raises as `SavedForm`.
+    """
+    shapes = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in own.items()}
+    return SavedForm(config, shapes, None).renames(shapes)
+
+
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Floating-point numbers as `dtype`, rounded as torch does; others as they are."""
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
@@ -178,6 +197,14 @@ def cast_bytes(data: bytearray, dtype: str, wanted: str) -> memoryview:
     """`cast` for a tensor's bytes."""
     size = len(data) // getattr(torch, dtype).itemsize
     return tensor_bytes(cast(_tensor(data, dtype, (size,)), getattr(torch, wanted)))
+
+
+def _meta(tensors: Shapes) -> dict[str, Tensor]:
+    """Tensors without values."""
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name, (dtype, shape) in tensors.items()
+    }
 
 
 def _tensor(data: bytearray, dtype: str, shape: tuple[int, ...]) -> Tensor:

@@ -34,6 +34,7 @@ from orchestrator.trainer.save_slot import (
     Event,
     Report,
     SaveSlot,
+    Stage,
     Staged,
     Stopped,
     StopWriting,
@@ -80,9 +81,15 @@ class Saver:
     """
 
     def __init__(
-        self, membership: Membership, writer: PartWriter, device: torch.device, faults: Hook
+        self,
+        membership: Membership,
+        writer: PartWriter,
+        device: torch.device,
+        faults: Hook,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._membership, self._writer, self._faults = membership, writer, faults
+        """`clock` gives seconds."""
+        self._membership, self._writer, self._faults, self._clock = membership, writer, faults, clock
         self._buffer = StagingBuffer(device)
         self._changed = threading.Condition(threading.RLock())
         self._plan: _Plan | None = None  # of the generation
@@ -193,13 +200,18 @@ class Saver:
             if self._committed is not None and self._committed == state.key:
                 state.committed = True
             save = self._save
-            late_s = time.monotonic() - self._called_off_at if self._slot.called_off else 0.0
+            late_s = self._clock() - self._called_off_at if self._slot.called_off else 0.0
+            writes = self._slot.stage in (Stage.STAGING, Stage.WRITING)
         if save is not None and late_s > STOP_LIMIT_S:
             raise StorageError(
                 f"this rank's part of {save.job.point} is still being written {late_s:.0f} s after the save "
                 f"was given up (allowed: {STOP_LIMIT_S:g} s); check that storage is mounted and answers here"
             )
-        if save is not None and self._membership.is_given_up(save.view, save.vote.key):
+        if (
+            save is not None
+            and writes
+            and self._membership.is_given_up(save.view, save.vote.key, lambda: self._writer.progress)
+        ):
             self.call_off(save.vote.key, "the save was given up")
 
     def call_off(self, key: StateKey, reason: str) -> None:
@@ -208,7 +220,7 @@ class Saver:
         """
         with self._changed:
             if not self._slot.called_off:
-                self._called_off_at = time.monotonic()
+                self._called_off_at = self._clock()
             self._on(CallOff(key=key, reason=reason))
 
     def wait(self, timeout_s: float) -> None:

@@ -19,6 +19,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.planning.state_layout import Layout, held_rows, layout_of
 from orchestrator.records import HeldShard, Source, StateKey
 from orchestrator.trainer.deferred import DeferredModel, defer
+from orchestrator.trainer.first_rows import fill_rows
 from orchestrator.trainer.model import bare_model, first_model
 from orchestrator.trainer.sharded_model import Wrapping, blocks_of, local_rows, shard_model, skeleton_of
 from orchestrator.trainer.state import MODEL, Item, OwnRows, TrainState, own_tensors, whole_item
@@ -69,12 +70,16 @@ class ShardedState(TrainState):
         self._untouched = False
 
     # ------------------------------------------------------------------------------------------- generations
+    def layout_on(self, world_size: int) -> Layout:
+        """See `TrainState`."""
+        return layout_of(world_size, self._num_shards)
+
     def form(self, group: Group) -> None:
         """See `TrainState`: the new tensors are blank, always."""
         gc.collect()  # FSDP2's modules of the generation before hold one another, and their rows
         self._before = None if self.key is None else (self._layout, self._rank, self._rows)
         view, self._group = group.view, group
-        layout = layout_of(view.world_size, self._num_shards)
+        layout = self.layout_on(view.world_size)
         self._mesh = group.mesh(layout, self._device)
         self.model = shard_model(self._skeleton, self._mesh, self._device, self._how)
         self._layout, self._rank = layout, view.rank
@@ -179,21 +184,26 @@ class ShardedState(TrainState):
     # ----------------------------------------------------------------------------------------- first weights
     def initialise(self) -> None:
         """See `TrainState`. A weight of which this member has no row is not made; each takes the memory of
-        the whole tensor for a moment. `model.pretrained`, `model.init_from`, and a factory that `defer` does
-        not take, are built whole in the machine's memory first.
+        the whole tensor for a moment. Of `model.pretrained` and `model.init_from` each member reads its own
+        rows. What `fill_rows` cannot read so, and a factory that `defer` does not take, are built whole in
+        the machine's memory first.
         """
         if self._untouched:
             return
         self.writable()
-        values = self._first_values()
+        weights = [item for item in self.items() if item.group == MODEL]
         for item in self.items():
-            rows = item.tensor
             if item.group != MODEL:
-                rows.zero_()
-            elif rows.numel():
-                whole = values(item.name)
-                mine = whole[item.first_row : item.first_row + len(rows)] if item.whole.sharded else whole
-                rows.copy_(mine)
+                item.tensor.zero_()
+        from_files = self._config.pretrained is not None or self._config.init_from is not None
+        if not (from_files and fill_rows(self._config, self._skeleton, weights)):
+            values = self._first_values()
+            for item in weights:
+                rows = item.tensor
+                if rows.numel():
+                    whole = values(item.name)
+                    mine = whole[item.first_row : item.first_row + len(rows)] if item.whole.sharded else whole
+                    rows.copy_(mine)
         self.filled()
         self._untouched = True
 

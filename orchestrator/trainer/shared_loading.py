@@ -41,9 +41,9 @@ def load_together(
 
     Those of one shard that have their files from afar read the m-th part of its pieces each, to within a
     piece of 64 MiB, and the headers of all its files. From a bucket these are all; from a file system one on
-    each machine, while others there find what it has read in memory, which costs a fifth of having it given
-    by a peer. What they give one another is compared with xxh3_128 digests. Beside the state it takes what a
-    `PointReader` does, and then 64 MiB for messages. `half` as in `reshard.exchange`.
+    each machine, while others there find what it has read in memory, which takes half the CPU time of having
+    it given by a peer. What they give one another is compared with xxh3_128 digests. Beside the state it
+    takes what a `PointReader` does, and then 64 MiB for messages. `half` as in `reshard.exchange`.
 
     Where one of them finds damage, or cannot read, the others hear of it before anything is given: all raise
     `ResumePointError` or `StorageError` with its text. Raises `GenerationEnded` if a member is lost. Then

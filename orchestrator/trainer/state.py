@@ -194,13 +194,17 @@ class TrainState:
         """That of the tensors that `items` gives."""
         return self._layout
 
+    def layout_on(self, world_size: int) -> Layout:
+        """That of a group of so many members."""
+        return Layout(num_shards=1, num_replicas=world_size)
+
     def form(self, group: Group) -> None:
         """A new generation: afterwards `items` are the tensors for its layout. Where that needs others than
         there were, these are blank, and those from before stay readable as `before` until `formed`; here
         they stay the same. A collective: every member calls it, after `Group.compare`. Raises
         `GenerationEnded` if one of them is lost.
         """
-        self._layout = Layout(num_shards=1, num_replicas=group.view.world_size)
+        self._layout = self.layout_on(group.view.world_size)
 
     def before(self) -> tuple[Layout, int, list[Item]] | None:
         """Between `form` and `formed`: the layout and the rank of before, and the items with their values;

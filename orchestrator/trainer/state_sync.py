@@ -83,7 +83,8 @@ def agree(
     """
     view = group.view
     holds = settle(state, view, prepared)
-    rows = group.compare(config_digest, [int(holds), int(holds and state.committed)])
+    num_shards = state.layout_on(view.world_size).num_shards
+    rows = group.compare(config_digest, num_shards, [int(holds), int(holds and state.committed)])
     state.form(group)
     if view.source_rank is not None:
         _check_holders(view, [bool(row[0]) for row in rows])

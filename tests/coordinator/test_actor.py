@@ -535,13 +535,15 @@ def test_a_save_that_can_never_be_committed_is_known_before_any_vote_for_it_came
     async def launch() -> None:
         actor = coordinator(store, min_workers=2, max_workers=2)
         await asyncio.gather(actor.join(JOIN), actor.join(replace(JOIN, member="n", port=2)))
-        assert not await actor.is_given_up(LAUNCH, key(1), 2)
-        assert await actor.is_given_up(LAUNCH, key(1, generation=2), 2), "that generation was not formed"
-        assert await actor.is_given_up(LAUNCH, key(1, attempt=2), 2)
+        assert not await actor.is_given_up(LAUNCH, key(1), 1, 2, False)
+        assert await actor.is_given_up(LAUNCH, key(1, generation=2), 1, 2, False), (
+            "that generation was not formed"
+        )
+        assert await actor.is_given_up(LAUNCH, key(1, attempt=2), 1, 2, False)
         await actor.save_failed(LAUNCH, key(1), 1, 2, "No space left on device")
-        while not await actor.is_given_up(LAUNCH, key(1), 2):
+        while not await actor.is_given_up(LAUNCH, key(1), 1, 2, False):
             await asyncio.sleep(0)
-        assert not await actor.is_given_up(LAUNCH, key(2), 2)
+        assert not await actor.is_given_up(LAUNCH, key(2), 1, 2, False)
         await actor.end("stopped", "enough")
 
     run(launch)

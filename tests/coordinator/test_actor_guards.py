@@ -70,7 +70,7 @@ CALLS: dict[str, Call] = {
     "phase": lambda actor, _: actor.phase(OTHER, "m", 1.0),
     "vote": lambda actor, store: actor.vote(OTHER, write_vote(store.storage, key(1), 0, 1)),
     "save_failed": lambda actor, _: actor.save_failed(OTHER, key(1), 0, 1, "No space left on device"),
-    "is_given_up": lambda actor, _: actor.is_given_up(OTHER, key(1), 1),
+    "is_given_up": lambda actor, _: actor.is_given_up(OTHER, key(1), 0, 1, False),
     "finished": lambda actor, _: actor.finished(OTHER, "m", key(1), "done"),
     "failed": lambda actor, _: actor.failed(OTHER, "m", "ValueError", "no such thing", False),
 }

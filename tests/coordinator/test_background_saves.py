@@ -20,15 +20,10 @@ from orchestrator.records import StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
     Action,
-    CheckNewerClaim,
-    ClaimChecked,
-    CommitWritten,
     DiscardSave,
     Event,
-    FlushJournal,
     GenerationFormed,
     GiveUp,
-    JournalDurable,
     PartFailed,
     Tick,
     VoteCast,
@@ -36,6 +31,7 @@ from orchestrator.resume.commit_events import (
     WriteCommit,
 )
 from orchestrator.resume.commit_machine import CommitMachine
+from tests.resume.quick_storage import tell_machine
 from tests.resume.samples import key
 from tests.resume.test_commit_machine import vote
 
@@ -103,29 +99,18 @@ class World:
 
 
 def tell(world: World, *events: Event) -> World:
-    """Gives the machine the events, as its driver does: each with all that follows from it."""
-    todo = deque(events)
-    while todo:
-        machine, actions = world.machine.on(todo.popleft())
-        world = replace(world, machine=machine)
-        for number, action in enumerate(actions):
-            world, answer = perform(world, action)
-            if answer is not None:
-                assert number == len(actions) - 1 or isinstance(action, CheckNewerClaim)
-                todo.appendleft(answer)
-    return world
+    """Gives the machine the events, each with all that follows from it."""
+    return tell_machine(
+        world, events, lambda now: now.machine, lambda now, machine: replace(now, machine=machine), perform
+    )
 
 
-def perform(world: World, action: Action) -> tuple[World, Event | None]:
+def perform(world: World, action: Action) -> World:
     match action:
-        case FlushJournal():
-            return world, JournalDurable(key=action.key)
-        case CheckNewerClaim():
-            return world, ClaimChecked(key=action.key, newer=False)
         case WriteCommit():
             older = any(at < action.key for at in world.machine.saves)
             wrong = "COMMIT while an older save is undecided" if older else ""
-            return replace(world, wrong=world.wrong or wrong), CommitWritten(key=action.key)
+            return replace(world, wrong=world.wrong or wrong)
         case Acknowledge() | GiveUp():
             for who, member in enumerate(world.members):
                 mine = member.save == action.key and world.rank(action.key.generation, who) in action.ranks
@@ -135,8 +120,8 @@ def perform(world: World, action: Action) -> tuple[World, Event | None]:
             writers = [m for m in world.members if m.alive and m.phase == WRITES and m.save is not None]
             under = [m for m in writers if m.save and m.save.point_name == action.name]
             wrong = "files deleted under a writer" if under else ""
-            return replace(world, wrong=world.wrong or wrong), None
-    return world, None
+            return replace(world, wrong=world.wrong or wrong)
+    return world
 
 
 def join(world: World, who: int) -> World:

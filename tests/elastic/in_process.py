@@ -59,6 +59,7 @@ class Driver:
         launch: launches.Launch,
         monkeypatch: pytest.MonkeyPatch,
         nodes: Callable[[], tuple[NodeFacts, ...]] = tuple,
+        own_node: str = "",
     ) -> None:
         def get(answer: Future[Any], timeout: float) -> Any:
             try:
@@ -72,7 +73,8 @@ class Driver:
         self.said: list[str] = []
         self._shown: list[RunStatus] = []
         self._changed = threading.Condition()
-        self.supervisor = Supervisor(SPEC, Handle(launch), nodes, self._show, say=self._say)
+        handle = Handle(launch)
+        self.supervisor = Supervisor(SPEC, handle, nodes, self._show, say=self._say, own_node=own_node)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._end: Future[RunStatus] = Future()
         self._thread.start()

@@ -102,6 +102,34 @@ def test_a_start_expects_all_that_it_starts():
     )
 
 
+def test_a_group_that_ended_comes_back_as_large_beside_tokenizers_that_hold_their_cpus():
+    """Two of the five CPUs are the tokenizers'; with fewer than three workers nobody trains."""
+    limits = replace(LIMITS, min_workers=3)
+    again = facts((node("a", 5, free=3),), has_begun=True)
+    assert decide(again, limits)[0] == StartGroup(node_id="a", num_workers=3)
+    # the feeder died, too, and its tokenizers come back
+    assert decide(facts((node("a", 5),), has_begun=True), limits)[0] == StartGroup(node_id="a", num_workers=3)
+    tight = facts((node("a", 4),), has_begun=True)
+    assert decide(tight, limits) == (), "theirs is kept free"
+
+
+def test_the_tokenizers_cpus_are_kept_free_on_the_node_where_they_were_told_to_run():
+    """It may be another one than would be chosen now: when it was, the head's CPUs were held."""
+    nodes = (node("a", 2, head=True), node("b", 5), node("c", 3))
+    made = decide(facts(nodes, tokenizer_node="b"), replace(LIMITS, max_workers=5))
+    assert made[:2] == (
+        StartGroup(node_id="b", num_workers=3),
+        StartGroup(node_id="c", num_workers=2),
+    )
+
+
+def test_too_few_to_train_are_not_started_for_a_group_never_grows():
+    limits = replace(LIMITS, min_workers=3)
+    assert decide(facts((node("a", 5, free=2),), has_begun=True), limits) == ()
+    short = facts((node("a", 3, free=0), node("b", 1)), (group("a", 1),))
+    assert decide(short, limits) == (ExpectWorkers(num_workers=1),)
+
+
 def test_a_dead_nodes_group_is_stopped_and_its_workers_started_elsewhere():
     nodes, groups = (node("a", 2, free=0), node("c", 4)), (group("a", 2), group("b", 1))
     assert decide(facts(nodes, groups), LIMITS) == (

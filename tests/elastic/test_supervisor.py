@@ -70,6 +70,29 @@ def test_a_frozen_coordinator_is_named_when_it_is_killed_and_the_journal_of_the_
     assert re.match(rf"the coordinator \(pid {os.getpid()}\) has not answered for 0 s: it is killed", killed)
 
 
+def test_a_drain_notice_reaches_each_attempt_once_and_that_of_the_drivers_node_saves_and_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going = [NodeFacts(node_id=name, host=f"host-{name}", is_head=False, cpus=1, gpus=0, free_cpus=0,
+                       free_gpus=0, grace_s=100.0) for name in ("far", "own")]  # fmt: skip
+    nodes = [going[0]]
+    launch = Launch(tmp_path, 1)
+    driver = Driver(launch, monkeypatch, lambda: tuple(nodes), own_node="own")
+    launch.ask("join", replace(JOIN, launch=LAUNCH))
+    driver.until(lambda status: status.world_size == 1)
+    launch.restart_coordinator()
+    driver.until(lambda status: status.attempt == 2)
+    nodes.append(going[1])
+    driver.until(lambda status: status.stopping)
+    launch.run(launch.coordinator.end("stopped", "enough"))
+    assert driver.ended().ended == "stopped"
+    events = launch.journal().events
+    heard = [(e.attempt, e.fields["node"]) for e in events if e.kind == EventKind.DRAIN_NOTICE]
+    assert heard == [(1, "far"), (2, "far"), (2, "own")]
+    (wish,) = [e.fields["by"] for e in events if e.kind == EventKind.CONTROL_REQUEST]
+    assert wish == "a drain notice for the driver's node host-own"
+
+
 class Nodes:
     """A GCS that answers once, and then only when it is thawed."""
 

@@ -191,6 +191,19 @@ def all_lost(world, number):
         world.form(world.live, held[-1] if held else None, batch_of(number))
 
 
+def to_memory(world, number):
+    """A shard is lost: the others go on from an older state that they hold in memory, which no point on the
+    history is newer than. It may lie before the newest generation.
+    """
+    if not world.live:
+        return
+    newest = max((s.key for s in world.true_points()), default=key(0, 0, 0))
+    past = [s for s in world.newest[world.live].past() if s.key >= newest]
+    held = [s for s in past if s.key.attempt == world.live]
+    if held:
+        world.form(world.live, held[min(number, len(held) - 1)], batch_of(0))
+
+
 def only_claim(world, number):
     world.launch += 1
     world.claim()
@@ -217,6 +230,7 @@ MOVES = {
     "save": lambda world, number: world.save(world.live),
     "reform": reform,
     "all lost": all_lost,
+    "to memory": to_memory,
     "coordinator": lambda world, number: world.claim_and_form("coordinator", batch=batch_of(number)),
     "resume": lambda world, number: world.claim_and_form("resume", batch=batch_of(number)),
     "rewind": lambda world, number: world.claim_and_form(

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.errors import ElasticError
+from orchestrator.errors import ElasticError, StorageError
+from orchestrator.launch import remote_membership
 from orchestrator.launch.generation_end import GenerationEnd
 from orchestrator.launch.remote_membership import Place, RemoteMembership, UnansweredError
 from orchestrator.records import (
@@ -243,3 +244,32 @@ def test_steps_that_were_not_reported_yet_are_told_before_a_failure() -> None:
     assert told == ["report", "failed"]
     steps: tuple[StepRecord, ...] = line.wait_for("report")[-1]
     assert [step.key for step in steps] == [StateKey(attempt=1, generation=1, step=1)]
+
+
+def test_a_member_says_whether_its_part_has_grown_since_it_said_so_last_until_it_votes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_membership, "_REPORT_EVERY_S", 0.01)
+    monkeypatch.setattr(remote_membership, "_GIVEN_UP_EVERY_S", 0.0)
+    line = Line(is_given_up=[False, False, True], save_failed=[None])
+    mine, saved, grown = member(line), StateKey(attempt=1, generation=1, step=4), [7]
+
+    def asked() -> list[bool]:
+        return [arguments[-1] for method, arguments in line.calls if method == "is_given_up"]
+
+    assert not mine.is_given_up(VIEW, saved, lambda: grown[0])
+    wait_until(lambda: bool(asked()))
+    grown[0] += 1
+    wait_until(lambda: True in asked())
+    assert asked()[0] is False
+    wait_until(lambda: mine.is_given_up(VIEW, saved, lambda: grown[0]))
+    assert mine.save_failed(VIEW, saved, StorageError("the save was given up")).result(WAIT_S) is False
+    assert mine._undecided is None
+    assert asked().count(True) == 1
+    assert line.calls[0] == ("is_given_up", ("l", saved, 0, 1, False))
+
+
+@pytest.mark.parametrize(("members", "every_s"), [(1, 5.0), (1_000, 5.0), (10_000, 50.0), (100_000, 500.0)])
+def test_members_ask_about_their_saves_200_times_a_second_at_most(members: int, every_s: float) -> None:
+    assert remote_membership.ask_every_s(members) == every_s
+    assert members / every_s <= 200.0

@@ -18,12 +18,15 @@ from orchestrator.data.sources import frozen_list
 from orchestrator.data.sources.fragments import load_plan
 from orchestrator.errors import ConfigError, RefusedError, StorageError
 from orchestrator.launch.doctor import BucketFacts
+from orchestrator.launch.doctor_bucket import judge_bucket
 from orchestrator.launch.doctor_facts import look_at_storage
 from orchestrator.monitor.dashboard.app import make_app
 from orchestrator.storage.buckets import forget_buckets
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import above, absolute, join, open_storage, split
 from orchestrator.storage.probe import check_bucket
+from orchestrator.storage.store import Listed
+from tests.storage.model_store import LaxModelStore, ModelBucket
 from tests.storage.servers import moto, new_bucket, proxy_before, reach
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -239,22 +242,48 @@ def test_a_frozen_list_in_a_bucket_is_read_once_by_a_machine(
 
 # ----------------------------------------------------------------------------------- before a launch begins
 def test_a_bucket_that_can_be_written_is_left_as_it_was(bucket: str) -> None:
-    check_bucket(open_storage(f"{bucket}/runs/new"))
+    assert check_bucket(open_storage(f"{bucket}/runs/new")) == ""
     assert open_storage(bucket).list("") == []
 
 
-def test_a_store_that_lets_a_name_be_created_twice_is_refused(
+def test_of_a_store_that_lets_a_name_be_created_twice_it_is_said_what_that_means(
     server: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with proxy_before(server) as proxy:
         proxy.forgets = ("if-none-match",)
         reach(monkeypatch, proxy.url, tmp_path)
-        with pytest.raises(StorageError, match="two launches could train one run"):
-            check_bucket(open_storage(f"{bucket}/runs/new"))
+        lacks = check_bucket(open_storage(f"{bucket}/runs/new"))
+        assert "does not heed If-None-Match" in lacks
+        assert "agreed on by plain writes and lists" in lacks
         found = look_at_storage(f"{bucket}/runs")
         assert isinstance(found, BucketFacts)
-        assert not found.exclusive
+        assert (found.exclusive, found.refuses, found.listed, found.deletes) == (True, False, True, True)
+        states = {check.name: check.state for check in judge_bucket(found)}
+        assert (states["exclusive create"], states["list after write"]) == ("warn", "ok")
         assert open_storage(bucket).list("") == []
+
+
+def test_one_that_does_not_know_the_condition_is_such_a_store(
+    server: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with proxy_before(server) as proxy:
+        reach(monkeypatch, proxy.url, tmp_path)
+        proxy.unknown = ("if-none-match",)
+        assert "agreed on by plain writes" in check_bucket(open_storage(f"{bucket}/runs/new"))
+
+
+class ListsLate(LaxModelStore):
+    """Shows the newest name of a folder only to who asks again."""
+
+    def list(self, folder: str) -> list[Listed]:
+        return super().list(folder)[:-1]
+
+
+def test_a_store_that_refuses_no_create_and_lists_late_is_refused() -> None:
+    bucket = ModelBucket()
+    with pytest.raises(StorageError, match="do not show at once .* two launches could train one run"):
+        check_bucket(Storage.on(ListsLate(bucket)))
+    assert bucket.contents() == {}
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,22 @@ def test_the_process_writes_what_a_thread_writes(rank: Rank, tmp_path: Path) -> 
     assert here.read(path) == rank.storage.read(path)
 
 
+def test_who_writes_is_seen_to_get_on_and_who_is_done_is_not(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_thread = PartWriter(rank.storage, rank.said.append)
+    before = in_thread.progress
+    in_thread.write(rank.job()).result(LIMIT_S)
+    assert in_thread.progress > before
+    assert in_thread.progress == in_thread.progress
+    in_thread.close()
+    # a process that says so at each piece
+    monkeypatch.setattr(part_writer, "_WRITER", "tests.parts.talkative_writer")
+    before = rank.writer.progress
+    rank.write()
+    assert rank.writer.progress > before
+
+
 def test_a_buffer_without_a_name_is_read_by_the_process(rank: Rank) -> None:
     job = rank.job()
     handle = os.memfd_create("buffer")

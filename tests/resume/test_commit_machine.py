@@ -314,7 +314,8 @@ def test_a_save_does_not_wait_for_ever() -> None:
     state, _ = run(machine(), cast(P, 0, now_s=1.0), Tick(now_s=60.0))
     assert P in state.saves
     _, actions = run(state, Tick(now_s=62.0))
-    assert actions[0] == GiveUp(key=P, ranks=(0,), reason="1 of 2 ranks had saved their part after 60 s")
+    reason = "1 of 2 ranks had saved their part, and the others wrote nothing for 60 s"
+    assert actions[0] == GiveUp(key=P, ranks=(0,), reason=reason)
 
 
 def test_a_newer_claim_is_looked_for_every_five_seconds() -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
+
 from orchestrator.parts.part_file import FOLDER
+from orchestrator.planning.state_layout import Layout, layout_of
 from orchestrator.records import FileEntry
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.verify import point_path
 from orchestrator.storage.files import Storage
 from tests.resume.samples import key, no_sleep, write_point
+from tests.resume.saves import commit_parts
 from tests.storage.crashfs import ModelDisk
 
 BLOCK = 700
@@ -67,6 +71,21 @@ def real_store(disk: ModelDisk) -> RunStore:
 
 def test_no_power_cut_loses_an_acknowledged_point_or_leaves_a_torn_one_committed() -> None:
     count, wrong = explore(real_store, save_three_keep_one)
+    assert wrong == set()
+    assert count > 500, "the exploration must be one"
+
+
+@pytest.mark.parametrize("layout", [layout_of(3, None), layout_of(4, 2)], ids=["fsdp2", "hsdp"])
+def test_no_power_cut_does_so_to_sharded_points_of_many_tensors(layout: Layout) -> None:
+    def save(store: RunStore, disk: ModelDisk) -> Promises:
+        promises = Promises([])
+        for step in (10, 20):
+            name = commit_parts(store, key(step), layout)
+            promises.told.append((len(disk.history), name))
+        store.delete_point(key(10).point_name)
+        return promises
+
+    count, wrong = explore(real_store, save)
     assert wrong == set()
     assert count > 500, "the exploration must be one"
 

@@ -21,7 +21,7 @@ from tests.resume.saves import commit_format_1, commit_parts, read_state
 
 Files = dict[str, bytes]
 Damage = Callable[[random.Random, Files, Files], Files]
-FAST, ALL = 40, 500  # damages of each point, of which there are three
+FAST, ALL = 40, 500  # damages of each point, of which there are four: 1,500 of format 2
 GROWN = "a byte more"  # what is loaded is whole; only who verifies sees it
 
 
@@ -145,7 +145,11 @@ def with_files(folder: Path, whole: Files, damaged: Files) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [pytest.param(FAST), pytest.param(ALL, marks=pytest.mark.chaos)])
-@pytest.mark.parametrize("layout", [layout_of(3, 1), layout_of(4, 2), None], ids=["ddp", "hsdp", "format 1"])
+@pytest.mark.parametrize(
+    "layout",
+    [layout_of(3, 1), layout_of(3, None), layout_of(4, 2), None],
+    ids=["ddp", "fsdp2", "hsdp", "format 1"],
+)
 def test_no_random_damage_is_called_healthy_or_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout | None, number: int
 ) -> None:

@@ -50,20 +50,24 @@ CLOUD = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "CLOUDSDK_")
 _numbers = itertools.count()
 
 
+FAULTS: tuple[Fault, ...] = ("500", "503", "reset", "500 after", "reset after")  # that are tried again
+
+
 def no_fault(method: str, path: str) -> Fault | None:
     return None
 
 
 @dataclass
 class Proxy:
-    """Where it listens, what it does next (method, path with its query -> fault), what it was asked, and the
-    headers of requests that it leaves out.
+    """Where it listens, what it does next (method, path with its query -> fault), what it was asked, the
+    headers of requests that it leaves out, and those that it does not know (501).
     """
 
     url: str = ""
     rule: Rule = no_fault
     asked: list[tuple[str, str]] = field(default_factory=list)
     forgets: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
     over: threading.Event = field(default_factory=threading.Event)
 
     def one_in(self, fault: Fault, method: str, part: str = "", first: int = 1) -> None:
@@ -149,6 +153,8 @@ class _Passing(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         fault = self.told.rule(self.command, self.path)
         self.told.asked.append((self.command, self.path))
+        if any(name in self.headers for name in self.told.unknown):
+            return self._refuse(501)
         if fault is not None and fault.isdecimal():
             return self._refuse(int(fault))
         if fault == "reset":

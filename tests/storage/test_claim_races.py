@@ -7,9 +7,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -21,27 +20,12 @@ from orchestrator.storage.buckets import Limits
 from orchestrator.storage.files import Storage
 from orchestrator.storage.object_store import ObjectStore
 from tests.resume.samples import key, no_sleep, write_point
-from tests.storage.servers import Fault, Proxy, Rule, moto, new_bucket, no_fault, proxy_before, reach
+from tests.storage.servers import FAULTS, Fault, Proxy, Rule, new_bucket, no_fault
 
-FAULTS: tuple[Fault, ...] = ("500", "503", "reset", "500 after", "reset after")
 SILENT: tuple[Fault, ...] = ("silence", "silence after")
 STARTERS = 40
 # what nobody answers is given up soon, and asked as often as a slow machine may need
 LIMITS = Limits(request_s=2.0, retry_s=60.0, again_s=60.0)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Proxy]:
-    with moto() as url, proxy_before(url) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    server.rule, server.forgets = no_fault, ()
-    reach(monkeypatch, server.url, tmp_path)
-    yield server
-    server.rule, server.forgets = no_fault, ()
 
 
 def faults(seed: int, share: float, silent: float) -> Rule:

@@ -134,6 +134,17 @@ def test_moments_to_die_at_are_those_after_each_change_and_with_an_earlier_one_o
     ]
 
 
+# ------------------------------------------------------------------ a bucket that refuses nothing
+def test_a_name_that_was_deleted_is_created_anew_with_new_content() -> None:
+    store = LaxModelStore(ModelBucket())
+    for data in (b"first", b"second"):
+        assert put(store, "a/x", data, exclusive=True)
+        assert not put(store, "a/x", b"late", exclusive=True)
+        assert store.facts("a/x").size == len(data)
+        store.delete(["a/x"])
+        assert store.bucket.contents() == {}
+
+
 # ------------------------------------------------------------------ real claims
 def claiming(launch: str, files: type[ClaimFiles] = ClaimFiles) -> Act:
     def program(store: Store) -> str:

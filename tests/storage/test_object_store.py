@@ -12,7 +12,6 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import obstore
 import pytest
@@ -22,24 +21,9 @@ from orchestrator.storage.buckets import bucket_of, forget_buckets
 from orchestrator.storage.object_store import PART_BYTES, TOKEN, ObjectStore
 from orchestrator.storage.tries import TRIES
 from tests.resume.samples import no_sleep
-from tests.storage.servers import Fault, Proxy, moto, new_bucket, no_fault, proxy_before, reach
+from tests.storage.servers import FAULTS, Fault, Proxy, new_bucket, no_fault
 
-FAULTS: tuple[Fault, ...] = ("500", "503", "reset", "500 after", "reset after")
 LARGE = os.urandom(1 << 20) * 17  # three parts
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Proxy]:
-    with moto() as url, proxy_before(url) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    server.rule = no_fault
-    reach(monkeypatch, server.url, tmp_path)
-    yield server
-    server.rule = no_fault
 
 
 @pytest.fixture
@@ -69,6 +53,19 @@ def test_a_create_that_meets_a_fault_has_won_and_a_second_one_has_not(
     proxy.one_in(fault, "PUT")
     assert not put(store, "claim", b"mine", exclusive=True)
     assert content(store, "claim") == b"mine"
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_fault_is_no_sign_that_a_server_refuses_a_second_create_nor_that_it_does_not(
+    proxy: Proxy, store: ObjectStore, refuses: bool, fault: Fault, first: int
+) -> None:
+    forget_buckets()  # whatever was asked before
+    proxy.forgets = () if refuses else ("if-none-match",)
+    proxy.one_in(fault, "PUT", first=first)
+    assert store.creates_exclusively() is refuses
+    assert store.list("") == []
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from orchestrator.storage.redacted import redacted
 from tests.forked import FORKED
 from tests.resume.samples import no_sleep
 from tests.storage.an_attempt import an_attempt
-from tests.storage.servers import Fault, Proxy, moto, new_bucket, no_fault, proxy_before, reach
+from tests.storage.servers import Fault, Proxy, new_bucket
 
 SECRETS = {
     "AWS_ACCESS_KEY_ID": "AKIAQWERTYUIOPASDFGH",
@@ -32,20 +32,12 @@ SECRETS = {
 IMPATIENT = Limits(request_s=1.0, retry_s=60.0, again_s=60.0)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Proxy]:
-    with moto() as url, proxy_before(url) as proxy:
-        yield proxy
-
-
 @pytest.fixture
-def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    server.rule = no_fault
-    reach(monkeypatch, server.url, tmp_path)
+def proxy(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
+    """With secrets of its own."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    yield server
-    server.rule = no_fault
+    return proxy
 
 
 @pytest.fixture
@@ -84,9 +76,10 @@ def test_a_server_that_says_nothing_more_is_an_error_that_says_what_to_do(proxy:
 def test_a_call_ends_within_its_limit_and_a_document_sooner_than_content() -> None:
     for limit_s in (3.0, 8.0, 30.0):
         limits = Limits.within(limit_s)
+        assert limits.request_s < limits.again_s, "what nobody answers is asked once more"
         assert limits.request_s + limits.retry_s + limits.again_s == pytest.approx(limit_s)
     assert sum((DOCUMENT.request_s, DOCUMENT.retry_s, DOCUMENT.again_s)) <= 30
-    assert CONTENT.request_s > DOCUMENT.request_s
+    assert CONTENT.again_s > CONTENT.request_s > DOCUMENT.request_s
     store = ObjectStore("s3://bucket/run")
     assert (store._limits_for(100_000), store._limits_for(8 << 20)) == (DOCUMENT, CONTENT)
     assert store.within(6.0)._limits_for(8 << 20) == store.within(6.0).beside("s3://bucket/b")._limits_for(0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.elastic import supervisor
-from tests.conftest import connected, python_is
+from tests.conftest import connected, only_what_a_launch_needs, python_is
 from tests.system.harness import Job, assert_exactly_once
 
 LLAMA = {
@@ -78,3 +78,24 @@ def unbroken(undisturbed: dict[int, Job]) -> tuple[str, list[float]]:
 def finished(undisturbed: dict[int, Job], tmp_path: Path) -> Job:
     """A copy of the run that two workers finished."""
     return undisturbed[2].copied(tmp_path / "runs")
+
+
+@pytest.fixture(scope="module")
+def three_nodes(warm: str) -> Iterator[Any]:
+    """A head that holds the tokenizer, and two nodes that hold a worker each."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    with python_is(warm), only_what_a_launch_needs():
+        made = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 200 << 20},
+        )
+        # connected while there is only the head: a driver attaches to any raylet of its machine, and this one
+        # shall outlive the others
+        ray.init(address=made.address, logging_level="ERROR", log_to_driver=False)
+        made.workers = [made.add_node(num_cpus=2, object_store_memory=100 << 20) for _ in range(2)]
+        made.wait_for_nodes()
+        yield made
+        ray.shutdown()
+        made.shutdown()

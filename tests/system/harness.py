@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,21 @@ ray.init({cluster.address!r}, runtime_env={{"worker_process_setup_hook": {before
 def sigkill(pid: int) -> None:
     """A real SIGKILL."""
     os.kill(pid, signal.SIGKILL)
+
+
+def thaw(pid: int, act: Callable[[], object]) -> None:
+    """Waits until the process is stopped, calls `act`, and lets it go on, if it is there still."""
+    never = threading.Event()
+    for _ in range(int(LIMIT_S / 0.05)):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if state == "T":
+            break
+        never.wait(0.05)
+    else:
+        raise AssertionError(f"process {pid} is not stopped, but {state}")
+    act()
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
 
 
 def _living(prefix: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.launch.api import RunResult
 from orchestrator.storage.files import Storage
-from tests.conftest import only_what_a_launch_needs, python_is
 from tests.system.harness import LIMIT_S, Job, assert_exactly_once, log_text, when_step
 
 pytestmark = pytest.mark.system
@@ -22,27 +20,6 @@ pytestmark = pytest.mark.system
 def job(llama: Job) -> Job:
     """Here with a model of transformers."""
     return llama
-
-
-@pytest.fixture(scope="module")
-def three_nodes(warm: str) -> Iterator[Any]:
-    """A head that holds the tokenizer, and two nodes that hold a worker each."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    with python_is(warm), only_what_a_launch_needs():
-        made = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 200 << 20},
-        )
-        # connected while there is only the head: a driver attaches to any raylet of its machine, and this one
-        # shall outlive the others
-        ray.init(address=made.address, logging_level="ERROR", log_to_driver=False)
-        made.workers = [made.add_node(num_cpus=2, object_store_memory=100 << 20) for _ in range(2)]
-        made.wait_for_nodes()
-        yield made
-        ray.shutdown()
-        made.shutdown()
 
 
 def test_one_node_of_two_dies_and_another_one_comes(job: Job, three_nodes: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.monitor.lost_steps import assert_views_count_each_lost_step_once
 from tests.system.harness import Job, assert_exactly_once
 from tests.torchrun.ranks import ranks
 
@@ -26,6 +27,8 @@ def test_a_killed_worker_takes_its_rows_along_and_the_run_goes_on_in_other_layou
     first = job.train(plan, **shard, train__max_steps=9)
     assert (first.outcome, first.step) == ("done", 9), first.reason
     assert plan.struck() == [0]
+    lost = assert_views_count_each_lost_step_once(job.run)
+    assert 1 <= lost <= 5, "two of three workers are left, with a memory point or a point"
     with ranks(tmp_path, 2, job.config(**fast, train__parallel=HSDP, train__max_steps=12)) as group:
         assert group.end(300.0) == [0, 0], group.said()
     last = job.train(**fast, train__parallel="replicate")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch._dynamo  # noqa: F401  DDP needs it; the server imports it once for all members
+import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 from orchestrator.config.schema import parse_config
@@ -107,6 +108,23 @@ class PoisonModel(torch.nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         poison = (input_ids == POISON).any(1)[:, None, None]
         return self.table(input_ids).masked_fill(poison, float("nan"))
+
+
+class ModelOfCollectives(PoisonModel):
+    """Its forward pass raises from torch's code for collectives: what is said of tensors that do not fit
+    together, or `text`.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if not self.text:
+            dist.all_gather([torch.ones(2), torch.ones(3)], torch.ones(2))
+        # torch's own frame is the innermost one then
+        exec(f"raise RuntimeError({self.text!r})", {"__name__": "torch.distributed.made"})  # noqa: S102
+        raise AssertionError
 
 
 class FullDisk(Storage):

@@ -22,16 +22,13 @@ from orchestrator.records import REFORM, SAVE, STOP, StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
     Action,
-    CheckNewerClaim,
-    ClaimChecked,
-    CommitWritten,
     DiscardSave,
     Event,
-    FlushJournal,
     GenerationFormed,
     GiveUp,
-    JournalDurable,
     PartFailed,
+    PartGrows,
+    Tick,
     VoteCast,
     VoterGone,
     WriteCommit,
@@ -40,6 +37,7 @@ from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.trainer import save_slot
 from orchestrator.trainer.save_slot import Answered, Begin, CallOff, SaveSlot, Staged, Stopped, Written
 from orchestrator.trainer.save_triggers import SaveTriggers, carried_out
+from tests.resume.quick_storage import tell_machine
 from tests.resume.test_commit_machine import vote
 
 State = tuple[int, ...]  # which generation trained each step
@@ -61,6 +59,7 @@ class Rules:
     stops: bool = True
     every_steps: int = 1
     slot: type[SaveSlot] = SaveSlot
+    progress: bool = False  # members say that their parts grow, and what stands still is given up
     carried_out: Callable[[int, int], int] = carried_out
     step_waits: bool = True  # False: a step is applied while the state is copied
     join_frees: bool = False  # True: who joins forgets its save
@@ -201,32 +200,22 @@ def identity(world: World) -> int:
 
 # ---- the coordinator
 def tell(world: World, *events: Event) -> World:
-    """Gives the commit machine the events, as its driver does: each with all that follows from it."""
-    todo = deque(events)
-    while todo:
-        machine, actions = world.machine.on(todo.popleft())
-        world = world._replace(machine=machine)
-        for action in actions:
-            world, answer = perform(world, action)
-            if answer is not None:
-                todo.appendleft(answer)
-    return world
+    """Gives the commit machine the events, each with all that follows from it."""
+    return tell_machine(
+        world, events, lambda now: now.machine, lambda now, machine: now._replace(machine=machine), perform
+    )
 
 
-def perform(world: World, action: Action) -> tuple[World, Event | None]:
+def perform(world: World, action: Action) -> World:
     """Storage, and the way back to the voters."""
     match action:
-        case FlushJournal():
-            return world, JournalDurable(key=action.key)
-        case CheckNewerClaim():
-            return world, ClaimChecked(key=action.key, newer=False)
         case WriteCommit():
             state = dict(world.truth)[action.key]
             ranks = world.ranks[action.key.generation - 1]
             for rank in range(len(ranks)):
                 if (action.key, rank, state) not in world.parts:
                     raise Broken("a COMMIT over a part that is missing, torn, or of another step")
-            return world._replace(committed=world.committed | {action.key}), CommitWritten(key=action.key)
+            return world._replace(committed=world.committed | {action.key})
         case Acknowledge() | GiveUp():
             for rank in action.ranks:
                 who = world.ranks[action.key.generation - 1][rank]
@@ -240,8 +229,8 @@ def perform(world: World, action: Action) -> tuple[World, Event | None]:
             if any(m.writes and m.writes[0].point_name == action.name for m in world.members):
                 raise Broken("files are deleted under a writer")
             parts = frozenset(part for part in world.parts if part[0].point_name != action.name)
-            return world._replace(discarded=world.discarded | {action.name}, parts=parts), None
-    return world, None
+            return world._replace(discarded=world.discarded | {action.name}, parts=parts)
+    return world
 
 
 # ---- a member's save
@@ -280,7 +269,7 @@ def carry_out(world: World, who: int, action: save_slot.Action) -> World:
     return world
 
 
-def of_the_save(world: World, who: int) -> Iterator[tuple[str, Callable[[], World]]]:
+def of_the_save(world: World, who: int, rules: Rules) -> Iterator[tuple[str, Callable[[], World]]]:
     """What may happen to one member's save."""
     member, slot = world.members[who], world.members[who].slot
     key, name = slot.key, world.members[who].name
@@ -288,6 +277,10 @@ def of_the_save(world: World, who: int) -> Iterator[tuple[str, Callable[[], Worl
         yield f"{name} has staged {key.step}", lambda: applied(on(world, who, Staged(key=key)), who)
     if member.writes is not None:
         at, state = member.writes
+        if rules.progress:
+            size, rank = len(world.ranks[at.generation - 1]), world.rank(at, who)
+            says = PartGrows(key=at, rank=rank, world_size=size, moved=True, now_s=0.0)
+            yield f"{name} says that it writes {at.step}", lambda: tell(world, says)
         rest = member._replace(writes=None)
         part = (at, world.rank(at, who), state)
         done = world._replace(parts=world.parts | {part}).put(who, rest)
@@ -526,9 +519,12 @@ def events(world: World, rules: Rules) -> Iterator[tuple[str, Callable[[], World
     """Every event that is possible now, and how it changes the world."""
     yield from of_the_group(world, rules)
     for who in range(len(world.members)):
-        yield from of_the_save(world, who)
+        yield from of_the_save(world, who, rules)
         yield from of_a_member(world, who, rules)
     yield from forming(world, rules)
+    if rules.progress and world.faults and any(not s.is_complete for s in world.machine.saves.values()):
+        still = world._replace(faults=world.faults - 1)
+        yield "a save stands still for too long", lambda: tell(still, Tick(now_s=61.0))
     trains = any(m.life == IN for m in world.members)
     if world.requests and not world.asked and trains:
         yield "a save is asked for", lambda: world._replace(requests=world.requests - 1, asked=True)

@@ -20,10 +20,15 @@ from tests.trainer.test_sharded_kills import (  # noqa: F401  fixtures
 )
 
 
-def drained_at_5(folder: Path, sharded: bool, plans: dict[str, Plan] | None = None) -> Launch:
-    """a, b and c train; before step 5 is made it is heard that c's node goes in 200 s."""
+def drained_at_5(
+    folder: Path, sharded: bool, plans: dict[str, Plan] | None = None, memory: int | None = None
+) -> Launch:
+    """a, b and c train; before step 5 is made it is heard that c's node goes in 200 s. `memory`: every so
+    many steps a memory point.
+    """
+    job = job_of(SHARD, resume__memory_every_steps=memory)
     plans = {"a": Plan(hold=("step_begin", 5)), **(plans or {})}
-    with members(folder, list("abc"), plans, job_of(SHARD), sharded=sharded) as group:
+    with members(folder, list("abc"), plans, job, sharded=sharded) as group:
         launch = group.launch
         launch.wait_for(lambda: launch.held("a") is not None)
         launch.run(launch.coordinator.draining("node-c", "host-c", 200.0))
@@ -34,7 +39,7 @@ def drained_at_5(folder: Path, sharded: bool, plans: dict[str, Plan] | None = No
 
 
 def test_a_point_of_the_step_is_committed_and_the_others_go_on_from_it(tmp_path, calm, alone):  # noqa: F811
-    launch = drained_at_5(tmp_path, sharded=True)
+    launch = drained_at_5(tmp_path, sharded=True, memory=2)
     first, second = launch.views
     saved = StateKey(attempt=1, generation=1, step=5)
     assert (second.world_size, second.parent, second.point) == (2, saved, saved.point_name)

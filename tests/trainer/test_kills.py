@@ -309,15 +309,23 @@ def test_members_keep_their_records_until_these_are_acknowledged(tmp_path):
     assert kept[True] == [4, 5]
 
 
-def test_a_member_with_another_configuration_is_told_so_and_harms_nobody(tmp_path, unbroken):
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"config_digest": "another"}, "another configuration"),
+        # `auto` looks at machines, so that two may come to different layouts of one configuration
+        ({"num_shards": None}, "another number of shards (3) than rank"),
+    ],
+)
+def test_a_member_with_another_configuration_or_layout_is_told_so_and_harms_nobody(
+    tmp_path, unbroken, other, told
+):
     with members(tmp_path, ["a", "b"], {"b": Plan(hold=("step_begin", 4))}) as group:
         group.launch.wait_for(lambda: group.launch.held("b") is not None)
-        group.start("stranger", job=dataclasses.replace(group.job, config_digest="another"))
+        group.start("stranger", job=dataclasses.replace(group.job, **other))
         group.launch.wait_for(lambda: group.launch.waits("stranger"))
         group.launch.release("b")
-        group.launch.wait_for(
-            lambda: any("another configuration" in join.reason for _, join in group.launch.joins)
-        )
+        group.launch.wait_for(lambda: any(told in join.reason for _, join in group.launch.joins))
         group.processes["stranger"].kill()
         group.finish()
         launch = group.launch

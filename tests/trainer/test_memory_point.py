@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -75,6 +75,21 @@ def cut(whole: Tensor, rows: range) -> Tensor:
     return whole[rows.start : rows.stop] if whole.ndim else whole
 
 
+class TellingLock:
+    """A lock that tells whoever waits for a change when it is let go: what it guards may be another then."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._lock, self._changed = threading.Lock(), changed
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        with self._changed:
+            self._changed.notify_all()
+
+
 class Ranks:
     """Ranks of one generation after the other; `step` does what the loop does around a summary."""
 
@@ -82,6 +97,9 @@ class Ranks:
         self.states = [FakeShard(world_size, rank) for rank in range(world_size)]
         self.faults: list[Callable[[str, int, int], None]] = []
         self.points = [MemoryPoints(every, CPU, self._fault) for _ in range(world_size)]
+        self.changed = threading.Condition()
+        for points in self.points:
+            points._lock = TellingLock(self.changed)  # type: ignore[assignment]
         self.nodes = tuple(nodes or range(world_size))
         self.generation = 0
         self.generations = ExitStack()
@@ -133,7 +151,12 @@ class Ranks:
 
     def wait(self) -> None:
         """Until every rank has the memory point under way."""
-        until(lambda: all(points.is_whole for points in self.points))
+        self.until(lambda: all(points.is_whole for points in self.points))
+
+    def until(self, what: Callable[[], bool]) -> None:
+        """Until so much is there of the memory points."""
+        with self.changed:
+            assert self.changed.wait_for(what, LIMIT_S), "nothing happened in time"
 
     def held(self, without: Sequence[int] = ()) -> list[Holding]:
         return [
@@ -144,11 +167,10 @@ class Ranks:
         ]
 
 
-def until(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not what():
-        assert time.monotonic() < end, "nothing happened in time"
-        time.sleep(0.001)
+def end_of(link: NeighbourLink, thread: int) -> None:
+    """Until one of its threads has failed; 0 sends, 1 receives."""
+    link._threads[thread].join(LIMIT_S)
+    assert link.failure
 
 
 @contextmanager
@@ -244,8 +266,11 @@ def test_a_copy_that_is_cut_off_is_on_no_list_and_the_sealed_one_is():
                 raise ConnectionError("cut")
 
         group.faults.append(cut)
+        link = group.points[0]._link
+        group.step()  # seals step 1, and begins step 2
+        end_of(link, 0)
         with pytest.raises(GenerationEnded, match="memory points do not reach their neighbours"):
-            until(lambda: group.step() is not None)  # the first seals step 1, and begins step 2
+            group.step()
         group.leave()
         assert ends
         there = {(h.key.step, h.shard) for h in group.points[1].holdings() if h.source is Source.NEIGHBOUR}
@@ -278,7 +303,10 @@ def test_a_copy_with_one_other_bit_is_not_kept(changed):
             neighbour.sendall(bytes.fromhex(address.token) + struct.pack("!I", len(header)) + header)
             neighbour.sendall(bytes(data) + digest)
             kept = replace(copy, source=Source.NEIGHBOUR)
-            until(lambda: bool(link.failure) or kept in receiver.holdings())
+            if changed is None:
+                group.until(lambda: kept in receiver.holdings())
+            else:
+                end_of(link, 1)
         link.close()
         assert (kept in receiver.holdings()) == (changed is None)
         assert ("it was sent with" in link.failure) == (changed is not None)

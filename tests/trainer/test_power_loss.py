@@ -18,6 +18,8 @@ from tests.trainer.test_kills import assert_same_training, killed, let_in
 
 # no collective's own time-out ends within a test: who goes on was called off
 PATIENT = dataclasses.replace(tiny_job(), collective_limit_s=10 * WAIT_S)
+# a step that is like those before it is given up soon
+SHORT = dataclasses.replace(tiny_job(), collective_limit_s=0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -102,12 +104,21 @@ def test_half_a_state_is_not_used_when_power_is_lost_while_it_is_copied(tmp_path
     assert_same_training(launch, unbroken)
 
 
+@pytest.mark.parametrize(
+    ("step", "job"),
+    [
+        # a first step: nobody knows how long it takes, and no median says so
+        (1, PATIENT),
+        # one in which a peer may compile (there is nothing to compile here), though steps are short
+        (5, dataclasses.replace(SHORT, train=tiny_job().train.model_copy(update={"compile": "blocks"}))),
+    ],
+    ids=["first", "compiling"],
+)
 def test_who_still_computes_when_the_generation_ends_is_waited_for_and_who_is_frozen_is_not(
-    tmp_path, unbroken
+    tmp_path, unbroken, step, job
 ):
-    # a first step may compile: nobody knows how long it takes, and no median says so
-    plans = {name: Plan(hold=("step_begin", 1)) for name in "bcd"}
-    with members(tmp_path, ["a", "b", "c", "d"], plans, job=PATIENT) as group:
+    plans = {name: Plan(hold=("step_begin", step)) for name in "bcd"}
+    with members(tmp_path, ["a", "b", "c", "d"], plans, job=job) as group:
         launch = group.launch
         launch.wait_for(lambda: launch.held("b") is not None)
         freeze(group, "d")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from orchestrator.config.schema import ModelConfig, TrainConfig
 from orchestrator.planning.state_layout import held_rows
 from orchestrator.planning.weights_sum import MODULUS
 from orchestrator.resume.committed import CommittedFiles
@@ -34,14 +35,13 @@ def job_of(parallel: Any) -> TrainJob:
     )
 
 
-def read_back(storage: Storage) -> int:
+def read_back(storage: Storage, model: ModelConfig, train: TrainConfig) -> int:
     """Reads all points of the run whole, and in other layouts; how many there are."""
     store, files = RunStore(storage), CommittedFiles(storage)
-    job = job_of(REPLICATE)
     names = store.point_names()
     for name in names:
         assert store.verify_point(name) == []
-        whole = TrainState(job.model, job.train, torch.device("cpu"), invariant=False)
+        whole = TrainState(model, train, torch.device("cpu"), invariant=False)
         items = whole.items()
         _spoil(items)
         load(items, name, files)
@@ -89,7 +89,8 @@ def campaign(root: Path, parallel: Any, place: str, step: int) -> int:
     with members(root, names, {"m2": Plan(kill=(place, step))}, job=job_of(parallel)) as group:
         group.finish()
         assert len(group.launch.views) > 1, "a member was lost"
-    return read_back(group.launch.storage)
+    job = job_of(REPLICATE)
+    return read_back(group.launch.storage, job.model, job.train)
 
 
 def test_every_point_of_a_run_with_a_kill_is_read_back_in_other_layouts(tmp_path: Path) -> None:

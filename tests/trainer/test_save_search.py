@@ -27,7 +27,12 @@ FAULT = Rules(steps=2, faults=1, requests=0)
 NO_FAULT = Rules(steps=3, faults=0)
 
 
-@pytest.mark.parametrize("rules", [FAULT, NO_FAULT], ids=["a fault", "no fault"])
+STANDS_STILL = replace(FAULT, progress=True, stops=False)
+
+
+@pytest.mark.parametrize(
+    "rules", [FAULT, NO_FAULT, STANDS_STILL], ids=["a fault", "no fault", "parts that grow"]
+)
 def test_no_interleaving_tears_a_save_or_leaves_anybody_waiting(rules: Rules) -> None:
     result = search(rules)
     assert (result.broken, result.trace) == ("", ())

@@ -17,7 +17,8 @@ from orchestrator.trainer.job import TrainJob
 from tests.trainer.launch import Launch
 from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
 
-SHARD, HSDP = "shard", {"shard": 2, "replicate": 2}
+REPLICATE, SHARD, HSDP = "replicate", "shard", {"shard": 2, "replicate": 2}
+BF16 = {"train__precision": "bf16"}
 END = 8
 Segments = tuple[tuple[int, int], ...]  # (world size, up to which step)
 
@@ -50,10 +51,10 @@ def calm(tmp_path_factory):
     """Runs that nobody disturbs: each segment is a launch of its own that continues the point of the last."""
 
     @cache
-    def run(parallel: str, segments: Segments) -> tuple[list[float], str]:
+    def run(parallel: str, segments: Segments, **changes: Any) -> tuple[list[float], str]:
         folder, launches, point = tmp_path_factory.mktemp("calm"), list[Launch](), None
         for attempt, (world, end) in enumerate(segments, 1):
-            job = job_of(SHARD if parallel == "shard" else HSDP, train__max_steps=end)
+            job = job_of(HSDP if parallel == "hsdp" else parallel, train__max_steps=end, **changes)
             launches.append(run_to_end(folder, world, attempt=attempt, point=point, job=job))
             point = launches[-1].last_point().key.point_name
         return losses(*launches), launches[-1].last_point().state_digest
@@ -66,14 +67,16 @@ def alone(tmp_path_factory) -> list[float]:
     return losses(run_to_end(tmp_path_factory.mktemp("alone"), 1, job=job_of("replicate")))
 
 
-def assert_as_if_nothing_happened(launch: Launch, parallel: Any, calm: Any, alone: list[float]) -> None:
+def assert_as_if_nothing_happened(
+    launch: Launch, parallel: Any, calm: Any, alone: list[float], tolerance: float = 1e-5, **changes: Any
+) -> None:
     """The history is, bit by bit, that of calm runs of the same worlds; and nearly that of one process."""
     found = losses(launch)
-    name = "shard" if parallel == SHARD else "hsdp"
-    expected, digest = calm(name, segments_of(launch.views))
+    name = "hsdp" if parallel == HSDP else parallel
+    expected, digest = calm(name, segments_of(launch.views), **changes)
     assert found == expected
     assert launch.last_point().state_digest == digest
-    assert found == pytest.approx(alone, rel=1e-5)
+    assert found == pytest.approx(alone, rel=tolerance)
 
 
 def killed(group: Members) -> set[str]:
@@ -149,6 +152,42 @@ def test_replicate_with_memory_points_goes_on_from_what_the_others_train(tmp_pat
     joined = next(request for name, request in launch.joins if name == "a" and request.leaves == (1, 1))
     assert {h.source for h in joined.holdings} >= {Source.LIVE, Source.STAGED}
     assert losses(launch) == pytest.approx(alone, rel=1e-5)
+
+
+# ---- bfloat16
+@pytest.mark.parametrize(
+    ("parallel", "place"),
+    [
+        (REPLICATE, "gradient_done"),
+        (SHARD, "gradient_done"),
+        (SHARD, "neighbour_half_sent"),
+        (HSDP, "summary_received"),
+    ],
+    ids=["replicate", "shard", "shard, in a memory point", "hsdp"],
+)
+def test_bf16_through_a_kill_has_the_bits_of_the_same_worlds_without_one(
+    tmp_path, calm, alone, parallel, place
+):
+    """And the loss curve of float32 in one process, as near as the rounding of bfloat16 lets it."""
+    step = 4 if place == "neighbour_half_sent" else 5
+    launch, dead = run_with(tmp_path, "abcd", {"b": Plan(kill=(place, step))}, parallel, **BF16)
+    assert dead == {"b"}
+    assert [view.world_size for view in launch.views] == [4, 3]
+    assert launch.views[1].point is None, "no file was needed"
+    assert launch.views[1].step >= (0 if parallel == SHARD else 4), "whole replicas lose no step"
+    assert_as_if_nothing_happened(launch, parallel, calm, alone, 5e-3, **BF16)
+
+
+def test_bf16_under_invariant_numerics_has_the_bits_of_one_process_whoever_is_killed(tmp_path):
+    job = job_of(REPLICATE, train__numerics="invariant", **BF16)
+    unbroken = run_to_end(tmp_path / "unbroken", 1, job=job)
+    plans = {"a": Plan(kill=("applied", 3)), "b": Plan(kill=("summary_received", 6))}
+    with members(tmp_path / "killed", list("abc"), plans, job) as group:
+        group.finish()
+        assert killed(group) == {"a", "b"}
+        launch = group.launch
+    assert losses(launch) == losses(unbroken)
+    assert launch.last_point().state_digest == unbroken.last_point().state_digest
 
 
 # ---- several

@@ -4,6 +4,7 @@ becomes of them when somebody dies or leaves at any place."""
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -146,9 +147,10 @@ def writers(pid: int) -> list[int]:
     """The processes beside a member that write parts."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            if b"orchestrator.parts.writer" in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(int(child))
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            for child in (task / "children").read_text().split():
+                if b"orchestrator.parts.writer" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(int(child))
     return found
 
 

@@ -189,6 +189,33 @@ def test_a_wrong_step_is_applied_by_nobody_and_stops_the_run_naming_both_values(
     assert not launch.outcomes
 
 
+@pytest.mark.parametrize(
+    ("text", "failure", "generations"),
+    [
+        ("", "the collectives that gather weights and sum the gradient do not fit together: ", 1),
+        ("nobody knows what this means", "generations in a row ended before their first step", None),
+    ],
+    ids=["that do not fit", "unknown"],
+)
+def test_errors_of_collectives_that_every_group_meets_again_end_the_run(tmp_path, text, failure, generations):
+    """What is surely nobody's loss stops it at once; what may be one, when it has come too often."""
+    changes = {
+        "model__factory": "tests.trainer.member:ModelOfCollectives",
+        "model__factory_args": {"text": text},
+    }
+    job = tiny_job(train__parallel="shard", train__numerics="fast", **changes)
+    with members(tmp_path, ["a", "b"], job=job) as group:
+        ended = group.launch.wait_for_end()
+        group.join_all()
+        launch = group.launch
+    assert ended.ended == "failed"
+    assert failure in ended.reason
+    if generations is not None:
+        assert len(launch.views) == generations
+        assert any(error.startswith("TrainingError: ") for error in launch.errors.values())
+    assert launch.journal().records == ()
+
+
 def test_a_member_that_loses_the_summary_of_a_wrong_step_does_not_apply_it_either(tmp_path):
     feed = FormulaFeed(wrong_digest_at_sample=30)
     # b goes on when the steps before have been reported: its failure ends the run

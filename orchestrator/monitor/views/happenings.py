@@ -23,6 +23,7 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.json_form import decode
 from orchestrator.monitor.views.columns import Event, Generation
 from orchestrator.monitor.views.facts import DRAIN, Facts, stamp
+from orchestrator.monitor.views.left_behind import left_behind
 from orchestrator.monitor.views.points_table import by_name
 from orchestrator.monitor.views.words import span, steps, workers
 from orchestrator.records import GroupChange
@@ -76,6 +77,8 @@ def _happenings(facts: Facts) -> list[Entry]:
         before = generation
         if open_fault is not None and _heals(entry, open_fault):
             open_fault["recovered_s"] = round(entry["t"] - open_fault["t"], 1)
+            for lost in ("lost_steps", "lost_tokens"):
+                open_fault[lost] += entry[lost]
             open_fault = None
             continue
         found.append(entry)
@@ -121,6 +124,7 @@ def _formed(
         "pause_s": _pause(facts, generation, before),
         "world_from": before.start.world_size if before and before.start else None,
     }  # fmt: skip
+    _lost(facts, entry, generation.id[1])
     if before is None or before.id[0] != attempt:
         _begun(facts, entry, before)
         return entry
@@ -129,8 +133,6 @@ def _formed(
         bisect.bisect(of_attempt, g.event.seq, key=lambda e: e.seq) if g.event else 0
         for g in (before, generation)
     )
-    # work that this attempt itself went back over, because nobody held it any more
-    _lost(facts, entry, generation, before)
     _within(entry, _Group(generation, before, of_attempt[first:last], change))
     return entry
 
@@ -155,7 +157,6 @@ def _begun(facts: Facts, entry: Entry, before: Generation | None) -> None:
         entry["kind"] = "start"
     if before is None or why not in (RESUME, REWIND):
         return
-    _dropped(facts, entry)
     end, last = facts.end_of(before.id[0]), facts.wrote(before.id[0])
     entry["down_s"] = round(max(0.0, entry["t"] - (last if last is not None else entry["t"])), 1)
     entry["ended"], entry["ended_by"] = (end.outcome, end.by) if end is not None else (None, None)
@@ -188,16 +189,9 @@ def _by_command(facts: Facts) -> list[Entry]:
         }  # fmt: skip
         if claim.why == FORK:
             entry["origin"] = _origin(facts, number)
-        _dropped(facts, entry)
+        _lost(facts, entry)
         found.append(entry)
     return found
-
-
-def _dropped(facts: Facts, entry: Entry) -> None:
-    """What an attempt has set aside."""
-    for piece in facts.path.dropped(entry["attempt"]):
-        entry["lost_steps"] += len(piece.rows)
-        entry["lost_tokens"] += int(facts.columns["width"][piece.rows].sum())
 
 
 def _origin(facts: Facts, attempt: int) -> str:
@@ -209,15 +203,17 @@ def _origin(facts: Facts, attempt: int) -> str:
     return f"{found.run.rstrip('/').rpartition('/')[2]} at {found.point}"
 
 
-def _lost(facts: Facts, entry: Entry, generation: Generation, before: Generation) -> None:
-    start = generation.start
-    parent = start.parent if start is not None else None
-    columns, index = facts.columns, facts.columns.index[before.id]
-    if parent is None or (parent.attempt, parent.generation) != before.id or parent.step >= before.last_step:
-        return
-    rows = columns.rows(index)
-    gone = rows[columns["step"][rows] > parent.step]
-    entry["lost_steps"], entry["lost_tokens"] = len(gone), int(columns["width"][gone].sum())
+def _lost(facts: Facts, entry: Entry, generation: int = 0) -> None:
+    """What was abandoned when this generation was formed, or when an attempt began that formed none (0)."""
+    attempt, columns = entry["attempt"], facts.columns
+    by = facts.kept(
+        f"left behind by {attempt}", facts.shape, lambda: left_behind(columns, facts.path, attempt)
+    )
+    rows = by.get((attempt, generation), ())
+    entry["lost_steps"], entry["lost_tokens"] = (
+        len(rows),
+        int(columns["width"][rows].sum()) if len(rows) else 0,
+    )
 
 
 def _within(entry: Entry, group: _Group) -> None:
@@ -331,24 +327,25 @@ def _placed(facts: Facts, entry: Entry) -> Entry:
 def _sentence(e: Entry) -> str:  # noqa: C901, PLR0912  a sentence for each kind
     a, b = e.get("world_from"), e.get("world_to")
     lost = f"{steps(e['lost_steps'])} lost" if e["lost_steps"] else "no step lost"
+    also_lost = f"; {lost}" if e["lost_steps"] else ""
     match e["kind"]:
         case "worker" | "frozen":
             return _faulted(e, lost)
         case "crash":
             return f"Everything died; resumed after {span(e['down_s'])} with {workers(b or 0)}, {lost}"
         case "error":
-            return f"A worker failed: {sentences.first_sentence(e['detail'])}"
+            return f"A worker failed: {sentences.first_sentence(e['detail'])}{also_lost}"
         case "coordinator":
-            return f"The coordinator restarted; {_pause_text(e)}no step lost"
+            return f"The coordinator restarted; {_pause_text(e)}{lost}"
         case "feeder":
             return f"{e['detail'][:1].upper()}{e['detail'][1:]}; no step lost"
         case "join":
             more = (b or 0) - (a or 0)
-            return f"{more} worker{'s' if more > 1 else ''} joined: {a} → {b}"
+            return f"{more} worker{'s' if more > 1 else ''} joined: {a} → {b}{also_lost}"
         case "start":
-            return f"Started with {workers(b or 0)}"
+            return f"Started with {workers(b or 0)}{also_lost}"
         case "fork":
-            return f"Begun as a fork of {e['origin']}" + (f", with {workers(b)}" if b else "")
+            return f"Begun as a fork of {e['origin']}" + (f", with {workers(b)}" if b else "") + also_lost
         case "resume":
             why = "a drain notice" if DRAIN in (e.get("ended_by") or "") else "a stop"
             return f"Resumed after {why} ({span(e['down_s'])} down), {lost}"
@@ -368,7 +365,7 @@ def _sentence(e: Entry) -> str:  # noqa: C901, PLR0912  a sentence for each kind
         case "done":
             return f"Done: {e['detail']}"
     detail = sentences.first_sentence(e.get("detail") or "")
-    return "The group formed again" + (f" after: {detail}" if detail else "")
+    return "The group formed again" + (f" after: {detail}" if detail else "") + also_lost
 
 
 def _faulted(e: Entry, lost: str) -> str:

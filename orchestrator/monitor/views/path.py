@@ -135,6 +135,7 @@ class _Fates:
         self._why = {claim.number: claim.why for claim in claims}
         self._parents = {parent.attempt: parent.parent for parent in sorted(parents, key=lambda p: p.attempt)}
         self._children: dict[GenerationId, list[tuple[GenerationId, int]]] = {}
+        self._formed = [generation.id for generation in columns.generations if generation.start is not None]
         for generation in columns.generations:
             parent = generation.start.parent if generation.start is not None else None
             if parent is not None:
@@ -184,7 +185,9 @@ class _Fates:
                 assert start is not None, "children are known by their starts"
                 step = start.step
                 continue
-            if left := [child for child, branch in children if branch < step]:
+            # the attempt itself, if it formed another generation: that went back further, or began anew
+            later_ones = (other for other in self._formed if other > id_ and other[0] == id_[0])
+            if left := [*(child for child, branch in children if branch < step), *later_ones]:
                 by = min(left)[0]
                 rewinds = (n for n in self._parents if id_[0] < n < by and self._why.get(n) == REWIND)
                 return next((n for n in rewinds if not self._continues(n, first, at_first)), by), id_[0]

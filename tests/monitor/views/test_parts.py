@@ -175,6 +175,7 @@ SAMPLE: dict[str, Any] = {
     "request": 1, "text": "a text", "point": "00000003-a0001-g0001", "file": "a file", "member": "m" * 12,
     "error": "ValueError", "node": "n" * 56, "num_workers": 2, "save_s": 1.0, "healthy": True, "counts": {},
     "points": ["00000003-a0001-g0001"], "checked": "digests", "needed": 2, "there": 1, "retry_s": 5.0,
+    "host": "gpu-7", "grace_s": 30.0,
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from orchestrator.launch import start as starting
 from orchestrator.monitor.run import Run
 from orchestrator.monitor.verifying import Verifying
 from orchestrator.monitor.views.goodput import PARTS, apportioned
+from orchestrator.monitor.views.happenings import happenings
 from orchestrator.monitor.views.run_views import AGAIN_S, RunViews
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
@@ -41,6 +42,11 @@ from tests.storage.crashfs import ModelDisk
 NOW = 1795400000.0
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "format1" / "example"
 MOVE = st.tuples(st.sampled_from(sorted(MOVES)), st.integers(0, 3))
+# without attempts that go on beside those that have replaced them, and claims that train nothing
+OF_ONE = st.tuples(
+    st.sampled_from([name for name in sorted(MOVES) if not name.startswith(("cut-off", "claim"))]),
+    st.integers(0, 3),
+)
 METRICS = (
     "loss",
     "grad_norm",
@@ -151,6 +157,29 @@ def test_the_parts_of_goodput_are_not_negative_and_sum_to_the_wall_time(
     by_day = {part: sum(day["parts"].get(part, 0.0) for day in good["days"]) for part in PARTS}
     for part in PARTS:
         assert by_day[part] == pytest.approx(good["parts"][part], abs=0.11 * (len(good["days"]) + 1))
+
+
+@settings(max_examples=200)
+@given(st.lists(OF_ONE, max_size=60), st.integers(0, 99))
+def test_each_step_that_is_made_again_is_lost_once_in_all_that_happened_and_in_every_view(
+    moves: list[tuple[str, int]], seed: int
+) -> None:
+    world = play([("train", 0), *moves])
+    history = {state.key for state in world.true_history()}
+    made_again = [record for record in world.records if record.key not in history]
+    store = write(world, seed)
+    views = views_of(store)
+    told = happenings(views._facts)
+    assert sum(entry["lost_steps"] for entry in told) == len(made_again)
+    for entry in told:
+        said = f"{entry['lost_steps']} step"
+        assert (said in entry["text"]) == bool(entry["lost_steps"]), entry
+    segments = views.timeline()["segments"]
+    fate, first, last = (segments["columns"].index(name) for name in ("fate", "s0", "s1"))
+    assert sum(row[last] - row[first] for row in segments["rows"] if row[fate]) == len(made_again)
+    seen = survey(store)
+    assert seen.lineage.orphans == len(made_again)
+    assert {record.key for record in seen.lineage.records} <= history
 
 
 @given(st.dictionaries(st.sampled_from(PARTS), st.floats(0, 1e9), min_size=1), st.integers(0, 10**12))

@@ -1,0 +1,167 @@
+"""Rows of the first weights, read from files straight to where a worker holds them: nobody holds a tensor
+whole for it.
+
+It knows names and forms of tensors and where their bytes lie; nothing of groups, optimizers or steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.errors import ConfigError
+from orchestrator.parts.dtypes import SAFETENSORS
+from orchestrator.parts.part_file import LENGTH_BYTES, read_header
+from orchestrator.parts.reading import PointReader
+from orchestrator.storage.files import Storage
+from orchestrator.trainer.first_weights import (
+    INDEX,
+    SINGLE,
+    folder_of,
+    is_point,
+    open_point,
+    require_fit,
+    weight_files,
+)
+from orchestrator.trainer.loading import fill_items
+from orchestrator.trainer.reshard import tensor_as_bytes
+from orchestrator.trainer.saved_form import renames
+from orchestrator.trainer.state import MODEL, Item, own_tensors
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import ModelConfig
+
+BUFFER_BYTES = 8 << 20
+_TORCH_NAMES = {stored: name for name, (stored, _) in SAFETENSORS.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stored:
+    """A tensor in a safetensors file of `storage`; its bytes begin at `start`."""
+
+    storage: Storage
+    path: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+def fill_rows(config: ModelConfig, model: nn.Module, items: Sequence[Item]) -> bool:
+    """Fills the items of the group MODEL with their rows of `model.init_from`, else of `model.pretrained`, in
+    the type of the items (rounded as torch does). `model` is the job's, of shapes alone.
+
+    False, and nothing is written, where the tensors there are not, each by itself, those of the model: other
+    names, several in one, quantized, or adapters. transformers must load them then, whole. Takes 8 MiB, or a
+    row, and of a point in another type one item more. Raises `ConfigError` as `first_weights.fill`,
+    `ResumePointError`, `StorageError`.
+    """
+    if config.init_from is not None:
+        require_fit(config, model)
+        if is_point(config.init_from):
+            _fill_from_point(config.init_from, items)
+            return True
+    found = _stored_tensors(config, model)
+    if found is None:
+        return False
+    for item in items:
+        _read(found[item.name], item)
+    return True
+
+
+# ---- points
+def _fill_from_point(where: str, items: Sequence[Item]) -> None:
+    storage, manifest = open_point(where)
+    reader = PointReader(storage, manifest)
+    saved = {name: getattr(torch, t.dtype) for (group, name), t in manifest.tensors.items() if group == MODEL}
+    fill_items(reader, manifest.point, [item for item in items if saved[item.name] == item.tensor.dtype])
+    for item in items:
+        if saved[item.name] != item.tensor.dtype:
+            found = torch.empty(item.tensor.shape, dtype=saved[item.name])
+            fill_items(reader, manifest.point, [replace(item, tensor=found)])
+            item.tensor.copy_(found)
+
+
+# ---- folders
+def _stored_tensors(config: ModelConfig, model: nn.Module) -> dict[str, _Stored] | None:
+    """To each tensor of the model the one in the files that has its values; None: see `fill_rows`."""
+    folder = folder_of(str(config.init_from or config.pretrained))
+    if (folder / SINGLE).is_file() == (folder / INDEX).is_file():  # with both, or none, transformers chooses
+        return None
+    if (folder / "adapter_config.json").is_file():
+        return None
+    own = dict(own_tensors(dict(model.state_dict(keep_vars=True))))
+    names: Mapping[str, str] | None = {name: name for name in own}
+    if config.factory is None:
+        names = renames(config, own)
+    if names is None:
+        return None
+    stored = {n: each for path in weight_files(str(folder)) for n, each in _tensors_in(path).items()}
+    aliases = set(model.state_dict()) - set(names.values())
+    if aliases & set(stored):  # tied here, and two tensors there: which counts, transformers knows
+        return None
+    found: dict[str, _Stored] = {}
+    for name, tensor in own.items():
+        each = stored.get(names[name])
+        if each is None or each.shape != tuple(tensor.shape):
+            return None
+        if each.dtype.is_floating_point != tensor.dtype.is_floating_point:  # quantized
+            return None
+        found[name] = each
+    return found
+
+
+def _tensors_in(path: Path) -> dict[str, _Stored | None]:
+    """All tensors of a file; None: numbers of a type that is not known here."""
+    storage = Storage(str(path.parent))
+    try:
+        header = read_header(storage, path.name, path.stat().st_size)
+        content: dict[str, Any] = json.loads(header[LENGTH_BYTES:])
+        told = content.pop("__metadata__", {}).get("format", "pt")
+        found: dict[str, _Stored | None] = {}
+        for name, form in content.items():
+            known = _TORCH_NAMES.get(form["dtype"]) if told == "pt" else None
+            found[name] = None
+            if known is not None:
+                dtype, shape = getattr(torch, known), tuple(form["shape"])
+                start = len(header) + int(form["data_offsets"][0])
+                found[name] = _Stored(storage=storage, path=path.name, dtype=dtype, shape=shape, start=start)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is not a valid safetensors file: {error!r}; restore it") from error
+    return found
+
+
+def _read(stored: _Stored, item: Item) -> None:
+    row_bytes = stored.dtype.itemsize * (item.whole.row_bytes // item.whole.itemsize)
+    for rows in _row_ranges(item, stored.dtype.itemsize):
+        part = _part(item, rows)
+        straight = part.dtype == stored.dtype and part.device.type == "cpu"
+        found = part if straight else torch.empty(part.shape, dtype=stored.dtype)
+        into = tensor_as_bytes(found).numpy().data
+        start = stored.start + (item.first_row + rows.start) * row_bytes
+        read = stored.storage.read_into(stored.path, start, into)
+        if read != len(into):
+            raise ConfigError(
+                f"{stored.storage.root}/{stored.path} ends within {item.name}: {read} bytes of {len(into)} "
+                "are left; restore the file"
+            )
+        if not straight:
+            part.copy_(found)
+
+
+def _row_ranges(item: Item, itemsize: int) -> Iterator[range]:
+    """The rows that this member holds, so many at a time as fit into the buffer; at least one."""
+    num_rows = len(item.tensor) if item.whole.shape else 1
+    row_bytes = max(1, item.whole.row_bytes // item.whole.itemsize * itemsize)
+    step = max(1, BUFFER_BYTES // row_bytes)
+    for first in range(0, num_rows, step):
+        yield range(first, min(first + step, num_rows))
+
+
+def _part(item: Item, rows: range) -> Tensor:
+    return item.tensor[rows.start : rows.stop] if item.whole.shape else item.tensor

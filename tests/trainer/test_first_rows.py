@@ -1,0 +1,216 @@
+"""A member of a sharded group reads its rows of the first weights from files: the bits are those of a model
+that is loaded whole, and nobody holds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.distributed import TCPStore
+
+from orchestrator.config.schema import ModelConfig
+from orchestrator.errors import ConfigError
+from orchestrator.planning.state_layout import held_rows
+from orchestrator.storage.files import Storage
+from orchestrator.trainer import first_rows
+from orchestrator.trainer.first_rows import fill_rows
+from orchestrator.trainer.job import TrainJob
+from orchestrator.trainer.model import bare_model, build_model, first_model
+from orchestrator.trainer.sharded_model import skeleton_of
+from orchestrator.trainer.sharded_state import ShardedState
+from orchestrator.trainer.state import MODEL, Item, own_tensors, whole_item
+from tests.resume.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
+from tests.trainer.member import tiny_job
+from tests.trainer.sharded import formed, on_ranks, view_of
+
+TIED = {**LLAMA, "tie_word_embeddings": True}
+MIXTRAL = {"model_type": "mixtral", **SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}
+GPT2 = {"model_type": "gpt2", "vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+GEMMA = {"model_type": "gemma2", **SMALL}
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    monkeypatch.setattr(first_rows, "BUFFER_BYTES", 300)  # a few rows at a time
+
+
+def items_of(model: torch.nn.Module, num_shards: int, shard: int) -> list[Item]:
+    """The rows of a shard, with other values than any."""
+    items = []
+    for name, tensor in own_tensors(dict(model.state_dict(keep_vars=True))):
+        whole = whole_item(MODEL, name, tensor, sharded=isinstance(tensor, torch.nn.Parameter)).whole
+        rows = held_rows(whole, num_shards, shard)
+        shape = (len(rows), *tensor.shape[1:]) if tensor.ndim else ()
+        items.append(Item(whole=whole, tensor=torch.full(shape, 7.0).to(tensor.dtype), first_row=rows.start))
+    return items
+
+
+def assert_first_weights(config: ModelConfig, precision: str, streamed: bool = True) -> None:
+    """Of all shards, as one process has them that loads all."""
+    expected = dict(
+        own_tensors(first_model(config, precision, 0, CPU, invariant=False).state_dict(keep_vars=True))
+    )
+    skeleton = skeleton_of(bare_model(config, precision, 0, CPU))
+    for shard in range(3):
+        items = items_of(skeleton, 3, shard)
+        assert fill_rows(config, skeleton, items) == streamed
+        assert [item.name for item in items] == list(expected)
+        for item in items:
+            wanted = expected[item.name].detach()
+            if item.whole.shape:
+                wanted = wanted[item.first_row : item.first_row + len(item.tensor)]
+            if streamed:
+                assert item.tensor.dtype == wanted.dtype
+                assert torch.equal(item.tensor, wanted), item.name
+            else:
+                assert bool((item.tensor == 7).all()), "nothing is written"
+
+
+def saved(folder: Path, shape: dict[str, Any], dtype: torch.dtype = torch.float32, **how: Any) -> str:
+    model = build_model(ModelConfig(config=shape), "float32", 5, CPU, True)
+    model.to(dtype).save_pretrained(folder, **how)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "precision"),
+    [
+        (LLAMA, torch.float32, "float32"),
+        (LLAMA, torch.bfloat16, "float32"),
+        (LLAMA, torch.float32, "pure_bf16"),
+        (TIED, torch.float16, "pure_bf16"),
+        (GPT2, torch.float32, "float32"),
+        (GEMMA, torch.bfloat16, "float32"),
+    ],
+    ids=["llama", "llama bf16", "llama to bf16", "tied fp16 to bf16", "gpt2", "gemma2 bf16"],
+)
+def test_rows_of_a_folder_are_those_that_transformers_would_load(
+    tmp_path: Path, shape: dict[str, Any], dtype: torch.dtype, precision: str
+) -> None:
+    where = saved(tmp_path, shape, dtype)
+    assert_first_weights(ModelConfig(pretrained=where), precision)
+    assert_first_weights(ModelConfig(config=shape, init_from=where), precision)
+
+
+def test_several_files_with_an_index_serve_as_well(tmp_path: Path) -> None:
+    where = saved(tmp_path, LLAMA, max_shard_size=8000)
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    assert_first_weights(ModelConfig(pretrained=where), "float32")
+
+
+@pytest.mark.parametrize("model", [{"config": TIED}, {"config": MIXTRAL}, FACTORY], ids=str)
+@pytest.mark.parametrize("precision", ["float32", "pure_bf16"])
+def test_rows_of_a_point_are_those_of_its_weights(
+    tmp_path: Path, model: dict[str, Any], precision: str
+) -> None:
+    config, store = job(model), store_at(tmp_path / "run")
+    point = commit(store, config, state_of(config), world_size=3)
+    where = str(tmp_path / "run" / "points" / point.name)
+    assert_first_weights(job({**model, "init_from": where}).model, precision)
+
+
+def test_a_factory_reads_a_folder_by_its_own_names(tmp_path: Path) -> None:
+    whole = state_of(job(FACTORY)).model.state_dict()
+    save_file({name: tensor.contiguous() for name, tensor in whole.items()}, tmp_path / "model.safetensors")
+    assert_first_weights(job({**FACTORY, "init_from": str(tmp_path)}).model, "float32")
+
+
+# ---- what transformers must load whole
+def renamed(path: Path) -> None:
+    """As the hub has GPT-2: without the prefix of the model inside."""
+    tensors = load_file(path)
+    save_file({n.removeprefix("transformer."): t for n, t in tensors.items()}, path, {"format": "pt"})
+
+
+def untied(path: Path) -> None:
+    tensors = load_file(path)
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, path, {"format": "pt"})
+
+
+def as_integers(path: Path) -> None:
+    tensors = load_file(path)
+    save_file({**tensors, "model.norm.weight": torch.ones(16, dtype=torch.int8)}, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("shape", "change"),
+    [(MIXTRAL, None), (GPT2, renamed), (TIED, untied), (LLAMA, as_integers)],
+    ids=["experts", "renamed", "untied", "integers"],
+)
+def test_what_is_not_tensor_for_tensor_the_model_is_left_to_transformers(
+    tmp_path: Path, shape: dict[str, Any], change: Callable[[Path], None] | None
+) -> None:
+    where = saved(tmp_path, shape)
+    if change is not None:
+        change(tmp_path / "model.safetensors")
+    assert_first_weights(ModelConfig(pretrained=where), "float32", streamed=False)
+
+
+def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
+    where = saved(tmp_path, LLAMA)
+    path = tmp_path / "model.safetensors"
+    config = ModelConfig(pretrained=where)
+    skeleton = skeleton_of(bare_model(config, "float32", 0, CPU))
+    data = path.read_bytes()
+    path.write_bytes(data[:-8])
+    with pytest.raises(ConfigError, match=r"model.safetensors ends within .* restore the file"):
+        fill_rows(config, skeleton, items_of(skeleton, 1, 0))
+    path.write_bytes(data[:100])
+    with pytest.raises(ConfigError, match=r"model.safetensors is not a valid safetensors file"):
+        fill_rows(config, skeleton, items_of(skeleton, 1, 0))
+
+
+# ---- memory
+def test_rows_come_so_many_at_a_time_as_the_buffer_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, asked, read_into = ModelConfig(pretrained=saved(tmp_path, LLAMA)), list[int](), Storage.read_into
+
+    def noted(storage: Storage, path: str, start: int, into: memoryview) -> int:
+        asked.append(len(into))
+        return read_into(storage, path, start, into)
+
+    monkeypatch.setattr(Storage, "read_into", noted)
+    assert_first_weights(config, "float32")
+    assert max(asked) == 256, "four rows of 64 bytes, of 300"
+
+
+def growth(rank: int, store: TCPStore, job: TrainJob) -> tuple[int, int]:
+    """By how much a member grows while it takes its first weights, and the bytes of its rows of them."""
+    state = ShardedState(job.model, job.train, CPU, None)
+    with formed(store, view_of(rank, 2)) as group, state.within():
+        state.form(group)
+        for item in state.items():
+            item.tensor.fill_(1)  # so that all of it is there
+        Path("/proc/self/clear_refs").write_text("5")  # what is the peak from here on
+        before = _memory("VmRSS")
+        state.initialise()
+        own = sum(item.tensor.nbytes for item in state.items() if item.group == MODEL)
+        return _memory("VmHWM") - before, own
+
+
+def _memory(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError(field)
+
+
+def test_a_member_takes_a_buffer_beside_its_rows(tmp_path: Path) -> None:
+    shape = {**LLAMA, "vocab_size": 1 << 16, "hidden_size": 256, "num_hidden_layers": 1}
+    model = ModelConfig(pretrained=saved(tmp_path, shape, torch.bfloat16))
+    members = on_ranks(2, growth, replace(tiny_job(), model=model))
+    assert all(own > 64 * MIB for _, own in members), "half of it"
+    # what else it takes (18 MiB are seen) does not depend on the model; whole it would be 190
+    assert all(grown < 48 * MIB for grown, _ in members), members
