@@ -84,8 +84,13 @@ def no_bucket(uri: str) -> str:
     """What to say of one that `is_uri`, and that `split_bucket` does not know."""
     known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
     text = f"{uri} is no bucket: give one of {known} with the name of a bucket after it, and a prefix in it"
+    return text + called_so(uri)
+
+
+def called_so(uri: str) -> str:
+    """How a folder is named that is really called as a URI begins; empty for what begins as none."""
     path = re.sub("/+", "/", uri.strip())
-    return text + (f"; a folder that is really called so is ./{path}" if _BEGINS.match(uri) else "")
+    return f"; a folder that is really called so is ./{path}" if _BEGINS.match(uri) else ""
 
 
 @dataclass(frozen=True, slots=True)

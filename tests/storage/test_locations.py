@@ -28,7 +28,9 @@ def test_what_is_meant_as_a_buckets_uri_is_a_whole_one_or_refused(mistyped: str)
         for ask in (open_storage, absolute, LocalStore, Storage("/runs").beside):
             with pytest.raises(ConfigError, match=r"is no bucket|is no storage that runs|is a URI"):
                 ask(given)
-    with pytest.raises(ConfigError, match=r"is no bucket: .* Files are also read from local paths"):
+    with pytest.raises(
+        ConfigError, match=r"files are read from local paths and from s3://.*; this is none of them"
+    ):
         list_files("code", [f"{mistyped}/*.jsonl"], "jsonl")
 
 

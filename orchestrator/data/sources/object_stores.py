@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.data.sources.hub_datasets import is_hub, split_hub
 from orchestrator.data.sources.remote_objects import RemoteObject
 from orchestrator.errors import ConfigError
-from orchestrator.storage.buckets import bucket_of, explained, is_uri, no_bucket, split_bucket
+from orchestrator.storage.buckets import SCHEMES, bucket_of, called_so, explained, is_uri, split_bucket
 
 _NS = 1_000_000_000
 
@@ -31,8 +31,9 @@ def split_uri(uri: str) -> tuple[str, str]:
     at = split_bucket(uri)
     if at is None:
         raise ConfigError(
-            f"{no_bucket(uri)}. Files are also read from local paths, and from hf://datasets/: mount the "
-            "storage, or give such a URI"
+            f"{uri}: files are read from local paths and from {', '.join(f'{s}://' for s in SCHEMES)} with "
+            "the name of a bucket after it, or hf://datasets/; this is none of them. Mount the "
+            f"storage, or give such a URI{called_so(uri)}"
         )
     return at
 
