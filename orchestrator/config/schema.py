@@ -94,7 +94,8 @@ class RunConfig(_Section):
     @property
     def run_uri(self) -> str:
         """`<storage>/<name>`, as commands take it."""
-        return f"{self.storage.rstrip('/')}/{self.name}"
+        storage = self.storage if self.storage.endswith("://") else self.storage.rstrip("/")
+        return f"{storage}/{self.name}"
 
 
 class SourceConfig(_Section):

@@ -316,6 +316,9 @@ class LaunchDriver:
             await self.warned(
                 f"the end of the run could not be written down: {error}. Nothing that was committed is lost"
             )
+        else:
+            with suppress(StorageError):  # all is durable: what is missed stays in pieces
+                await self.commits.on_disk(self.journal.close, END_WRITTEN_S)
         finally:
             await in_daemon_thread(self._metrics.close)  # this process ends with the driver
             self.end_is_written = True  # as far as it can be: the driver ends

@@ -28,6 +28,7 @@ from orchestrator.launch.doctor import (
     StorageFacts,
 )
 from orchestrator.launch.doctor_bucket import BucketFacts, try_bucket
+from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
 
@@ -76,7 +77,7 @@ def look_at_storage(folder: str, make: Callable[[str], Storage] = open_storage) 
 
 
 def _try_storage(folder: str, make: Callable[[str], Storage]) -> StorageFacts | BucketFacts:
-    if "://" in folder:
+    if is_uri(folder):
         return try_bucket(make(folder))
     parent, missing = Path(os.path.abspath(os.path.expanduser(folder))), list[str]()
     while not parent.exists():

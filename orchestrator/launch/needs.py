@@ -132,10 +132,12 @@ def memory_notes(job: JobConfig, num_shards: int | None) -> list[str]:
         reforming = ""
         if held.peak > held.training:
             reforming = f"; {gib(held.peak)} while workers come or go"
+        whole = num_shards is None or world % num_shards == 0
+        why = "" if whole else f", for {num_shards} shards do not divide {world} workers: one shard each"
         points = _memory_points(job, layout, held)
         copies = f", memory points in {gib(points)}" if points else ""
         found.append(
-            f"memory of a worker of {world} ({layout_text(layout)}), at least: {', '.join(parts)}; "
+            f"memory of a worker of {world} ({layout_text(layout)}{why}), at least: {', '.join(parts)}; "
             f"{gib(held.training)} of it at once {where}{reforming}; a save is staged in "
             f"{gib(held.staged)}{copies} of the machine's memory"
         )
@@ -191,8 +193,11 @@ def model_size(shape: Mapping[str, Any]) -> ModelSize:
 
 
 def gib(num_bytes: int) -> str:
-    """A number of bytes for people."""
-    return f"{num_bytes / 2**30:,.1f} GiB"
+    """A number of bytes for people; what is less than a tenth of a GiB in MiB or KiB."""
+    for power, unit in ((30, "GiB"), (20, "MiB")):
+        if num_bytes >= (1 << power) / 10:
+            return f"{num_bytes / (1 << power):,.1f} {unit}"
+    return f"{num_bytes / 1024:,.1f} KiB"
 
 
 def _whole(shape: Mapping[str, Any], name: str) -> int:

@@ -18,6 +18,7 @@ from orchestrator.config.schema import load_config
 from orchestrator.data.sources.formats import format_of
 from orchestrator.errors import BusyError, ConfigError
 from orchestrator.launch.start import run_storage
+from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.open import is_bucket
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def submission(
     """
     folder = Path(os.path.abspath(folder))
     job = load_config(config, overrides)
+    run_uri = run_storage(job).root
     if not os.path.isabs(job.run.storage) and not is_bucket(job.run.storage):
         raise ConfigError(
             f"run.storage={job.run.storage} is relative: the run would lie in the job's copy of {folder}, "
@@ -88,7 +90,6 @@ def submission(
         raise ConfigError(
             "\n".join(["the job would run in a copy of this folder, which lacks what it names:", *problems])
         )
-    run_uri = run_storage(job).root
     words = [*shlex.split(python), "-m", "orchestrator.cli.commands", "train", str(config), *overrides]
     return Submission(
         job_id=f"{job.run.name}-{token}",
@@ -117,7 +118,7 @@ def _not_in_the_copy(job: JobConfig, config: Path, folder: Path) -> Iterable[str
     if job.data.tokenizer.startswith("."):  # else it may be the name of a hub's
         named.append(("data.tokenizer", job.data.tokenizer))
     for what, path in named:
-        if not path or os.path.isabs(path) or "://" in path:
+        if not path or os.path.isabs(path) or is_uri(path):
             continue
         if os.path.relpath(folder / path, folder).startswith(".."):
             yield f"  {what}: {path} lies outside of {folder}; give an absolute path that all nodes see"

@@ -9,19 +9,27 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 
 from orchestrator.coordinator.survey import LOOKS
 from orchestrator.errors import ResumePointError
 from orchestrator.history.busy import Busy, Free
 from orchestrator.history.claim_files import RESUME
 from orchestrator.history.claims import ClaimParent
-from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unwritten, read_names
+from orchestrator.monitor.missing import (
+    lost_points,
+    missing_pieces,
+    newest_there,
+    newest_unwritten,
+    on_history,
+    read_names,
+    wrong_sizes,
+)
 from orchestrator.monitor.set_aside import SetAside
 from orchestrator.monitor.tail import Tail, read_tail
 from orchestrator.monitor.view import AttemptFacts, Quiet, RunView, left_out, view_of
 from orchestrator.records import Cursor
 from orchestrator.resume.fates import point_fates
-from orchestrator.resume.points import newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
 
 
@@ -34,8 +42,9 @@ def look_at(store: RunStore, uri: str, watch_s: float, quiet_s: Quiet) -> RunVie
         watched = store.watch_busy(watch_s, time.monotonic, time.sleep)
     for _ in range(LOOKS):
         files, (parent, torn) = store.attempt_files(), _newest_parent(store)
-        facts, tail = _facts(store, watched, watch_s, parent), read_tail(store.storage, SetAside(store))
-        missing = _missing(store, tail, parent, torn)
+        facts, wrong = _facts(store, watched, watch_s, parent)
+        tail = read_tail(store.storage, SetAside(store))
+        missing = _missing(store, tail, parent, torn, wrong)
         if files == store.attempt_files():
             break  # else an attempt was claimed between them; it proves nothing, so the last look will do
     else:
@@ -79,7 +88,8 @@ def _newest_parent(store: RunStore) -> tuple[ClaimParent | None, frozenset[int]]
 
 def _facts(
     store: RunStore, watched: Free | Busy | None, watch_s: float, parent: ClaimParent | None
-) -> AttemptFacts:
+) -> tuple[AttemptFacts, tuple[str, ...]]:
+    """What the claims say, and the files that the points newer than `point` lack."""
     numbers, alive = store.claim_numbers(), None
     if watched is not None:
         # what was claimed since is as alive as what was claimed during the watch
@@ -87,9 +97,10 @@ def _facts(
     number = numbers[-1] if numbers else None
     end, names = None if number is None else store.read_end(number), store.point_names()
     marked = store.quarantined()
-    point = _newest_point(parent, [name for name in names if name not in marked])
+    mine = on_history(parent, [name for name in names if name not in marked])
+    point, wrong = newest_there(mine, partial(wrong_sizes, store))
     budgets, cursor = parent.budgets if parent is not None else None, _cursor(store, point)
-    return AttemptFacts(
+    facts = AttemptFacts(
         number=number,
         outcome=end.outcome if end else "",
         reason=end.reason if end else "",
@@ -104,26 +115,22 @@ def _facts(
         quarantined=tuple(name for name in names if name in marked),
         resumes=number is not None and store.read_claim(number).why == RESUME,
     )
-
-
-def _newest_point(parent: ClaimParent | None, names: list[str]) -> str | None:
-    """The newest of these that is on the history."""
-    if parent is None:
-        return None
-    mine = [name for name in names if (key := parse_point_name(name)) and key.attempt == parent.attempt]
-    older = {*parent.inherited} | ({parent.parent.point_name} if parent.parent is not None else set())
-    return next(iter(newest_first([*mine, *older.intersection(names)])), None)
+    return facts, wrong
 
 
 def _missing(
-    store: RunStore, tail: Tail, parent: ClaimParent | None, torn: frozenset[int]
+    store: RunStore,
+    tail: Tail,
+    parent: ClaimParent | None,
+    torn: frozenset[int],
+    wrong: tuple[str, ...],
 ) -> tuple[str, ...]:
     """What is seen to be gone, after the tail was read; see `monitor.missing`."""
     there, names = store.point_names(), read_names(store)
     lost = lost_points(tail, names, parent, there)
     if lost:  # a run that goes on may have deleted them since
         lost -= point_fates(read_tail(store.storage).fates, ()).deleted | store.deletions()
-    return missing_pieces(names, lost, torn, newest_unwritten(tail, there), bool(tail.steps))
+    return missing_pieces(names, lost, torn, newest_unwritten(tail, there), bool(tail.steps), wrong)
 
 
 def _cursor(store: RunStore, point: str | None) -> Cursor | None:

@@ -1,16 +1,17 @@
 """What is seen to be gone of a run's folder, by the names that lie there.
 
 For a quick look: it lists folders, and knows of points only what the newest part of the journal and the
-newest claim say. So it finds pieces that are gone, not pieces that were altered, and not all that are gone:
-`plan`, `verify` and `audit` read everything.
+newest claim say; of the newest point also the sizes of its files. So it finds pieces that are gone, not
+pieces that were altered, and not all that are gone: `plan`, `verify` and `audit` read everything.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from orchestrator.errors import ResumePointError
 from orchestrator.history.claim_files import ATTEMPTS, JOURNAL, RESTARTED
 from orchestrator.history.claims import ORIGIN, ClaimParent
 from orchestrator.history.segments import journal_folder, journals, segment_path, segments
@@ -18,7 +19,7 @@ from orchestrator.monitor.tail import Tail
 from orchestrator.resume.fates import point_fates
 from orchestrator.resume.points import COMMIT, newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
-from orchestrator.resume.verify import POINTS
+from orchestrator.resume.verify import POINTS, DamageError, check_sizes, point_path, read_commit
 
 SHOWN = 3  # so many of one kind are named
 _ATTEMPT_FILE = re.compile(r"(\d{4,})\.(json|parent\.json|end\.json|heartbeat|start-heartbeat)(-\d+)?")
@@ -103,6 +104,45 @@ def lost_points(
     return frozenset(own | inherited) - fates.deleted - {*there}
 
 
+def on_history(parent: ClaimParent | None, names: Iterable[str]) -> list[str]:
+    """Those of these points that are on the history of the newest attempt that began, newest first."""
+    if parent is None:
+        return []
+    mine = [name for name in names if _attempt_of(name) == parent.attempt]
+    older = {*parent.inherited} | ({parent.parent.point_name} if parent.parent is not None else set())
+    return newest_first([*mine, *older.intersection(names)])
+
+
+def newest_there(
+    names: Iterable[str], wrong_of: Callable[[str], Iterable[str]]
+) -> tuple[str | None, tuple[str, ...]]:
+    """The first of these points, newest first, of which nothing is seen to be wrong, and the paths of what is
+    wrong with those before it: a start goes on from no such point. `wrong_of` gives its files by name.
+    """
+    wrong = list[str]()
+    for name in names:
+        found = [point_path(name, file) for file in wrong_of(name)]
+        if not found:
+            return name, tuple(wrong)
+        wrong += found
+    return None, tuple(wrong)
+
+
+def wrong_sizes(store: RunStore, name: str) -> list[str]:
+    """The files of a point that are missing or have another size than was committed; none of one that was
+    deleted meanwhile. Raises `StorageError`.
+    """
+    try:
+        commit = read_commit(store.storage, name)
+        damages = check_sizes(store.storage, name, commit.files)
+    except DamageError as error:
+        damages = [error.damage]
+    except ResumePointError:
+        return []  # of another format, as `plan` says
+    there = not damages or store.storage.exists(point_path(name, COMMIT))
+    return [damage.file for damage in damages if there]
+
+
 def newest_unwritten(tail: Tail, there: Iterable[str]) -> frozenset[int]:
     """The attempt of the newest of the committed points, `there`, if the tail reaches back to its beginning
     and no generation is in its journal: one is, before its first point is saved.
@@ -113,11 +153,17 @@ def newest_unwritten(tail: Tail, there: Iterable[str]) -> frozenset[int]:
 
 
 def missing_pieces(
-    names: Names, lost: Iterable[str], torn: Collection[int], empty: Collection[int], is_trained: bool
+    names: Names,
+    lost: Iterable[str],
+    torn: Collection[int],
+    empty: Collection[int],
+    is_trained: bool,
+    wrong: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """The paths that are gone or not as written, a few words each; empty if none is seen to be. `lost`:
     points without COMMIT (`lost_points`); `torn`: attempts whose parent file cannot be read; `empty`: whose
-    journal lacks what was in it; `is_trained`: whether there is a step, so that the data were frozen.
+    journal lacks what was in it; `is_trained`: whether there is a step, so that the data were frozen;
+    `wrong`: files of the newest points that are missing or have another size (`newest_there`).
     """
     of_points = {_attempt_of(name) for name in (*names.points, *lost)} - {ORIGIN}
     written = {number for number, found in names.segments.items() if found and number not in empty}
@@ -150,6 +196,7 @@ def missing_pieces(
             f"{JOURNAL}/" if unbegun and not names.segments else _few(unbegun),
             _few([*gaps, *names.pieces_gone]),
             _few(points),
+            _few(wrong),
             _few(frozen),
         )
         if text

@@ -178,7 +178,7 @@ def view_of(
     )
     generation = tail.generation["generation"] if tail.generation is not None else None
     view = replace(view, quiet_s=quiet_s(view, generation))
-    return replace(view, verdict=verdict(_standing(view, facts, _risk(point, newest))))
+    return replace(view, verdict=verdict(_standing(view, facts, _risk(point, newest) or _all(facts, newest))))
 
 
 def _state(facts: AttemptFacts, tail: Tail) -> str:
@@ -224,6 +224,13 @@ def _risk(point: dict[str, Any] | None, newest: dict[str, Any] | None) -> Risk |
         return None
     tokens = newest["consumed_tokens"] - point["cursor"]["consumed_tokens"]
     return Risk(steps=max(0, newest["step"] - key.step), tokens=max(0, tokens))
+
+
+def _all(facts: AttemptFacts, newest: dict[str, Any] | None) -> Risk | None:
+    """What there is to lose before the first point of an attempt that began from nothing."""
+    if newest is None or newest["attempt"] != facts.number or facts.points or facts.missing:
+        return None
+    return Risk(steps=newest["step"], tokens=newest["consumed_tokens"]) if facts.has_no_point else None
 
 
 def skipped_lines(skipped: Mapping[str, int] | None, before: str = "") -> list[str]:

@@ -23,6 +23,12 @@ class Fates:
     kept: frozenset[str]
     deleted: frozenset[str]
 
+    def without(self, pruned: frozenset[str]) -> Fates:
+        """With the points, too, that somebody holds to delete them, or has deleted (`PinFiles.deletions`):
+        no journal says so where no launch of the run did it.
+        """
+        return Fates(kept=self.kept - pruned, deleted=self.deleted | pruned)
+
 
 def point_fates(events: Iterable[tuple[str, Mapping[str, Any]]], inherited: Iterable[str]) -> Fates:
     """From the journal's events (kind, fields), and the names that claims inherited: those were committed,

@@ -28,7 +28,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from orchestrator.errors import OrchestratorError, RefusedError, StorageError, WantedPointError
+from orchestrator.errors import ConfigError, OrchestratorError, RefusedError, StorageError, WantedPointError
 from orchestrator.history.claim_files import now_text
 from orchestrator.json_form import decode, encode
 from orchestrator.resume.points import COMMIT, parse_point_name
@@ -89,7 +89,13 @@ class PinFiles:
         """The points that somebody has begun to delete, and those that `points --prune` has deleted by
         retention: nobody misses them.
         """
-        return frozenset(hold.point for hold in self._holds({}) if hold.what == DELETION)
+        return self.held()[1]
+
+    def held(self) -> tuple[dict[str, Hold], frozenset[str]]:
+        """`pins` and `deletions`, of one look."""
+        holds = self._holds({})
+        pins = {hold.point: hold for hold in holds if hold.what == PIN}
+        return pins, frozenset(hold.point for hold in holds if hold.what == DELETION)
 
     def pin(self, point: str, by: str, reason: str, run_id: str) -> Hold:
         """Keep the point until `unpin`; returns the pin, or that which stood there before. Raises
@@ -212,7 +218,7 @@ class PinFiles:
         except FileNotFoundError:
             return None
         except OrchestratorError as error:
-            if isinstance(error, StorageError):
+            if isinstance(error, StorageError | ConfigError):
                 raise
             reason = f"{path} is not as it was written: {error}"
             return Hold(point=point, what=PIN, by="", reason=reason, created="")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.errors import OrchestratorError, ResumePointError, StorageError
+from orchestrator.errors import ConfigError, OrchestratorError, ResumePointError, StorageError
 from orchestrator.history.claims import ForkedFrom
 from orchestrator.json_form import decode
 from orchestrator.parts.node_folder import run_folder
@@ -51,7 +51,7 @@ def read_run(storage: Storage) -> RunFile | None:
     except FileNotFoundError:
         return None
     except OrchestratorError as error:
-        if isinstance(error, StorageError):
+        if isinstance(error, StorageError | ConfigError):  # it was not read at all
             raise
         raise ResumePointError(
             f"{storage.root}/{RUN_FILE} is not as it was written: {error}; restore it from a copy, nothing "

@@ -6,6 +6,7 @@ Nothing it reads is ever executed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -168,6 +169,27 @@ def _wrong_with(storage: Storage, path: str, entry: FileEntry, with_digest: bool
     if found is not None and found.digest != entry.digest:
         return f"has digest {found.digest}, committed was {entry.digest}"
     return None
+
+
+def check_sizes(storage: Storage, name: str, entries: Sequence[FileEntry]) -> list[Damage]:
+    """Which of a point's files are missing or have another size. Where lists say sizes (`Traits`), one list
+    for each folder tells it. Raises `StorageError`.
+    """
+    sizes: dict[str, int] = {}
+    if storage.traits.lists_facts:
+        for folder in sorted({entry.path.rpartition("/")[0] for entry in entries}):
+            for found in storage.listed(point_path(name, folder).rstrip("/")):
+                if found.facts is not None:
+                    sizes[f"{folder}/{found.name}".lstrip("/")] = found.facts.size
+    damages = []
+    for entry in entries:
+        if sizes.get(entry.path) == entry.bytes:
+            continue
+        try:
+            check_file(storage, name, entry, with_digest=False)
+        except DamageError as error:
+            damages.append(error.damage)
+    return damages
 
 
 def read_document(storage: Storage, commit: Commit, file: str) -> dict[str, Any]:

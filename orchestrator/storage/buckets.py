@@ -21,6 +21,7 @@ from __future__ import annotations
 import configparser
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,10 +30,12 @@ from functools import lru_cache
 from typing import Any
 
 from orchestrator.errors import ConfigError, StorageError
-from orchestrator.storage.redacted import redacted
+from orchestrator.storage.redacted import SHOWN, redacted
 
 S3, GCS, AZURE = ("s3", "s3a"), ("gs", "gcs"), ("az", "azure", "abfs", "abfss")
 SCHEMES = (*S3, *GCS, *AZURE)
+_BEGINS = re.compile(rf"\s*({'|'.join(SCHEMES)}):", re.IGNORECASE)
+_BUCKET = re.compile(r"[\w.:@-]+", re.ASCII)
 _MOST_REPEATS = 5
 _KEYS = {
     "aws_access_key_id": "access_key_id",
@@ -41,7 +44,17 @@ _KEYS = {
     "region": "region",
     "endpoint_url": "endpoint",
 }
+_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 _SHOWN = 300
+_SAID = re.compile(r"<(Code|Message)>(.*?)</\1>", re.DOTALL)
+_READING = "list and read"
+_NO_CREDENTIALS = (
+    "169.254.",
+    "/latest/api/token",
+    "metadata.google",
+    "redentials",
+    "Account must be specified",
+)
 _OWN = (
     "ACCESS_KEY_ID",
     "WEB_IDENTITY_TOKEN_FILE",
@@ -51,11 +64,33 @@ _OWN = (
 )
 
 
+def is_uri(location: str) -> bool:
+    """Whether this is meant as a URI, and so is no path: it has `://` in it, or begins as a bucket's does, as
+    in `s3:/bucket`. What is one, and that `split_bucket` does not know, is refused by whoever is given it.
+    """
+    return "://" in location or _BEGINS.match(location) is not None
+
+
 def split_bucket(uri: str) -> tuple[str, str] | None:
     """(the bucket's own URI, the key in it); None for what is no bucket of a known kind."""
     scheme, _, rest = uri.partition("://")
     bucket, _, key = rest.partition("/")
-    return (f"{scheme}://{bucket}", key.strip("/")) if scheme in SCHEMES and bucket else None
+    if scheme not in SCHEMES or not _BUCKET.fullmatch(bucket):
+        return None
+    return f"{scheme}://{bucket}", key.strip("/")
+
+
+def no_bucket(uri: str) -> str:
+    """What to say of one that `is_uri`, and that `split_bucket` does not know."""
+    known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+    text = f"{uri} is no bucket: give one of {known} with the name of a bucket after it, and a prefix in it"
+    return text + called_so(uri)
+
+
+def called_so(uri: str) -> str:
+    """How a folder is named that is really called as a URI begins; empty for what begins as none."""
+    path = re.sub("/+", "/", uri.strip())
+    return f"; a folder that is really called so is ./{path}" if _BEGINS.match(uri) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +126,8 @@ def bucket_of(bucket: str, limits: Limits = CONTENT, in_bulk: bool = True) -> An
     """The store of a bucket's own URI, made once per process and kind of limits. It asks nothing yet.
     `in_bulk`: it may delete many objects of S3 in one request.
 
-    Raises `ConfigError` without the library, and `StorageError` in a process that was forked after a bucket
+    Raises `ConfigError` without the library, or for an endpoint that is no URL; `OSError` in words without
+    the account that Azure needs; and `StorageError` in a process that was forked after a bucket
     was reached: both would use the same connections, which ends in the one hanging or the other one crashing.
     """
     global _owner  # noqa: PLW0603  there is one library per process
@@ -114,9 +150,15 @@ def _made(bucket: str, limits: Limits, in_bulk: bool) -> Any:
         from obstore import store as stores
     except ImportError as error:
         raise ConfigError(
-            f"{bucket}: reaching it needs the package obstore: pip install 'orchestrator[remote]' on "
-            "every machine of the run"
+            f"{bucket}: reaching it needs the package obstore, which is not installed: "
+            "pip install 'orchestrator[remote]' (in a checkout: pip install -e '.[remote]') on every machine "
+            "of the run"
         ) from error
+    with explained(bucket, ""):
+        return _store(stores, bucket, limits, in_bulk)
+
+
+def _store(stores: Any, bucket: str, limits: Limits, in_bulk: bool) -> Any:
     store: Any = stores
     scheme, _, name = bucket.partition("://")
     if scheme in S3:
@@ -175,10 +217,25 @@ def _s3_config() -> dict[str, Any]:
     config: dict[str, Any] = {}
     if not _has_own_credentials():
         config |= _profile()
+    if "endpoint" in config:
+        config["endpoint"] = _endpoint("endpoint_url of the AWS profile", config["endpoint"])
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         if os.environ.get(name):
-            config["endpoint"] = os.environ[name]
+            config["endpoint"] = _endpoint(name, os.environ[name])
     return config
+
+
+def _endpoint(name: str, value: str) -> str:
+    """The value of a setting that is a server's URL; the library panics at another text. Raises
+    `ConfigError`.
+    """
+    if _URL.fullmatch(value):
+        return value
+    shown = redacted(re.sub(r"[^/\s]*@", f"{SHOWN}@", value))
+    raise ConfigError(
+        f"{name}={shown} is no URL of a server: give one that begins with http:// or https://, e.g. "
+        "http://127.0.0.1:9000"
+    )
 
 
 def _has_own_credentials() -> bool:
@@ -215,7 +272,8 @@ def _gcs_config() -> dict[str, Any]:
     host = os.environ.get("STORAGE_EMULATOR_HOST")
     if not host:
         return {}
-    return {"base_url": host if "://" in host else f"http://{host}"}
+    url = host if "://" in host else f"http://{host}"
+    return {"base_url": _endpoint("STORAGE_EMULATOR_HOST", url)}
 
 
 def _nobodys_token() -> dict[str, Any]:
@@ -229,7 +287,7 @@ def _azure_config() -> dict[str, Any]:
     names["SharedAccessSignature"] = "sas_token"
     config: dict[str, Any] = {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
     if os.environ.get("AZURE_STORAGE_ENDPOINT"):
-        config["endpoint"] = os.environ["AZURE_STORAGE_ENDPOINT"]
+        config["endpoint"] = _endpoint("AZURE_STORAGE_ENDPOINT", os.environ["AZURE_STORAGE_ENDPOINT"])
     return config
 
 
@@ -239,10 +297,11 @@ class NoBucketError(FileNotFoundError):
 
 
 @contextmanager
-def explained(uri: str, rights: str = "list and read") -> Iterator[None]:
+def explained(uri: str, rights: str = _READING) -> Iterator[None]:
     """What the library raises about `uri`, as the `OSError` that a file of this machine would raise:
     `FileNotFoundError`, `PermissionError`, or another one; its text says what is wrong and what to do.
-    `rights`: those that are needed there. It has no secrets in it.
+    `rights`: those that are needed there ("": none was asked for yet); a public bucket gives those to read
+    alone. It has no secrets in it.
     """
     from obstore import exceptions
 
@@ -256,7 +315,7 @@ def _in_words(uri: str, rights: str, error: Exception) -> OSError:
     from obstore import exceptions
 
     text = str(error).partition("\n\nDebug source")[0]
-    at, shown = split_bucket(uri), redacted(text)[:_SHOWN]
+    at, shown = split_bucket(uri), _in_short(redacted(text))
     bucket = at[0] if at else uri
     if any(word in text for word in ("NoSuchBucket", "ContainerNotFound", "specified bucket does not")):
         return NoBucketError(errno.ENOENT, "there is no such bucket at this endpoint", bucket)
@@ -265,20 +324,25 @@ def _in_words(uri: str, rights: str, error: Exception) -> OSError:
     if isinstance(error, exceptions.PreconditionError):
         return OSError(errno.ESTALE, "the object was replaced while it was read", uri)
     # a machine that is no cloud's has nobody at the address that gives a cloud's machines their credentials
-    if any(word in text for word in ("169.254.", "/latest/api/token", "metadata.google", "redentials")):
+    if any(word in text for word in _NO_CREDENTIALS):
         what = f"no credentials for {bucket} were found on this machine"
-        return PermissionError(errno.EACCES, f"{what}; {_how_to_sign(bucket)} ({shown})", uri)
+        return PermissionError(errno.EACCES, f"{what}; {_how_to_sign(bucket, rights)} ({shown})", uri)
     denied = isinstance(error, PermissionError) or "status code: 401" in text or "status code: 403" in text
     if denied or isinstance(error, exceptions.UnauthenticatedError | exceptions.PermissionDeniedError):
         what = f"access to {bucket} is denied to these credentials: give them the rights to {rights} it"
-        return PermissionError(errno.EACCES, f"{what}, or {_how_to_sign(bucket)} ({shown})", uri)
+        return PermissionError(errno.EACCES, f"{what}, or {_how_to_sign(bucket, rights)} ({shown})", uri)
     what = f"the storage does not answer as it should ({shown})"
-    return OSError(
-        errno.EIO, f"{what}; check that {bucket} is reached from this machine, then run again", uri
-    )
+    return OSError(errno.EIO, f"{what}; check that {bucket} is reached from this machine", uri)
 
 
-def _how_to_sign(bucket: str) -> str:
+def _in_short(text: str) -> str:
+    """What the library says, and in place of a document of the server its code and message."""
+    said = ": ".join(found.strip() for _, found in _SAID.findall(text))
+    before = re.split(r"<\?xml|<Error", text)[0].strip() if said else text
+    return f"{before[:_SHOWN]} {said[:_SHOWN]}" if said else text[:_SHOWN]
+
+
+def _how_to_sign(bucket: str, rights: str) -> str:
     scheme = bucket.partition("://")[0]
     names = "AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
     if scheme in S3:
@@ -286,4 +350,5 @@ def _how_to_sign(bucket: str) -> str:
     if scheme in GCS:
         names = "GOOGLE_APPLICATION_CREDENTIALS"
     kind = "AWS" if scheme in S3 else "GOOGLE" if scheme in GCS else "AZURE"
-    return f"set {names} on every machine; for a public bucket {kind}_SKIP_SIGNATURE=true"
+    public = f"; for a public bucket {kind}_SKIP_SIGNATURE=true" if rights == _READING else ""
+    return f"set {names} on every machine{public}"

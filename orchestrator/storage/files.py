@@ -14,6 +14,7 @@ from blake3 import blake3
 
 from orchestrator.errors import StorageError
 from orchestrator.records import FileEntry
+from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.disk import AppendHandle, Disk
 from orchestrator.storage.local_store import LocalStore
 from orchestrator.storage.store import AppendingStore, Listed, Pieces, Readable, Store, Traits
@@ -106,7 +107,7 @@ class Storage:
         """Another folder of the same disk, or prefix of a bucket: reached in the same way, or, where the one
         is a folder and the other lies in a bucket, as `open_storage` does. Raises as that.
         """
-        if ("://" in root) == ("://" in self.root):
+        if is_uri(root) == is_uri(self.root):
             return Storage.on(self._store.beside(root))
         from orchestrator.storage.open import open_storage
 

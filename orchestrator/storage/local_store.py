@@ -16,6 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from orchestrator.errors import ConfigError
+from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.direct import write_direct
 from orchestrator.storage.disk import AppendHandle, Disk, OsDisk, storage_error, write_all
 from orchestrator.storage.exact_pieces import exact
@@ -34,7 +35,7 @@ _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 def require_local(path: str, called: str = "") -> None:
     """Raises `ConfigError` for a URI. `called`: how the message names it, if not by itself."""
-    if "://" in path:
+    if is_uri(path):
         raise ConfigError(
             f"{called or path} is a URI; this version stores runs in local or shared folders only: mount the "
             "storage, and give a path, e.g. ./runs"

@@ -18,13 +18,13 @@ from orchestrator.errors import ConfigError, StorageError
 from orchestrator.storage.buckets import (
     CONTENT,
     DOCUMENT,
-    SCHEMES,
     Limits,
     NoBucketError,
     bucket_of,
     explained,
     known_to_refuse,
     may_create_twice,
+    no_bucket,
     split_bucket,
 )
 from orchestrator.storage.creating import ENTRIES, create_by_agreement, forget_entries
@@ -78,10 +78,7 @@ class ObjectStore:
         """
         at = split_bucket(root)
         if at is None:
-            raise ConfigError(
-                f"{root} is no bucket: give one of {', '.join(f'{scheme}://' for scheme in SCHEMES)} with "
-                "the name of a bucket after it, and a prefix in it"
-            )
+            raise ConfigError(no_bucket(root))
         self._bucket_uri, self._prefix = at
         if any(part in ("", ".", "..") for part in self._prefix.split("/")) and self._prefix:
             raise ConfigError(f"{root}: a prefix has no empty part, no '.' and no '..'; give one without")

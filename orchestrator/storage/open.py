@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import PurePath
 
 from orchestrator.errors import ConfigError
-from orchestrator.storage.buckets import AZURE, SCHEMES, split_bucket
+from orchestrator.storage.buckets import AZURE, SCHEMES, is_uri, split_bucket
 from orchestrator.storage.files import Storage
 
 
@@ -25,10 +25,10 @@ def open_storage(location: str, *, sleep: Callable[[float], None] = time.sleep) 
     (`gs://`, `az://` and their other names). Asks nothing yet; credentials come from where
     `storage.buckets` looks for them. `sleep` waits between tries.
 
-    Raises `ConfigError` for an empty text, a URI of another kind, and one that contains credentials or
-    options.
+    Raises `ConfigError` for an empty text, a URI of another kind, what only begins as a bucket's (a folder
+    that is called so is `./s3:`), and one that contains credentials or options.
     """
-    if "://" not in location:
+    if not is_uri(location):
         return Storage(location, sleep=sleep)
     _require_plain(location)
     from orchestrator.storage.object_store import ObjectStore
@@ -70,8 +70,11 @@ _SLASHES_OF_A_BUCKET = 2
 
 def _require_plain(uri: str) -> None:
     """Says nothing of what follows the scheme where that may be a secret."""
-    scheme, _, rest = uri.partition("://")
-    if scheme not in SCHEMES:
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
+        scheme, _, rest = uri.partition(":")
+        rest = rest.lstrip("/")
+    elif scheme not in SCHEMES:
         raise ConfigError(
             f"{scheme}:// is no storage that runs can lie in: give a folder, e.g. ./runs, or the URI of a "
             "bucket of s3://, gs:// or az:// and a prefix in it"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.trainer.gradient import MicroBatch, add_losses, empty_micro_batch, forget, scale
-from orchestrator.trainer.group import GenerationEnded, collective
+from orchestrator.trainer.group import collective, ended_by
 from orchestrator.trainer.model import loss_sum, seed_micro_batch
 from orchestrator.trainer.step_summary import fixed_point
 
@@ -94,7 +94,7 @@ class FastGradient:
             except RuntimeError as error:
                 if not any(_failed(work) for work in self._works):
                     raise  # the model's own error
-                raise GenerationEnded(f"summing the gradient: {error}") from error
+                raise ended_by("summing the gradient", error) from error
         return fixed_point(float(loss.detach()))
 
     def _loss(self, model: nn.Module, micro: MicroBatch) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from orchestrator.errors import TrainingError
 from orchestrator.planning import batches
 from orchestrator.trainer.gradient import MicroBatch, add_losses, empty_micro_batch, scale
-from orchestrator.trainer.group import GenerationEnded, collective
+from orchestrator.trainer.group import collective, ended_by
 from orchestrator.trainer.lost_peer import is_mismatch
 from orchestrator.trainer.model import loss_sum, seed_micro_batch
 from orchestrator.trainer.sharded_state import ShardedState
@@ -91,7 +91,7 @@ class ShardedGradient:
                     "every group would meet this again, so that the run stops: do all ranks use the same "
                     "parameters in each micro-batch (docs/howto/shards.md)? Else this is an error of ours"
                 ) from error
-            raise GenerationEnded(f"gathering weights, or summing the gradient: {error}") from error
+            raise ended_by("gathering weights, or summing the gradient", error) from error
         return fixed_point(float(loss.detach()))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from orchestrator.trainer.reshard import Pending
 
 _VERDICT, _ALL_HERE, _CALLED_OFF = "verdict", b"all here", b"called off"
 _ASK_AGAIN_S = 0.01
+_PLACE = re.compile(r"\[[^\]\s]*gloo/[^\]\s]*:\d+\]\s*")
+_ADVICE = re.compile(r"\s*This is typically caused by .*", re.DOTALL)
 
 
 class GenerationEnded(Exception):
@@ -45,7 +48,14 @@ def collective(what: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise GenerationEnded(f"{what}: {error}") from error
+        raise ended_by(what, error) from error
+
+
+def ended_by(what: str, error: RuntimeError) -> GenerationEnded:
+    """What a collective's error means. Of gloo's text what it knows is kept: the peer, and what became of the
+    connection; not its source's line, nor its advice.
+    """
+    return GenerationEnded(f"{what}: {_ADVICE.sub('', _PLACE.sub('', str(error))).rstrip('. ')}")
 
 
 class Group:

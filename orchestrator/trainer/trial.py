@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +31,13 @@ _LIMIT_S = 300.0
 class ModelFacts:
     """What a model was found to be. `num_embeddings`: how many ids it embeds, None where it does not say
     (`get_input_embeddings`); `largest_table`: rows of the largest `torch.nn.Embedding` of such a one, None
-    if it has none. `note`, if any, is for the user: what could not be tried.
+    if it has none. `scalars` names parameters without dimensions. `note`, if any, is for the user: what
+    could not be tried.
     """
 
     num_embeddings: int | None = None
     largest_table: int | None = None
+    scalars: Sequence[str] = ()
     note: str = ""
 
 
@@ -46,6 +49,7 @@ def require_model(job: JobConfig, plan: ResumePlan, vocab_size: int) -> tuple[st
         return ()
     facts = try_model(job)
     require_vocabulary(facts, job, vocab_size)
+    require_rows(facts, job)
     notes = [facts.note] if facts.note else []
     if facts.largest_table is not None and facts.largest_table < vocab_size:
         notes.append(
@@ -59,7 +63,7 @@ def require_model(job: JobConfig, plan: ResumePlan, vocab_size: int) -> tuple[st
 def is_to_try(plan: ResumePlan) -> bool:
     """Whether a start tries the model: it is not the one that the run's point was made with."""
     return plan.point is None or any(
-        d.field.startswith(("model.", "pack.document_attention")) for d in plan.differences
+        d.field.startswith(("model.", "pack.document_attention", "train.parallel")) for d in plan.differences
     )
 
 
@@ -96,6 +100,16 @@ def require_vocabulary(facts: ModelFacts, job: JobConfig, vocab_size: int) -> No
     )
 
 
+def require_rows(facts: ModelFacts, job: JobConfig) -> None:
+    """Raises `ConfigError` if the state is to be sharded, and a parameter has no rows to divide."""
+    if facts.scalars and job.train.parallel not in ("auto", "replicate"):
+        more = f" and {len(facts.scalars) - 1} more" if len(facts.scalars) > 1 else ""
+        raise ConfigError(
+            f"the model's parameter {facts.scalars[0]}{more} has the shape (), and a sharded state is "
+            "divided by rows, of which it has none; give it the shape (1,), or set train.parallel=replicate"
+        )
+
+
 def _build_elsewhere(task: dict[str, Any]) -> ModelFacts:
     """In a process of its own, for torch and transformers take 250 MB that a driver has no other use for."""
     # it finds what this process finds, and what lies in the current directory, as Ray's workers do
@@ -124,7 +138,7 @@ def _build_elsewhere(task: dict[str, Any]) -> ModelFacts:
     answer = json.loads(ended.stdout.splitlines()[-1])
     if "refused" in answer:
         raise ConfigError(answer["refused"])
-    return ModelFacts(**answer)
+    return ModelFacts(**answer | {"scalars": tuple(answer["scalars"])})
 
 
 def _build(config: ModelConfig, device_type: str, invariant: bool, within: int | None = None) -> ModelFacts:
@@ -144,7 +158,7 @@ def _build(config: ModelConfig, device_type: str, invariant: bool, within: int |
                 require_document_attention(model, within)
             if config.init_from is not None:
                 require_fit(config, model)
-            return ModelFacts(num_embeddings=_num_embeddings(model))
+            return ModelFacts(num_embeddings=_num_embeddings(model), scalars=_scalars(model))
         function = models.find_factory(config)
         try:
             made = function(**config.factory_args)
@@ -160,7 +174,12 @@ def _build(config: ModelConfig, device_type: str, invariant: bool, within: int |
             require_fit(config, module)
     known = _num_embeddings(module)
     tables = [each.num_embeddings for each in module.modules() if isinstance(each, torch.nn.Embedding)]
-    return ModelFacts(num_embeddings=known, largest_table=None if known else max(tables, default=None))
+    largest = None if known else max(tables, default=None)
+    return ModelFacts(num_embeddings=known, largest_table=largest, scalars=_scalars(module))
+
+
+def _scalars(model: Any) -> tuple[str, ...]:
+    return tuple(name for name, parameter in model.named_parameters() if not parameter.dim())
 
 
 def _num_embeddings(model: Any) -> int | None:

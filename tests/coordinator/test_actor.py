@@ -49,6 +49,7 @@ from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from tests.resume.samples import CONFIG, cursor, key, no_sleep, record, write_vote
+from tests.storage.model_store import ModelBucket, ModelStore
 
 LIMIT_S = 60.0
 LAUNCH = "aaaa"
@@ -468,6 +469,27 @@ def test_the_end_is_written_down_although_the_journal_fails_once_or_for_good(
     assert (end.outcome, end.reason) == ("done", "done at step 10")
     if not lasts:
         assert read_journal(store.storage).events[-1].kind == "end"
+
+
+def test_the_journal_of_an_attempt_that_ended_is_whole_segments_in_a_bucket_too(store: RunStore) -> None:
+    bucket = RunStore(Storage.on(ModelStore(ModelBucket())))
+    bucket.claim(1, LAUNCH, START, "host")
+    bucket.write_parent(ClaimParent(attempt=1, parent=None))
+
+    async def launch() -> None:
+        actor = Coordinator(what_it_needs(store), lambda info: None, store=bucket)
+        await actor.join(JOIN)
+        await flushed(actor)
+        assert bucket.storage.list("journal/a0001") == [
+            "000001.p000001.jsonl",
+            "000001.p000002.jsonl",
+        ]
+        await actor.end("done", "done at step 10")
+        assert (await status(actor)).ended == "done"
+
+    run(launch)
+    assert bucket.storage.list("journal/a0001") == ["000001.jsonl"]
+    assert read_journal(bucket.storage).events[-1].kind == "end"
 
 
 def test_a_launch_that_ends_before_its_background_work_has_begun_leaves_no_coroutine_behind(

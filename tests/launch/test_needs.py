@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator.launch.needs import (
     count_parameters,
+    gib,
     memory_notes,
     needs_of,
 )
@@ -72,7 +73,7 @@ def test_the_loss_of_a_micro_batch_needs_its_logits_twice_and_what_goes_into_eac
         activations = num_tokens * (3 * 64 * compute_bytes + 100 * 2 * 4)
         assert needs.gpu_bytes == (256 << 20) + 12 * count + activations, "before there are gradients"
     (note,) = memory_notes(job(model, *batch, "cluster.num_workers=1"), 1)
-    assert f"activations of a micro-batch {num_tokens * (3 * 64 * 4 + 800) / 2**30:.1f} GiB" in note
+    assert f"activations of a micro-batch {num_tokens * (3 * 64 * 4 + 800) / 2**20:.1f} MiB" in note
 
 
 def test_a_shard_is_a_part_of_the_state_and_whole_blocks_for_a_moment() -> None:
@@ -95,6 +96,21 @@ def test_a_shard_is_a_part_of_the_state_and_whole_blocks_for_a_moment() -> None:
 
 LARGE = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000}
 SEVEN_B = "model=" + json.dumps({"config": {"model_type": "llama", "num_attention_heads": 32, **LARGE}})
+
+
+def test_plan_says_why_a_group_is_cut_otherwise_than_was_asked_for() -> None:
+    (note,) = memory_notes(job(SEVEN_B, "cluster.num_workers=3"), 2)
+    assert "of 3 (shard: the state in 3 parts, for 2 shards do not divide 3 workers: one shard each)" in note
+
+
+def test_little_is_said_in_small_units() -> None:
+    assert [gib(n) for n in (0, 40_000, 12 << 20, 300 << 20, 5 << 30)] == [
+        "0.0 KiB",
+        "39.1 KiB",
+        "12.0 MiB",
+        "0.3 GiB",
+        "5.0 GiB",
+    ]
 
 
 def test_plan_says_what_a_worker_holds() -> None:

@@ -5,6 +5,7 @@ at.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from orchestrator.monitor.run import Run
 from orchestrator.records import SourceCursor
 from orchestrator.resume.commit_events import DeletePoints
 from orchestrator.resume.store_actions import PointCommitter
+from orchestrator.storage.files import Storage
 from tests.conftest import TinyConfig
 from tests.launch.test_start import Runner, runner  # noqa: F401  a fixture
 from tests.monitor.test_status import Attempt
@@ -80,6 +82,33 @@ def test_what_is_gone_is_named_and_no_continuation_is_promised(dead: Runner, gon
     if not gone.endswith(("COMMIT", "parent.json")):  # `plan` takes the point before it, or says the same
         with pytest.raises(OrchestratorError):
             dead.plan()
+
+
+def test_a_newest_point_that_lacks_a_file_or_the_end_of_one_is_none_to_continue_from(
+    runner: Runner,  # noqa: F811
+) -> None:
+    names = [runner.launch().point_name for _ in range(3)]
+    run = Run(runner.folder)
+    for name, older in zip(names[:0:-1], names[-2::-1], strict=True):
+        part = next((runner.folder / "points" / name / "state").iterdir())
+        os.truncate(part, part.stat().st_size - 1)
+        view = run.status(SHORT_S)
+        assert view.newest_point == older
+        assert f"points/{name}/state/{part.name}" in view.verdict
+        assert runner.plan().point == older
+    part.unlink()
+    assert run.status(SHORT_S).verdict == view.verdict, "a file that is gone is as one that is too short"
+
+
+def test_a_look_asks_no_more_of_a_run_with_more_points(
+    dead: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = list[str]()
+    monkeypatch.setattr(
+        Storage, "size", lambda self, path: sizes.append(path) or os.path.getsize(f"{self.root}/{path}")
+    )
+    assert Run(dead.folder).status(SHORT_S).newest_point == dead.store.point_names()[-1]
+    assert {path.split("/")[1] for path in sizes if "/state/" in path} == {dead.store.point_names()[-1]}
 
 
 def test_a_stopped_run_without_its_commits_says_which_points_it_has_lost(

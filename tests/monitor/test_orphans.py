@@ -14,6 +14,7 @@ from orchestrator.errors import RefusedError, StorageError
 from orchestrator.monitor import run as monitor
 from orchestrator.monitor.orphans import Pruned
 from orchestrator.monitor.run import Run
+from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.resume.points import COMMIT
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
@@ -201,6 +202,8 @@ def test_what_retention_lets_go_is_deleted_and_missed_by_nobody(runner: Runner) 
     assert len(names) == 5
     Run(runner.folder).pin(names[2], "mine")
     pin = f"pinned by {runner.store.pins()[names[2]].by}: mine"
+    views = RunViews(runner.store)
+    views.refresh()
     # the newest attempt's parent is names[3]; of the two newer ones that would release it there is one
     assert pruned(runner, dry_run=True) == {names[0]: False, names[2]: pin}
     assert runner.store.point_names() == names
@@ -209,6 +212,14 @@ def test_what_retention_lets_go_is_deleted_and_missed_by_nobody(runner: Runner) 
     assert [row["name"] for row in rows] == names[1:], "20 is a multiple of 20"
     assert all(row["healthy"] and row["on_lineage"] for row in rows)
     assert Run(runner.folder).status(0).missing == ()
+    views.refresh()
+    for shown in (views, RunViews(runner.store)):  # one who followed it, and one who comes later
+        shown.refresh()
+        table, document = shown.points(), shown.summary()
+        assert [row["name"] for row in table["rows"][::-1]] == names[1:]
+        assert table["counts"]["damaged"] == document["points"]["damaged"] == 0
+        assert document["points"]["deleted"] == 1
+        assert document["missing"] == []
     assert runner.plan().point == names[-1]
     assert not [note for note in runner.plan().notes if "warning" in note]
     assert pruned(runner) == {names[2]: pin}

@@ -25,6 +25,7 @@ from orchestrator.monitor import run as history
 from orchestrator.monitor import tail, verdict, view_text
 from orchestrator.monitor.run import Run
 from orchestrator.monitor.view_text import status_lines
+from orchestrator.monitor.views.words import count
 from orchestrator.records import JoinRequest
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
@@ -138,7 +139,11 @@ def test_a_run_that_trains_is_running_with_its_workers_its_speed_and_when_it_is_
     with attempt.alive():
         view = run_of(runner).status(LONG_S)
     assert (view.state, view.alive, view.step, view.total_steps) == ("running", True, 100, 1000)
-    assert view.verdict == "running: step 100 of 1,000, 2 of 2 workers"
+    tokens = count(record(key(100)).consumed_tokens)
+    assert view.verdict == (
+        "running: step 100 of 1,000, 2 of 2 workers. "
+        f"If everything died now, 100 steps ({tokens} tokens) would be trained again"
+    )
     per_step = record(key(2)).consumed_tokens - record(key(1)).consumed_tokens
     assert view.tokens_per_s == per_step / 0.5
     assert view.eta_s == 900 * 0.5
@@ -189,7 +194,7 @@ def test_a_worker_that_died_since_is_not_counted_and_is_the_last_fault(runner: R
     with attempt.alive():
         view = run_of(runner).status(LONG_S)
     assert (view.state, view.workers) == ("waiting", 0)
-    assert view.verdict == "waiting for workers at step 3 of 1,000: 0 of 2 workers are left"
+    assert view.verdict.startswith("waiting for workers at step 3 of 1,000: 0 of 2 workers are left. If")
 
 
 def test_a_run_without_an_end_and_without_a_sign_of_life_is_not_running(runner: Runner) -> None:  # noqa: F811

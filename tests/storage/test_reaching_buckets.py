@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.errors import StorageError
+from orchestrator.errors import ConfigError, StorageError
+from orchestrator.resume.store import RunStore
 from orchestrator.storage import buckets
 from orchestrator.storage.buckets import CONTENT, DOCUMENT, Limits
 from orchestrator.storage.files import Storage
@@ -22,7 +23,7 @@ from orchestrator.storage.redacted import redacted
 from tests.forked import FORKED
 from tests.resume.samples import no_sleep
 from tests.storage.an_attempt import an_attempt
-from tests.storage.servers import Fault, Proxy, new_bucket
+from tests.storage.servers import Fault, Proxy, new_bucket, reach
 
 SECRETS = {
     "AWS_ACCESS_KEY_ID": "AKIAQWERTYUIOPASDFGH",
@@ -69,7 +70,7 @@ def test_a_server_that_says_nothing_more_is_an_error_that_says_what_to_do(proxy:
         lambda: store.delete(["x"]),
     )
     for call in calls:
-        with pytest.raises(StorageError, match="check that s3://bucket.* is reached from this machine, then"):
+        with pytest.raises(StorageError, match="check that s3://bucket.* is reached from this machine$"):
             call()
 
 
@@ -129,6 +130,45 @@ def _in_environment(environment: dict[str, str], root: str, answer: str) -> None
 def test_a_process_that_was_forked_before_reaches_buckets(proxy: Proxy, root: str) -> None:
     assert buckets._owner in (None, os.getpid())
     assert Storage.on(ObjectStore(root)).list("") == []
+
+
+# ------------------------------------------------------------------------------ settings
+@pytest.mark.parametrize("value", ["127.0.0.1:5714", "localhost:9000", "http://", "ftp://x", "http:// x"])
+def test_an_endpoint_that_is_no_url_is_named_without_its_password(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str
+) -> None:
+    reach(monkeypatch, "http://127.0.0.1:1", tmp_path)
+    for name, uri in (("AWS_ENDPOINT_URL_S3", "s3://b/r"), ("AZURE_STORAGE_ENDPOINT", "az://b/r")):
+        monkeypatch.setenv(name, f"root:topsecret@{value}")
+        buckets.forget_buckets()
+        with pytest.raises(ConfigError, match=rf"{name}=\*\*\*@.* is no URL of a server.*http://") as refused:
+            RunStore(Storage.on(ObjectStore(uri))).read_run()
+        assert "topsecret" not in str(refused.value)
+        assert "not as it was written" not in str(refused.value)
+    buckets.forget_buckets()
+
+
+def test_a_bucket_of_azure_without_an_account_lacks_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    buckets.forget_buckets()
+    for uri in ("az://x/y", "abfs://x/y"):
+        with pytest.raises(
+            StorageError, match=r"no credentials for \w+://x were found on this machine"
+        ) as said:
+            Storage.on(ObjectStore(uri)).read("run.json")
+        assert "SKIP_SIGNATURE" not in str(said.value), "a run writes"
+    buckets.forget_buckets()
+
+
+def test_what_the_server_says_is_not_cut_short() -> None:
+    said = (
+        "Error performing GET " + "x" * 200 + ' - status code: 403 Forbidden: <?xml version="1.0"?>\n<Error>'
+    )
+    said += "<Code>InvalidAccessKeyId</Code><Message>The key does not exist</Message></Error>"
+    error = buckets._in_words("s3://b/r", "list and read", PermissionError(said))
+    assert "403 Forbidden: InvalidAccessKeyId: The key does not exist)" in str(error)
+    assert "AWS_SKIP_SIGNATURE=true" in str(error), "who reads may read a public one"
 
 
 # ------------------------------------------------------------------------------ secrets

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.trainer.gloo_sockets import GlooSockets
+from orchestrator.trainer.group import ended_by
 
 WAIT_S = 60.0
 LONG = datetime.timedelta(seconds=10 * WAIT_S)
@@ -39,6 +40,17 @@ def assert_open(pair: tuple[socket.socket, socket.socket]) -> None:
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return socket.create_connection(server.getsockname()), server.accept()[0]
+
+
+def test_of_gloos_text_what_it_knows_is_told() -> None:
+    place = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
+    advice = (
+        ". This is typically caused by a remote worker crashing. Check the logs of the remote worker. GLHF!"
+    )
+    for known in ("Connection closed by peer [127.0.0.1]:33710", "Read error [::1]:23938: Connection reset"):
+        error = RuntimeError(f"{place}{known}{advice}")
+        assert str(ended_by("summing the gradient", error)) == f"summing the gradient: {known}"
+    assert str(ended_by("voting", RuntimeError("it is [a] reason."))) == "voting: it is [a] reason"
 
 
 def test_all_that_waits_fails_when_the_sockets_are_shut_and_other_connections_stay_open() -> None:

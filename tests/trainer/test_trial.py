@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from orchestrator.config.schema import JobConfig, ModelConfig
+from orchestrator.config.schema import JobConfig, ModelConfig, nested, parse_config
 from orchestrator.errors import ConfigError
 from orchestrator.planning.resume_plan import plan_resume
 from orchestrator.trainer.known_keys import require_known_keys
@@ -37,6 +37,16 @@ def read_by_itself():
     layer = torch.nn.Linear(2, 2)
     layer.weight.tolist()
     return layer
+"""
+
+
+# It has a parameter without dimensions.
+SCALED = """
+import torch
+class Scaled(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.scale = torch.nn.Parameter(torch.ones(()))
 """
 
 
@@ -202,6 +212,20 @@ def test_the_vocabulary_of_a_factorys_model_is_looked_at_where_that_says_it(tmp_
     assert require_model(silent, fresh, 99) == ()
     (note,) = require_model(silent, fresh, 100)
     assert "the largest torch.nn.Embedding of model.factory=small_models:silent has 99 rows" in note
+
+
+def test_a_parameter_without_rows_is_refused_where_the_state_is_to_be_sharded(tmp_path, monkeypatch):
+    (tmp_path / "scaled_models.py").write_text(SCALED)
+    monkeypatch.syspath_prepend(tmp_path)
+    scaled = with_model(factory="scaled_models:Scaled")
+    fresh = plan_resume(scaled, {}, None)
+    assert require_model(scaled, fresh, 99) == ()
+    for parallel in ("shard", {"shard": 2, "replicate": 1}):
+        sharded = parse_config(nested({**scaled.flat(), "train.parallel": parallel}))
+        with pytest.raises(
+            ConfigError, match=r"parameter scale has the shape \(\).*\(1,\), or set train.par"
+        ):
+            require_model(sharded, fresh, 99)
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused_with_both_numbers():

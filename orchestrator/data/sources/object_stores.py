@@ -11,14 +11,14 @@ from typing import Any
 from orchestrator.data.sources.hub_datasets import is_hub, split_hub
 from orchestrator.data.sources.remote_objects import RemoteObject
 from orchestrator.errors import ConfigError
-from orchestrator.storage.buckets import SCHEMES, bucket_of, explained, split_bucket
+from orchestrator.storage.buckets import SCHEMES, bucket_of, called_so, explained, is_uri, split_bucket
 
 _NS = 1_000_000_000
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is a URI."""
-    return "://" in path
+    """Whether a path is a URI, or is meant as one."""
+    return is_uri(path) or path.startswith("hf:")
 
 
 def split_uri(uri: str) -> tuple[str, str]:
@@ -33,7 +33,7 @@ def split_uri(uri: str) -> tuple[str, str]:
         raise ConfigError(
             f"{uri}: files are read from local paths and from {', '.join(f'{s}://' for s in SCHEMES)} with "
             "the name of a bucket after it, or hf://datasets/; this is none of them. Mount the "
-            "storage, or give such a URI"
+            f"storage, or give such a URI{called_so(uri)}"
         )
     return at
 

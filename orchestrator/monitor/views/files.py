@@ -49,6 +49,7 @@ class RunFiles:
         self.points: dict[str, PointFacts] = {}
         self.leftovers: frozenset[str] = frozenset()
         self.pins: dict[str, Hold] = {}
+        self.deletions: frozenset[str] = frozenset()  # the points that somebody deletes, or has pruned
         self.marks: dict[str, Mark] = {}
         self.findings: tuple[Finding, ...] = ()
         self._finding_names: list[str] = []
@@ -103,9 +104,10 @@ class RunFiles:
             wrong = [name for name, facts in self.points.items() if facts.wrong]
             if not any([self._drop_deleted(name) for name in wrong]):
                 break  # else there may be newer ones
-        pins, marks = store.pins(), self._marks()
-        changed = changed or (pins, marks) != (self.pins, self.marks)
-        self.pins, self.marks = pins, marks
+        # after the points: one that is not among them is held by then
+        (pins, deletions), marks = store.held(), self._marks()
+        changed = changed or (pins, deletions, marks) != (self.pins, self.deletions, self.marks)
+        self.pins, self.deletions, self.marks = pins, deletions, marks
         self.points_seen += self._refresh_findings() or changed
 
     def _marks(self) -> dict[str, Mark]:

@@ -5,7 +5,14 @@ have read: these know the whole journal, so they see at least as much.
 from __future__ import annotations
 
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unwritten, read_names
+from orchestrator.monitor.missing import (
+    lost_points,
+    missing_pieces,
+    newest_there,
+    newest_unwritten,
+    on_history,
+    read_names,
+)
 from orchestrator.monitor.tail import Tail
 from orchestrator.monitor.views.facts import Facts
 
@@ -14,7 +21,7 @@ _FATES = (EventKind.POINT_COMMITTED, EventKind.DELETING_POINTS, EventKind.POINTS
 
 def missing_now(facts: Facts, lost: frozenset[str]) -> tuple[str, ...]:
     """The paths that are gone or not as written, a few words each. It lists all of the run's folders. `lost`
-    are the points that lost their COMMIT, and that the journal does not call deleted. Raises `StorageError`.
+    are the points that lost their COMMIT, and that nobody has meant to delete. Raises `StorageError`.
     """
     store, begun = facts.files.store, facts.files.begun or 0
     names, there, tail = read_names(store), [*facts.files.points], _as_tail(facts)
@@ -22,7 +29,9 @@ def missing_now(facts: Facts, lost: frozenset[str]) -> tuple[str, ...]:
     if lost:
         lost -= store.deletions()
     torn = {number for number in facts.files.cut_off if number > begun}
-    return missing_pieces(names, lost, torn, newest_unwritten(tail, there), len(facts.columns) > 0)
+    mine = on_history(facts.parent(begun), [name for name in there if name not in facts.files.marks])
+    _, wrong = newest_there(mine, lambda name: facts.files.points[name].wrong)
+    return missing_pieces(names, lost, torn, newest_unwritten(tail, there), len(facts.columns) > 0, wrong)
 
 
 def _as_tail(facts: Facts) -> Tail:

@@ -98,15 +98,16 @@ def deleted(facts: Facts) -> list[Row]:
 
 
 def fates(facts: Facts) -> Fates:
-    """What journal and claims say of every point."""
-    key = seen(facts), len(facts.files.parents)
+    """What journal, claims and those who prune say of every point."""
+    key = seen(facts), len(facts.files.parents), facts.files.deletions
     return facts.kept("fates", key, lambda: _fates(facts))
 
 
 def _fates(facts: Facts) -> Fates:
     events = facts.events(EventKind.POINT_COMMITTED, EventKind.DELETING_POINTS, EventKind.POINTS_DELETED)
     inherited = (name for parent in facts.files.parents.values() for name in parent.inherited)
-    return point_fates(((event.kind, event.fields) for event in events), inherited)
+    told = point_fates(((event.kind, event.fields) for event in events), inherited)
+    return told.without(facts.files.deletions)
 
 
 def lost(facts: Facts) -> frozenset[str]:

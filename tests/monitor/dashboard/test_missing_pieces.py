@@ -45,6 +45,8 @@ def said(folder: Path) -> tuple[str, Any]:
     "gone",
     [
         NEWEST,
+        "points/{point}/state",
+        "points/{point}/cursor.json",
         "points/{point}",
         "points",
         "journal",

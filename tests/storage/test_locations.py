@@ -1,0 +1,67 @@
+"""What names a bucket, and what a folder: a mistyped URI is neither, and nothing is made in its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import orchestrator
+from orchestrator.data.sources.listing import list_files
+from orchestrator.errors import ConfigError
+from orchestrator.launch.submit import submission
+from orchestrator.storage.buckets import is_uri
+from orchestrator.storage.files import Storage
+from orchestrator.storage.local_store import LocalStore
+from orchestrator.storage.open import absolute, join, open_storage
+
+
+@pytest.mark.parametrize(
+    "mistyped",
+    ["s3://", "s3:// ", " s3://", "s3:/walk/r", "s3:walk", "S3:/walk", "gs:/x", "gs://", "az://", "abfs:/x/y"]
+    + ["s3:///r", "s3://$BUCKET/r", "s3a://my bucket/r", "hdfs://x/y", "/runs/s3://bucket", "gs:// /r"],
+)
+def test_what_is_meant_as_a_buckets_uri_is_a_whole_one_or_refused(mistyped: str) -> None:
+    for given in (mistyped, join(mistyped, "name"), f"{mistyped}/name"):
+        assert is_uri(given)
+        for ask in (open_storage, absolute, LocalStore, Storage("/runs").beside):
+            with pytest.raises(ConfigError, match=r"is no bucket|is no storage that runs|is a URI"):
+                ask(given)
+    with pytest.raises(
+        ConfigError, match=r"files are read from local paths and from s3://.*; this is none of them"
+    ):
+        list_files("code", [f"{mistyped}/*.jsonl"], "jsonl")
+
+
+def test_a_folder_that_is_called_as_a_scheme_is_named_from_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"a folder that is really called so is \./s3:/walk/r$"):
+        open_storage("s3:/walk/r")
+    for path in ("./s3:/walk/r", str(tmp_path / "s3:"), "s3", "s3.d/a", "data:/x", "~/gs:"):
+        assert not is_uri(path)
+        assert open_storage(path).root.startswith("/")
+    with pytest.raises(ConfigError) as refused:
+        open_storage("s3:/name:topsecret@bucket/r")
+    assert "topsecret" not in str(refused.value)
+
+
+def test_no_command_and_no_call_takes_a_mistyped_uri_for_a_folder(
+    tiny_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tiny_config({"run.storage": "s3://"})
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match=r"run.storage: s3:///\w+ is no bucket"):
+        orchestrator.plan(job)
+    with pytest.raises(ConfigError, match=r"run.storage: gs:/x/\w+ is no bucket"):
+        submission(job, ["run.storage=gs:/x"], folder=folder, token="1")
+    for ask in (orchestrator.open, orchestrator.runs):
+        with pytest.raises(ConfigError, match="s3:/walk is no bucket"):
+            ask("s3:/walk")
+    with pytest.raises(ConfigError, match="az:/x is no bucket"):
+        orchestrator.open_stream(job, frozen_dir="az:/x")
+    assert not list(folder.iterdir())
