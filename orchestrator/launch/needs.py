@@ -139,7 +139,8 @@ def memory_notes(job: JobConfig, num_shards: int | None) -> list[str]:
         found.append(
             f"memory of a worker of {world} ({layout_text(layout)}{why}), at least: {', '.join(parts)}; "
             f"{gib(held.training)} of it at once {where}{reforming}; a save is staged in "
-            f"{gib(held.staged)}{copies} of the machine's memory"
+            f"{gib(held.staged)}{copies} of the machine's memory: one save at a time, so that slow storage "
+            "delays the next one and takes no more"
         )
     every = memory_every_steps(job.resume.memory_every_steps, sharded=num_shards != 1)
     step_bytes = job.train.global_batch_size * (job.pack.seq_len + 1) * _TOKEN_BYTES

@@ -126,7 +126,7 @@ def test_plan_says_what_a_worker_holds() -> None:
     (_, without) = memory_notes(
         job(SEVEN_B, "cluster.num_workers=[4, 8]", "resume.memory_every_steps=null"), 4
     )
-    assert "a save is staged in 9.4 GiB of the machine's memory" in without
+    assert "a save is staged in 9.4 GiB of the machine's memory: one save at a time, so" in without
     assert "memory points" not in alone
     assert memory_notes(job("model={factory: 'a:b'}"), None) == []
 
