@@ -11,7 +11,7 @@ from orchestrator.cli.commands import main
 from orchestrator.config.schema import parse_config
 from orchestrator.errors import ConfigError, RefusedError, ResourceError
 
-TOO_MANY = {"cluster.num_workers": 100_000}
+ON_GPUS = {"cluster.use_gpu": True, "train.numerics": "fast"}
 
 
 def test_what_plan_refuses_starts_no_process(tiny_config: Any) -> None:
@@ -40,10 +40,10 @@ def test_whoever_is_given_a_uri_of_another_kind_says_which_there_are(
 
 
 def test_a_launch_that_is_refused_says_so_wherever_it_is_asked(tiny_config: Any) -> None:
-    config = parse_config(tiny_config(TOO_MANY))
+    config = parse_config(tiny_config(ON_GPUS))
     run = orchestrator.submit(config)
     assert run.status().state in ("starting", "failed")
-    with pytest.raises(ResourceError, match="100000 workers") as refused:
+    with pytest.raises(ResourceError, match="GPU") as refused:
         run.wait()
     view = run.watch()
     assert (view.state, view.alive) == ("failed", False)
