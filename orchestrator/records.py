@@ -404,7 +404,8 @@ class Source(IntEnum):
     """
 
     LIVE = 0  # the tensors that it trains
-    PREPARED = 1  # live at the step before, with the reduced gradient of this one (membership rule 3)
+    PREPARED = 1  # as good as live where another member is (membership rules 3 and 5): the state before with
+    # the reduced gradient of this step, or rows that came when a generation was about to agree on its state
     STAGED = 2  # its own memory point
     NEIGHBOUR = 3  # a neighbour's memory point
 

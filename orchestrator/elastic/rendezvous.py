@@ -43,6 +43,7 @@ from orchestrator.records import (
     GenerationView,
     JoinRequest,
     ShardSource,
+    Source,
     StateKey,
 )
 
@@ -457,7 +458,8 @@ class Rendezvous:
 
     # ---- forming
     def _nobody_to_stop(self) -> StopRun | None:
-        holders = any(_holds_any(a.request) for a in self._group.waiting.values())
+        held = held_by_all(a.request for a in self._group.waiting.values())
+        holders = any(h.source is not Source.PREPARED for h in held)
         if not self._stop or holders or self._group.missing:
             return None
         if not self._has_trained:

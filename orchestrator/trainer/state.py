@@ -223,6 +223,15 @@ class TrainState:
             return (live,)
         return live, HeldShard(key=prepared, shard=0, num_shards=1, source=Source.PREPARED)
 
+    def received(self, key: StateKey, cursor: Cursor, committed: bool) -> None:
+        """Between `form` and `formed`: the items are whole, and are the state `key` if all members say so of
+        theirs. Whoever holds a part of the state keeps them until the next view beside those from before:
+        another member may have heard that all are whole, and have dropped what it had.
+        """
+
+    def take_received(self, parent: StateKey | None) -> None:
+        """What was `received`, and not `formed`, is the state if it is `parent`; else it is dropped."""
+
     def formed(self) -> None:
         """All members have what they need of what was before: it is dropped."""
 

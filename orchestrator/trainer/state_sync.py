@@ -40,10 +40,12 @@ def apply_prepared(state: TrainState, prepared: Prepared) -> None:
 
 
 def settle(state: TrainState, view: GenerationView, prepared: Prepared | None) -> bool:
-    """Whether this member holds the parent's state by itself, if need be by applying its prepared step.
+    """Whether this member holds the parent's state by itself, if need be by applying its prepared step, or by
+    taking the rows that it had received when the generation before ended.
 
-    Needs no collective: that the step belongs to the history was decided before the view was given.
+    Needs no collective: that these belong to the history was decided before the view was given.
     """
+    state.take_received(view.parent)
     if prepared is not None and prepared.key == view.parent:
         apply_prepared(state, prepared)
     holds = view.parent is not None and state.key == view.parent
@@ -95,13 +97,15 @@ def agree(
         # who holds a shard holds one of what nobody can put together
         needy = [rank for rank, row in enumerate(rows) if state.sharded or not row[0]]
         _from_storage(group, state, needy, files, faults)
-    if view.cursor is not None:
-        state.cursor = view.cursor
-    # who falls out before this still has its old key, or none, and learns what to do from the next view
+    key = StateKey(attempt=view.attempt, generation=view.generation, step=view.step)
+    cursor = state.cursor if view.cursor is None else view.cursor
+    # who falls out before this still has its old key, or none, and learns what to do from the next view; as
+    # with a step's summary it may be that others pass, who drop what they had
+    state.received(key, cursor, committed)
     warms = group.gather([int(warm)], "agreeing on the state")
+    faults("state_agreed", view.step, view.rank)
     state.formed()
-    state.committed = committed
-    state.key = StateKey(attempt=view.attempt, generation=view.generation, step=view.step)
+    state.key, state.cursor, state.committed = key, cursor, committed
     return all(row[0] for row in warms)
 
 

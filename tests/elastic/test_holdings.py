@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import product
+from functools import partial
+from itertools import combinations, product
 
 import pytest
 from hypothesis import assume, given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from orchestrator.elastic import holdings
 from orchestrator.elastic.formation import NewestPoint
-from orchestrator.elastic.holdings import CompleteState, Holding
+from orchestrator.elastic.holdings import CompleteState, Holding, newest_complete
 from orchestrator.elastic.parent_state import ParentStateSelection
 from orchestrator.planning.neighbours import neighbours
 from orchestrator.planning.state_layout import Layout
@@ -277,3 +278,27 @@ def test_every_small_group_continues_what_the_naive_rule_says():
 def test_wrong_rules_are_caught(wrong):
     with pytest.raises(AssertionError, match="chose|other holders"):
         check_small_groups(wrong)
+
+
+@pytest.mark.parametrize("lost", range(4))
+@pytest.mark.parametrize("heard", [set(c) for n in range(5) for c in combinations(range(4), n)])
+def test_a_replica_that_is_left_is_enough_whoever_has_heard_that_all_have_their_shards(heard, lost):
+    """Three shards become two in two replicas. Who has heard it has dropped the shard with which it came; of
+    the others each has both, and the fourth came with none.
+    """
+    old, new = (StateKey(attempt=1, generation=g, step=5) for g in (1, 2))
+    brought = []
+    for rank in {0, 1, 2, 3} - {lost}:
+        of_new = partial(Holding, member=str(rank), key=new, shard=rank % 2, num_shards=2)
+        brought.append(of_new(source=Source.LIVE if rank in heard else Source.PREPARED))
+        if rank not in heard and rank < 3:
+            brought.append(Holding(member=str(rank), key=old, shard=rank, num_shards=3, source=Source.LIVE))
+    found = newest_complete(brought, None)
+    if heard - {lost}:
+        assert found is not None
+        assert found.key == new
+    elif lost == 3:
+        assert found is not None
+        assert found.key == old
+    else:
+        assert found is None, "of three shards one is gone, and nobody knows that all had the new ones"

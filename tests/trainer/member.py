@@ -47,6 +47,7 @@ class Plan:
     hold_again: Moment | None = None
     unreachable: int = 0  # how often it cannot reach the store of rank 0, before any of the above
     lose_summary: int | None = None
+    lose_agreement: int | None = None  # a generation's at this step: that all have received their state
     kill_forming: int | None = None  # the how many-th process group, when all its members have met
     full_disk_at: int | None = None  # the step whose part of a save cannot be written
 
@@ -184,6 +185,9 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
                 calls.hold(place)
         if plan.kill == (place, step):
             os.kill(os.getpid(), signal.SIGKILL)
+        if place == "state_agreed" and plan.lose_agreement == step and "agreement" not in done:
+            done.add("agreement")
+            raise GenerationEnded("the agreement was lost")
         if place == "summary_received" and plan.lose_summary == step and "summary" not in done:
             done.add("summary")
             raise GenerationEnded("the summary was lost")

@@ -280,6 +280,25 @@ def test_who_dies_while_the_state_is_moved_takes_nothing_from_the_others(tmp_pat
     assert_as_if_nothing_happened(launch, SHARD, calm, alone)
 
 
+def test_who_has_not_heard_that_all_have_their_shards_still_has_its_own(tmp_path, calm, alone):
+    """Three shards become two with a replica each, a and c drop what they had, and b does not hear that it
+    may. When d dies, b alone has the second shard of what a and c train.
+    """
+    plans = {"a": Plan(hold=("step_begin", 5)), "b": Plan(lose_agreement=5)}
+    with members(tmp_path, list("abc"), plans, job_of(HSDP)) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("a") is not None)
+        group.start("d", Plan(kill=("state_agreed", 5)))
+        launch.wait_for(lambda: launch.waits("d"))
+        launch.release("a")
+        group.finish()
+        assert killed(group) == {"d"}
+    assert [view.world_size for view in launch.views] == [3, 4, 3]
+    assert launch.views[1].step == 5
+    assert launch.views[2].parent == StateKey(attempt=1, generation=2, step=5), "no step is lost"
+    assert_as_if_nothing_happened(launch, HSDP, calm, alone)
+
+
 # ---- while it is saved
 @pytest.mark.parametrize("place", ["staging_begun", "staged", "save_part_written"])
 def test_a_rank_that_dies_in_a_save_takes_the_save_with_it_and_no_step_before_the_memory_point(
