@@ -29,6 +29,7 @@ from orchestrator.elastic.formation import (
 from orchestrator.elastic.holdings import (
     CompleteState,
     complete,
+    held_by,
     held_by_all,
     memory_point_to_keep,
     newest_complete,
@@ -375,19 +376,33 @@ class Rendezvous:
     @property
     def may_go(self) -> tuple[str, ...]:
         """Who waits, is on a draining node, and is needed by nobody: without a state; or, when the node is to
-        be left, with one that the others have, too, and no vote that is not answered (rule 15).
+        be left, with none that is newer than what the others have (those who have not come yet, or with whom
+        it would be complete, may need its part), and no vote that is not answered (rule 15).
         """
         if self._pending is not None:
             return ()
         requests = [a.request for a in self._group.waiting.values()]
-        elsewhere = [r for r in requests if r.node_id not in self._draining]
-        free = self._leave and (self._group.is_running or self._have_newest(elsewhere, requests))
+        going = [r for r in requests if r.node_id in self._draining]
+        if not going:
+            return ()
+        theirs = self._states.newest(r for r in requests if r.node_id not in self._draining)[0]
         return tuple(
             r.member
-            for r in requests
-            if r.node_id in self._draining
-            and (not _holds_any(r) or (free and not self._is_undecided(r.saving)))
+            for r in going
+            if not _holds_any(r)
+            or (
+                self._leave
+                and (self._group.is_running or not self._is_newer(r, theirs))
+                and not self._is_undecided(r.saving)
+            )
         )
+
+    def _is_newer(self, request: JoinRequest, state: StateKey | None) -> bool:
+        """Whether a member has a part of a state that is newer than this one."""
+        newest = max((held.key for held in held_by(request)), default=None)
+        if newest is None or state is None:
+            return newest is not None
+        return newest > state and self._states.origin(newest) != self._states.origin(state)
 
     def is_gone(self, member: str) -> bool:
         """Neither waiting nor a live member of the current generation: its missing vote will never come (rule

@@ -79,17 +79,20 @@ def test_a_drain_notice_reaches_each_attempt_once_and_that_of_the_drivers_node_s
     launch = Launch(tmp_path, 1)
     driver = Driver(launch, monkeypatch, lambda: tuple(nodes), own_node="own")
     launch.ask("join", replace(JOIN, launch=LAUNCH))
-    driver.until(lambda status: status.world_size == 1)
+
+    def heard() -> list[tuple[int, str]]:
+        events = launch.journal().events
+        return [(e.attempt, e.fields["node"]) for e in events if e.kind == EventKind.DRAIN_NOTICE]
+
+    driver.until(lambda status: status.world_size == 1 and bool(heard()))
     launch.restart_coordinator()
     driver.until(lambda status: status.attempt == 2)
     nodes.append(going[1])
     driver.until(lambda status: status.stopping)
     launch.run(launch.coordinator.end("stopped", "enough"))
     assert driver.ended().ended == "stopped"
-    events = launch.journal().events
-    heard = [(e.attempt, e.fields["node"]) for e in events if e.kind == EventKind.DRAIN_NOTICE]
-    assert heard == [(1, "far"), (2, "far"), (2, "own")]
-    (wish,) = [e.fields["by"] for e in events if e.kind == EventKind.CONTROL_REQUEST]
+    assert heard() == [(1, "far"), (2, "far"), (2, "own")]
+    (wish,) = [e.fields["by"] for e in launch.journal().events if e.kind == EventKind.CONTROL_REQUEST]
     assert wish == "a drain notice for the driver's node host-own"
 
 

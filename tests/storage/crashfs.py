@@ -157,7 +157,7 @@ class ModelDisk:
         if not self.is_folder(path):
             raise _error(NotADirectoryError, errno.ENOTDIR, path)
         start = path.rstrip("/") + "/"
-        inside = [p[len(start) :] for p in self.live if p.startswith(start)]
+        inside = [p[len(start) :] for p in list(self.live) if p.startswith(start)]
         return [name for name in inside if name and "/" not in name]
 
     # ------------------------------------------------------------ power cuts

@@ -95,7 +95,7 @@ def test_a_run_in_a_bucket_is_killed_resumed_looked_at_forked_and_exported(
 ) -> None:
     uri = f"{bucket}/team/runs/tiny"
     # the last steps before the kill are trained again: no point holds them
-    mapping = tiny_config({**LLAMA, "run.storage": f"{bucket}/team/runs", "resume.every_steps": 500})
+    mapping = tiny_config({**LLAMA, "run.storage": f"{bucket}/team/runs", "resume.every_steps": 100_000})
     file = job_file(tmp_path, mapping)
     with command("train", file, "train.max_steps=1000000") as driver:
         try:

@@ -369,7 +369,11 @@ def test_the_planner_answers_what_the_command_line_answers(job: Job, storage: Pa
         asked = WhatIf(point=point, values=values)
         document = planner.document(asked)
         answer = planned(job, *asked.overrides, *([f"resume.from={point}"] if point else []))
-        assert {key: document[key] for key in answer} == json.loads(json.dumps(answer)), values
+        # a page may be served anywhere: it judges by the machines that the run noted, a command by its own
+        notes = [[n for n in found["notes"] if "judged by" not in n] for found in (document, answer)]
+        assert notes[0] == notes[1], values
+        same = json.loads(json.dumps({**answer, "notes": document["notes"]}))
+        assert {key: document[key] for key in answer} == same, values
         assert set(document) - set(answer) == {"layout", "tokens_per_step", "estimate", "command"}
         for part in document["layout"]:
             assert sum(part["per_worker"]) == part["num_micro"]
