@@ -60,6 +60,11 @@ class FaultPlan:
         """The numbers of the faults that have struck."""
         return [n for n in range(len(self.faults)) if os.path.exists(self._mark(n))]
 
+    def step_struck(self, number: int) -> int:
+        """At which step the fault `number` struck (-1: at none). Raises `OSError` if it has not."""
+        with open(self._mark(number)) as mark:
+            return int(mark.read())
+
     def _mark(self, number: int) -> str:
         return os.path.join(self.folder, f"fault-{number}")
 
@@ -71,7 +76,8 @@ class FaultPlan:
             if fault.after >= 0 and not os.path.exists(self._mark(fault.after)):
                 continue
             try:
-                os.close(os.open(self._mark(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+                with open(self._mark(number), "x") as mark:
+                    mark.write(str(step))
             except FileExistsError:
                 continue
             _strike(fault)
