@@ -46,9 +46,7 @@ class Requests:
     done names a point at or after the newest state that was known when it was heard.
     """
 
-    def __init__(
-        self, answered: Iterable[int] = (), known: Sequence[str] = (SAVE, STOP, STOP_NOW)
-    ) -> None:
+    def __init__(self, answered: Iterable[int] = (), known: Sequence[str] = (SAVE, STOP, STOP_NOW)) -> None:
         self._answered, self._known = frozenset(answered), known
         self._newest = 0
         self._stops: list[Request] = []

@@ -64,9 +64,7 @@ class PartWalk:
         encodes each document, too.
         """
         self._spec, self._part, self._begin = spec, part, part.begin
-        self._open = partial(
-            SourceWalk, spec, packer=packer, windows=windows, by_reference=by_reference
-        )
+        self._open = partial(SourceWalk, spec, packer=packer, windows=windows, by_reference=by_reference)
         # a history says itself how far it went: the last attempt's num_epochs may be smaller than an earlier
         # one's
         self._sources = {
@@ -138,9 +136,7 @@ class PartWalk:
             if index <= self._part.wanted.start:
                 walk.before_wanted = at
             self._closed[source.name, self._start(source.name, at)] = walk.stretch(may_be_last=True)
-            counts = {
-                name: getattr(at, name) for name in SourceCursor.__slots__ if name.endswith(_COUNTED)
-            }
+            counts = {name: getattr(at, name) for name in SourceCursor.__slots__ if name.endswith(_COUNTED)}
             anew = SourceCursor(epoch=first, **counts)
             self._sources[source.name] = self._open(source.name, anew)
             self._sources[source.name].before_wanted = anew
