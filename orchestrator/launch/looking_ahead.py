@@ -132,8 +132,7 @@ def _notes(
         notes.append(weights_sentence(job.model.init_from))
     notes += [f"warning: {damage}; falling back to an older resume point" for damage in damages]
     if point is not None and fast:
-        notes.append(_BY_SIZES)
-        notes += _not_looked_at(store, point)
+        notes += _not_looked_at(store, point) or [_BY_SIZES]
     # twice: they are durable before the point is, but it may have come after the journal was read
     if point is not None and not has_its_steps(seen, point) and not has_its_steps(survey(store), point):
         notes.append(
