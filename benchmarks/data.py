@@ -138,7 +138,7 @@ def main() -> None:
     if importlib.util.find_spec("benchmarks.data_scaling") is not None:
         sized = ["--megabytes", str(megabytes), "--repeats", str(repeats)]
         figures |= _child(["-m", "benchmarks.data_scaling", *sized])
-        sized = f"--megabytes {min(megabytes, 32)} --repeats 1 --epochs 1 --window-mib 4".split()
+        sized = f"--megabytes {min(megabytes, 60)} --repeats 1 --epochs 1 --window-mib 2".split()
         slow = _child(["-m", "benchmarks.data_scaling", *sized, "--encoder", "tokenizers"])
         figures |= {f"{name}_fallback": value for name, value in slow.items()}
     figures = {name: _rounded(value) for name, value in figures.items()}
