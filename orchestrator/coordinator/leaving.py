@@ -1,5 +1,5 @@
-"""How a launch leaves nodes that are about to be taken away: what its rendezvous, the journal and the user
-are told.
+"""How a launch leaves nodes that are about to be taken away: what its rendezvous hears of it, the journal
+says and the user reads.
 
 A part of the launch machine, pure. What to do, `elastic.draining` decides; who may go, the rendezvous.
 """

@@ -2,7 +2,7 @@
 that nothing is lost in the time that is left.
 
 Pure: no Ray, no clock (seconds of one monotonic clock). Who holds which part of the state, the rendezvous
-knows; how long saves take, it is told.
+knows; how long saves take comes in with each question.
 """
 
 from __future__ import annotations
