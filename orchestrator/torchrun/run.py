@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from orchestrator.cluster.machine import process_state
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig, load_config
-from orchestrator.coordinator.launch_machine import end_text
+from orchestrator.coordinator.ended_by import end_text
 from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ConfigError, OrchestratorError, RefusedError, ResourceError, text_of
 from orchestrator.faults import hook
