@@ -76,6 +76,7 @@ WITHOUT_RAY_AND_TORCH = (
     "launch/claiming.py",
     "launch/ending.py",
     "launch/looking_ahead.py",
+    "launch/phase_reports.py",
     "launch/start.py",
     "launch/stop_signals.py",
     "launch/progress.py",
