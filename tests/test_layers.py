@@ -75,6 +75,7 @@ WITHOUT_RAY_AND_TORCH = (
     "launch/busy_watch.py",
     "launch/claiming.py",
     "launch/ending.py",
+    "launch/fitting.py",
     "launch/looking_ahead.py",
     "launch/phase_reports.py",
     "launch/start.py",
