@@ -37,7 +37,9 @@ from orchestrator.history.claims import ClaimParent, GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.json_form import encode
-from orchestrator.records import Cursor, StepRange, StepRecord
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StepRecord
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 

@@ -24,7 +24,8 @@ from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
 from orchestrator.planning.batches import next_range
-from orchestrator.records import Cursor, GenerationView
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView
 from orchestrator.storage.files import Storage
 
 Figures = dict[str, float]

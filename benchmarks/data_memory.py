@@ -37,7 +37,7 @@ from orchestrator.data.feed.memory import memory_of
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sample_corpus import train_tokenizer
 from orchestrator.errors import OrchestratorError
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 
 SEQ_LEN, STEP_SAMPLES, NUM_TOKENIZERS = 2048, 64, 2
 _LOOK_S, _FILES_EVERY = 0.02, 50

@@ -36,21 +36,10 @@ from orchestrator.planning.restarting import RestartRequest
 from orchestrator.planning.resume_plan import Difference
 from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.planning.skipping import Skip, SkipRequest
-from orchestrator.records import (
-    Cursor,
-    FileEntry,
-    GroupChange,
-    GroupMember,
-    Held,
-    Loss,
-    MixtureShare,
-    NodeParts,
-    NodePlace,
-    SourceCursor,
-    Stall,
-    StateKey,
-    StepRecord,
-)
+from orchestrator.records.cursor import Cursor, MixtureShare, SourceCursor
+from orchestrator.records.points import FileEntry, NodeParts, NodePlace
+from orchestrator.records.run_status import GroupChange, GroupMember, Held, Loss, Stall
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.export_files import Exported
 from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import Commit

@@ -14,7 +14,7 @@ from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.json_form import decode
 from orchestrator.planning.data_end import KnownEpochs, epochs_of, known_epochs
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.resume.store import RunStore
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from orchestrator.history.claims import ClaimParent
 from orchestrator.history.lineage import Lineage
 from orchestrator.history.skips import skip_claims
 from orchestrator.planning.skipping import Skip, SkipDecision, SkipRequest, decide_skip, skip_request
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.points import Point
 from orchestrator.storage.open import absolute
 

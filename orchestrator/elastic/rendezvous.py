@@ -38,15 +38,9 @@ from orchestrator.elastic.membership_state import DEAD, LEFT, MembershipState
 from orchestrator.elastic.parent_state import ParentStateSelection
 from orchestrator.elastic.reach import largest_reaching
 from orchestrator.errors import FencedError
-from orchestrator.records import (
-    ControlRequests,
-    Cursor,
-    GenerationView,
-    JoinRequest,
-    ShardSource,
-    Source,
-    StateKey,
-)
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest, ShardSource, Source
+from orchestrator.records.steps import StateKey
 
 
 class Rendezvous:

@@ -22,7 +22,8 @@ from orchestrator.launch import busy_watch, claiming, looking_ahead
 from orchestrator.launch import start as starting
 from orchestrator.launch.progress import Progress
 from orchestrator.planning.resume_plan import ResumePlan
-from orchestrator.records import Cursor, RunStatus
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.run_status import RunStatus
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage

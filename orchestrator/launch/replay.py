@@ -24,7 +24,9 @@ from orchestrator.planning import batches
 from orchestrator.planning.manifests import SourceLists, moved
 from orchestrator.planning.schedule import Budgets, learning_rate
 from orchestrator.planning.weights_digest import is_of_format_1
-from orchestrator.records import BatchSlice, Cursor, StepRange, StepRecord
+from orchestrator.records.batches import BatchSlice, StepRange
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StepRecord
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 

@@ -31,7 +31,7 @@ from orchestrator.parts.node_folder import NodesHere
 from orchestrator.parts.node_storage import NodeStorage
 from orchestrator.parts.node_storage import run_storage as storage_of_run
 from orchestrator.planning.manifests import Reading
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage

@@ -20,7 +20,7 @@ from orchestrator.monitor.history_parts import history_of
 from orchestrator.monitor.lists_there import require_lists
 from orchestrator.monitor.reference_encoding import reference_choice
 from orchestrator.monitor.step_walk import Walk, accepted_text, named
-from orchestrator.records import StateKey, StepRecord
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.points import parse_point_name
 
 __all__ = ["HowToAudit", "Walk", "accepted_text", "audit_history"]

@@ -30,7 +30,7 @@ from orchestrator.monitor.verdict import GONE
 from orchestrator.monitor.verifying import Progress, Verifying, done_before
 from orchestrator.monitor.view import Quiet, RunView, not_watched
 from orchestrator.parts.node_storage import with_nodes
-from orchestrator.records import StepRecord
+from orchestrator.records.steps import StepRecord
 from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore

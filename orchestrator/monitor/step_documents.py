@@ -22,7 +22,7 @@ from orchestrator.history.step_names import find_steps, numbering_note, step_nam
 from orchestrator.monitor.audit import Walk
 from orchestrator.monitor.tracing_packer import Stretch, TracingPacker
 from orchestrator.monitor.tracing_windows import TracingWindows
-from orchestrator.records import Int32Array
+from orchestrator.records.arrays import Int32Array
 
 _LINES = ("jsonl", "lines")  # formats with a record per line
 

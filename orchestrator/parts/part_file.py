@@ -34,7 +34,7 @@ from blake3 import blake3
 from orchestrator.parts.dtypes import SAFETENSORS, num_bytes, safetensors_name
 from orchestrator.planning.state_layout import Layout, StateTensor
 from orchestrator.planning.weights_sum import MODULUS, row_seed, rows_sum
-from orchestrator.records import FileEntry
+from orchestrator.records.points import FileEntry
 from orchestrator.storage.files import Storage
 
 FORMAT = 2

@@ -32,7 +32,8 @@ from orchestrator.planning.manifests import SourceLists
 from orchestrator.planning.restarting import RestartDecision, SourceChange
 from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
 from orchestrator.planning.skipping import Skip, SkipDecision
-from orchestrator.records import Cursor, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig

@@ -41,7 +41,7 @@ from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.manifests import Reading
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import GroupMember, Held, Stall
+from orchestrator.records.run_status import GroupMember, Held, Stall
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.run_file import folder_on_nodes
 from orchestrator.resume.store import RunStore

@@ -23,7 +23,7 @@ from orchestrator.parts.reading import BytesTarget, PointReader, Wanted
 from orchestrator.planning.state_layout import Layout, written_rows
 from orchestrator.planning.weights_digest import weights_digest
 from orchestrator.planning.weights_sum import weights_sum
-from orchestrator.records import SavedTensor, TensorChunk, TensorEntry
+from orchestrator.records.points import SavedTensor, TensorChunk, TensorEntry
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.state import MODEL, Item, tensor_bytes
 

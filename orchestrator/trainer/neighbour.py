@@ -21,7 +21,8 @@ from typing import Protocol
 from xxhash import xxh3_128
 
 from orchestrator.json_form import decode, encode
-from orchestrator.records import HeldShard, StateKey
+from orchestrator.records.membership import HeldShard
+from orchestrator.records.steps import StateKey
 
 _LENGTH = struct.Struct("!I")
 _TOKEN_BYTES, _DIGEST_BYTES = 16, 16

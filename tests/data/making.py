@@ -17,7 +17,7 @@ from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.data.packing.samples import Sample, open_samples
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from tests.data import reference
 

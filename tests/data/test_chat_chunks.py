@@ -20,9 +20,9 @@ from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chunks import tokenize_records
 from orchestrator.data.tokens.encoders import Encoders
+from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE, TokenChunk, WindowTask
 from orchestrator.data.tokens.tokenizer_files import examine, fetch
 from orchestrator.errors import BadDocumentError, DataError
-from orchestrator.records import BAD, EMPTY, PIECE, TokenChunk, WindowTask
 from tests.data.making import job, spec_of
 from tests.data.test_chat import CHATML_TAGGED, LLAMA_2, SPECIALS, byte_level, chat, saved
 

@@ -20,7 +20,7 @@ from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources.documents import Conversation
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.errors import DataError
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from tests.data.test_chat import (
     CHATML,
     CHATML_TAGGED,

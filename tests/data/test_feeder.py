@@ -32,8 +32,11 @@ from orchestrator.data.packing.samples import open_samples
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources.file_rows import FileRow, Files
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.token_chunk import WindowTask
 from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError, FeedError, FencedError
-from orchestrator.records import BatchSlice, Cursor, GenerationView, SourceCursor, StepRange, WindowTask
+from orchestrator.records.batches import BatchSlice, StepRange
+from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.membership import GenerationView
 from orchestrator.storage.files import Storage
 from tests.conftest import TinyConfig
 from tests.data.making import job, some_texts, write_corpus

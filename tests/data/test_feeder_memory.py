@@ -16,7 +16,7 @@ from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sample_corpus import train_tokenizer
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import FeedError
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from tests.conftest import TinyConfig
 from tests.data.test_feeder import assert_stream, feeder, train, view
 

@@ -21,7 +21,7 @@ from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataId
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.identity import compare
 from orchestrator.planning.record_keys import holdout_bound, holdout_key, is_held_out
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from tests.data.making import job, plain, samples, some_texts, spec_of, write_corpus
 

@@ -32,8 +32,9 @@ from orchestrator.data.sources.manifest import freeze
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens import chunk_writer
+from orchestrator.data.tokens.token_chunk import EMPTY, TokenChunk
 from orchestrator.errors import BadDocumentError
-from orchestrator.records import EMPTY, Cursor, TokenChunk
+from orchestrator.records.cursor import Cursor
 from tests.data.making import job, plain, samples, spec_of
 from tests.traced import traced
 

@@ -23,7 +23,7 @@ from orchestrator.data.sources.manifest import freeze, from_parquet, to_parquet
 from orchestrator.data.tokens.encoder import Encoder
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
 from orchestrator.planning.identity import compare
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from tests.data.making import job, plain, samples, some_texts, write_corpus
 

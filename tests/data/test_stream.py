@@ -20,7 +20,8 @@ from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError
 from orchestrator.json_form import decode, encode
-from orchestrator.records import Cursor, SourceCursor, StepRange
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor, SourceCursor
 from tests.data.making import expected, job, plain, samples, some_texts, spec_of, write_corpus
 
 Make = Callable[..., dict[str, Any]]

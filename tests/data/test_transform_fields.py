@@ -35,7 +35,7 @@ from orchestrator.data.sources.windows import OrderedWindow, Window, read_window
 from orchestrator.errors import ConfigError, DataError
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.identity import compare
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from tests.data import format_writers, reference
 from tests.data.format_writers import Record, write_files

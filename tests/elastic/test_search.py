@@ -17,7 +17,8 @@ import pytest
 from orchestrator.elastic.formation import Action, Form, NewestPoint, RendezvousSettings
 from orchestrator.elastic.holdings import held_by_all, newest_complete
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.records import ControlRequests, JoinRequest, Source, StateKey
+from orchestrator.records.membership import ControlRequests, JoinRequest, Source
+from orchestrator.records.steps import StateKey
 from tests.elastic.group_model import Rules, search
 
 Choice = tuple[StateKey | None, str | None, NewestPoint | None]

@@ -32,7 +32,9 @@ from orchestrator.launch import announcing, claiming, looking_ahead
 from orchestrator.launch import start as starting
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.planning.resume_plan import ResumePlan
-from orchestrator.records import BatchSlice, Cursor, StateKey, StepRange, StepRecord
+from orchestrator.records.batches import BatchSlice, StepRange
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import note_committed
 from orchestrator.storage.files import Storage

@@ -34,7 +34,7 @@ from orchestrator.launch import start as starting
 from orchestrator.monitor.run import Run
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import StateKey, StepRecord
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.fates import Fates
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.store import RunStore

@@ -45,7 +45,9 @@ from orchestrator.monitor.audit import audit_history
 from orchestrator.monitor.reference_packing import ReferencePacker, Samples
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.order import block_at
-from orchestrator.records import Cursor, SourceCursor, StateKey, StepRange, StepRecord
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.data.making import some_texts, write_corpus

@@ -26,7 +26,8 @@ from orchestrator.monitor.audit_run import AuditRun
 from orchestrator.monitor.audit_tasks import Found, Task
 from orchestrator.monitor.history_parts import history_of
 from orchestrator.monitor.reference_packing import ReferencePacker, Samples
-from orchestrator.records import Cursor, StepRecord
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StepRecord
 from tests.data.making import some_texts, write_corpus
 from tests.monitor.test_audit import (
     TrainedRun,

@@ -22,7 +22,7 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.monitor import audit_run
 from orchestrator.monitor.audit import HowToAudit, audit_history
 from orchestrator.planning.encoders import EncoderSpan
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from tests.data.making import some_texts
 from tests.data.test_encoder_change import FAST, SLOW, save_tokenizer
 from tests.monitor.test_audit import TrainedRun, made_in

@@ -15,7 +15,7 @@ from orchestrator.data.packing.packer import Packer, Run
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.launch import start as starting
 from orchestrator.planning.mixture import Mixture
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from tests.data.making import some_texts, write_corpus
 from tests.monitor.test_audit import TrainedRun
 

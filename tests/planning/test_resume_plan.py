@@ -12,7 +12,8 @@ from orchestrator.planning.data_end import KnownEpochs
 from orchestrator.planning.identity import RunIdentity, stream_settings
 from orchestrator.planning.resume_plan import PointInfo, plan_resume
 from orchestrator.planning.schedule import budgets_for
-from orchestrator.records import Cursor, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey
 from tests.planning.jobs import job
 
 STEP = 16 * 256

@@ -10,7 +10,9 @@ import torch
 
 from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.planning.state_layout import layout_of
-from orchestrator.records import Cursor, StateKey, Vote
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from orchestrator.config.schema import ModelConfig, parse_config
 from orchestrator.errors import ConfigError
 from orchestrator.planning.batches import next_range
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.trainer.document_attention import (
     document_inputs,
     document_mask,

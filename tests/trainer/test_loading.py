@@ -17,7 +17,9 @@ from orchestrator.errors import ResumePointError
 from orchestrator.parts.manifest import Manifest
 from orchestrator.planning.state_layout import Layout, StateTensor, held_rows, layout_of
 from orchestrator.planning.weights_sum import weights_sum
-from orchestrator.records import Cursor, FileEntry, SavedTensor, StateKey, TensorChunk, Vote
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.points import FileEntry, SavedTensor, TensorChunk, Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage

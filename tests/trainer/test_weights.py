@@ -13,7 +13,9 @@ from safetensors import safe_open
 
 from orchestrator.errors import ResumePointError, StorageError
 from orchestrator.planning.state_layout import layout_of
-from orchestrator.records import Cursor, StateKey, Vote
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage

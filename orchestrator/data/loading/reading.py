@@ -20,7 +20,7 @@ from orchestrator.json_form import encode
 from orchestrator.planning.manifests import SourceLists, Wanted, moved, next_sources, order_of
 from orchestrator.planning.restarting import RestartRequest, restart_request, source_changes
 from orchestrator.planning.skipping import LATEST
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig, SourceConfig

@@ -17,7 +17,7 @@ from orchestrator.history.claims import ORIGIN, ClaimParent
 from orchestrator.monitor.views.facts import Facts
 from orchestrator.monitor.views.path import FATES, LOST, REWOUND, Piece
 from orchestrator.monitor.views.points_table import by_name
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.points import parse_point_name
 
 LIMIT = 500
