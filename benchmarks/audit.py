@@ -27,7 +27,8 @@ from typing import Any
 import orchestrator
 from benchmarks.common import SHAPE, Samples, medians, say
 from benchmarks.data_corpus import VOCAB_SIZE, Corpus, make_corpus, some_lines
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchestrator.config.schema import ModelConfig, TrainConfig
+from orchestrator.config.train_sections import ModelConfig, TrainConfig
 from orchestrator.records.membership import GenerationView
 from orchestrator.trainer.group import Group
 from orchestrator.trainer.sharded_state import ShardedState

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 
 from benchmarks.data_corpus import Corpus
-from orchestrator.config.schema import as_data_job
+from orchestrator.config.loading import as_data_job
 from orchestrator.data.feed.feeder import RayFeed, start_feeder
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec

@@ -19,7 +19,7 @@ from typing import Any
 import orchestrator
 from benchmarks.audit import measure as measure_audit
 from benchmarks.data_corpus import Corpus, some_lines
-from orchestrator.config.schema import as_data_job
+from orchestrator.config.loading import as_data_job
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec

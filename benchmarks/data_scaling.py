@@ -28,7 +28,7 @@ from typing import Any
 import ray
 
 from benchmarks.data_feeder import REPLAY_BYTES, STEPS_AHEAD, coming_step, view
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.feed.feeder import RayFeed, start_feeder
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sample_corpus import train_tokenizer

@@ -21,7 +21,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data.frozen import DataRecord, write_frozen
 from orchestrator.data.sources.file_rows import Files
 from orchestrator.data.sources.manifest import Manifest

@@ -15,7 +15,8 @@ import orchestrator
 from orchestrator.cli.commands import app, main
 from orchestrator.cli.reference import reference
 from orchestrator.cluster.ray_state import NO_ERROR
-from orchestrator.config.schema import load_config, resume_table
+from orchestrator.config.field_rules import resume_table
+from orchestrator.config.loading import load_config
 from orchestrator.coordinator.requests import Answered
 from orchestrator.data.frozen import DataRecord
 from orchestrator.history import sentences
@@ -63,7 +64,7 @@ def between(text: str, begin: str, end: str) -> str:
 
 def test_the_resume_table_is_the_generated_one() -> None:
     table = between(
-        CONFIGURATION, "resume table: python -m orchestrator.config.schema", "end of resume table"
+        CONFIGURATION, "resume table: python -m orchestrator.config.field_rules", "end of resume table"
     )
     assert table == resume_table().strip()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from orchestrator.config.schema import in_todays_fields
+from orchestrator.config.stored import in_todays_fields
 from orchestrator.coordinator.ended_by import THE_DATA
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestrator import html_text
+from orchestrator.config.loading import as_data_job, as_job
 from orchestrator.config.redaction import command_line
-from orchestrator.config.schema import JobConfig, as_data_job, as_job
+from orchestrator.config.schema import JobConfig
 from orchestrator.errors import DataIdentityError, ResourceError, StorageError
 from orchestrator.history.loggers import require_loggers
 from orchestrator.launch import busy_watch, claiming, looking_ahead

@@ -13,7 +13,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
+from orchestrator.config.stored import in_todays_fields, nested
 from orchestrator.coordinator.survey import Survey, require_frozen, survey
 from orchestrator.errors import ResumePointError, TrainingError
 from orchestrator.history.claims import ClaimParent

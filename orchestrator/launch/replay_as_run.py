@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from orchestrator.config.schema import JobConfig, nested, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
+from orchestrator.config.stored import nested
 from orchestrator.coordinator.survey import Survey, survey
 from orchestrator.data.frozen import copy_frozen
 from orchestrator.errors import RefusedError, ResumePointError, TrainingError

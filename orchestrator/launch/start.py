@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from orchestrator.cluster.ray_inventory import JOB_COPIES
-from orchestrator.config.schema import JobConfig, field_rules
+from orchestrator.config.field_rules import field_rules
+from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.choosing import choose_point, kept_point
 from orchestrator.coordinator.forking import (

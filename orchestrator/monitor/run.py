@@ -414,7 +414,7 @@ class Run:
 
         Starts nothing, writes nothing; `.execute()` of what it returns does it.
         """
-        from orchestrator.config.schema import parse_config
+        from orchestrator.config.loading import parse_config
         from orchestrator.launch import api
         from orchestrator.monitor.planned import Planned
 
@@ -524,7 +524,8 @@ class Run:
         return look_at(self._store, self.uri, watch_s, quiet_s)
 
     def _configs(self, seen: Survey) -> list[tuple[int, JobConfig]]:
-        from orchestrator.config.schema import in_todays_fields, nested, parse_config
+        from orchestrator.config.loading import parse_config
+        from orchestrator.config.stored import in_todays_fields, nested
 
         events = [event for event in seen.journal.events if event.kind == EventKind.ATTEMPT]
         if not events:

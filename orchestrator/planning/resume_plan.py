@@ -375,7 +375,8 @@ def is_content(difference: Difference) -> bool:
 
 def _with_defaults(old_flat: Mapping[str, Any]) -> dict[str, Any]:
     """A field that did not exist yet when the point was made had what is its default now."""
-    from orchestrator.config.schema import field_rules, in_todays_fields
+    from orchestrator.config.field_rules import field_rules
+    from orchestrator.config.stored import in_todays_fields
 
     defaults = {rule.path: rule.default for rule in field_rules() if not rule.required}
     return {**defaults, **in_todays_fields(old_flat)}

@@ -18,7 +18,8 @@ from typing import Any
 
 import orjson
 
-from orchestrator.config.schema import ModelConfig, in_todays_fields
+from orchestrator.config.stored import in_todays_fields
+from orchestrator.config.train_sections import ModelConfig
 from orchestrator.data.frozen import TOKENIZER_FOLDER, read_frozen
 from orchestrator.data.tokens.tokenizer_files import examine, id_of
 from orchestrator.errors import RefusedError, ResumePointError, StorageError

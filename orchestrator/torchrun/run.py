@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.cluster.machine import process_state
+from orchestrator.config.loading import load_config
 from orchestrator.config.redaction import command_line
-from orchestrator.config.schema import JobConfig, load_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.launch_machine import end_text
 from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ConfigError, OrchestratorError, RefusedError, ResourceError, text_of

@@ -13,7 +13,8 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StateKey
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import ModelConfig, ResumeConfig, TrainConfig
+    from orchestrator.config.schema import ResumeConfig
+    from orchestrator.config.train_sections import ModelConfig, TrainConfig
 
 DONE, STOPPED, LEFT = "done", "stopped", "left"  # reasons of an outcome
 

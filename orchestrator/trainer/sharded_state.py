@@ -30,7 +30,7 @@ from orchestrator.trainer.state import MODEL, Item, OwnRows, TrainState, own_ten
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from orchestrator.config.schema import ModelConfig, TrainConfig
+    from orchestrator.config.train_sections import ModelConfig, TrainConfig
     from orchestrator.trainer.group import Group
 
 _CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from orchestrator.records.steps import StateKey
 from orchestrator.trainer.model import build_model, first_model
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import ModelConfig, TrainConfig
+    from orchestrator.config.train_sections import ModelConfig, TrainConfig
     from orchestrator.trainer.group import Group
 
 MODEL, OPTIMIZER = "model", "optimizer"

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data.packing.samples import Sample, open_samples
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec

@@ -181,7 +181,7 @@ def test_what_is_learnt_is_part_of_the_runs_identity(tmp_path: Path, tiny_config
     found = []
     for change in ({}, {"content": "chat"}, {"content": "chat", "loss": "last"}):
         asked = tiny_config({"data.sources": [{**source, **change}], "data.tokenizer": name})
-        from orchestrator.config.schema import parse_config
+        from orchestrator.config.loading import parse_config
         from orchestrator.planning.identity import stream_settings
 
         found.append(stream_settings(parse_config(asked).flat()))

@@ -22,7 +22,7 @@ import pytest
 import ray
 from ray._private.state import actors  # the public state API needs a dashboard
 
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.feed.feeder import Feeder, FeederStats, RayFeed, Reopen, pinned, start_feeder
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.feed.opening import source_windows

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.data_memory import Case, run_case, words
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.feed.feeder import RayFeed
 from orchestrator.data.feed.memory import MemoryShares, memory_of
 from orchestrator.data.packing.samples import open_samples

@@ -18,7 +18,7 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS
 from orchestrator.data.tokens.encoder import Encoder, choose_encoder

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import orchestrator
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataIdentityError, RefusedError

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.packing.stream import Stream
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sample_corpus import train_tokenizer

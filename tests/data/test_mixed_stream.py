@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.packing.samples import Sample, draw_step, open_samples
 from orchestrator.data.packing.stream import Stream, StreamSource

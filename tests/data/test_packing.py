@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.schema import JobConfig, field_rules, parse_config
+from orchestrator.config.field_rules import field_rules
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.packing.arrangement import best_fit, few_packs
 from orchestrator.data.packing.samples import Sample, draw_step, open_samples

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.feed.open_blocks import OpenBlocks
 from orchestrator.data.feed.opening import Opening, expected_windows
 from orchestrator.data.feed.replay import MIN_STEPS, ReplayBuffer

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data import later_lists, preparing
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources.listing import list_files

@@ -13,7 +13,7 @@ import pytest
 import xxhash
 
 import orchestrator
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.data.packing.stream import Stream
 from orchestrator.data.preparing import prepare_data

@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 import pytest
 from blake3 import blake3
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data.first_records import check_first_records
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.settings import StreamSettings

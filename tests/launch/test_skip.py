@@ -15,7 +15,8 @@ import pytest
 
 import orchestrator
 from orchestrator.cli.tables import plan_lines
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator import begin_launch as beginning
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.attempt_journal import note_beginning

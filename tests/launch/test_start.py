@@ -16,7 +16,8 @@ import pytest
 
 import orchestrator
 from orchestrator.cluster.machine import Process
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.attempt_journal import note_beginning
 from orchestrator.coordinator.continue_launch import continue_launch

@@ -20,7 +20,7 @@ import pytest
 
 import orchestrator
 from orchestrator.cli.commands import main
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.coordinator import survey as survey_module
 from orchestrator.coordinator.survey import survey
 from orchestrator.data import later_lists

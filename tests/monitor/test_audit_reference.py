@@ -13,7 +13,7 @@ import pytest
 
 import orchestrator
 from orchestrator.cli.commands import main
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.coordinator.survey import survey
 from orchestrator.data.tokens import chunks
 from orchestrator.data.tokens.encoder import Encoder

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources import windows as sources
 from orchestrator.data.spec import DataSpec

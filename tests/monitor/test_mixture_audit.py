@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.packing.packer import Packer, Run
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.launch import start as starting

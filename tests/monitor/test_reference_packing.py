@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.settings import StreamSettings

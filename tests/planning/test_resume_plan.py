@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.config.schema import field_rules, parse_config
+from orchestrator.config.field_rules import field_rules
+from orchestrator.config.loading import parse_config
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.batches import rebase_step
 from orchestrator.planning.data_end import KnownEpochs

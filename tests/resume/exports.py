@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.planning.state_layout import layout_of
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Vote

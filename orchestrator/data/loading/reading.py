@@ -23,7 +23,8 @@ from orchestrator.planning.skipping import LATEST
 from orchestrator.records.cursor import Cursor
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import JobConfig, SourceConfig
+    from orchestrator.config.data_sections import SourceConfig
+    from orchestrator.config.schema import JobConfig
     from orchestrator.data.spec import DataSpec
 
 # of a hash, so that JSON readers everywhere take it for a whole number

@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
+from orchestrator.config.stored import in_todays_fields, nested
 from orchestrator.coordinator.choosing import choose_among, decide, rewind_text, up_to
 from orchestrator.coordinator.data_end import find_known_epochs
 from orchestrator.coordinator.forking import point_info

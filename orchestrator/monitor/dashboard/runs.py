@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from orchestrator.config.schema import NAME
+from orchestrator.config.declaring import NAME
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.monitor.dashboard.answers import UNANSWERABLE, Problem, RouteError, not_found
 from orchestrator.monitor.missing import missing_text

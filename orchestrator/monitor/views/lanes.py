@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.config.declaring import NAME
 from orchestrator.config.redaction import redacted, redacted_text
-from orchestrator.config.schema import NAME
 from orchestrator.coordinator.forking import PARENT_OF_FORK
 from orchestrator.history.claim_files import RESTARTED
 from orchestrator.history.claims import ORIGIN, ClaimParent
