@@ -30,11 +30,11 @@ from orchestrator.launch.progress import Progress
 from orchestrator.monitor.frames import columns_table
 from orchestrator.monitor.view import RunView
 from orchestrator.parts.node_folder import Node
+from orchestrator.planning.differences import Difference
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.planning.manifests import ListSpan, SourceLists
 from orchestrator.planning.restarting import RestartRequest
-from orchestrator.planning.resume_plan import Difference
 from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.planning.skipping import Skip, SkipRequest
 from orchestrator.records.cursor import Cursor, MixtureShare, SourceCursor

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orchestrator.planning.differences import Difference
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.manifests import SourceLists
 from orchestrator.planning.restarting import RestartRequest
-from orchestrator.planning.resume_plan import Difference
 from orchestrator.planning.schedule import Budgets
 from orchestrator.planning.skipping import Skip
 from orchestrator.records.cursor import Cursor

@@ -19,7 +19,9 @@ from orchestrator.launch import claiming
 from orchestrator.launch import start as starting
 from orchestrator.launch.api import plan, train_until
 from orchestrator.launch.fork import fork
-from orchestrator.launch.replay import History, Regime, Replayed, difference, notes_on
+from orchestrator.launch.replay import Replayed
+from orchestrator.launch.replay_history import History, Regime
+from orchestrator.launch.retraining import difference, notes_on
 from orchestrator.launch.scratch import remove_left, scratch
 from orchestrator.launch.which_point import Wanted, place
 from orchestrator.planning.weights_digest import is_of_format_1

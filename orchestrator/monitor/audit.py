@@ -19,11 +19,9 @@ from orchestrator.monitor.audit_run import NOTHING_COMPARED, AuditRun, HowToAudi
 from orchestrator.monitor.history_parts import history_of
 from orchestrator.monitor.lists_there import require_lists
 from orchestrator.monitor.reference_encoding import reference_choice
-from orchestrator.monitor.step_walk import Walk, accepted_text, named
+from orchestrator.monitor.step_walk import named
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.points import parse_point_name
-
-__all__ = ["HowToAudit", "Walk", "accepted_text", "audit_history"]
 
 _FORKED = "the steps up to {0:,}: they are the history of {1}, of which this run is a fork; audit them there"
 _SKIPPED = (

@@ -466,8 +466,9 @@ class Run:
         `DataIdentityError` if files have changed since (also where `resume.accept_changed` let the run go on
         with them), or this machine lacks an encoder: then nothing can be said.
         """
-        from orchestrator.monitor.audit import HowToAudit, audit_history
+        from orchestrator.monitor.audit import audit_history
         from orchestrator.monitor.audit_progress import NoAuditProgress
+        from orchestrator.monitor.audit_run import HowToAudit
 
         if processes is not None and processes < 1:
             raise RefusedError(f"an audit by {processes} processes: it needs at least 1")
@@ -508,7 +509,7 @@ class Run:
     def _trained_data(self, seen: Survey) -> DataSpec:
         """The data that the run was trained on, as its encoders made them."""
         from orchestrator.data.preparing import prepare_trained
-        from orchestrator.monitor.audit import accepted_text
+        from orchestrator.monitor.step_walk import accepted_text
 
         configs = [config for _, config in self._configs(seen)]
         try:

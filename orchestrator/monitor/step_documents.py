@@ -19,7 +19,7 @@ from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import RefusedError
 from orchestrator.history.step_names import find_steps, numbering_note, step_name
-from orchestrator.monitor.audit import Walk
+from orchestrator.monitor.step_walk import Walk
 from orchestrator.monitor.tracing_packer import Stretch, TracingPacker
 from orchestrator.monitor.tracing_windows import TracingWindows
 from orchestrator.records.arrays import Int32Array

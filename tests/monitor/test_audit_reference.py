@@ -20,7 +20,8 @@ from orchestrator.data.tokens.encoder import Encoder
 from orchestrator.errors import RefusedError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.monitor import audit_run
-from orchestrator.monitor.audit import HowToAudit, audit_history
+from orchestrator.monitor.audit import audit_history
+from orchestrator.monitor.audit_run import HowToAudit
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.records.cursor import Cursor
 from tests.data.making import some_texts

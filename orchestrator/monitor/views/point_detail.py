@@ -24,7 +24,7 @@ from orchestrator.monitor.views.points_table import (
     newest_healthy,
     table,
 )
-from orchestrator.planning.resume_plan import differences as planned_differences
+from orchestrator.planning.differences import differences as planned_differences
 from orchestrator.resume.points import Point, parse_point_name
 
 NEAR = 50  # steps that the loss at a point is the mean of
