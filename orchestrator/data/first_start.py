@@ -37,7 +37,8 @@ from orchestrator.planning.manifests import FIRST, first_sources
 from orchestrator.planning.order import ORDER_VERSION
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import JobConfig, SourceConfig
+    from orchestrator.config.data_sections import SourceConfig
+    from orchestrator.config.schema import JobConfig
 
 __all__ = ["choose", "find_transforms", "first_start", "identity_of", "reads_chats", "with_ids"]
 

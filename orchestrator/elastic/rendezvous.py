@@ -35,7 +35,9 @@ from orchestrator.elastic.node_drain import NodeDrain
 from orchestrator.elastic.parent_state import ParentStateSelection
 from orchestrator.elastic.standing_requests import NOTHING, StandingRequests
 from orchestrator.errors import FencedError
-from orchestrator.records import ControlRequests, Cursor, GenerationView, JoinRequest, Source, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest, Source
+from orchestrator.records.steps import StateKey
 
 
 class Rendezvous:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from orchestrator.records import ControlRequests
+from orchestrator.records.membership import ControlRequests
 
 NOTHING = ControlRequests(ended=False, save=False, stop=False, reform=False, acknowledged_step=0)
 

@@ -29,7 +29,7 @@ from orchestrator.errors import DataError
 from orchestrator.monitor.epoch_checksum import EpochChecksum
 from orchestrator.planning import record_keys
 from orchestrator.planning.encoders import EncoderChoice
-from orchestrator.records import Int32Array
+from orchestrator.records.arrays import Int32Array
 
 # Documents are encoded in batches of about so many characters of text, or of so many documents; the fixed
 # cost of a call vanishes in it.

@@ -35,7 +35,7 @@ from orchestrator.trainer.saved_form import renames
 from orchestrator.trainer.state import MODEL, Item, own_tensors
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import ModelConfig
+    from orchestrator.config.train_sections import ModelConfig
 
 BUFFER_BYTES = 8 << 20
 _TORCH_NAMES = {stored: name for name, (stored, _) in SAFETENSORS.items()}

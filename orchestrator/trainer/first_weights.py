@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from orchestrator.config.schema import ModelConfig
+    from orchestrator.config.train_sections import ModelConfig
 
 SINGLE, INDEX, PARTS = "model.safetensors", "model.safetensors.index.json", "parts.json"
 Shapes = dict[str, tuple[int, ...]]

@@ -24,7 +24,7 @@ from orchestrator.errors import ConfigError, ResourceError
 from orchestrator.trainer.document_attention import document_inputs
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import ModelConfig
+    from orchestrator.config.train_sections import ModelConfig
 
 NO_LOSS = -100  # the label of a position that is no target
 _NAMED = 10

@@ -22,7 +22,7 @@ from orchestrator.trainer.model import naming_model, shape_only, transformers_se
 from orchestrator.trainer.state import own_tensors, tensor_bytes
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import ModelConfig
+    from orchestrator.config.train_sections import ModelConfig
 
 GENERATION = "generation_config.json"
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]  # name → (torch's name of the type, shape)

@@ -37,7 +37,7 @@ from orchestrator.data.tokens.tokenizer_files import (
     ids_around,
 )
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from tests.data.making import job, samples, some_texts, spec_of, write_corpus
 
 Make = Callable[..., dict[str, Any]]

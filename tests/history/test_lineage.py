@@ -18,7 +18,7 @@ from orchestrator.history.lineage import (
     require_sound,
 )
 from orchestrator.json_form import decode, encode
-from orchestrator.planning.resume_plan import Difference
+from orchestrator.planning.differences import Difference
 from orchestrator.planning.schedule import Budgets, Length
 from tests.history.histories import MOVES, claim, key, play, record, start
 

@@ -32,9 +32,11 @@ from orchestrator.data.feed.slots import NoTask
 from orchestrator.data.feed.work import SignsOfWork
 from orchestrator.data.packing.step_samples import StepShare
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import DataIdentityError, FeedError, FencedError, OrchestratorError
 from orchestrator.paused_gc import paused_gc
-from orchestrator.records import Cursor, StepRange, TokenChunk, WindowTask
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor
 
 __all__ = ["FeedNotes", "Feeder", "FeederStats", "RayFeed", "Reopen", "feeder_name", "start_feeder"]
 

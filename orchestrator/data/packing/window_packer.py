@@ -19,21 +19,12 @@ from orchestrator.data.packing.chunk_order import ChunkOrder
 from orchestrator.data.packing.runs import PackedRun
 from orchestrator.data.packing.segments import Counts, counted, counts_at
 from orchestrator.data.settings import BAD_SHARE_RECORDS, StreamSettings
+from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.planning.digest import add_tokens, token_hasher
 from orchestrator.planning.order import pack_order
-from orchestrator.records import (
-    BAD,
-    EMPTY,
-    FILTERED,
-    HELD_OUT,
-    PIECE,
-    BoolArray,
-    Int32Array,
-    Int64Array,
-    SourceCursor,
-    TokenChunk,
-)
+from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
+from orchestrator.records.cursor import SourceCursor
 
 PathOf = Callable[[int, int], str]  # (epoch, a file's number in its list)
 

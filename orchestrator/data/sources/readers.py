@@ -19,7 +19,7 @@ from orchestrator.data.sources.manifest import require_unchanged
 from orchestrator.data.sources.records_in_memory import Records
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.planning.restarting import restart_text
-from orchestrator.records import Int64Array
+from orchestrator.records.arrays import Int64Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
