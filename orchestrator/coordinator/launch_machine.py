@@ -85,6 +85,8 @@ class LaunchMachine:
         self._dead: set[str] = set()
         self._save = ""
         self._num_saves = 0
+        self._to_hold: StateKey | None = None  # the newest state when a save was asked for last
+        self._decided: StateKey | None = None  # the newest save that was committed or given up
         if last_step is not None:
             self.recorded(last_step, float("-inf"))
 
@@ -239,14 +241,18 @@ class LaunchMachine:
         """The stop that `by` asked for ends with a kill in `grace_s` seconds (inf: nobody said so)."""
         return self._leaving.stop(by, grace_s, self._steps.median_s)
 
-    def voted(self) -> None:
-        """A vote came: what was asked for as a save has begun."""
-        self.rendezvous.save_answered(self._save)
+    def voted(self, key: StateKey) -> None:
+        """A vote for the save of `key` came, or a report of a part that could not be saved: if that save is
+        undecided, and was begun no earlier than one was asked for last, it is the one that was asked for.
+        """
+        if self._decided is None or key > self._decided:
+            self._save_begun(key)
 
     def save_again(self) -> None:
         """A save is asked for, as soon as members can begin one; until one has begun, or is committed."""
         self._num_saves += 1
         self._save = f"save-{self._num_saves}"
+        self._to_hold = self.last_step.key if self.last_step else None
         self.rendezvous.request_save(self._save)
 
     def control_requests(self, attempt: int, generation: int, acknowledged_step: int) -> ControlRequests:
@@ -297,7 +303,7 @@ class LaunchMachine:
         beyond the limit of storage, end the run: what it trains would be lost.
         """
         self._requests.save_given_up(now)
-        self.rendezvous.save_decided(key)
+        self._save_decided(key)
         stays = self._leaving.save_given_up(now)
         if not by_storage:
             return stays
@@ -308,10 +314,10 @@ class LaunchMachine:
     def committed(self, key: StateKey, took_s: float | None = None) -> list[Action]:
         """A save was committed, `took_s` after it was begun (None: not known)."""
         self._saving.worked()
-        self.rendezvous.save_decided(key)
+        self._save_decided(key)
         if took_s is not None:
             self._leaving.times.took(took_s)
-        self.rendezvous.save_answered(self._save)  # who asked for more than this one holds asks again
+        self._save_begun(key)
         self._saved = max(self._saved or key, key)
         return [_note(answer) for answer in self._requests.committed(key)]
 
@@ -364,6 +370,14 @@ class LaunchMachine:
         return answers
 
     # ---- inside
+    def _save_begun(self, key: StateKey) -> None:
+        if self._to_hold is None or key >= self._to_hold:
+            self.rendezvous.save_answered(self._save)
+
+    def _save_decided(self, key: StateKey) -> None:
+        self._decided = max(self._decided or key, key)
+        self.rendezvous.save_decided(key)
+
     def _left(self, member: str, now: float) -> list[Action]:
         """Its votes are answered and the others hold what it holds; its process ends by itself."""
         info = self.infos.pop(member, None)
