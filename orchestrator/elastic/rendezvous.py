@@ -176,8 +176,8 @@ class Rendezvous:
         self._stop = True
 
     def request_save(self, request: str) -> None:
-        """Save at the next step boundary; repeated until `save_answered(request)`, and not taken up again
-        after it.
+        """Save at the next step boundary, after a re-form that is wanted and does not need it; repeated until
+        `save_answered(request)`, and not taken up again after it.
         """
         if request not in self._saves_done:
             self._save = request
@@ -330,9 +330,11 @@ class Rendezvous:
         else:
             ended = self._stopped is not None
             save_only = current.formation is not None and current.formation.save_only
-            save, stop = self._save is not None or save_only, self._stop
+            stop = self._stop
             reform = self._reform and not stop
-            save = save or (reform and self._leave_with_save and self._has_leavers(current))
+            # a re-form waits for the save that is asked for with it: one that it does not need comes after it
+            needed = save_only or (reform and self._leave_with_save and self._has_leavers(current))
+            save = needed or (self._save is not None and not reform)
         return ControlRequests(
             ended=ended, save=save, stop=stop, reform=reform, acknowledged_step=acknowledged_step
         )
