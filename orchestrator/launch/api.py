@@ -108,6 +108,7 @@ def _launch(
             return _already_done(job, plan, time.monotonic() - began, progress)
         from orchestrator.cluster.connection import ClusterConnection, address_of, starts_local_ray
         from orchestrator.data.feed.memory import memory_of
+        from orchestrator.launch.known_shape import with_known_shape
         from orchestrator.launch.machine_facts import machines_here, machines_of_cluster
         from orchestrator.launch.needs import needs_of
         from orchestrator.launch.node_disks import NodeDisks
@@ -129,7 +130,7 @@ def _launch(
             if not local:
                 machines = machines_of_cluster(job.cluster.use_gpu)
                 parallel, problems = _divide(job, limits, machines, address_of(job))
-            needs = needs_of(job, parallel.num_shards, limits.start_workers)
+            needs = needs_of(with_known_shape(job), parallel.num_shards, limits.start_workers)
             limits = _preflight(job, needs, limits, storage, problems)
             disks.require_room(_kept_points(job) * needs.point_bytes)
             from orchestrator.launch.dashboard_beside import dashboard_beside
@@ -201,6 +202,7 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
         return found
     from orchestrator.cluster.connection import starts_local_ray
     from orchestrator.elastic.policy import disk_problems
+    from orchestrator.launch.known_shape import with_known_shape
     from orchestrator.launch.machine_facts import machines_here
     from orchestrator.launch.needs import needs_of
 
@@ -209,7 +211,7 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
     found = looking_ahead.judged_by_memory(job, RunStore(storage), found)
     if found.action == "refuse":
         return found
-    _refuse(disk_problems(*_disk_bytes(job, needs_of(job), storage)))
+    _refuse(disk_problems(*_disk_bytes(job, needs_of(with_known_shape(job)), storage)))
     untried = require_model(job, found, spec.vocab_size)
     unseen = () if local else ("what the cluster has is not looked at: memory, CPUs, GPUs, object store",)
     return replace(found, notes=(*found.notes, *untried, *unseen))
@@ -297,8 +299,9 @@ def _divide(
     fit there: what others hold now is not subtracted, for they may end.
     """
     from orchestrator.launch.capacity import Workers, capacity_problems, choose_parallel
+    from orchestrator.launch.known_shape import with_known_shape
 
-    workers = Workers(num_workers=limits.start_workers)
+    job, workers = with_known_shape(job), Workers(num_workers=limits.start_workers)
     choice = choose_parallel(job, workers, machines, cluster)
     return choice, capacity_problems(job, choice.num_shards, workers, machines)
 

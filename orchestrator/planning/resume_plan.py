@@ -421,9 +421,14 @@ def _world_size_notes(config: JobConfig, point: PointInfo | None) -> Iterator[st
     worlds = {cluster.start_workers, cluster.max_workers} - {point.world_size if point else 0}
     if point is not None and worlds:
         fast = train.is_fast(cluster.use_gpu)
+        # under shards, for which `auto` may stand, `numerics: auto` is fast
+        open_ = not fast and (train.numerics, train.parallel) == ("auto", "auto")
+        same = "stay the same, to the last bit" + (
+            ", while train.parallel=auto is replicate" if open_ else ""
+        )
         yield (
             f"the point was saved at world size {point.world_size}; at another one losses and weights "
-            + ("differ in their last bits (numerics: fast)" if fast else "stay the same, to the last bit")
+            + ("differ in their last bits (numerics: fast)" if fast else same)
         )
 
 
