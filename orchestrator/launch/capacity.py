@@ -83,7 +83,7 @@ def _smaller(job: JobConfig, workers: Workers, machines: Sequence[Machine]) -> i
     for fitting in (None, 1):
         if not _problems(job, fitting, workers, machines):
             return fitting
-    whole, cut = (needs_of(job, n, workers.world_size or workers.num_workers) for n in (1, None))
+    whole, cut = (_needs(job, n, workers, machines) for n in (1, None))
     if gpu_problems(whole, workers.num_workers, machines, every_gpu=True):
         return None
     return None if cut.worker_bytes < whole.worker_bytes else 1
@@ -162,7 +162,9 @@ def memory_plan(job: JobConfig, known: KnownMachines) -> tuple[list[str], list[s
     """
     workers = Workers(num_workers=job.cluster.start_workers)
     choice = choose_parallel(job, workers, known.machines)
-    notes = [*(memory_notes(job, choice.num_shards) or [_SIZE_NOT_KNOWN]), _known_text(job, known)]
+    one_machine = _is_one(workers, known.machines)
+    said = memory_notes(job, choice.num_shards, one_machine)
+    notes = [*(said or [_SIZE_NOT_KNOWN]), _known_text(job, known)]
     if job.train.parallel == "auto":
         notes.append(f"train.parallel=auto is {choice_text(choice.num_shards)}: {choice.reason}")
     notes += [
@@ -170,7 +172,7 @@ def memory_plan(job: JobConfig, known: KnownMachines) -> tuple[list[str], list[s
     ]
     notes += _too_few_note(job, choice.num_shards, known.machines)
     every = memory_every_steps(job.resume.memory_every_steps, sharded=choice.num_shards != 1)
-    if every is not None and job.cluster.max_workers > 1 and len(known.machines) == 1:
+    if every is not None and job.cluster.max_workers > 1 and one_machine:
         notes.append(
             "all workers are on one machine: a memory point, and the neighbour's copy of it, do not outlive "
             "that machine; resume points do"
@@ -206,14 +208,16 @@ def _too_few_note(job: JobConfig, num_shards: int | None, machines: Sequence[Mac
     """From how many workers on no machine can hold one's part any more, where the group may become so small:
     they would be killed for want of memory, one after the other.
     """
-    cluster = job.cluster
+    cluster, one_machine = job.cluster, len(machines) == 1
+
+    def fit(num: int) -> bool:
+        return _is_room_for_one(needs_of(job, num_shards, num, one_machine), machines)
+
     fewer = range(cluster.start_workers - 1, cluster.min_workers - 1, -1)
-    if not _is_room_for_one(needs_of(job, num_shards, cluster.start_workers), machines):
-        return []  # which is refused
-    few = next((n for n in fewer if not _is_room_for_one(needs_of(job, num_shards, n), machines)), None)
-    if few is None:
+    few = next((num for num in fewer if not fit(num)), None)
+    if few is None or not fit(cluster.start_workers):  # which is refused
         return []
-    needs = needs_of(job, num_shards, few)
+    needs = needs_of(job, num_shards, few, one_machine)
     each = f"{gib(needs.worker_bytes)} of memory" + (
         f" and {gib(needs.gpu_bytes)} of a GPU" if needs.gpu_bytes else ""
     )
@@ -235,6 +239,16 @@ def _known_text(job: JobConfig, known: KnownMachines) -> str:
     return text
 
 
+def _needs(job: JobConfig, num_shards: int | None, workers: Workers, machines: Sequence[Machine]) -> Needs:
+    world_size = workers.world_size or workers.num_workers
+    return needs_of(job, num_shards, world_size, one_machine=_is_one(workers, machines))
+
+
+def _is_one(workers: Workers, machines: Sequence[Machine]) -> bool:
+    """Whether all workers are on one machine, as far as is known."""
+    return len(machines) == 1 and workers.world_size in (0, workers.num_workers)
+
+
 def _problems(
     job: JobConfig,
     num_shards: int | None,
@@ -242,7 +256,7 @@ def _problems(
     machines: Sequence[Machine],
     every_gpu: bool = False,
 ) -> list[str]:
-    needs = needs_of(job, num_shards, workers.world_size or workers.num_workers)
+    needs = _needs(job, num_shards, workers, machines)
     return [
         *gpu_problems(needs, workers.num_workers, machines, every_gpu),
         *memory_problems(needs, workers.num_workers, machines, workers.with_feed),
@@ -289,7 +303,7 @@ def _fewest(
     """
 
     def of_one(num: int) -> Needs:
-        needs = needs_of(job, None, num)
+        needs = needs_of(job, None, num, one_machine=_is_one(workers, machines))
         points = 0 if with_points else needs.memory_point_bytes
         return replace(needs, worker_bytes=needs.worker_bytes - points)
 

@@ -31,7 +31,7 @@ def sharded(num_layers: int) -> JobConfig:
 
 def worker_bytes(num_layers: int) -> int:
     """Of a worker that makes memory points."""
-    return needs_of(sharded(num_layers), None, RANKS).worker_bytes
+    return needs_of(sharded(num_layers), None, RANKS, one_machine=True).worker_bytes
 
 
 def test_memory_points_that_torchrun_does_not_make_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
