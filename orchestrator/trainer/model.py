@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from orchestrator.errors import ConfigError, ResourceError
 from orchestrator.trainer.document_attention import document_inputs
+from orchestrator.trainer.ties import shared_buffers_kept
 
 if TYPE_CHECKING:
     from orchestrator.config.train_sections import ModelConfig
@@ -78,11 +79,11 @@ def build_model(
     torch.manual_seed(seed)
     dtype = weights_dtype(precision)
     if config.factory is not None:
-        model = _from_factory(config).to(dtype)
+        model = _moved(_from_factory(config), dtype)
     else:
         settings, attention = transformers_settings(config, device.type, invariant)
         model = _from_transformers(config, settings, dtype, attention)
-    return model.to(device).train()
+    return _moved(model, device).train()
 
 
 def bare_model(config: ModelConfig, precision: str, seed: int, device: torch.device) -> nn.Module:
@@ -107,7 +108,7 @@ def first_model(
         settings, attention = transformers_settings(config, device.type, invariant)
     model = build_model(config, precision, seed, torch.device("cpu"), invariant)
     model = fill(config, model, settings, attention, weights_dtype(precision))
-    return model.to(device).train()
+    return _moved(model, device).train()
 
 
 def weights_dtype(precision: str) -> torch.dtype:
@@ -146,6 +147,12 @@ def _from_factory(config: ModelConfig) -> nn.Module:
     except (ImportError, AttributeError, TypeError) as error:
         raise _not_callable(config, error) from error
     return made_by_factory(config, model)
+
+
+def _moved(model: nn.Module, to: torch.device | torch.dtype) -> nn.Module:
+    """The same model there, or of that type; what is tied stays tied."""
+    with shared_buffers_kept(model):
+        return model.to(to)
 
 
 def _not_callable(config: ModelConfig, error: Exception) -> ConfigError:
