@@ -157,8 +157,8 @@ class DataConfig(_Section):
     """
     holdout: Annotated[float, same("a number >= 0 and < 1", ge=0, lt=1)] = 0.0
     """Share of the records that is never trained; `open_stream(part="holdout")` reads it."""
-    tokenizer: Annotated[str, same("a local folder or a hub name", min_length=1)]
-    """Tokenizer: a local folder or a hub name; its content is frozen with the run."""
+    tokenizer: Annotated[str, same("a folder, a bucket's URI or a hub name", min_length=1)]
+    """Tokenizer: a folder, a bucket's URI or a hub name; its content is frozen with the run."""
     shuffle: Annotated[Literal["block", "none"], same("block or none")] = "block"
     """`block`: a keyed permutation of blocks and of the records inside windows; `none`: the files' order."""
     seed: Annotated[int, same("a whole number >= 0", ge=0)] = 0
@@ -246,8 +246,8 @@ class ModelConfig(_Section):
 
     config: Annotated[dict[str, Any] | None, same("a mapping with model_type, or null")] = None
     """A transformers configuration with `model_type`; the weights start at random."""
-    pretrained: Annotated[str | None, same("a folder, or null", min_length=1)] = None
-    """Local folder in transformers' format with safetensors to start from."""
+    pretrained: Annotated[str | None, same("a folder or URI, or null", min_length=1)] = None
+    """Folder, or a bucket's URI, in transformers' format with safetensors to start from."""
     factory: Annotated[
         str | None,
         same("package.module:function, or null", pattern=FUNCTION),
@@ -257,8 +257,10 @@ class ModelConfig(_Section):
     """
     factory_args: Annotated[dict[str, Any], same("a mapping of arguments")] = Field(default_factory=dict)
     """Keyword arguments of the factory."""
-    init_from: Annotated[str | None, same("a folder, or null", min_length=1)] = None
-    """Folder that the first weights of a new run come from: exported ones, or a point of another run."""
+    init_from: Annotated[str | None, same("a folder or URI, or null", min_length=1)] = None
+    """Folder, or a bucket's URI, that the first weights of a new run come from: exported ones, or a point of
+    another run.
+    """
     attn_implementation: Annotated[Literal["auto", "eager", "sdpa"], may_change("auto, eager or sdpa")] = (
         "auto"
     )

@@ -76,7 +76,7 @@ def _require_plain(uri: str) -> None:
         rest = rest.lstrip("/")
     elif scheme not in SCHEMES:
         raise ConfigError(
-            f"{scheme}:// is no storage that runs can lie in: give a folder, e.g. ./runs, or the URI of a "
+            f"{scheme}:// is no storage that is known here: give a folder, e.g. ./runs, or the URI of a "
             "bucket of s3://, gs:// or az:// and a prefix in it"
         )
     before, at, _ = rest.partition("/")[0].partition("@")
