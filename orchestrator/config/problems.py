@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from orchestrator.config.redaction import redacted_text
 from orchestrator.config.text import Path, Problem, Reading, dotted, value_at
 
 _CODE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
@@ -68,8 +69,8 @@ def _class_of(info: FieldInfo | None) -> type[BaseModel] | None:
 
 
 def _show(value: Any) -> str:
-    """The value as a user would write it; texts in quotes."""
-    return repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    """The value as a user would write it, without secrets; texts in quotes."""
+    return redacted_text(repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def written(value: Any, path: Path) -> bool:

@@ -42,8 +42,8 @@ def server() -> Iterator[Proxy]:
 
 @pytest.fixture
 def bucket(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     server.rule = no_fault
     reach(monkeypatch, server.url, tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
