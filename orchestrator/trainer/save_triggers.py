@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from orchestrator.records import REFORM, SAVE
+from orchestrator.records import REFORM, SAVE, STOP, ControlRequests
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +47,14 @@ class SaveTriggers:
     def first(self, step: int) -> SaveTriggers:
         """This member's first generation goes on from the state of `step`: what was due before is others'."""
         return dataclasses.replace(self, step=step)
+
+
+def asked_for(wanted: ControlRequests, due: bool) -> int:
+    """The control bits that rank 0 adds to a summary: what the coordinator wants of the generation, and a
+    save that is `due`.
+    """
+    save = SAVE if due or wanted.save else 0
+    return save | (STOP if wanted.stop else 0) | (REFORM if wanted.reform else 0)
 
 
 def carried_out(control: int, num_busy: int) -> int:
