@@ -141,6 +141,11 @@ def held_by(request: JoinRequest) -> tuple[Holding, ...]:
     )
 
 
+def holds_any(request: JoinRequest) -> bool:
+    """Whether a member has any part of any state."""
+    return request.key is not None or bool(request.holdings)
+
+
 def held_by_all(requests: Iterable[JoinRequest]) -> list[Holding]:
     """All that these members can give."""
     return [holding for request in requests for holding in held_by(request)]

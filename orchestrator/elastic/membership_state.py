@@ -104,6 +104,11 @@ class MembershipState:
         return self.current is not None and self.ended_at is None
 
     @property
+    def requests(self) -> list[JoinRequest]:
+        """What those that wait ask, as they came."""
+        return [arrival.request for arrival in self.waiting.values()]
+
+    @property
     def num_live(self) -> int:
         """Members that wait, and those of the current generation that may still come."""
         members = self.current.members if self.current else ()

@@ -72,7 +72,7 @@ def _smaller(job: JobConfig, workers: Workers, machines: Sequence[Machine]) -> i
     for fitting in (None, 1):
         if not _problems(job, fitting, workers, machines):
             return fitting
-    whole, cut = (needs_of(job, n, workers.world_size or workers.num_workers) for n in (1, None))
+    whole, cut = (_needs(job, n, workers, machines) for n in (1, None))
     if gpu_problems(whole, workers.num_workers, machines, every_gpu=True):
         return None
     return None if cut.worker_bytes < whole.worker_bytes else 1
@@ -144,12 +144,13 @@ def memory_plan(job: JobConfig, known: KnownMachines) -> tuple[list[str], list[s
     """
     workers = Workers(num_workers=job.cluster.start_workers)
     choice = choose_parallel(job, workers, known.machines)
-    notes = [*memory_notes(job, choice.num_shards), _known_text(job, known)]
+    one_machine = _is_one(workers, known.machines)
+    notes = [*memory_notes(job, choice.num_shards, one_machine), _known_text(job, known)]
     if job.train.parallel == "auto":
         notes.append(f"train.parallel=auto is {choice_text(choice.num_shards)}: {choice.reason}")
     notes += [note for note in (choice_note(job, known.before, choice.num_shards),) if note]
     every = memory_every_steps(job.resume.memory_every_steps, sharded=choice.num_shards != 1)
-    if every is not None and job.cluster.max_workers > 1 and len(known.machines) == 1:
+    if every is not None and job.cluster.max_workers > 1 and one_machine:
         notes.append(
             "all workers are on one machine: a memory point, and the neighbour's copy of it, do not outlive "
             "that machine; resume points do"
@@ -180,6 +181,16 @@ def _known_text(job: JobConfig, known: KnownMachines) -> str:
     return text
 
 
+def _needs(job: JobConfig, num_shards: int | None, workers: Workers, machines: Sequence[Machine]) -> Needs:
+    world_size = workers.world_size or workers.num_workers
+    return needs_of(job, num_shards, world_size, one_machine=_is_one(workers, machines))
+
+
+def _is_one(workers: Workers, machines: Sequence[Machine]) -> bool:
+    """Whether all workers are on one machine, as far as is known."""
+    return len(machines) == 1 and workers.world_size in (0, workers.num_workers)
+
+
 def _problems(
     job: JobConfig,
     num_shards: int | None,
@@ -187,7 +198,7 @@ def _problems(
     machines: Sequence[Machine],
     every_gpu: bool = False,
 ) -> list[str]:
-    needs = needs_of(job, num_shards, workers.world_size or workers.num_workers)
+    needs = _needs(job, num_shards, workers, machines)
     return [
         *gpu_problems(needs, workers.num_workers, machines, every_gpu),
         *memory_problems(needs, workers.num_workers, machines, workers.with_feed),
@@ -234,7 +245,7 @@ def _fewest(
     """
 
     def of_one(num: int) -> Needs:
-        needs = needs_of(job, None, num)
+        needs = needs_of(job, None, num, one_machine=_is_one(workers, machines))
         points = 0 if with_points else needs.memory_point_bytes
         return replace(needs, worker_bytes=needs.worker_bytes - points)
 

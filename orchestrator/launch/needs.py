@@ -57,15 +57,18 @@ class Needs:
     memory_point_bytes: int = 0
 
 
-def needs_of(job: JobConfig, num_shards: int | None = 1, num_workers: int = 1) -> Needs:
-    """The needs of a job whose state is cut into `num_shards` (see `layout_of`) among `num_workers`. With
-    `cluster.use_gpu` the state lies on the GPUs, and its copies in the machines' memory.
+def needs_of(
+    job: JobConfig, num_shards: int | None = 1, num_workers: int = 1, one_machine: bool = False
+) -> Needs:
+    """The needs of a job whose state is cut into `num_shards` (see `layout_of`) among `num_workers`, who may
+    all be on `one_machine`; else each is taken to have its neighbour on another. With `cluster.use_gpu` the
+    state lies on the GPUs, and its copies in the machines' memory.
     """
     data, dtype_bytes, on_gpu = job.data, _weight_bytes(job), job.cluster.use_gpu
     parameters = count_parameters(job.model.config or {})
     layout = layout_of(num_workers, num_shards)
     held = memory_in(job, layout)
-    points = _memory_points(job, layout, held)
+    points = _memory_points(job, layout, held, one_machine)
     copies = held.staged + points
     of_state = _state_text(parameters, dtype_bytes, layout, held) if parameters else ""
     in_memory = f" + {of_state}" if of_state and not on_gpu else ""
@@ -95,10 +98,10 @@ def _state_text(parameters: int, dtype_bytes: int, layout: Layout, held: WorkerM
     return text
 
 
-def _memory_points(job: JobConfig, layout: Layout, held: WorkerMemory) -> int:
+def _memory_points(job: JobConfig, layout: Layout, held: WorkerMemory, one_machine: bool) -> int:
     """Bytes of a worker's memory points; 0 where none are made."""
     every = memory_every_steps(job.resume.memory_every_steps, sharded=layout.num_shards > 1)
-    return held.memory_points if every is not None and layout.world_size > 1 else 0
+    return held.memory_points(lent=one_machine) if every is not None and layout.world_size > 1 else 0
 
 
 def memory_in(job: JobConfig, layout: Layout, before: Layout | None = None) -> WorkerMemory:
@@ -110,9 +113,9 @@ def memory_in(job: JobConfig, layout: Layout, before: Layout | None = None) -> W
     return worker_memory(size, layout, weight_bytes, compute_bytes, before, num_tokens)
 
 
-def memory_notes(job: JobConfig, num_shards: int | None) -> list[str]:
+def memory_notes(job: JobConfig, num_shards: int | None, one_machine: bool = False) -> list[str]:
     """What `plan` says of a worker's memory, with the fewest and the most workers; nothing of a model whose
-    size is not known.
+    size is not known. `one_machine`: see `needs_of`.
     """
     cluster, found = job.cluster, []
     where = "on its GPU" if cluster.use_gpu else f"beside {gib(_WORKER_BYTES)} for the process"
@@ -134,7 +137,7 @@ def memory_notes(job: JobConfig, num_shards: int | None) -> list[str]:
             reforming = f"; {gib(held.peak)} while workers come or go"
         whole = num_shards is None or world % num_shards == 0
         why = "" if whole else f", for {num_shards} shards do not divide {world} workers: one shard each"
-        points = _memory_points(job, layout, held)
+        points = _memory_points(job, layout, held, one_machine)
         copies = f", memory points in {gib(points)}" if points else ""
         found.append(
             f"memory of a worker of {world} ({layout_text(layout)}{why}), at least: {', '.join(parts)}; "

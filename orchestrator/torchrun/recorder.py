@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.attempt_journal import note_beginning, write_down_end
-from orchestrator.coordinator.ended_by import ended_by
-from orchestrator.coordinator.launch_machine import end_text
+from orchestrator.coordinator.ended_by import end_text, ended_by
 from orchestrator.coordinator.measuring import measured
 from orchestrator.coordinator.requests import Answered, Requests, heard_sentence
 from orchestrator.elastic.cause import first_cause

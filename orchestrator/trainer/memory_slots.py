@@ -89,6 +89,10 @@ class MemorySlots:
         """All of it has come, and its digest is the sender's."""
         return replace(self, kept=_ended(self.kept, key))
 
+    def overwritten(self, number: int) -> MemorySlots:
+        """What was kept there was lent, and its owner has begun to write over it."""
+        return replace(self, kept=_put(self.kept, number, Slot()))
+
     # ---- all ranks
     @property
     def is_whole(self) -> bool:

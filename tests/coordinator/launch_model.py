@@ -658,7 +658,7 @@ class World:
             self.deliver_vote(member, what)
         elif kind == "failed save":
             assert isinstance(what, StateKey), what
-            machine.voted()
+            machine.voted(what)
             member.reporting = None
             member.voted = None if self.in_background and member.voted == what else member.voted
             size = len(self.groups[what.attempt, what.generation].views)
@@ -685,7 +685,7 @@ class World:
             return
         group = self.groups[key.attempt, key.generation]
         self.take(iter(member.records.values()))
-        self.coordinator.machine.voted()
+        self.coordinator.machine.voted(key)
         vote = Vote(
             key=key,
             rank=group.views[member.name].rank,

@@ -111,7 +111,7 @@ class AsksOnlyWhoForms(LaunchMachine):
     """Nobody looks after a group that trains."""
 
     def to_ask(self, committing: bool, now: float) -> list[MemberInfo]:
-        return super().to_ask(committing, self._heard)
+        return super().to_ask(committing, self._steps.heard_at)
 
 
 class SavesForEver(LaunchMachine):

@@ -51,6 +51,7 @@ class Plan:
     lose_agreement: int | None = None  # a generation's at this step: that all have received their state
     kill_forming: int | None = None  # the how many-th process group, when all its members have met
     full_disk_at: int | None = None  # the step whose part of a save cannot be written
+    node: str | None = None  # where it is; else on a node of its own
     # stops one after the other, each waited for once the one before it is over: there, at that step or later
     script: tuple[Moment, ...] = ()
 
@@ -186,7 +187,7 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # several members share few cores; waiting OpenMP threads would stop each other
     calls = LinkCalls(address, name)
-    place = Place(actor_id=name, node_id=f"node-{name}", host="127.0.0.1")
+    place = Place(actor_id=name, node_id=plan.node or f"node-{name}", host="127.0.0.1")
     membership = RemoteMembership(calls, LAUNCH, place)
     membership.member = name
     if plan.kill_forming is not None:

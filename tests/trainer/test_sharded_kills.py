@@ -121,6 +121,20 @@ def test_fsdp2_without_a_rank_goes_on_from_a_memory_point(tmp_path, calm, alone,
     assert_as_if_nothing_happened(launch, SHARD, calm, alone)
 
 
+@pytest.mark.parametrize("place", ["memory_staged", "neighbour_half_sent", "sealed"])
+def test_fsdp2_on_one_machine_goes_on_from_what_a_killed_rank_had_lent(tmp_path, calm, alone, place):
+    """Nobody has a copy of its memory points but itself, and its neighbour has them open."""
+    plans = {name: Plan(node="the machine") for name in "abc"}
+    plans["b"] = replace(plans["b"], kill=(place, 4))
+    launch, dead = run_with(tmp_path, "abc", plans)
+    assert dead == {"b"}
+    second = launch.views[1]
+    assert (second.world_size, second.point) == (2, None), "no file was needed"
+    assert second.parent is not None
+    assert second.parent.step >= (4 if place == "sealed" else 2)
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+
+
 def test_hsdp_with_a_whole_replica_left_loses_no_step(tmp_path, calm, alone):
     launch, dead = run_with(tmp_path, "abcd", {"b": Plan(kill=("gradient_done", 5))}, HSDP)
     assert dead == {"b"}
