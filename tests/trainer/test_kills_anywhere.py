@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +65,19 @@ OWN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Who is killed when a rank stands at a place of a phase; the coordinator also at its own places."""
+    """Who is killed when a rank stands at a place of a phase; the coordinator also at its own places. `node`:
+    all ranks are there, so that a neighbour borrows the copies; else each is on one of its own.
+    """
 
     layout: str
     phase: str
     place: str
     who: str
+    node: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.layout}, {self.who}, {self.phase}: {self.place}"
+        where = f" on {self.node}" if self.node else ""
+        return f"{self.layout}{where}, {self.who}, {self.phase}: {self.place}"
 
     @property
     def job(self) -> TrainJob:
@@ -104,6 +108,11 @@ CASES += [
     Case(layout=layout, phase=phase, place=place, who=COORDINATOR)
     for layout in LAYOUTS
     for place, phase in OWN.items()
+]
+CASES += [
+    replace(case, node="one machine")
+    for case in CASES
+    if case.layout == "fsdp2" and case.phase in ("neighbour copy", "losing")
 ]
 IN_EVERY_TEST = {
     Case(layout="hsdp", phase="neighbour copy", place="neighbour_half_sent", who=COORDINATOR),
@@ -139,7 +148,7 @@ class Kill:
         """To the end."""
         case, names = self.case, "abcd"
         gate = SEALED_GATE if case.phase == "losing" else GATE
-        plans = {name: Plan(script=(gate, *self._stop(name))) for name in names}
+        plans = {name: Plan(script=(gate, *self._stop(name)), node=case.node) for name in names}
         with killable(folder / "run", case, names, plans, self._armed.to_json()) as self.group:
             self.launch: KillableLaunch = self.group.launch  # type: ignore[assignment]
             self._wait_for_held(set(names))
@@ -149,7 +158,7 @@ class Kill:
             else:
                 self.launch.wait_for(lambda: bool(self.launch.points))
             if case.phase == "joining":
-                self.group.start("e", Plan(script=self._stop("e")))
+                self.group.start("e", Plan(script=self._stop("e"), node=case.node))
                 self.launch.wait_for(lambda: self.launch.waits("e"))
                 names = "abcde"
             self._go_on(names)
@@ -195,7 +204,7 @@ class Kill:
         if case.who == ALL:
             self.group.join_all()
             for name in "fghi":
-                self.group.start(name)
+                self.group.start(name, Plan(node=case.node))
 
     def _kill_coordinator_there(self, names: str) -> None:
         """At a place of its own, to which it comes when the members go on, or when it begins anew."""
