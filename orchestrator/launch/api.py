@@ -123,7 +123,7 @@ def _launch(
         heard = partial(progress.foreign, "Ray")
         with ClusterConnection(job, cpus, needs_of(job).object_store_bytes, heard, progress.say):
             newest = watched()
-            disks = NodeDisks(job.resume.node_folder)
+            disks = NodeDisks(job.resume.node_folder, say=progress.say)
             disks.reached_by(storage)
             starting.require_run_id(store.read_run(), job)
             if not local:

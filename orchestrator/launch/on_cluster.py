@@ -99,8 +99,7 @@ def supervise(
     stalled = partial(_say_stall, progress, coordinator)
 
     def look() -> tuple[NodeFacts, ...]:
-        disks.serve()  # before workers are started there
-        return node_facts()
+        return disks.with_room(node_facts())
 
     supervisor = Supervisor(launch, coordinator, look, show, stalled, progress.say, own_node)
     try:
