@@ -36,7 +36,13 @@ def assert_trained_alike(found: Trained, expected: Trained, tolerance: float) ->
 
 @pytest.mark.parametrize(
     ("changes", "tolerance", "layouts"),
-    [({}, 1e-5, LAYOUTS), (ODD, 1e-5, SHARDED), ({"train__precision": "bf16"}, 5e-3, LAYOUTS[1:6])],
+    [
+        ({}, 1e-5, LAYOUTS),
+        (ODD, 1e-5, SHARDED),
+        ({"train__precision": "bf16"}, 5e-3, LAYOUTS[1:6]),
+        ({**ODD, "train__precision": "bf16"}, 5e-3, SHARDED[1:3]),
+    ],
+    ids=["usual", "odd", "bf16", "odd in bf16"],
 )
 def test_every_layout_trains_what_one_process_trains(changes, tolerance, layouts):
     job = tiny_job(train__numerics="fast", train__micro_batch_size=5, **changes)
