@@ -20,7 +20,10 @@ from torch.distributed import PrefixStore, TCPStore
 from orchestrator.errors import TrainingError
 from orchestrator.planning import batches
 from orchestrator.planning.state_layout import held_rows
-from orchestrator.records import Cursor, GenerationView, StateKey, StepRange
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView
+from orchestrator.records.steps import StateKey
 from orchestrator.trainer.gradient import Gradient, cut
 from orchestrator.trainer.gradient_ddp import FastGradient
 from orchestrator.trainer.gradient_invariant import InvariantGradient

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from orchestrator.config.schema import ModelConfig
+from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError, ResourceError, TrainingError
 from orchestrator.launch.needs import count_parameters
 from orchestrator.trainer.model import (
