@@ -126,15 +126,6 @@ def _code_paths(sources: list[Any]) -> str | None:
     return None
 
 
-def _local(path: str | None) -> str | None:
-    if path is None or "://" not in path:
-        return None
-    return (
-        f"is {path!r}; this version reads local and shared folders only: mount the storage, or copy the "
-        "files, and give a path"
-    )
-
-
 def _window(window_bytes: int, fragment_bytes: int) -> str | None:
     if window_bytes >= fragment_bytes:
         return None
@@ -264,9 +255,6 @@ _RULES = (
     _Between(fields=("data.sources",), check=_loss_of_texts),
     _Between(fields=("data.sources",), check=_code_paths),
     _Between(fields=("data.sources", "data.transforms"), check=_transform_fields),
-    _Between(fields=("data.tokenizer",), check=_local),
-    _Between(fields=("model.pretrained",), check=_local),
-    _Between(fields=("model.init_from",), check=_local),
     _Between(fields=("data.num_epochs", *_STOPS), check=_endless),
     _Between(fields=("data.window_bytes", "data.fragment_bytes"), check=_window),
     _Between(fields=("model.config", "model.pretrained", "model.factory"), check=_one_model),

@@ -86,8 +86,8 @@ class DataConfig(Section):
     """
     holdout: Annotated[float, same("a number >= 0 and < 1", ge=0, lt=1)] = 0.0
     """Share of the records that is never trained; `open_stream(part="holdout")` reads it."""
-    tokenizer: Annotated[str, same("a local folder or a hub name", min_length=1)]
-    """Tokenizer: a local folder or a hub name; its content is frozen with the run."""
+    tokenizer: Annotated[str, same("a folder, a bucket's URI or a hub name", min_length=1)]
+    """Tokenizer: a folder, a bucket's URI or a hub name; its content is frozen with the run."""
     shuffle: Annotated[Literal["block", "none"], same("block or none")] = "block"
     """`block`: a keyed permutation of blocks and of the records inside windows; `none`: the files' order."""
     seed: Annotated[int, same("a whole number >= 0", ge=0)] = 0

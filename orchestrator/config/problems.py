@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from orchestrator.config.redaction import redacted_text
 from orchestrator.config.text import Path, Problem, dotted, value_at
 
 _NUMBER = re.compile(r"^[-+]?[0-9.]+([eE][-+]?[0-9]+)?$")
@@ -66,8 +67,8 @@ def _class_of(info: FieldInfo | None) -> type[BaseModel] | None:
 
 
 def show(value: Any) -> str:
-    """The value as a user would write it; texts in quotes."""
-    return repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    """The value as a user would write it, without secrets; texts in quotes."""
+    return redacted_text(repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def written(value: Any, path: Path) -> bool:

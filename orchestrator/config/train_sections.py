@@ -14,8 +14,8 @@ class ModelConfig(Section):
 
     config: Annotated[dict[str, Any] | None, same("a mapping with model_type, or null")] = None
     """A transformers configuration with `model_type`; the weights start at random."""
-    pretrained: Annotated[str | None, same("a folder, or null", min_length=1)] = None
-    """Local folder in transformers' format with safetensors to start from."""
+    pretrained: Annotated[str | None, same("a folder or URI, or null", min_length=1)] = None
+    """Folder, or a bucket's URI, in transformers' format with safetensors to start from."""
     factory: Annotated[
         str | None,
         same("package.module:function, or null", pattern=FUNCTION),
@@ -25,8 +25,10 @@ class ModelConfig(Section):
     """
     factory_args: Annotated[dict[str, Any], same("a mapping of arguments")] = Field(default_factory=dict)
     """Keyword arguments of the factory."""
-    init_from: Annotated[str | None, same("a folder, or null", min_length=1)] = None
-    """Folder that the first weights of a new run come from: exported ones, or a point of another run."""
+    init_from: Annotated[str | None, same("a folder or URI, or null", min_length=1)] = None
+    """Folder, or a bucket's URI, that the first weights of a new run come from: exported ones, or a point of
+    another run.
+    """
     attn_implementation: Annotated[Literal["auto", "eager", "sdpa"], may_change("auto, eager or sdpa")] = (
         "auto"
     )

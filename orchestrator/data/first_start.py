@@ -21,9 +21,10 @@ from orchestrator.data.settings import (
     with_transforms,
 )
 from orchestrator.data.source_notes import notes_of, shared_files
+from orchestrator.data.sources.documents import BadRecordError
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.manifest import Manifest
-from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, read_windows
+from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.adversarial import ADVERSARIAL_VERSION
 from orchestrator.data.tokens.encoder import TOKENIZERS, choose_encoder, installed_encoders

@@ -164,8 +164,8 @@ class Rendezvous:
         self._asked = replace(self._asked, stop=True)
 
     def request_save(self, request: str) -> None:
-        """Save at the next step boundary; repeated until `save_answered(request)`, and not taken up again
-        after it.
+        """Save at the next step boundary, after a re-form that is wanted and does not need it; repeated until
+        `save_answered(request)`, and not taken up again after it.
         """
         self._asked = self._asked.on_save(request)
 

@@ -231,8 +231,9 @@ def judged_by_memory(job: JobConfig, store: RunStore, found: ResumePlan) -> Resu
 def with_memory(job: JobConfig, known: KnownMachines, found: ResumePlan) -> ResumePlan:
     """`judged_by_memory`, by these machines."""
     from orchestrator.launch.capacity import memory_plan
+    from orchestrator.launch.known_shape import with_known_shape
 
-    notes, problems = memory_plan(job, known)
+    notes, problems = memory_plan(with_known_shape(job), known)
     refusals = (*found.refusals, *(f"{job.run.run_uri}: {problem}" for problem in problems))
     action = "refuse" if problems else found.action
     return replace(found, action=action, refusals=refusals, notes=(*found.notes, *notes))

@@ -22,7 +22,7 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorProcess
-from orchestrator.data.feed.feeder import feeder_name, start_feeder
+from orchestrator.data.feed.feeder_actor import feeder_name, start_feeder
 from orchestrator.data.feed.memory import memory_of
 from orchestrator.data.feed.remote_feed import notes_of
 from orchestrator.data.spec import DataSpec

@@ -35,8 +35,9 @@ from orchestrator.planning.manifests import Reading
 from orchestrator.records.cursor import Cursor
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
+from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.files import Storage
-from orchestrator.storage.open import join
+from orchestrator.storage.open import join, open_storage
 from orchestrator.storage.probe import check_bucket
 
 if TYPE_CHECKING:
@@ -50,9 +51,10 @@ _RNG = (  # what `trainer.model.seed_micro_batch` does
 
 def run_storage(job: JobConfig) -> NodeStorage:
     """Where the run lies: a folder, or a prefix of a bucket; of nodes' own disks this machine's are reached.
-    Raises `ConfigError` for a URI of another kind,
+    Raises `ConfigError` for a URI of another kind, also of what the run begins with,
     and for a folder that Ray would delete.
     """
+    _require_locations(job)
     try:
         storage = storage_of_run(job.run.run_uri, NodesHere(job.resume.node_folder))
     except ConfigError as error:
@@ -64,6 +66,21 @@ def run_storage(job: JobConfig) -> NodeStorage:
             "run.storage=$PWD/runs where you submit"
         )
     return storage
+
+
+def _require_locations(job: JobConfig) -> None:
+    """Before anything repeats such a URI: it may have a secret in it."""
+    named = {
+        "data.tokenizer": job.data.tokenizer,
+        "model.pretrained": job.model.pretrained,
+        "model.init_from": job.model.init_from,
+    }
+    for field, location in named.items():
+        try:
+            if location is not None and is_uri(location):
+                open_storage(location)
+        except ConfigError as error:
+            raise ConfigError(f"{field}: {error}") from error
 
 
 def require_run_id(run: RunFile | None, job: JobConfig) -> None:

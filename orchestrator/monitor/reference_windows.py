@@ -1,7 +1,7 @@
 """The packing of whole documents once more, for an audit: `bestfit` and `pad`, window by window.
 
 It follows the rule in plain loops over documents and shares no code with the trainer's packer
-(`window_packer`, `arrangement`, `runs`): a fault there cannot hide here.
+(`window_packer`, `packed_window`, `arrangement`, `runs`): a fault there cannot hide here.
 """
 
 from __future__ import annotations

@@ -28,9 +28,14 @@ def world_size_notes(config: JobConfig, saved_at: int | None) -> Iterator[str]:
     worlds = {cluster.start_workers, cluster.max_workers} - {saved_at}
     if saved_at is not None and worlds:
         fast = train.is_fast(cluster.use_gpu)
+        # under shards, for which `auto` may stand, `numerics: auto` is fast
+        open_ = not fast and (train.numerics, train.parallel) == ("auto", "auto")
+        same = "stay the same, to the last bit" + (
+            ", while train.parallel=auto is replicate" if open_ else ""
+        )
         yield (
             f"the point was saved at world size {saved_at}; at another one losses and weights "
-            + ("differ in their last bits (numerics: fast)" if fast else "stay the same, to the last bit")
+            + ("differ in their last bits (numerics: fast)" if fast else same)
         )
 
 

@@ -82,6 +82,7 @@ class _Trainer:
         self._has_stepped = False
         self._all_warm = False  # every member of the group has done a step in its process
         self._end_of_data = False
+        self._num_busy = 0  # ranks that held a save when the last step was made
         self._waited_s = 0.0  # for the batch
         self._step_began = time.monotonic()
         self._triggers = SaveTriggers(
@@ -304,6 +305,7 @@ class _Trainer:
         record = summary.record(prepared.key, prepared.cursor, prepared.lr, ended=time.time())
         self._keep(view, record, summary.acknowledged)
         self._memory.applied(self._state, sealed=summary.num_whole == view.world_size)
+        self._num_busy = summary.num_busy
         return carried_out(summary.control, summary.num_busy)
 
     def _reduce(self, view: GenerationView, batch: BatchSlice) -> tuple[int | None, float]:
@@ -337,9 +339,10 @@ class _Trainer:
     def _control(self, view: GenerationView, label: int) -> tuple[int, int]:
         """The control and the acknowledged step for the summary; only rank 0's are used."""
         wanted = self._membership.control_requests(view)
-        # what is due waits until this rank is free, so that it keeps no re-form from happening; a request is
-        # repeated until the first vote has been heard of
-        due = self._saver.is_free and self._triggers.due(label, time.monotonic())
+        # what is due waits until this rank is free, and with a re-form until all were, so that it keeps none
+        # from happening; a request is repeated until the first vote has been heard of
+        free = self._saver.is_free and not (wanted.reform and self._num_busy)
+        due = free and self._triggers.due(label, time.monotonic())
         control = (
             (SAVE if due or wanted.save else 0)
             | (STOP if wanted.stop else 0)

@@ -218,7 +218,6 @@ def test_the_state_is_cut_into_as_many_parts_as_parallel_says(override: str, num
             "resume.skip_steps is 2 and resume.skip_samples=7; give one of them",
         ),
         ("model.pretrained=p", "model.config and model.pretrained are set; keep one"),
-        ("data.tokenizer=gs://b/tokenizer", "data.tokenizer is 'gs://b/tokenizer'; this version reads local"),
         (
             "model.dtype=bfloat16",
             "model.dtype is a field no longer: weights are float32, so leave it out; for",

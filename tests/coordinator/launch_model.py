@@ -30,6 +30,7 @@ from orchestrator.records.run_status import MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume import commit_events as commit
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.resume.points import newest_first
 
 Content = tuple[tuple[int, int], ...]
@@ -254,7 +255,9 @@ class World:
             answered=self.answered,
         )
         commits = self.commits_class(
-            attempt=number, keep_latest=self.keep, vote_limit_s=1e9, points=tuple(names), pinned=point
+            attempt=number,
+            kept=KeptPoints(keep_latest=self.keep, names=tuple(names), pinned=point),
+            vote_limit_s=1e9,
         )
         return Coordinator(attempt=number, launch=launch, machine=machine, commits=commits, newest=key)
 

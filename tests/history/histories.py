@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.history.lineage import Claim, ClaimParent, GenerationStart
+from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
 from orchestrator.records.steps import StateKey, StepRecord
 
 

@@ -73,7 +73,7 @@ def packer_at(spec: DataSpec, cursor: Cursor) -> ReferencePacker:
 )
 def test_the_audit_imports_nothing_of_the_trainers_packer(module) -> None:
     names = ("stream", "packer", "segments", "step_samples", "samples", "runs", "chunk_order")
-    names += ("window_packer", "arrangement")
+    names += ("window_packer", "packed_window", "pack_place", "arrangement")
     packing = {f"orchestrator.data.packing.{name}" for name in names}
     packing |= {f"orchestrator.data.feed.{name}" for name in ("opening", "replay")}
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))

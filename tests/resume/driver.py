@@ -18,6 +18,7 @@ from orchestrator.resume.commit_events import (
     VoteCast,
 )
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import PointCommitter
@@ -48,10 +49,8 @@ class Coordinator:
         name = inherited[-1] if inherited else None
         self.machine = CommitMachine(
             attempt=attempt,
-            keep_latest=keep_latest,
+            kept=KeptPoints(keep_latest=keep_latest, names=tuple(inherited), pinned=name),
             vote_limit_s=60,
-            points=tuple(inherited),
-            pinned=name,
         )
         rng = {"rule": "none"}
         self.committer = PointCommitter(store, self.journal, attempt, CONFIG, rng, lambda: 3.5, **more)

@@ -42,6 +42,19 @@ def counted(counts: Counts) -> dict[str, Any]:
     }
 
 
+def counts_after(before: Counts, chunk: TokenChunk) -> Counts:
+    """The counts after a chunk."""
+    documents, empty, bad, special, filtered, held_out = before
+    return (
+        documents + int(((chunk.kind == PIECE) & (chunk.last_piece == 1)).sum()),
+        empty + int((chunk.kind == EMPTY).sum()),
+        bad + int((chunk.kind == BAD).sum()),
+        special + int(chunk.special_texts.sum()),
+        filtered + int((chunk.kind == FILTERED).sum()),
+        held_out + int((chunk.kind == HELD_OUT).sum()),
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Before:
     """What precedes a segment in the stream. `position` counts tokens from the place where it was opened.
