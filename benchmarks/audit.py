@@ -27,6 +27,7 @@ from typing import Any
 import orchestrator
 from benchmarks.common import SHAPE, Samples, medians, say
 from benchmarks.data_corpus import VOCAB_SIZE, Corpus, make_corpus, some_lines
+from benchmarks.made_run import note
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
 from orchestrator.data.feed.local_feed import InProcessFeed
@@ -82,20 +83,7 @@ def _begin(job: JobConfig) -> tuple[DataSpec, JournalWriter]:
     store.claim(1, "0" * 16, START, "here", run_id)
     store.write_parent(ClaimParent(attempt=1, parent=None))
     journal = JournalWriter(store.storage, 1, run_id=run_id)
-    journal.event(
-        EventKind.ATTEMPT,
-        launch="",
-        why="",
-        command="",
-        host="",
-        version="",
-        pid=1,
-        machine="",
-        pid_start="",
-        forked_from=None,
-        parallel=None,
-        config=job.flat(),
-    )
+    note(journal, EventKind.ATTEMPT, config=job.flat())
     journal.generation(
         GenerationStart(
             attempt=1, generation=1, parent=None, step=0, consumed_samples=0, consumed_tokens=0,

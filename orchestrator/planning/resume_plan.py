@@ -184,15 +184,12 @@ def plan_resume(
     old = with_defaults(old_flat) if old_flat is not None else config.flat()
     different = differences(old, config.flat(), rules, restart.sources)
     refused = [
-        f"{config.run.run_uri}: {text}"  # which run, where several are at work
-        for text in (
-            *refusals(different, point.name if point else "", identities is not None),
-            *_identity_refusals(identities, config, old_flat),
-            *(each.refusal for each in (skip, restart) if each.refusal),
-            *_both(skip, lists),
-            *_pack_refusals(config, point),
-        )
+        *refusals(different, point.name if point else "", identities is not None),
+        *_identity_refusals(identities, config, old_flat),
+        *_asked_refusals(skip, restart, lists),
+        *_pack_refusals(config, point),
     ]
+    refused = [f"{config.run.run_uri}: {text}" for text in refused]  # which run, where several are at work
     spans, encoder = _spans(point, identities), None
     if spans:
         encoder, missing = choose_next(spans, config.data.encoder, cursor, installed or {})
@@ -234,8 +231,13 @@ def plan_resume(
     )
 
 
-def _both(skip: SkipDecision, lists: Iterable[SourceChange]) -> Iterator[str]:
-    """A skip is drawn from the sources of the point."""
+def _asked_refusals(
+    skip: SkipDecision, restart: RestartDecision, lists: Iterable[SourceChange]
+) -> Iterator[str]:
+    """Of a skip and a restart that are asked for, and of a skip where sources change: it is drawn from the
+    sources of the point.
+    """
+    yield from filter(None, (skip.refusal, restart.refusal))
     changed = [each for each in lists if each.change != "refreshed"]
     if skip.request is not None and changed:
         yield (

@@ -19,6 +19,7 @@ import orjson
 import pytest
 
 import orchestrator
+from benchmarks.made_run import note
 from orchestrator.cli.commands import main
 from orchestrator.config.loading import parse_config
 from orchestrator.coordinator import survey as survey_module
@@ -91,20 +92,7 @@ class TrainedRun:
             ClaimParent(attempt=self.number, parent=self.key, inherited=inherited, encoders=self.encoders)
         )
         journal = JournalWriter(self.store.storage, self.number, run_id=self.run_id)
-        journal.event(
-            EventKind.ATTEMPT,
-            launch="",
-            why="",
-            command="",
-            host="",
-            version="",
-            pid=1,
-            machine="",
-            pid_start="",
-            forked_from=None,
-            parallel=None,
-            config=self.job.flat(),
-        )
+        note(journal, EventKind.ATTEMPT, config=self.job.flat())
         first = (self.key.step if self.key else 0) if label is None else label
         journal.generation(
             GenerationStart(

@@ -127,6 +127,18 @@ class FailsAt(OsDisk):
         super().remove_folder(path)
 
 
+def pruning_is_cut_off(run: Runner, number: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Prunes; whether that has so many changes that it was killed at the `number`-th."""
+    disk = FailsAt(number)
+    with monkeypatch.context() as patch:
+        patch.setattr(monitor, "open_storage", lambda root: Storage(root, disk, no_sleep))
+        try:
+            Run(run.folder).prune()
+        except StorageError:
+            return True
+    return False
+
+
 def test_after_a_kill_anywhere_the_same_command_goes_on(
     rewound: tuple[Runner, list[str], list[str]], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,15 +146,7 @@ def test_after_a_kill_anywhere_the_same_command_goes_on(
     number, was_cut_off = 0, True
     while was_cut_off:
         copy = runner.copied(tmp_path / str(number))
-        disk = FailsAt(number)
-        with monkeypatch.context() as patch:
-            patch.setattr(monitor, "open_storage", lambda root, disk=disk: Storage(root, disk, no_sleep))
-            try:
-                Run(copy.folder).prune()
-            except StorageError:
-                was_cut_off = True
-            else:
-                was_cut_off = False
+        was_cut_off = pruning_is_cut_off(copy, number, monkeypatch)
         assert copy.plan().point == history[-1]
         found = {pruned.point for pruned in Run(copy.folder).prune() if pruned.deleted}
         assert found <= {*orphans}
@@ -255,15 +259,7 @@ def test_a_kill_while_retention_is_carried_out_loses_nothing(
     names, number, was_cut_off = runner.store.point_names(), 0, True
     while was_cut_off:
         copy = runner.copied(tmp_path / str(number))
-        disk = FailsAt(number)
-        with monkeypatch.context() as patch:
-            patch.setattr(monitor, "open_storage", lambda root, disk=disk: Storage(root, disk, no_sleep))
-            try:
-                Run(copy.folder).prune()
-            except StorageError:
-                was_cut_off = True
-            else:
-                was_cut_off = False
+        was_cut_off = pruning_is_cut_off(copy, number, monkeypatch)
         assert copy.plan().point == names[-1]
         assert all(row["healthy"] for row in Run(copy.folder).list_points())
         assert Run(copy.folder).status(0).missing == ()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.made_run import note
 from orchestrator.cli import commands as cli
 from orchestrator.elastic.roster import Roster
 from orchestrator.errors import StorageError
@@ -68,20 +69,7 @@ class Attempt:
     def begin(self) -> None:
         """A generation of two workers of two, `a` and `b`."""
         config = self._runner.config().flat()
-        self.journal.event(
-            EventKind.ATTEMPT,
-            launch="l",
-            why="start",
-            command="",
-            host="",
-            version="",
-            pid=1,
-            machine="",
-            pid_start="",
-            forked_from=None,
-            parallel=None,
-            config=config,
-        )
+        note(self.journal, EventKind.ATTEMPT, launch="l", why="start", config=config)
         roster = Roster(2)
         for member in "ab":
             self.journal.event(
