@@ -12,7 +12,9 @@ from pathlib import Path
 from orchestrator.history.claims import ClaimParent, GenerationStart
 from orchestrator.history.journal import JournalWriter
 from orchestrator.parts.part_file import part_path
-from orchestrator.records import Cursor, FileEntry, SavedTensor, SourceCursor, StateKey, StepRecord, Vote
+from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.points import FileEntry, SavedTensor, Vote
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_events import Acknowledge, Event, Fence, GenerationFormed, GiveUp, VoteCast
 from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.resume.kept_points import KeptPoints

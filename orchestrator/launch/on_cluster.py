@@ -41,7 +41,8 @@ from orchestrator.launch.progress import Progress
 from orchestrator.launch.stop_signals import stop_on_signals
 from orchestrator.launch.worker import WorkerTask, train_function
 from orchestrator.planning.resume_plan import ResumePlan
-from orchestrator.records import Cursor, Loss, RunStatus, Stall
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.run_status import Loss, RunStatus, Stall
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
-from orchestrator.records import GenerationView
+from orchestrator.records.membership import GenerationView
 
 _PROBE_S = 3.0  # how long a port is tried
 

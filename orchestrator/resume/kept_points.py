@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import Deleted, DeletePoints, VerifyPoint
 from orchestrator.resume.points import newest_first, parse_point_name
 from orchestrator.resume.retention import held_point, spared, to_delete, to_verify

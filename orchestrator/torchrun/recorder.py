@@ -33,7 +33,10 @@ from orchestrator.history.journal import JournalWriter
 from orchestrator.history.request_files import SAVE, STOP, Request, RequestFiles
 from orchestrator.json_form import encode
 from orchestrator.launch import start as starting
-from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.points import Vote
+from orchestrator.records.run_status import RunStatus
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_driver import Commits, in_daemon_thread
 from orchestrator.resume.commit_events import GenerationFormed, PartFailed, Tick
 from orchestrator.resume.commit_machine import CommitMachine

@@ -39,9 +39,16 @@ def require_memory(job: JobConfig) -> ParallelChoice:
     """Into how many parts the state is cut, if the ranks on this machine have memory for it; each reads the
     data itself, which is not counted. Raises `ResourceError`.
     """
-    from orchestrator.launch.capacity import Workers, capacity_problems, choose_parallel
+    from orchestrator.launch.capacity import (
+        Workers,
+        capacity_problems,
+        choose_parallel,
+        without_memory_points,
+    )
+    from orchestrator.launch.known_shape import with_known_shape
     from orchestrator.launch.machine_facts import machines_here
 
+    job = without_memory_points(with_known_shape(job))
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     world_size = int(os.environ.get("WORLD_SIZE", str(num_ranks)))
     workers = Workers(num_workers=num_ranks, world_size=world_size, with_feed=False)

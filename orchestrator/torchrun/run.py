@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.cluster.machine import process_state
+from orchestrator.config.loading import load_config
 from orchestrator.config.redaction import command_line
-from orchestrator.config.schema import JobConfig, load_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.ended_by import end_text
 from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ConfigError, OrchestratorError
@@ -39,7 +40,7 @@ from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.manifests import Reading
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import GroupMember, Held, RunStatus, Stall
+from orchestrator.records.run_status import GroupMember, Held, RunStatus, Stall
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.run_file import folder_on_nodes
 from orchestrator.resume.store import RunStore

@@ -6,7 +6,8 @@ Pure: a job's budgets and sizes; it knows neither rank nor feed.
 from __future__ import annotations
 
 from orchestrator.planning import batches
-from orchestrator.records import Cursor, StepRange
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor
 from orchestrator.trainer.job import TrainJob
 
 # A feed is notified of so many coming steps, and fetches as many as it has room for: small steps are fetched

@@ -23,17 +23,11 @@ from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.lineage import Lineage, effective_history
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
-from orchestrator.records import (
-    ControlRequests,
-    Cursor,
-    GenerationView,
-    JoinRequest,
-    MemberInfo,
-    RunOver,
-    StateKey,
-    StepRecord,
-    Vote,
-)
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest, RunOver
+from orchestrator.records.points import Vote
+from orchestrator.records.run_status import MemberInfo
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume import commit_events as commit
 from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.resume.kept_points import KeptPoints

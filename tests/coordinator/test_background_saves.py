@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from orchestrator.coordinator.places import Places
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
     Action,

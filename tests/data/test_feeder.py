@@ -22,7 +22,7 @@ import pytest
 import ray
 from ray._private.state import actors  # the public state API needs a dashboard
 
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.feed.feed_notes import FeederStats
 from orchestrator.data.feed.feeder import Feeder
 from orchestrator.data.feed.feeder_actor import pinned, start_feeder
@@ -36,8 +36,11 @@ from orchestrator.data.packing.samples import open_samples
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources.file_rows import FileRow, Files
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.token_chunk import WindowTask
 from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError, FeedError, FencedError
-from orchestrator.records import BatchSlice, Cursor, GenerationView, SourceCursor, StepRange, WindowTask
+from orchestrator.records.batches import BatchSlice, StepRange
+from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.membership import GenerationView
 from orchestrator.storage.files import Storage
 from tests.conftest import TinyConfig
 from tests.data.making import job, some_texts, write_corpus

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 
 from orchestrator.launch.trying_ports import unreached
-from orchestrator.records import Cursor, GenerationView
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView
 
 
 def test_who_does_not_listen_is_named_and_who_listens_is_not() -> None:

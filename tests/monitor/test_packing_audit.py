@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from orchestrator.data.packing import packed_window, window_packer
 from orchestrator.data.packing.step_samples import StepSamples
+from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.monitor.reference_packing import Samples
 from orchestrator.monitor.reference_windows import ReferenceWindows
 from orchestrator.monitor.trained_documents import TrainedDocuments
-from orchestrator.records import Cursor, SourceCursor, TokenChunk
+from orchestrator.records.cursor import Cursor, SourceCursor
 from tests.data.making import some_texts, write_corpus
 from tests.data.test_packing import WINDOWS, chunks_of, documents, draw_all, settings_of
 from tests.monitor.test_audit import TrainedRun

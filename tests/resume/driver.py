@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.history.journal import JournalWriter
-from orchestrator.records import StateKey, Vote
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
     Event,

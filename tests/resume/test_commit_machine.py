@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.records import FileEntry, SavedTensor, StateKey, Vote
+from orchestrator.records.points import FileEntry, SavedTensor, Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
     Action,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
     Action,

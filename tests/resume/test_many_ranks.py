@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.parts.part_file import FOLDER, part_path
 from orchestrator.planning.state_layout import Layout, layout_of
-from orchestrator.records import FileEntry, SavedTensor, Vote
+from orchestrator.records.points import FileEntry, SavedTensor, Vote
 from orchestrator.resume.commit_events import (
     Acknowledge,
     ClaimChecked,

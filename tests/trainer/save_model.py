@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from orchestrator.coordinator.places import Places
-from orchestrator.records import REFORM, SAVE, STOP, StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
     Action,
@@ -37,7 +37,7 @@ from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.trainer import save_slot
 from orchestrator.trainer.save_slot import Answered, Begin, CallOff, SaveSlot, Staged, Stopped, Written
-from orchestrator.trainer.save_triggers import SaveTriggers, carried_out
+from orchestrator.trainer.save_triggers import REFORM, SAVE, STOP, SaveTriggers, carried_out
 from tests.resume.quick_storage import tell_machine
 from tests.resume.test_commit_machine import vote
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from orchestrator.config.schema import ModelConfig, ResumeConfig, TrainConfig
 from orchestrator.planning.schedule import Budgets, Length
-from orchestrator.records import Cursor, StepRange
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor
 from orchestrator.trainer import coming_steps
 from orchestrator.trainer.coming_steps import (
     SMALL_STEPS_AHEAD,

@@ -11,7 +11,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from orchestrator.config.schema import JobConfig, ModelConfig, nested, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
+from orchestrator.config.stored import nested
+from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.planning.resume_plan import plan_resume
 from orchestrator.trainer.known_keys import require_known_keys
@@ -69,7 +72,7 @@ def test_a_model_that_can_be_built_is_tried_without_its_weights(config):
 def test_a_process_without_torch_stays_without_it(warm):
     program = (
         "import json, sys; sys.executable = sys.argv.pop(1); "
-        "from orchestrator.config.schema import parse_config; "
+        "from orchestrator.config.loading import parse_config; "
         "from orchestrator.trainer.trial import try_model; "
         "print(try_model(parse_config(json.load(sys.stdin))).num_embeddings, "
         "[m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"

@@ -35,8 +35,10 @@ from orchestrator.data.feed.slots import NoTask
 from orchestrator.data.feed.work import SignsOfWork
 from orchestrator.data.packing.step_samples import StepShare
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import DataIdentityError, FeedError, FencedError, OrchestratorError
-from orchestrator.records import Cursor, StepRange, TokenChunk, WindowTask
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor
 
 # A window that was begun so often kills its tokenizer each time.
 MAX_EXECUTIONS = 4

@@ -11,7 +11,7 @@ from dataclasses import replace
 from orchestrator.data.packing.packed_window import PackedWindow
 from orchestrator.data.packing.runs import PackedRun
 from orchestrator.planning.digest import add_tokens, token_hasher
-from orchestrator.records import SourceCursor
+from orchestrator.records.cursor import SourceCursor
 
 
 class PackPlace:

@@ -15,9 +15,11 @@ import numpy as np
 from orchestrator.data.packing.arrangement import best_fit, stretches
 from orchestrator.data.packing.runs import PackedRun
 from orchestrator.data.settings import BAD_SHARE_RECORDS, StreamSettings
+from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import DataError
 from orchestrator.planning.order import pack_order
-from orchestrator.records import PIECE, BoolArray, Int32Array, Int64Array, SourceCursor, TokenChunk
+from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
+from orchestrator.records.cursor import SourceCursor
 
 PathOf = Callable[[int, int], str]  # (epoch, a file's number in its list)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.records import BoolArray, Int32Array, Int64Array
+from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
 
 NO_LOSS, PADDING, PAD_TOKEN = -100, -1, 0
 Rows = tuple[Int32Array, Int32Array, Int32Array]  # inputs, labels, document ids (num_samples, seq_len)

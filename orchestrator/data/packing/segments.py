@@ -10,18 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.records import (
-    BAD,
-    EMPTY,
-    FILTERED,
-    HELD_OUT,
-    PIECE,
-    BoolArray,
-    Int32Array,
-    Int64Array,
-    SourceCursor,
-    TokenChunk,
-)
+from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk
+from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
+from orchestrator.records.cursor import SourceCursor
 
 Counts = tuple[int, int, int, int, int, int]  # documents, empty, bad, special texts, filtered, held out
 

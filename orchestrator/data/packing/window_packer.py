@@ -17,8 +17,9 @@ from orchestrator.data.packing.packed_window import PackedWindow, PathOf, Window
 from orchestrator.data.packing.runs import PackedRun, joined
 from orchestrator.data.packing.segments import Counts, counted, counts_after, counts_at
 from orchestrator.data.settings import StreamSettings
+from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError
-from orchestrator.records import PIECE, SourceCursor, TokenChunk
+from orchestrator.records.cursor import SourceCursor
 
 
 def _by_number(_: int, file: int) -> str:
