@@ -34,7 +34,7 @@ APART = LAYERS[1:10]  # the layers whose rooms exchange records only
 WITHOUT_RAY_AND_TORCH = (
     "errors.py",
     "json_form.py",
-    "records.py",
+    "records/",
     "faults.py",
     "paused_gc.py",
     "html_text.py",

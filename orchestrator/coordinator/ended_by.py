@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import StepRecord
+from orchestrator.records.steps import StepRecord
 
 # who caused an end, where that is no person
 A_FAILURE, THE_BUDGET, THE_DATA = "a failure", "the budget", "the end of the data"

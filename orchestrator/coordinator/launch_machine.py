@@ -26,16 +26,9 @@ from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.request_files import STOP, STOP_NOW, Request
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import (
-    ControlRequests,
-    GenerationView,
-    JoinRequest,
-    MemberInfo,
-    Refusal,
-    RunOver,
-    StateKey,
-    StepRecord,
-)
+from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest, Refusal, RunOver
+from orchestrator.records.run_status import MemberInfo
+from orchestrator.records.steps import StateKey, StepRecord
 
 
 class LaunchMachine:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 
-from orchestrator.records import StepRecord
+from orchestrator.records.steps import StepRecord
 
 SILENCE_S = 5.0  # without a record for so long a group is looked after, as while it forms
 _MEDIAN_OF = 31  # steps

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from orchestrator.elastic.formation import Refused
 from orchestrator.elastic.membership_state import MembershipState
 from orchestrator.errors import FencedError
-from orchestrator.records import JoinRequest
+from orchestrator.records.membership import JoinRequest
 
 NONE = (0, 0)  # older than every generation
 

@@ -14,7 +14,7 @@ from orchestrator.elastic.holdings import CompleteState, held_by_all, newest_com
 from orchestrator.elastic.membership_state import MembershipState
 from orchestrator.elastic.parent_state import ParentStateSelection
 from orchestrator.elastic.reach import largest_reaching
-from orchestrator.records import JoinRequest
+from orchestrator.records.membership import JoinRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from orchestrator.elastic.formation import Generation
-from orchestrator.records import GenerationView
+from orchestrator.records.membership import GenerationView
 
 
 def view_of_first(current: Generation, launch: str) -> GenerationView | None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.records import Cursor, HeldShard, JoinRequest, Source, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import HeldShard, JoinRequest, Source
+from orchestrator.records.steps import StateKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,8 @@ from orchestrator.elastic.formation import (
     RendezvousSettings,
     Waiting,
 )
-from orchestrator.records import JoinRequest, StateKey
+from orchestrator.records.membership import JoinRequest
+from orchestrator.records.steps import StateKey
 
 # why a member of the current generation is not waited for
 DEAD, UNRESPONSIVE, LEFT = "dead", "unresponsive", "left"

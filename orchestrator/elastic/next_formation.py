@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from orchestrator.elastic.formation import Formation, Generation, NewestPoint
 from orchestrator.elastic.holdings import CompleteState, complete, held_by_all, memory_point_to_keep
 from orchestrator.elastic.parent_state import ParentStateSelection
-from orchestrator.records import JoinRequest, ShardSource, StateKey
+from orchestrator.records.membership import JoinRequest, ShardSource
+from orchestrator.records.steps import StateKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,8 @@ from orchestrator.elastic.formation import Generation
 from orchestrator.elastic.holdings import held_by, holds_any
 from orchestrator.elastic.membership_state import MembershipState
 from orchestrator.elastic.parent_state import ParentStateSelection
-from orchestrator.records import JoinRequest, StateKey
+from orchestrator.records.membership import JoinRequest
+from orchestrator.records.steps import StateKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,7 +35,9 @@ from orchestrator.elastic.node_drain import NodeDrain
 from orchestrator.elastic.parent_state import ParentStateSelection
 from orchestrator.elastic.standing_requests import NOTHING, StandingRequests
 from orchestrator.errors import FencedError
-from orchestrator.records import ControlRequests, Cursor, GenerationView, JoinRequest, Source, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest, Source
+from orchestrator.records.steps import StateKey
 
 
 class Rendezvous:
@@ -162,8 +164,8 @@ class Rendezvous:
         self._asked = replace(self._asked, stop=True)
 
     def request_save(self, request: str) -> None:
-        """Save at the next step boundary; repeated until `save_answered(request)`, and not taken up again
-        after it.
+        """Save at the next step boundary, after a re-form that is wanted and does not need it; repeated until
+        `save_answered(request)`, and not taken up again after it.
         """
         self._asked = self._asked.on_save(request)
 

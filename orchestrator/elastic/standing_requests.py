@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from orchestrator.records import ControlRequests
+from orchestrator.records.membership import ControlRequests
 
 NOTHING = ControlRequests(ended=False, save=False, stop=False, reform=False, acknowledged_step=0)
 
@@ -36,12 +36,13 @@ class StandingRequests:
     ) -> ControlRequests:
         """What the running generation hears. `save_only`: it was formed for nothing but a save. `reform`:
         others wait to come in, or some wait to leave, with `leaving_saves` after a save. `over`: the run was
-        stopped. A stop is also a way to meet again, so it leaves no re-form to be asked for.
+        stopped. A stop is also a way to meet again, so it leaves no re-form to be asked for. A re-form waits
+        for the save that is asked for with it: one that it does not need comes after it.
         """
         reform = reform and not self.stop
         return ControlRequests(
             ended=over,
-            save=self.save is not None or save_only or (reform and leaving_saves),
+            save=save_only or (leaving_saves if reform else self.save is not None),
             stop=self.stop,
             reform=reform,
             acknowledged_step=0,

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestrator import html_text
+from orchestrator.config.loading import as_data_job, as_job
 from orchestrator.config.redaction import command_line
-from orchestrator.config.schema import JobConfig, as_data_job, as_job
+from orchestrator.config.schema import JobConfig
 from orchestrator.errors import DataIdentityError, StorageError
 from orchestrator.history.loggers import require_loggers
 from orchestrator.launch import busy_watch, claiming, fitting, looking_ahead
@@ -23,7 +24,8 @@ from orchestrator.launch import start as starting
 from orchestrator.launch.progress import Progress
 from orchestrator.parts.node_storage import NodeStorage
 from orchestrator.planning.resume_plan import ResumePlan
-from orchestrator.records import Cursor, RunStatus
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.run_status import RunStatus
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage

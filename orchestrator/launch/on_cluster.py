@@ -22,7 +22,7 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorProcess
-from orchestrator.data.feed.feeder import feeder_name, start_feeder
+from orchestrator.data.feed.feeder_actor import feeder_name, start_feeder
 from orchestrator.data.feed.memory import memory_of
 from orchestrator.data.feed.remote_feed import notes_of
 from orchestrator.data.spec import DataSpec
@@ -41,7 +41,8 @@ from orchestrator.launch.progress import Progress
 from orchestrator.launch.stop_signals import stop_on_signals
 from orchestrator.launch.worker import WorkerTask, train_function
 from orchestrator.planning.resume_plan import ResumePlan
-from orchestrator.records import Cursor, Loss, RunStatus, Stall
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.run_status import Loss, RunStatus, Stall
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.records import ENDING, FEED_WAIT, PHASE_LIMITS_S, STEP
+from orchestrator.trainer.phases import ENDING, FEED_WAIT, PHASE_LIMITS_S, STEP
 
 LONG_PHASE_S = 1.0  # a shorter one is nobody's business
 AGAIN_S = 60.0

@@ -21,24 +21,19 @@ from typing import Any, Protocol
 from orchestrator.errors import ElasticError, FencedError, OrchestratorError
 from orchestrator.launch.generation_end import GenerationEnd
 from orchestrator.launch.phase_reports import PhaseReports
-from orchestrator.records import (
-    BETWEEN,
-    ENDING,
-    PHASE_LIMITS_S,
-    SAVE_WAIT,
-    STEP,
+from orchestrator.records.membership import (
     ControlRequests,
     GenerationView,
     JoinRequest,
     MemberState,
     Refusal,
     RunOver,
-    StateKey,
-    StepRecord,
     StillWaiting,
-    Vote,
 )
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.trainer.membership import connect_store, open_store
+from orchestrator.trainer.phases import BETWEEN, ENDING, PHASE_LIMITS_S, SAVE_WAIT, STEP
 
 # A coordinator of our launch that cannot be reached: after this long members stop (membership rule 11).
 COORDINATOR_LIMIT_S = 60.0

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.cluster.machine import process_state
+from orchestrator.config.loading import load_config
 from orchestrator.config.redaction import command_line
-from orchestrator.config.schema import JobConfig, load_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.ended_by import end_text
 from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ConfigError, OrchestratorError, RefusedError, ResourceError, text_of
@@ -41,7 +42,7 @@ from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.manifests import Reading
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import GroupMember, Held, RunStatus, Stall
+from orchestrator.records.run_status import GroupMember, Held, RunStatus, Stall
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.run_file import folder_on_nodes
 from orchestrator.resume.store import RunStore
@@ -255,9 +256,16 @@ def _require_memory(job: JobConfig) -> ParallelChoice:
     """Into how many parts the state is cut, if the ranks on this machine have memory for it; each reads the
     data itself, which is not counted. Raises `ResourceError`.
     """
-    from orchestrator.launch.capacity import Workers, capacity_problems, choose_parallel
+    from orchestrator.launch.capacity import (
+        Workers,
+        capacity_problems,
+        choose_parallel,
+        without_memory_points,
+    )
+    from orchestrator.launch.known_shape import with_known_shape
     from orchestrator.launch.machine_facts import machines_here
 
+    job = without_memory_points(with_known_shape(job))
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     world_size = int(os.environ.get("WORLD_SIZE", str(num_ranks)))
     workers = Workers(num_workers=num_ranks, world_size=world_size, with_feed=False)

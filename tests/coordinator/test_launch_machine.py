@@ -17,7 +17,9 @@ from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.planning.schedule import Budgets, Length
-from orchestrator.records import Cursor, HeldShard, Source, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import HeldShard, Source
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import VoterGone
 from tests.coordinator.test_actor import JOIN, LAUNCH
 from tests.resume.samples import key, record

@@ -18,7 +18,7 @@ from orchestrator.elastic.formation import Action, Form, RendezvousSettings
 from orchestrator.elastic.holdings import held_by_all, newest_complete
 from orchestrator.elastic.next_formation import Continued
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.records import ControlRequests, JoinRequest, Source
+from orchestrator.records.membership import ControlRequests, JoinRequest, Source
 from tests.elastic.group_model import Rules, search
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.launch.phase_reports import AGAIN_S, LONG_PHASE_S, PhaseReports
-from orchestrator.records import ENDING, FEED_WAIT, FORMING, LOAD, PHASE_LIMITS_S, SAVE_WAIT, STEP
+from orchestrator.trainer.phases import ENDING, FEED_WAIT, FORMING, LOAD, PHASE_LIMITS_S, SAVE_WAIT, STEP
 
 STEP_LIMIT_S = 77.0
 PHASES = (STEP, FORMING, LOAD, FEED_WAIT, SAVE_WAIT, ENDING)
