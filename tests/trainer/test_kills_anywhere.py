@@ -19,7 +19,7 @@ import pytest
 from orchestrator.coordinator.survey import survey
 from orchestrator.faults import FaultPlan
 from orchestrator.planning.neighbours import neighbours
-from orchestrator.records import StepRecord
+from orchestrator.records.steps import StepRecord
 from orchestrator.resume.store import RunStore
 from orchestrator.trainer.job import TrainJob
 from tests.trainer.killable import KillableLaunch
