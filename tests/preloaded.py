@@ -7,6 +7,7 @@ from orchestrator.paused_gc import paused_gc
 with paused_gc():
     for _module in (
         "tests.trainer.member",
+        "tests.trainer.killable",
         "orchestrator.data.feed.local_feed",
         "orchestrator.torchrun.membership",
         "orchestrator.torchrun.run",
