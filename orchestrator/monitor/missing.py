@@ -130,11 +130,13 @@ def newest_there(
 
 def wrong_sizes(store: RunStore, name: str) -> list[str]:
     """The files of a point that are missing or have another size than was committed; none of one that was
-    deleted meanwhile. Raises `StorageError`.
+    deleted meanwhile. Parts on the disks of nodes are not looked at: they are not in the run's folder. Raises
+    `StorageError`.
     """
     try:
         commit = read_commit(store.storage, name)
-        damages = check_sizes(store.storage, name, commit.files)
+        here = [entry for entry in commit.files if not store.storage.on_nodes(point_path(name, entry.path))]
+        damages = check_sizes(store.storage, name, here)
     except DamageError as error:
         damages = [error.damage]
     except ResumePointError:

@@ -54,8 +54,8 @@ class Said:
 class Tail:
     """What was found, newest first; None where the part that was read does not have it. Lines are plain JSON
     objects. `gone` are the members that the newest generation has lost since it was formed, or who have left
-    it, `waiting` what was said since of too few workers, `joins` each member's newest join. `fates` are what happened to points (kind and fields), `whole_from` the attempt from
-    which on the journal was read wholly (0: all of it).
+    it, `waiting` what was said since of too few workers, `joins` each member's newest join. `fates`
+    are what happened to points (kind and fields), `whole_from` the attempt from which on the journal was read wholly (0: all of it).
     """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -140,7 +140,7 @@ def _take(tail: Tail, kind: str, line: dict[str, Any]) -> None:
     elif kind == EventKind.GROUP_FORMED:
         change = _change(line)
         tail.wanted = tail.wanted or change.wanted
-        if change.lost:
+        if any(loss.reason != sentences.DRAINED for loss in change.lost):
             tail.faults.append(line)
     elif kind == EventKind.JOIN:
         tail.joins.setdefault(line["member"], line)
