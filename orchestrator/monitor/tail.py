@@ -54,8 +54,9 @@ class Said:
 class Tail:
     """What was found, newest first; None where the part that was read does not have it. Lines are plain JSON
     objects. `gone` are the members that the newest generation has lost since it was formed, or who have left
-    it, `waiting` what was said since of too few workers, `joins` each member's newest join. `fates`
-    are what happened to points (kind and fields), `whole_from` the attempt from which on the journal was read wholly (0: all of it).
+    it, `waiting` what was said since of too few workers, `joins` each member's newest join. `fates` are what
+    happened to points (kind and fields), `whole_from` the attempt from which on the journal was read wholly
+    (0: all of it).
     """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
