@@ -2,14 +2,16 @@
 
 GPT-2 (124M parameters) with AdamW, 1.49 GB of state, on 2 ranks of one thread each that train in one run and
 save in turn: by torch's `dcp.save`, by `dcp.async_save` with one stager that is kept (torchtitan's way), and
-by this package; then the same sharded by FSDP2, with saves, and with a memory point after every step; then
-Ray Train's asynchronous checkpoint, in a run of its own on the same machine and disk. A step is forward and
-backward of one sample of `--seq-len` tokens per rank, gradients summed over the ranks, AdamW.
+by this package; then the same sharded by FSDP2, with saves; then with a memory point after every step, which
+the other rank borrows as both are on one machine (`memory`), and which is sent to it as if it were on another
+node (`memory_sent`: what two nodes would do is done by the two cores); then Ray Train's asynchronous
+checkpoint, in a run of its own on the same machine and disk. A step is forward and backward of one sample of
+`--seq-len` tokens per rank, gradients summed over the ranks, AdamW.
 
 Every figure is the median over rounds that alternate (`--rounds`; one more before them warms up and does not
 count), of the slower rank. A round is `--steps` steps without a save, as many that begin with one (FSDP2: two
 at most), and the wait until that is durable. It says what it does as it goes; `--only ddp` and so on run
-parts alone. On two cores with nothing else on them it takes six minutes. `samples` in the last line are all
+parts alone. On two cores with nothing else on them it takes eight minutes. `samples` in the last line are all
 measured values.
 
 `blocked_s`: for how long training stands in a save, until the optimizer has written. `slowdown_s`: how much
@@ -55,6 +57,7 @@ KEYS = {
     "manifest_10k_bytes": "points of 10,000 ranks",
     "commit_10k_s": "points of 10,000 ranks",
     "memory_every_step_overhead": "memory points",
+    "memory_sent_every_step_overhead": "memory points",
 }
 
 SLOWDOWNS = {
@@ -64,7 +67,7 @@ SLOWDOWNS = {
     "dcp_stager_slowdown_s": "dcp_stager",
     "ray_async_slowdown_s": "ray_async",
 }
-PARTS = ("commit", "ddp", "fsdp2", "ray")
+PARTS = ("commit", "ddp", "fsdp2", "memory", "ray")
 
 
 def main() -> None:
@@ -95,7 +98,13 @@ def measure(folder: Path, asked: argparse.Namespace) -> tuple[Samples, dict[str,
     samples: Samples = {}
     spec = {"world_size": WORLD_SIZE, "size": asked.size, "rounds": asked.rounds}
     spec |= {"steps": asked.steps, "seq_len": asked.seq_len}
-    for name, part in (("commit", _commit), ("ddp", _ddp), ("fsdp2", _fsdp2), ("ray", ray)):
+    for name, part in (
+        ("commit", _commit),
+        ("ddp", _ddp),
+        ("fsdp2", _fsdp2),
+        ("memory", _memory),
+        ("ray", ray),
+    ):
         if name in asked.only:
             began = time.monotonic()
             print(f"{name} begins", file=sys.stderr, flush=True)
@@ -112,7 +121,11 @@ def _ddp(folder: Path, spec: dict[str, Any]) -> Samples:
 def _fsdp2(folder: Path, spec: dict[str, Any]) -> Samples:
     """Its steps take longer, so that a save ends within two."""
     steps = min(spec["steps"], FSDP2_STEPS)
-    return ranks(folder, {**spec, "steps": steps, "sharded": True, "ways": ["fsdp2", "memory"]})
+    return ranks(folder, {**spec, "steps": steps, "sharded": True, "ways": ["fsdp2"]})
+
+
+def _memory(folder: Path, spec: dict[str, Any]) -> Samples:
+    return ranks(folder, {**spec, "sharded": True, "ways": ["memory", "memory_sent"]})
 
 
 def ranks(folder: Path, spec: dict[str, Any]) -> Samples:
@@ -186,9 +199,10 @@ def figures(samples: Samples) -> dict[str, float]:
     ratio("durable_over_dcp", "ours_durable_s", "dcp_durable_s")
     ratio("bytes_over_torch_save", "ours_bytes", "torch_save_bytes")
     ratio("load_verified_over_dcp", "ours_load_s", "dcp_load_s")
-    if "memory_steps_s" in samples:
-        overheads = [it / without - 1 for it, without in _beside(samples, "memory")]
-        found["memory_every_step_overhead"] = statistics.median(overheads)
+    for way in ("memory", "memory_sent"):
+        if f"{way}_steps_s" in samples:
+            overheads = [it / without - 1 for it, without in _beside(samples, way)]
+            found[f"{way}_every_step_overhead"] = statistics.median(overheads)
     for key in ("load_peak_over_state", "manifest_10k_bytes", "commit_10k_s"):
         if key in middle:
             found[key] = middle[key]

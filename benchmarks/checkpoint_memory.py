@@ -1,5 +1,6 @@
-"""A memory point after every step, as `benchmarks.checkpoint` compares it: the product's own copies, to this
-rank's memory and over a socket to that of the other rank, which is taken for one on another node.
+"""A memory point after every step, as `benchmarks.checkpoint` compares it: the product's own copies, in this
+rank's memory, which the other rank borrows as both are on one machine; and the same where the other rank is
+taken for one on another node, to which the copy is sent over a socket.
 """
 
 from __future__ import annotations
@@ -13,23 +14,28 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint_ranks import view_of
 from orchestrator.faults import no_fault
-from orchestrator.records import Cursor, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey
 from orchestrator.trainer.memory_point import MemoryPoints
 from orchestrator.trainer.state import TrainState
 
+MEMORY, MEMORY_SENT = "memory", "memory_sent"
+
 
 class EveryStep:
-    """See `Way`; what is begun before a step's end is whole before the round's is."""
+    """See `Way`: one memory point is made beside each step, the first of them of the state as the round finds
+    it; what is begun after the last step is whole before the round's end.
+    """
 
-    name = "memory"
-
-    def __init__(self, state: TrainState, port: int) -> None:
-        self._state, self._step, self._on, self._awaited = state, 0, False, False
+    def __init__(self, name: str, state: TrainState, port: int, one_machine: bool) -> None:
+        self.name = name
+        self._state, self._step, self._on = state, 0, False
         self._memory = MemoryPoints(1, torch.device("cpu"), no_fault)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         view = view_of(rank, world_size)
-        view = dataclasses.replace(view, nodes=tuple(range(world_size)), own_host="127.0.0.1")
-        store = dist.PrefixStore("memory", dist.TCPStore("127.0.0.1", port, is_master=False))
+        nodes = (0,) * world_size if one_machine else tuple(range(world_size))
+        view = dataclasses.replace(view, nodes=nodes, own_host="127.0.0.1")
+        store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, is_master=False))
         self._within = ExitStack()
         self._within.enter_context(self._memory.within(view, store))
         self._next_key()
@@ -39,6 +45,7 @@ class EveryStep:
     def begin(self, number: int) -> None:
         """See `Way`."""
         self._on = True
+        self.applied()
 
     def before_write(self) -> None:
         """See `Way`."""

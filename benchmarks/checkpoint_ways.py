@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from benchmarks.checkpoint_memory import EveryStep
+from benchmarks.checkpoint_memory import MEMORY, MEMORY_SENT, EveryStep
 from benchmarks.checkpoint_ours import Ours
 from benchmarks.checkpoint_ranks import Way, state_dict
 from orchestrator.trainer.state import TrainState
@@ -31,8 +31,11 @@ def ways(state: TrainState, folder: Path, port: int, names: list[str]) -> list[W
     if DCP_STAGER in names:
         found.append(DcpStager(state, folder / DCP_STAGER))
     found += [Ours(state, folder / name, port, name) for name in (OURS, FSDP2) if name in names]
-    if EveryStep.name in names:
-        found.append(EveryStep(state, port))
+    found += [
+        EveryStep(name, state, port, one_machine=name == MEMORY)
+        for name in (MEMORY, MEMORY_SENT)
+        if name in names
+    ]
     return found
 
 

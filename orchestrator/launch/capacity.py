@@ -12,15 +12,20 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from orchestrator.launch.needs import Needs, gib, memory_notes, needs_of
+from orchestrator.launch.needs import Needs, gib, memory_notes, model_size, needs_of
 from orchestrator.planning.memory import memory_every_steps
-from orchestrator.planning.parallel_choice import Machine, ParallelChoice, choice_text
+from orchestrator.planning.parallel_choice import Machine, ParallelChoice, choice_text, layout_text
+from orchestrator.planning.state_layout import layout_of
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
 _MOST_WORKERS = 4096  # that are tried when a number is looked for that fits
 _SHOWN = 4  # machines that are listed by name
+_SIZE_NOT_KNOWN = (
+    "the size of the model is not known before it is built (docs/howto/shards.md says of which models it "
+    "is): what a worker holds of it is not counted, and refuses nothing"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +55,18 @@ def choose_parallel(
 ) -> ParallelChoice:
     """What `train.parallel` comes to on these machines. `auto`: replicate, unless memory or some GPU cannot
     hold the whole state for each worker; then a shard for each worker. Where neither fits, what needs less.
+    A model whose size is not known is never cut.
     """
     num_shards: int | None = 1
     if job.train.parallel != "auto":
         num_shards, reason = job.train.num_shards, "train.parallel says so"
     elif job.train.numerics == "invariant":
         reason = "numerics: invariant needs the whole state on each worker"
+    elif not model_size(job.model.config or {}).parameters:
+        reason = (
+            "the size of the model is not known before it is built; set train.parallel=shard if one worker "
+            "cannot hold its state"
+        )
     elif not (problems := _problems(job, 1, workers, machines, every_gpu=True)):
         reason = "no machine that is known is too small for the whole state"
     else:
@@ -72,10 +83,17 @@ def _smaller(job: JobConfig, workers: Workers, machines: Sequence[Machine]) -> i
     for fitting in (None, 1):
         if not _problems(job, fitting, workers, machines):
             return fitting
-    whole, cut = (needs_of(job, n, workers.world_size or workers.num_workers) for n in (1, None))
+    whole, cut = (_needs(job, n, workers, machines) for n in (1, None))
     if gpu_problems(whole, workers.num_workers, machines, every_gpu=True):
         return None
     return None if cut.worker_bytes < whole.worker_bytes else 1
+
+
+def without_memory_points(job: JobConfig) -> JobConfig:
+    """The job for a group that makes no memory points whatever it asks for, and so needs no memory for them:
+    that of torchrun, whose ranks are all started again when one is lost.
+    """
+    return job.model_copy(update={"resume": job.resume.model_copy(update={"memory_every_steps": None})})
 
 
 def capacity_problems(
@@ -144,12 +162,17 @@ def memory_plan(job: JobConfig, known: KnownMachines) -> tuple[list[str], list[s
     """
     workers = Workers(num_workers=job.cluster.start_workers)
     choice = choose_parallel(job, workers, known.machines)
-    notes = [*memory_notes(job, choice.num_shards), _known_text(job, known)]
+    one_machine = _is_one(workers, known.machines)
+    said = memory_notes(job, choice.num_shards, one_machine)
+    notes = [*(said or [_SIZE_NOT_KNOWN]), _known_text(job, known)]
     if job.train.parallel == "auto":
         notes.append(f"train.parallel=auto is {choice_text(choice.num_shards)}: {choice.reason}")
-    notes += [note for note in (choice_note(job, known.before, choice.num_shards),) if note]
+    notes += [
+        note for note in (choice_note(job, known.before, choice.num_shards), _replicas_note(job)) if note
+    ]
+    notes += _too_few_note(job, choice.num_shards, known.machines)
     every = memory_every_steps(job.resume.memory_every_steps, sharded=choice.num_shards != 1)
-    if every is not None and job.cluster.max_workers > 1 and len(known.machines) == 1:
+    if every is not None and job.cluster.max_workers > 1 and one_machine:
         notes.append(
             "all workers are on one machine: a memory point, and the neighbour's copy of it, do not outlive "
             "that machine; resume points do"
@@ -169,6 +192,42 @@ def choice_note(job: JobConfig, before: tuple[int, ParallelChoice] | None, now: 
     )
 
 
+def _replicas_note(job: JobConfig) -> str:
+    """What is said where `{shard: n, replicate: m}` is of another number of workers than are aimed at."""
+    asked, aim = job.train.parallel, job.cluster.max_workers
+    if isinstance(asked, str) or asked.shard * asked.replicate == aim:
+        return ""
+    return (
+        f"note: train.parallel asks for {asked.replicate} times the state in {asked.shard} parts, which is "
+        f"for {asked.shard * asked.replicate} workers; of the {aim} of cluster.num_workers: "
+        f"{layout_text(layout_of(aim, asked.shard))}"
+    )
+
+
+def _too_few_note(job: JobConfig, num_shards: int | None, machines: Sequence[Machine]) -> list[str]:
+    """From how many workers on no machine can hold one's part any more, where the group may become so small:
+    they would be killed for want of memory, one after the other.
+    """
+    cluster, one_machine = job.cluster, len(machines) == 1
+
+    def fit(num: int) -> bool:
+        return _is_room_for_one(needs_of(job, num_shards, num, one_machine), machines)
+
+    fewer = range(cluster.start_workers - 1, cluster.min_workers - 1, -1)
+    few = next((num for num in fewer if not fit(num)), None)
+    if few is None or not fit(cluster.start_workers):  # which is refused
+        return []
+    needs = needs_of(job, num_shards, few, one_machine)
+    each = f"{gib(needs.worker_bytes)} of memory" + (
+        f" and {gib(needs.gpu_bytes)} of a GPU" if needs.gpu_bytes else ""
+    )
+    return [
+        f"warning: if only {few} of {cluster.start_workers} workers are left, each needs {each}, which no "
+        f"machine has, and they are killed; cluster.num_workers=[{few + 1}, {cluster.max_workers}] makes "
+        "them wait for others instead"
+    ]
+
+
 def _known_text(job: JobConfig, known: KnownMachines) -> str:
     """By which machines a plan judges."""
     if not known.machines:
@@ -180,6 +239,16 @@ def _known_text(job: JobConfig, known: KnownMachines) -> str:
     return text
 
 
+def _needs(job: JobConfig, num_shards: int | None, workers: Workers, machines: Sequence[Machine]) -> Needs:
+    world_size = workers.world_size or workers.num_workers
+    return needs_of(job, num_shards, world_size, one_machine=_is_one(workers, machines))
+
+
+def _is_one(workers: Workers, machines: Sequence[Machine]) -> bool:
+    """Whether all workers are on one machine, as far as is known."""
+    return len(machines) == 1 and workers.world_size in (0, workers.num_workers)
+
+
 def _problems(
     job: JobConfig,
     num_shards: int | None,
@@ -187,7 +256,7 @@ def _problems(
     machines: Sequence[Machine],
     every_gpu: bool = False,
 ) -> list[str]:
-    needs = needs_of(job, num_shards, workers.world_size or workers.num_workers)
+    needs = _needs(job, num_shards, workers, machines)
     return [
         *gpu_problems(needs, workers.num_workers, machines, every_gpu),
         *memory_problems(needs, workers.num_workers, machines, workers.with_feed),
@@ -234,7 +303,7 @@ def _fewest(
     """
 
     def of_one(num: int) -> Needs:
-        needs = needs_of(job, None, num)
+        needs = needs_of(job, None, num, one_machine=_is_one(workers, machines))
         points = 0 if with_points else needs.memory_point_bytes
         return replace(needs, worker_bytes=needs.worker_bytes - points)
 

@@ -37,6 +37,12 @@ _GATED: dict[str, dict[str, Any]] = {
     "granite": {},
     "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
 }
+_GPT2 = {"n_embd": 768, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
+_GPT2_NAMES = {  # under which transformers takes them, too
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,15 +63,18 @@ class Needs:
     memory_point_bytes: int = 0
 
 
-def needs_of(job: JobConfig, num_shards: int | None = 1, num_workers: int = 1) -> Needs:
-    """The needs of a job whose state is cut into `num_shards` (see `layout_of`) among `num_workers`. With
-    `cluster.use_gpu` the state lies on the GPUs, and its copies in the machines' memory.
+def needs_of(
+    job: JobConfig, num_shards: int | None = 1, num_workers: int = 1, one_machine: bool = False
+) -> Needs:
+    """The needs of a job whose state is cut into `num_shards` (see `layout_of`) among `num_workers`, who may
+    all be on `one_machine`; else each is taken to have its neighbour on another. With `cluster.use_gpu` the
+    state lies on the GPUs, and its copies in the machines' memory.
     """
     data, dtype_bytes, on_gpu = job.data, _weight_bytes(job), job.cluster.use_gpu
     parameters = count_parameters(job.model.config or {})
     layout = layout_of(num_workers, num_shards)
     held = memory_in(job, layout)
-    points = _memory_points(job, layout, held)
+    points = _memory_points(job, layout, held, one_machine)
     copies = held.staged + points
     of_state = _state_text(parameters, dtype_bytes, layout, held) if parameters else ""
     in_memory = f" + {of_state}" if of_state and not on_gpu else ""
@@ -95,10 +104,10 @@ def _state_text(parameters: int, dtype_bytes: int, layout: Layout, held: WorkerM
     return text
 
 
-def _memory_points(job: JobConfig, layout: Layout, held: WorkerMemory) -> int:
+def _memory_points(job: JobConfig, layout: Layout, held: WorkerMemory, one_machine: bool) -> int:
     """Bytes of a worker's memory points; 0 where none are made."""
     every = memory_every_steps(job.resume.memory_every_steps, sharded=layout.num_shards > 1)
-    return held.memory_points if every is not None and layout.world_size > 1 else 0
+    return held.memory_points(lent=one_machine) if every is not None and layout.world_size > 1 else 0
 
 
 def memory_in(job: JobConfig, layout: Layout, before: Layout | None = None) -> WorkerMemory:
@@ -110,9 +119,9 @@ def memory_in(job: JobConfig, layout: Layout, before: Layout | None = None) -> W
     return worker_memory(size, layout, weight_bytes, compute_bytes, before, num_tokens)
 
 
-def memory_notes(job: JobConfig, num_shards: int | None) -> list[str]:
+def memory_notes(job: JobConfig, num_shards: int | None, one_machine: bool = False) -> list[str]:
     """What `plan` says of a worker's memory, with the fewest and the most workers; nothing of a model whose
-    size is not known.
+    size is not known. `one_machine`: see `needs_of`.
     """
     cluster, found = job.cluster, []
     where = "on its GPU" if cluster.use_gpu else f"beside {gib(_WORKER_BYTES)} for the process"
@@ -134,7 +143,7 @@ def memory_notes(job: JobConfig, num_shards: int | None) -> list[str]:
             reforming = f"; {gib(held.peak)} while workers come or go"
         whole = num_shards is None or world % num_shards == 0
         why = "" if whole else f", for {num_shards} shards do not divide {world} workers: one shard each"
-        points = _memory_points(job, layout, held)
+        points = _memory_points(job, layout, held, one_machine)
         copies = f", memory points in {gib(points)}" if points else ""
         found.append(
             f"memory of a worker of {world} ({layout_text(layout)}{why}), at least: {', '.join(parts)}; "
@@ -163,7 +172,7 @@ def count_parameters(shape: Mapping[str, Any]) -> int:
 
     The LM head counts where it is not tied to the embeddings. Whether it is where `tie_word_embeddings` is
     left out, and how many heads there are of which size, is known by heart of a few types of model
-    (`_GATED`); tests/trainer/test_model.py compares it with transformers.
+    (`_GATED`, and gpt2); tests/trainer/test_model.py compares it with transformers.
     """
     return model_size(shape).parameters
 
@@ -171,6 +180,8 @@ def count_parameters(shape: Mapping[str, Any]) -> int:
 def model_size(shape: Mapping[str, Any]) -> ModelSize:
     """As `count_parameters`, with a layer as a block."""
     kind = shape.get("model_type")
+    if kind == "gpt2":
+        return _size_of_gpt2(shape)
     if kind not in _GATED:
         return ModelSize()
     shape = {**_GATED[kind], **shape}
@@ -183,6 +194,22 @@ def model_size(shape: Mapping[str, Any]) -> ModelSize:
     keys = width * shared // heads if heads else 0
     layer = 2 * hidden * width + 2 * hidden * keys + 3 * hidden * _whole(shape, "intermediate_size")
     rest = (1 if shape.get("tie_word_embeddings") else 2) * vocab * hidden
+    return ModelSize(
+        parameters=rest + layers * layer,
+        block=layer if layers else 0,
+        rest=rest,
+        num_blocks=layers,
+        hidden=hidden,
+        vocab=vocab,
+    )
+
+
+def _size_of_gpt2(shape: Mapping[str, Any]) -> ModelSize:
+    shape = {**_GPT2, **{_GPT2_NAMES.get(name, name): value for name, value in shape.items()}}
+    hidden, layers, vocab = (_whole(shape, name) for name in ("n_embd", "n_layer", "vocab_size"))
+    layer = 4 * hidden * hidden + 2 * hidden * (_whole(shape, "n_inner") or 4 * hidden)
+    head = 0 if shape.get("tie_word_embeddings", True) else vocab * hidden
+    rest = (vocab + _whole(shape, "n_positions")) * hidden + head
     return ModelSize(
         parameters=rest + layers * layer,
         block=layer if layers else 0,

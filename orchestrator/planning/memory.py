@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from orchestrator.planning.state_layout import Layout, chunk_rows
 
 AUTO_MEMORY_STEPS = 10  # `resume.memory_every_steps: auto` where the state is cut into shards
-_MEMORY_COPIES = 4  # two of the own shard, two that are kept for a neighbour
+_OWN_COPIES, _KEPT_COPIES = 2, 2  # in memory: of the own shard, and kept for a neighbour
 _MOMENTS = 2
 _SAVED = 1 + _MOMENTS  # weights and moments are in a point, gradients are not
 _LOGIT_BYTES = 8  # of a token's logit: itself and its softmax in float32
@@ -49,10 +49,12 @@ class WorkerMemory:
     reforming: int
     activations: int = 0
 
-    @property
-    def memory_points(self) -> int:
-        """Two copies of its own shard and two that it keeps for a neighbour."""
-        return _MEMORY_COPIES * (self.weights + self.moments)
+    def memory_points(self, lent: bool) -> int:
+        """Two copies of its own shard and two that it keeps for a neighbour, unless that one lends them
+        (`lent`): it is on the same machine then.
+        """
+        copies = _OWN_COPIES + (0 if lent else _KEPT_COPIES)
+        return copies * (self.weights + self.moments)
 
     @property
     def training(self) -> int:

@@ -20,8 +20,10 @@ from torch._C._distributed_c10d import Store
 from orchestrator.faults import Hook
 from orchestrator.planning.neighbours import neighbours
 from orchestrator.planning.state_layout import StateTensor, flat_shard
-from orchestrator.records import GenerationView, HeldShard, Source, StateKey
+from orchestrator.records.membership import GenerationView, HeldShard, Source
+from orchestrator.records.steps import StateKey
 from orchestrator.trainer.group import GenerationEnded, collective
+from orchestrator.trainer.lending import LentCopy, Marks
 from orchestrator.trainer.memory_slots import MemorySlots
 from orchestrator.trainer.neighbour import Address, CopyHeader, NeighbourLink, new_token
 from orchestrator.trainer.staging import Staging, StagingBuffer
@@ -32,7 +34,8 @@ class MemoryPoints:
     """One member's memory points, one after every `every_steps`-th step that finds the last one sealed (None:
     none), and one as soon as a generation has agreed on its state.
 
-    Memory: four times the largest shard of the group, on the CPU; in a group of one none are made. Between
+    Memory: four times the largest shard of the group, on the CPU; twice where the neighbour is on the same
+    node, which lends what is kept for it (`lending`). In a group of one none are made. Between
     `begin` and the end of its copy the state must not be written to: `writable` waits for that. `faults` is
     called in threads at `memory_staged` and `neighbour_half_sent`, and at `sealed`, with the step copied.
     """
@@ -40,7 +43,9 @@ class MemoryPoints:
     def __init__(self, every_steps: int | None, device: torch.device, faults: Hook) -> None:
         self._every, self._faults = every_steps, faults
         self._own = tuple(StagingBuffer(device) for _ in range(2))
-        self._kept = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._marks = Marks([buffer.path for buffer in self._own])
+        # what is kept for a neighbour, in memory of this process or lent
+        self._kept: list[Tensor | LentCopy] = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._lock = threading.Lock()
         self._slots = MemorySlots()  # under the lock
         self._tensors: Sequence[StateTensor] = ()
@@ -55,18 +60,41 @@ class MemoryPoints:
     def holdings(self) -> tuple[HeldShard, ...]:
         """All copies that are whole, own and kept ones; to be asked between generations."""
         with self._lock:
+            for number, kept in enumerate(self._kept):
+                if isinstance(kept, LentCopy) and not kept.is_there:
+                    self._slots = self._slots.overwritten(number)
             return self._slots.holdings
 
     def copy_of(self, key: StateKey, shard: int) -> list[Tensor]:
-        """See `state_sync.Copies`."""
+        """See `state_sync.Copies`. What was lent is this member's own from here on. Raises `GenerationEnded`
+        if its owner has begun to write over it since `holdings` was asked, as a rank does that was in a group
+        whose others fell out while it formed.
+        """
         with self._lock:
             source, number = self._slots.place_of(key, shard)
             slots = self._slots.own if source is Source.STAGED else self._slots.kept
             copy = slots[number].copy
         assert copy is not None, "what is held is there"
-        memory = self._own[number].memory if source is Source.STAGED else self._kept[number]
+        memory = self._own[number].memory if source is Source.STAGED else self._taken(number, copy)
         flat = flat_shard(self._tensors, copy.num_shards, shard)
         return [memory[place.offset : place.offset + place.num_bytes] for place in flat.places]
+
+    def _taken(self, number: int, copy: HeldShard) -> Tensor:
+        kept = self._kept[number]
+        if isinstance(kept, Tensor):
+            return kept
+        data = kept.taken()
+        if data is None:
+            raise GenerationEnded(
+                f"the copy of shard {copy.shard} of {copy.key} was overwritten by its owner"
+            )
+        self._keep(number, data)
+        return data
+
+    def _keep(self, number: int, kept: Tensor | LentCopy) -> None:
+        before, self._kept[number] = self._kept[number], kept
+        if isinstance(before, LentCopy):
+            before.close()
 
     # ------------------------------------------------------------------------------ a generation
     @contextmanager
@@ -106,6 +134,7 @@ class MemoryPoints:
             Address.from_json(found),
             self,
             lambda header: half(header.copy.key),
+            self._marks.offer if view.nodes[keeper[view.rank]] == view.nodes[view.rank] else None,
         )
         self._begin(state)
 
@@ -123,6 +152,9 @@ class MemoryPoints:
             self._listener.close()
         for buffer in self._own:
             buffer.close()
+        self._marks.close()
+        for number in range(len(self._kept)):
+            self._keep(number, torch.empty(0, dtype=torch.uint8))
 
     # ------------------------------------------------------------------------------ steps
     def writable(self) -> None:
@@ -179,6 +211,7 @@ class MemoryPoints:
         with self._lock:
             keep = self._slots.keep
             self._slots, number = self._slots.begun(copy)
+        mark = self._marks.renew(number)
         flat = flat_shard(self._tensors, copy.num_shards, copy.shard)
         copies = [
             (place, item.tensor)
@@ -187,7 +220,7 @@ class MemoryPoints:
         ]
         buffer = self._own[number]
         buffer.reserve(max(1, flat.num_bytes))
-        header = CopyHeader(copy=copy, keep=keep, num_bytes=flat.num_bytes)
+        header = CopyHeader(copy=copy, keep=keep, num_bytes=flat.num_bytes, buffer=number, mark=mark)
         self._staging = buffer.stage(copies, lambda: None, partial(self._staged, header, buffer))
 
     # ------------------------------------------------------------------------------ in threads
@@ -200,6 +233,19 @@ class MemoryPoints:
 
     def room(self, header: CopyHeader) -> memoryview:
         """See `neighbour.Receiver`: the old copy is off the list before its first byte is overwritten."""
+        number = self._arriving(header)
+        kept = self._kept[number]
+        if isinstance(kept, LentCopy) or kept.numel() < header.num_bytes:
+            kept = torch.zeros(header.num_bytes, dtype=torch.uint8)
+            self._keep(number, kept)
+        return memoryview(kept.numpy())  # type: ignore[arg-type]
+
+    def lent(self, header: CopyHeader, copy: LentCopy) -> None:
+        """See `neighbour.Receiver`."""
+        self._keep(self._arriving(header), copy)
+        self.arrived(header)
+
+    def _arriving(self, header: CopyHeader) -> int:
         given = header.copy
         kept = HeldShard(
             key=given.key,
@@ -210,9 +256,7 @@ class MemoryPoints:
         )
         with self._lock:
             self._slots, number = self._slots.arriving(kept, header.keep)
-        if self._kept[number].numel() < header.num_bytes:
-            self._kept[number] = torch.zeros(header.num_bytes, dtype=torch.uint8)
-        return memoryview(self._kept[number].numpy())  # type: ignore[arg-type]
+        return number
 
     def arrived(self, header: CopyHeader) -> None:
         """See `neighbour.Receiver`."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from orchestrator.records import HeldShard, Source, StateKey
+from orchestrator.records.membership import HeldShard, Source
+from orchestrator.records.steps import StateKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +89,10 @@ class MemorySlots:
     def arrived(self, key: StateKey) -> MemorySlots:
         """All of it has come, and its digest is the sender's."""
         return replace(self, kept=_ended(self.kept, key))
+
+    def overwritten(self, number: int) -> MemorySlots:
+        """What was kept there was lent, and its owner has begun to write over it."""
+        return replace(self, kept=_put(self.kept, number, Slot()))
 
     # ---- all ranks
     @property

@@ -1,5 +1,6 @@
 """Copies of memory points over sockets of their own: to the rank that keeps this one's, from the rank whose
-copies are kept here. One link for each generation, two threads.
+copies are kept here. One link for each generation, two threads. Where both are on one machine nothing is sent
+but where the copy lies: it is lent (`lending`).
 
 It knows bytes and headers; which buffer a copy goes to, and what a failure means, its owner knows.
 """
@@ -7,6 +8,7 @@ It knows bytes and headers; which buffer a copy goes to, and what a failure mean
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import secrets
 import socket
@@ -16,14 +18,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from xxhash import xxh3_128
 
 from orchestrator.json_form import decode, encode
-from orchestrator.records import HeldShard, StateKey
+from orchestrator.records.membership import HeldShard
+from orchestrator.records.steps import StateKey
+from orchestrator.trainer.lending import Lender, LentCopy, Offer
 
+_log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("!I")
+_BORROWS, _RECEIVES = b"b", b"r"  # what a keeper answers to an offer
 _TOKEN_BYTES, _DIGEST_BYTES = 16, 16
 _PIECE = 4 << 20  # bytes of one send or receive, during which the GIL is free
 CONNECT_LIMIT_S = 60.0  # how long a neighbour is tried to be reached
@@ -34,12 +40,15 @@ _LOOK_S = 0.2  # how often a thread that waits for a connection looks whether th
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyHeader:
     """What goes before the bytes of a copy. `keep`: the memory point that the sender knows to be whole on
-    every rank; the receiver may not have heard of it yet, and must not overwrite it.
+    every rank; the receiver may not have heard of it yet, and must not overwrite it. `buffer` and `mark` say
+    where a copy lies that is lent; no bytes come after it then.
     """
 
     copy: HeldShard
     keep: StateKey | None
     num_bytes: int
+    buffer: int
+    mark: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,12 +78,17 @@ class Receiver(Protocol):
     def arrived(self, header: CopyHeader) -> None:
         """All bytes are there, and their digest is the sender's."""
 
+    def lent(self, header: CopyHeader, copy: LentCopy) -> None:
+        """The copy lies in its owner's buffer, whole; it is the receiver's to close."""
+
 
 class NeighbourLink:
     """Sends this rank's copies to `keeper` and receives those of one other, until `close`. `failure` says
-    what went wrong: after it nothing arrives any more.
+    what went wrong: after it nothing arrives any more. `offer`: where a keeper on this machine finds the
+    buffers that the copies lie in (None: it is on another). A keeper that cannot open them is sent the bytes.
 
-    Each copy is followed by the xxh3_128 of its bytes, which both sides compute: a check against accidents.
+    Each copy that is sent is followed by the xxh3_128 of its bytes, which both sides compute: a check against
+    accidents.
     """
 
     def __init__(
@@ -84,8 +98,10 @@ class NeighbourLink:
         keeper: Address,
         receiver: Receiver,
         half_sent: Callable[[CopyHeader], None],
+        offer: Offer | None = None,
     ) -> None:
         self.failure = ""
+        self._offer = offer
         self._listener, self._own, self._keeper = listener, own, keeper
         self._receiver, self._half_sent = receiver, half_sent
         self._jobs: queue.SimpleQueue[tuple[CopyHeader, memoryview] | None] = queue.SimpleQueue()
@@ -153,38 +169,58 @@ class NeighbourLink:
     def _send_all(self) -> None:
         out = self._opened(self._connected())
         out.sendall(bytes.fromhex(self._keeper.token))
+        _put(out, None if self._offer is None else encode(self._offer))
+        lends = _read(out, len(_BORROWS)) == _BORROWS
         while (job := self._jobs.get()) is not None:
             header, data = job
-            head, digest = json.dumps(encode(header)).encode(), xxh3_128()
-            out.sendall(_LENGTH.pack(len(head)) + head)
-            for at in range(0, len(data), _PIECE):
-                if at <= len(data) // 2 < at + _PIECE:
-                    self._half_sent(header)
-                piece = data[at : at + _PIECE]
-                digest.update(piece)
-                out.sendall(piece)
-            out.sendall(digest.digest())
+            if lends:
+                self._half_sent(header)
+                _put(out, encode(header))
+            else:
+                self._send(out, header, data)
+
+    def _send(self, out: socket.socket, header: CopyHeader, data: memoryview) -> None:
+        digest = xxh3_128()
+        _put(out, encode(header))
+        for at in range(0, len(data), _PIECE):
+            if at <= len(data) // 2 < at + _PIECE:
+                self._half_sent(header)
+            piece = data[at : at + _PIECE]
+            digest.update(piece)
+            out.sendall(piece)
+        out.sendall(digest.digest())
 
     def _receive_all(self) -> None:
         came = self._accepted()
-        while True:
-            (length,) = _LENGTH.unpack(_read(came, _LENGTH.size))
-            header = decode(CopyHeader, json.loads(_read(came, length)))
-            view, digest, at = self._receiver.room(header), xxh3_128(), 0
-            while at < header.num_bytes:
-                piece = view[at : min(at + _PIECE, header.num_bytes)]
-                count = came.recv_into(piece)
-                if count == 0:
-                    raise ConnectionError("the neighbour closed the connection")
-                digest.update(piece[:count])
-                at += count
-            sent = _read(came, _DIGEST_BYTES)
-            if digest.digest() != sent:
-                raise ConnectionError(
-                    f"shard {header.copy.shard} of {header.copy.key} came with digest {digest.hexdigest()}, "
-                    f"it was sent with {sent.hex()}"
-                )
-            self._receiver.arrived(header)
+        offer = _take(came)
+        lender = None if offer is None else _lender(decode(Offer, offer))
+        try:
+            came.sendall(_RECEIVES if lender is None else _BORROWS)
+            while True:
+                header = decode(CopyHeader, _take(came))
+                if lender is None:
+                    self._receive(came, header)
+                else:
+                    self._receiver.lent(header, lender.copy(header.buffer, header.mark, header.num_bytes))
+        finally:
+            if lender is not None:
+                lender.close()
+
+    def _receive(self, came: socket.socket, header: CopyHeader) -> None:
+        view, digest, at = self._receiver.room(header), xxh3_128(), 0
+        while at < header.num_bytes:
+            count = came.recv_into(view[at : min(at + _PIECE, header.num_bytes)])
+            if count == 0:
+                raise ConnectionError("the neighbour closed the connection")
+            digest.update(view[at : at + count])
+            at += count
+        sent = _read(came, _DIGEST_BYTES)
+        if digest.digest() != sent:
+            raise ConnectionError(
+                f"shard {header.copy.shard} of {header.copy.key} came with digest {digest.hexdigest()}, "
+                f"it was sent with {sent.hex()}"
+            )
+        self._receiver.arrived(header)
 
     def _accepted(self) -> socket.socket:
         """The neighbour's connection; one that does not know the token, as of an older generation, is
@@ -212,6 +248,25 @@ class NeighbourLink:
 def new_token() -> str:
     """A token for one generation of one rank."""
     return secrets.token_hex(_TOKEN_BYTES)
+
+
+def _lender(offer: Offer) -> Lender | None:
+    """None: its buffers cannot be opened here, as from another container of the machine."""
+    try:
+        return Lender(offer)
+    except OSError as error:
+        _log.info("memory points of a process of this machine are sent to this one: %s", error)
+        return None
+
+
+def _put(connection: socket.socket, value: Any) -> None:
+    data = json.dumps(value).encode()
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _take(connection: socket.socket) -> Any:
+    (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
+    return json.loads(_read(connection, length))
 
 
 def _read(connection: socket.socket, count: int) -> bytes:

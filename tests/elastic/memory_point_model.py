@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from orchestrator.elastic.holdings import Holding, memory_point_to_keep, newest_complete
 from orchestrator.planning.neighbours import neighbours
-from orchestrator.records import HeldShard, Source, StateKey
+from orchestrator.records.membership import HeldShard, Source
+from orchestrator.records.steps import StateKey
 from orchestrator.trainer.memory_slots import MemorySlots
 
 
@@ -53,6 +54,7 @@ class Bounds:
     generations: int = 1
     lost: int = 1
     slots: MemorySlots = MemorySlots()
+    lent: bool = False  # what is kept for a neighbour lies in that one's own buffers, as on one machine
     keeps_newest: bool = False  # wrong: a new generation keeps the newest point, however few hold it
 
 
@@ -70,7 +72,7 @@ def search(bounds: Bounds) -> tuple[str, int]:
     todo = deque([start])
     while todo:
         group = todo.popleft()
-        held = [held_by(number, rank, group) for number, rank in enumerate(group.ranks)]
+        held = [held_by(number, rank, group, bounds) for number, rank in enumerate(group.ranks)]
         for lost in losses:
             found = newest_complete(
                 [h for n, of_one in enumerate(held) if n not in lost for h in of_one], None
@@ -93,12 +95,14 @@ def trace(came: dict[Group, tuple[Group, str] | None], group: Group) -> list[str
     return found[::-1]
 
 
-def held_by(number: int, rank: Rank, group: Group) -> list[Holding]:
-    """All that a member can give: what it is live at, what it prepared, and its whole copies."""
+def held_by(number: int, rank: Rank, group: Group, bounds: Bounds) -> list[Holding]:
+    """All that a member can give: what it is live at, what it prepared, and its whole copies; of those that
+    were lent to it, the ones that their owner has not begun to write over.
+    """
     shard = HeldShard(
         key=key_of(group, rank.live), shard=number, num_shards=len(group.ranks), source=Source.LIVE
     )
-    held = [shard, *rank.slots.holdings]
+    held = [shard, *there(rank, group, bounds).holdings]
     if group.summed is not None and rank.live == slowest(group):
         held.append(
             HeldShard(
@@ -112,6 +116,17 @@ def held_by(number: int, rank: Rank, group: Group) -> list[Holding]:
         Holding(member=str(number), key=h.key, shard=h.shard, num_shards=h.num_shards, source=h.source)
         for h in held
     ]
+
+
+def there(rank: Rank, group: Group, bounds: Bounds) -> MemorySlots:
+    """Its buffers without what was lent to it and is gone."""
+    slots = rank.slots
+    for number, slot in enumerate(slots.kept if bounds.lent else ()):
+        if slot.copy is not None and not any(
+            own.holds(slot.copy.key) for own in group.ranks[slot.copy.shard].slots.own
+        ):
+            slots = slots.overwritten(number)
+    return slots
 
 
 def key_of(group: Group, step: int) -> StateKey:
@@ -161,13 +176,15 @@ def events(group: Group, bounds: Bounds, keeper: tuple[int, ...]) -> Iterator[tu
 
 def formed(group: Group, bounds: Bounds) -> Group:
     """The generation ends, nobody is lost, and all form the next one, as after a join."""
-    held = [h for number, rank in enumerate(group.ranks) for h in held_by(number, rank, group)]
+    held = [h for number, rank in enumerate(group.ranks) for h in held_by(number, rank, group, bounds)]
     parent = newest_complete(held, None)
     assert parent is not None, "nobody was lost"
     copies = [h for h in held if h.source in (Source.STAGED, Source.NEIGHBOUR)]
     newest = newest_complete(copies, None)
     keep = (newest and newest.key) if bounds.keeps_newest else memory_point_to_keep(held, None)
-    ranks = tuple(Rank(parent.key.step, rank.slots.entered(keep, True)) for rank in group.ranks)
+    ranks = tuple(
+        Rank(parent.key.step, there(rank, group, bounds).entered(keep, True)) for rank in group.ranks
+    )
     after = Group(ranks, group.generation + 1, None, group.sealed)
     return began(after, range(len(ranks)))
 

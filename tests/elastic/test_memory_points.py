@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.records import HeldShard, Source, StateKey
+from orchestrator.records.membership import HeldShard, Source
+from orchestrator.records.steps import StateKey
 from orchestrator.trainer.memory_slots import MemorySlots, Slot
 from tests.elastic.memory_point_model import Bounds, search
 
@@ -28,11 +29,21 @@ def _no_garbage_collection() -> Iterator[None]:
     [
         (Bounds(steps=4), 6_000),
         (Bounds(world=2, steps=3, generations=2), 10_000),
+        (Bounds(world=2, steps=3, generations=2, lent=True), 5_000),
         pytest.param(Bounds(world=2, steps=2, generations=3), 40_000, marks=pytest.mark.chaos),
         pytest.param(Bounds(steps=1, generations=2), 20_000, marks=pytest.mark.chaos),
+        pytest.param(Bounds(steps=1, generations=2, lent=True), 10_000, marks=pytest.mark.chaos),
         pytest.param(Bounds(world=4, steps=2, lost=2), 8_000, marks=pytest.mark.chaos),
     ],
-    ids=["one of three", "one of two, re-formed", "re-formed twice", "three, re-formed", "two of four"],
+    ids=[
+        "one of three",
+        "one of two, re-formed",
+        "one of two, lent, re-formed",
+        "re-formed twice",
+        "three, re-formed",
+        "three, lent, re-formed",
+        "two of four",
+    ],
 )
 def test_a_loss_at_any_moment_leaves_what_was_sealed(bounds: Bounds, at_least: int):
     lost, states = search(bounds)
@@ -83,6 +94,8 @@ WRONG = {
     "buffers in turn": Bounds(steps=3, generations=2, world=2, slots=InTurn()),
     "whole without the neighbour's copy": Bounds(slots=Hasty()),
     "spares what it knows itself": Bounds(steps=3, world=2, slots=OwnKnowledge()),
+    "one own buffer, which is lent": Bounds(steps=3, lent=True, slots=One(own=(Slot(),))),
+    "buffers in turn, which are lent": Bounds(steps=3, generations=2, world=2, lent=True, slots=InTurn()),
     "keeps what few hold": Bounds(generations=2, world=2, keeps_newest=True),
 }
 

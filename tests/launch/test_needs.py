@@ -89,6 +89,8 @@ def test_a_shard_is_a_part_of_the_state_and_whole_blocks_for_a_moment() -> None:
     without = needs_of(job("model={factory: 'a:b'}")).worker_bytes
     saved = 12 * count // 4
     assert base - without == saved + 4 * saved, "and four copies for memory points"
+    beside = needs_of(job(model, *SHORT, "cluster.use_gpu=true"), None, 4, one_machine=True).worker_bytes
+    assert beside - without == saved + 2 * saved, "two, where a neighbour lends what is kept for it"
     assert needs_of(job(model), 2, 3) == needs_of(job(model), None, 3), (
         "two shards do not divide three workers: each has a third"
     )
@@ -123,6 +125,8 @@ def test_plan_says_what_a_worker_holds() -> None:
     assert "of 8 (2 times the state in 4 parts)" in most
     assert "gathered blocks" in most
     assert "while workers come or go; a save is staged in 9.4 GiB, memory points in 75.3 GiB of" in most
+    *_, beside = memory_notes(job(SEVEN_B, "cluster.num_workers=[4, 8]"), 4, one_machine=True)
+    assert "memory points in 37.7 GiB of" in beside
     (_, without) = memory_notes(
         job(SEVEN_B, "cluster.num_workers=[4, 8]", "resume.memory_every_steps=null"), 4
     )

@@ -20,7 +20,7 @@ import torch._dynamo  # noqa: F401  DDP needs it; the server imports it once for
 import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.errors import StorageError
 from orchestrator.launch.remote_membership import Place, RemoteMembership
 from orchestrator.planning.schedule import budgets_for
@@ -50,6 +50,7 @@ class Plan:
     lose_agreement: int | None = None  # a generation's at this step: that all have received their state
     kill_forming: int | None = None  # the how many-th process group, when all its members have met
     full_disk_at: int | None = None  # the step whose part of a save cannot be written
+    node: str | None = None  # where it is; else on a node of its own
 
 
 def tiny_job(**changes: Any) -> TrainJob:
@@ -164,7 +165,7 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # several members share few cores; waiting OpenMP threads would stop each other
     calls = LinkCalls(address, name)
-    place = Place(actor_id=name, node_id=f"node-{name}", host="127.0.0.1")
+    place = Place(actor_id=name, node_id=plan.node or f"node-{name}", host="127.0.0.1")
     membership = RemoteMembership(calls, LAUNCH, place)
     membership.member = name
     if plan.kill_forming is not None:

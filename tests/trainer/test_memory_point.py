@@ -19,8 +19,11 @@ from xxhash import xxh3_128
 from orchestrator.elastic.holdings import Holding, newest_complete
 from orchestrator.json_form import encode
 from orchestrator.planning.state_layout import Layout, StateTensor, held_rows
-from orchestrator.records import Cursor, GenerationView, HeldShard, Source, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView, HeldShard, Source
+from orchestrator.records.steps import StateKey
 from orchestrator.trainer.group import GenerationEnded
+from orchestrator.trainer.lending import LentCopy
 from orchestrator.trainer.memory_point import MemoryPoints
 from orchestrator.trainer.neighbour import Address, CopyHeader, NeighbourLink, new_token
 from orchestrator.trainer.reshard import tensor_as_bytes
@@ -183,6 +186,15 @@ def ranks(world_size: int, every: int = 1, nodes: Sequence[int] | None = None) -
             points.close()
 
 
+def framed(data: bytes) -> bytes:
+    return struct.pack("!I", len(data)) + data
+
+
+def lent(group: Ranks) -> int:
+    """How many copies their keepers have of a buffer of their owner's, and not of their own."""
+    return sum(isinstance(kept, LentCopy) for points in group.points for kept in points._kept)
+
+
 def check_given(group: Ranks, key: StateKey, without: Sequence[int] = ()) -> None:
     """Whoever is said to hold a shard of `key` gives exactly its bytes."""
     state = newest_complete([h for h in group.held(without) if h.key == key], None)
@@ -194,9 +206,10 @@ def check_given(group: Ranks, key: StateKey, without: Sequence[int] = ()) -> Non
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), holding
 
 
+@pytest.mark.parametrize("nodes", [range(4), [0] * 4], ids=["sent", "lent"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_a_memory_point_outlives_the_loss_of_any_rank_with_every_byte(world_size):
-    with ranks(world_size) as group:
+def test_a_memory_point_outlives_the_loss_of_any_rank_with_every_byte(world_size, nodes):
+    with ranks(world_size, nodes=nodes[:world_size]) as group:
         group.enter()
         for _ in range(4):
             group.wait()
@@ -204,6 +217,7 @@ def test_a_memory_point_outlives_the_loss_of_any_rank_with_every_byte(world_size
         group.wait()
         group.leave()
         newest = StateKey(attempt=1, generation=1, step=4)
+        assert lent(group) == (2 * world_size if nodes == [0] * 4 else 0)
         for lost in range(world_size):
             check_given(group, newest, without=[lost])
         held = [h for points in group.points for h in points.holdings() if h.key == newest]
@@ -233,8 +247,9 @@ def test_a_point_is_begun_every_so_many_steps_and_not_while_the_last_is_on_its_w
         assert group.sealed == [1]
 
 
-def test_a_new_generation_keeps_what_its_view_says_and_makes_one_of_its_own_at_once():
-    with ranks(3) as group:
+@pytest.mark.parametrize("nodes", [None, [0, 0, 0]], ids=["sent", "lent"])
+def test_a_new_generation_keeps_what_its_view_says_and_makes_one_of_its_own_at_once(nodes):
+    with ranks(3, nodes=nodes) as group:
         group.enter()
         group.wait()
         group.step()
@@ -280,6 +295,59 @@ def test_a_copy_that_is_cut_off_is_on_no_list_and_the_sealed_one_is():
             check_given(group, StateKey(attempt=1, generation=1, step=1), without=[lost])
 
 
+def test_what_was_lent_outlives_its_owner_and_is_gone_when_that_writes_over_it():
+    with ranks(2, nodes=[0, 0]) as group:
+        group.enter()
+        group.wait()
+        group.step()  # seals step 0, and begins step 1
+        group.wait()
+        group.leave()
+        old, new = (StateKey(attempt=1, generation=1, step=step) for step in (0, 1))
+        keeper, owner = group.points
+        assert {h.key for h in keeper.holdings() if h.shard == 1} == {old, new}
+        _, number = owner._slots.place_of(old, 1)
+        owner._marks.renew(number)
+        with pytest.raises(GenerationEnded, match="the copy of shard 1 of .* was overwritten by its owner"):
+            keeper.copy_of(old, 1)
+        assert {h.key for h in keeper.holdings() if h.shard == 1} == {new}
+        group.points.remove(owner)
+        owner.close()
+        check_given(group, new)
+        check_given(group, new)  # it is the keeper's own by now
+
+
+def test_a_keeper_that_was_not_told_knows_what_its_owner_writes_over():
+    def cut(place: str, step: int, rank: int) -> None:
+        if (place, step, rank) == ("neighbour_half_sent", 2, 1):
+            raise ConnectionError("cut")
+
+    with ranks(2, nodes=[0, 0]) as group:
+        group.faults.append(cut)
+        group.enter()
+        for _ in range(2):
+            group.wait()
+            group.step()  # at the end step 1 is sealed, and step 2 is written over step 0
+        end_of(group.points[1]._link, 0)
+        group.leave()
+        held = {(h.key.step, h.shard) for h in group.points[0].holdings() if h.source is Source.NEIGHBOUR}
+        assert (1, 1) in held
+        assert (0, 1) not in held
+
+
+@pytest.mark.parametrize("which", ["is not there", "is another's"])
+def test_a_keeper_that_cannot_open_what_is_offered_is_sent_the_bytes(which, tmp_path):
+    with ranks(2, nodes=[0, 0]) as group:
+        for points in group.points:
+            changes = {"marks": str(tmp_path)} if which == "is not there" else {"token": "00" * 16}
+            points._marks.offer = replace(points._marks.offer, **changes)
+        group.enter()
+        group.wait()
+        group.leave()
+        assert lent(group) == 0
+        for lost in (0, 1):
+            check_given(group, StateKey(attempt=1, generation=1, step=0), without=[lost])
+
+
 @pytest.mark.parametrize("changed", [None, 0, 5_000_000])
 def test_a_copy_with_one_other_bit_is_not_kept(changed):
     """The test is the neighbour, and sends what a neighbour sends."""
@@ -295,12 +363,13 @@ def test_a_copy_with_one_other_bit_is_not_kept(changed):
         copy = HeldShard(
             key=StateKey(attempt=1, generation=2, step=1), shard=1, num_shards=2, source=Source.STAGED
         )
-        header = json.dumps(encode(CopyHeader(copy=copy, keep=None, num_bytes=len(data)))).encode()
+        sent = CopyHeader(copy=copy, keep=None, num_bytes=len(data), buffer=0, mark=1)
+        header = json.dumps(encode(sent)).encode()
         digest = xxh3_128(data).digest()
         if changed is not None:
             data[changed] ^= 1
         with socket.create_connection(("127.0.0.1", address.port)) as neighbour:
-            neighbour.sendall(bytes.fromhex(address.token) + struct.pack("!I", len(header)) + header)
+            neighbour.sendall(bytes.fromhex(address.token) + framed(b"null") + framed(header))
             neighbour.sendall(bytes(data) + digest)
             kept = replace(copy, source=Source.NEIGHBOUR)
             if changed is None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.records import GenerationView, Source, StateKey
+from orchestrator.records.membership import GenerationView, Source
+from orchestrator.records.steps import StateKey
 from orchestrator.trainer.job import TrainJob
 from tests.trainer.launch import Launch
 from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
@@ -118,6 +119,20 @@ def test_fsdp2_without_a_rank_goes_on_from_a_memory_point(tmp_path, calm, alone,
     assert len(second.sources) == 3
     copies = {Source.STAGED, Source.NEIGHBOUR}
     assert any({s.source for s in of_one} <= copies for of_one in second.sources), "nobody trains that shard"
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+
+
+@pytest.mark.parametrize("place", ["memory_staged", "neighbour_half_sent", "sealed"])
+def test_fsdp2_on_one_machine_goes_on_from_what_a_killed_rank_had_lent(tmp_path, calm, alone, place):
+    """Nobody has a copy of its memory points but itself, and its neighbour has them open."""
+    plans = {name: Plan(node="the machine") for name in "abc"}
+    plans["b"] = replace(plans["b"], kill=(place, 4))
+    launch, dead = run_with(tmp_path, "abc", plans)
+    assert dead == {"b"}
+    second = launch.views[1]
+    assert (second.world_size, second.point) == (2, None), "no file was needed"
+    assert second.parent is not None
+    assert second.parent.step >= (4 if place == "sealed" else 2)
     assert_as_if_nothing_happened(launch, SHARD, calm, alone)
 
 
