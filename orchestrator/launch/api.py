@@ -151,7 +151,7 @@ def _on_cluster(
     heard = partial(progress.foreign, "Ray")
     with ClusterConnection(job, cpus, needs_of(job).object_store_bytes, heard, progress.say):
         newest = watched()
-        disks = NodeDisks(job.resume.node_folder)
+        disks = NodeDisks(job.resume.node_folder, say=progress.say)
         disks.reached_by(storage)
         starting.require_run_id(at.store.read_run(), job)
         parallel, limits = fitting.fitting(job, limits, storage, here, disks)

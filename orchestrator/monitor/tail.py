@@ -141,7 +141,7 @@ def _take(tail: Tail, kind: str, line: dict[str, Any]) -> None:
     elif kind == EventKind.GROUP_FORMED:
         change = _change(line)
         tail.wanted = tail.wanted or change.wanted
-        if change.lost:
+        if any(loss.reason != sentences.DRAINED for loss in change.lost):
             tail.faults.append(line)
     elif kind == EventKind.JOIN:
         tail.joins.setdefault(line["member"], line)

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.commands import main
+from orchestrator.monitor.missing import wrong_sizes
+from orchestrator.parts.node_storage import run_storage
+from orchestrator.resume.store import RunStore
 from tests.parts.node_disks import Disks
 from tests.planning.test_resume_plan import IDENTITY
 from tests.resume.samples import key
@@ -53,3 +56,12 @@ def test_what_is_away_is_named_and_called_neither_healthy_nor_damaged(
         assert row["bytes"] > 0, "the documents are here"
     table, _ = output(["points", run], capsys)
     assert [line.split()[1].rstrip(",") for line in table.splitlines()[1:3]] == ["away", "away"]
+
+
+def test_a_status_needs_no_disk_of_a_node(points: tuple[Disks, str, str]) -> None:
+    disks, first, second = points
+    store = RunStore(run_storage(str(disks.folder / "run")))
+    assert [wrong_sizes(store, name) for name in (first, second)] == [[], []]
+    cursor = disks.folder / "run" / "points" / second / "cursor.json"
+    cursor.write_bytes(cursor.read_bytes() + b" ")
+    assert wrong_sizes(store, second) == ["cursor.json"], "documents lie in the run's folder"
