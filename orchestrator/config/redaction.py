@@ -20,7 +20,9 @@ from typing import Any
 import yaml
 
 HIDDEN = "***"
-_SECRET = re.compile(r"token|secret|password|passwd|key|credential", re.IGNORECASE)
+_SECRET = re.compile(
+    r"token|secret|password|passwd|key|credential|signature|(?<![a-z])sig(?![a-z])", re.IGNORECASE
+)
 # names that hold these words and mean something else: a tokenizer and a choice of ours whatever their value,
 # the others numbers
 _TOKENIZER = re.compile(r"tokeni[sz]\w*|special_tokens\w*", re.IGNORECASE)

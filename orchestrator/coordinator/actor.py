@@ -30,20 +30,18 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.request_files import STOP
 from orchestrator.parts.node_storage import run_storage
-from orchestrator.records import (
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import (
     ControlRequests,
-    Cursor,
     GenerationView,
     JoinRequest,
-    MemberInfo,
     Refusal,
     RunOver,
-    RunStatus,
-    StateKey,
-    StepRecord,
     StillWaiting,
-    Vote,
 )
+from orchestrator.records.points import Vote
+from orchestrator.records.run_status import MemberInfo, RunStatus
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_events import PartFailed, PartGrows
 from orchestrator.resume.store import RunStore
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.data.first_start import (
@@ -47,7 +46,7 @@ from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.sources.unchanged import compare_files, find_unchanged
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.encoder import GIGATOKEN, installed_version
-from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch
+from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch, is_there
 from orchestrator.data.transforms import TransformRef
 from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
@@ -61,7 +60,7 @@ from orchestrator.planning.manifests import (
     order_of,
     start_of,
 )
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 
 if TYPE_CHECKING:
@@ -328,7 +327,7 @@ def _frozen_spec(
 def _tokenizer_now(config: JobConfig, frozen: FrozenData, facts: TokenizerFacts) -> str:
     """The digest of the tokenizer that the job names; the run's own copy stands for a name it cannot find."""
     name = config.data.tokenizer
-    if name == frozen.record.tokenizer and not Path(name).expanduser().is_dir():
+    if name == frozen.record.tokenizer and not is_there(name):
         return facts.digest
     files = fetch(name, frozen.tokenizer_files)
     same = files == frozen.tokenizer_files

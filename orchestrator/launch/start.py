@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from orchestrator.cluster.ray_inventory import JOB_COPIES
-from orchestrator.config.schema import JobConfig, field_rules
+from orchestrator.config.field_rules import field_rules
+from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.choosing import choose_point, kept_point
 from orchestrator.coordinator.forking import (
@@ -31,11 +32,12 @@ from orchestrator.parts.node_folder import NodesHere
 from orchestrator.parts.node_storage import NodeStorage
 from orchestrator.parts.node_storage import run_storage as storage_of_run
 from orchestrator.planning.manifests import Reading
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
+from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.files import Storage
-from orchestrator.storage.open import join
+from orchestrator.storage.open import join, open_storage
 from orchestrator.storage.probe import check_bucket
 
 if TYPE_CHECKING:
@@ -49,9 +51,10 @@ _RNG = (  # what `trainer.model.seed_micro_batch` does
 
 def run_storage(job: JobConfig) -> NodeStorage:
     """Where the run lies: a folder, or a prefix of a bucket; of nodes' own disks this machine's are reached.
-    Raises `ConfigError` for a URI of another kind,
+    Raises `ConfigError` for a URI of another kind, also of what the run begins with,
     and for a folder that Ray would delete.
     """
+    _require_locations(job)
     try:
         storage = storage_of_run(job.run.run_uri, NodesHere(job.resume.node_folder))
     except ConfigError as error:
@@ -63,6 +66,21 @@ def run_storage(job: JobConfig) -> NodeStorage:
             "run.storage=$PWD/runs where you submit"
         )
     return storage
+
+
+def _require_locations(job: JobConfig) -> None:
+    """Before anything repeats such a URI: it may have a secret in it."""
+    named = {
+        "data.tokenizer": job.data.tokenizer,
+        "model.pretrained": job.model.pretrained,
+        "model.init_from": job.model.init_from,
+    }
+    for field, location in named.items():
+        try:
+            if location is not None and is_uri(location):
+                open_storage(location)
+        except ConfigError as error:
+            raise ConfigError(f"{field}: {error}") from error
 
 
 def require_run_id(run: RunFile | None, job: JobConfig) -> None:

@@ -20,7 +20,7 @@ from typing import Protocol
 from orchestrator.errors import StorageError
 from orchestrator.parts.part_job import PartCancelled, PartJob, PartWritten, answer_of, job_line, perform
 from orchestrator.parts.writer import CANCELLED, GROWS
-from orchestrator.records import FileEntry, NodePlace
+from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage
 
 # A smaller part takes a thread some milliseconds; a process takes 60 MB, and 0.3 s of CPU to start.

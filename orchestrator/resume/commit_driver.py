@@ -19,7 +19,9 @@ from typing import Any, Protocol, TypeVar
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
-from orchestrator.records import StateKey, StillWaiting, Vote
+from orchestrator.records.membership import StillWaiting
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
     DeletePoints,

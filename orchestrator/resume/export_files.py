@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.json_form import decode
-from orchestrator.records import FileEntry
+from orchestrator.records.points import FileEntry
 from orchestrator.resume.points import newest_first
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import unseal

@@ -1,24 +1,38 @@
-"""What `model.init_from` names, told and identified without loading it: a resume point by its COMMIT, a
-folder of exported weights by the digests of its files.
+"""What `model.init_from` names, told and identified without loading it: a resume point by its COMMIT,
+exported weights by the digests of their files. Where they lie, in a folder or in a bucket, is no part of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from blake3 import blake3
 
-from orchestrator.errors import ConfigError, OrchestratorError
+from orchestrator.errors import ConfigError, OrchestratorError, StorageError
 from orchestrator.json_form import encode
 from orchestrator.parts.node_storage import run_storage
 from orchestrator.resume import verify
 from orchestrator.resume.export_files import Exported, read_marker
 from orchestrator.resume.points import Commit, parse_point_name
-from orchestrator.storage.files import Storage
+from orchestrator.storage.open import absolute, open_storage, split
 from orchestrator.storage.sealed import canonical
-from orchestrator.trainer.first_weights import folder_of, is_point, weight_files
+from orchestrator.trainer.weight_files import is_point, weight_files
 
 
+@contextmanager
+def _naming_field() -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, StorageError) as error:
+        raise type(error)(f"model.init_from: {error}") from error
+
+
+@_naming_field()
 def weights_sentence(where: str) -> str:
-    """What the first weights are, for people. Raises `ConfigError` if there are none to read."""
+    """What the first weights are, for people. Raises `ConfigError` if there are none to read, and
+    `StorageError`.
+    """
     if is_point(where):
         commit = _commit(where)
         return f"the first weights are those of resume point {where}, weights digest {commit.weights_digest}"
@@ -32,20 +46,21 @@ def weights_sentence(where: str) -> str:
     )
 
 
+@_naming_field()
 def weights_identity(where: str) -> str:
     """What the weights are, as 64 hex digits: of a point the digest of its weights, of a folder that of its
     files of weights, all of which are read. Raises `ConfigError`, also if they are not those that EXPORT
-    lists.
+    lists, and `StorageError`.
     """
     if is_point(where):
         return _commit(where).weights_digest
     exported = _marker(where)
     listed = {entry.path: entry for entry in exported.files} if exported else {}
-    found = [Storage(str(path.parent)).entry(path.name) for path in weight_files(where)]
+    found = [open_storage(where).entry(name) for name in weight_files(where)]
     for entry in found:
         if exported is not None and listed.get(entry.path) != entry:
             raise ConfigError(
-                f"model.init_from={where}: {entry.path} has {entry.bytes} bytes and digest {entry.digest}, "
+                f"{where}: {entry.path} has {entry.bytes} bytes and digest {entry.digest}, "
                 "and EXPORT "
                 f"lists {listed.get(entry.path)}; export the point again"
             )
@@ -54,24 +69,23 @@ def weights_identity(where: str) -> str:
 
 def _commit(where: str) -> Commit:
     """Of a point's folder, whose list of tensors must be the one that COMMIT lists."""
-    folder = folder_of(where)
-    if parse_point_name(folder.name) is None or folder.parent.name != verify.POINTS:
-        raise ConfigError(
-            f"model.init_from={where} is no resume point's folder, <run>/points/<name>; correct it"
-        )
-    storage = run_storage(str(folder.parent.parent))
+    points, name = split(absolute(where))
+    run, folder = split(points)
+    if parse_point_name(name) is None or folder != verify.POINTS:
+        raise ConfigError(f"{where} is no resume point's folder, <run>/points/<name>; correct it")
+    storage = run_storage(run)
     try:
-        commit = verify.read_commit(storage, folder.name)
-        verify.check_documents(storage, folder.name, commit)
+        commit = verify.read_commit(storage, name)
+        verify.check_documents(storage, name, commit)
     except verify.DamageError as error:
-        raise ConfigError(
-            f"model.init_from: {error.damage}; restore the file, or take another point"
-        ) from error
+        raise ConfigError(f"{error.damage}; restore the file, or take another point") from error
     return commit
 
 
 def _marker(where: str) -> Exported | None:
     try:
-        return read_marker(Storage(str(folder_of(where))), "")
+        return read_marker(open_storage(where), "")
+    except StorageError:
+        raise
     except OrchestratorError as error:
-        raise ConfigError(f"model.init_from={where}: EXPORT {error}; export the point again") from error
+        raise ConfigError(f"{where}: EXPORT {error}; export the point again") from error

@@ -6,6 +6,7 @@ It knows what is written in configurations and commands; it asks no storage anyt
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import PurePath
@@ -30,7 +31,7 @@ def open_storage(location: str, *, sleep: Callable[[float], None] = time.sleep) 
     """
     if not is_uri(location):
         return Storage(location, sleep=sleep)
-    _require_plain(location)
+    require_plain(location)
     from orchestrator.storage.object_store import ObjectStore
 
     return Storage.on(ObjectStore(location, sleep))
@@ -68,20 +69,27 @@ def above(location: str) -> tuple[str, ...]:
 _SLASHES_OF_A_BUCKET = 2
 
 
-def _require_plain(uri: str) -> None:
-    """Says nothing of what follows the scheme where that may be a secret."""
+_QUERY = re.compile(r"\?[^/=]*=")
+
+
+def require_plain(uri: str, *, pattern: bool = False) -> None:
+    """Raises `ConfigError` for a URI of another kind than a bucket's, and for one that contains credentials
+    or options. It says nothing of what follows the scheme where that may be a secret. `pattern`: names of
+    objects, in which `?` and `#` are no more than characters, unless a query begins so.
+    """
     scheme, separator, rest = uri.partition("://")
     if not separator:
         scheme, _, rest = uri.partition(":")
         rest = rest.lstrip("/")
     elif scheme not in SCHEMES:
         raise ConfigError(
-            f"{scheme}:// is no storage that runs can lie in: give a folder, e.g. ./runs, or the URI of a "
+            f"{scheme}:// is no storage that is known here: give a folder, e.g. ./runs, or the URI of a "
             "bucket of s3://, gs:// or az:// and a prefix in it"
         )
     before, at, _ = rest.partition("/")[0].partition("@")
+    options = _QUERY.search(rest) if pattern else re.search("[?#]", rest)
     # Azure's container@account has no secret in it
-    if (at and (scheme not in AZURE or ":" in before)) or "?" in rest or "#" in rest:
+    if (at and (scheme not in AZURE or ":" in before)) or options:
         raise ConfigError(
             f"the {scheme}:// URI has more than a bucket and a prefix in it ('@', '?' or '#'), which may be "
             "a secret: write those two alone, and give credentials by the environment of each machine "

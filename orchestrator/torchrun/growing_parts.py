@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from torch._C._distributed_c10d import Store
 
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 
 TELL_EVERY_S = 5.0
 _LOOKS = 20  # at what has grown, within the limit

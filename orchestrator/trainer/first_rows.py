@@ -6,50 +6,28 @@ It knows names and forms of tensors and where their bytes lie; nothing of groups
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from orchestrator.errors import ConfigError
 from orchestrator.parts.dtypes import SAFETENSORS
-from orchestrator.parts.part_file import LENGTH_BYTES, read_header
 from orchestrator.parts.reading import PointReader
-from orchestrator.storage.files import Storage
-from orchestrator.trainer.first_weights import (
-    INDEX,
-    SINGLE,
-    folder_of,
-    is_point,
-    open_point,
-    require_fit,
-    weight_files,
-)
+from orchestrator.storage.open import open_storage
+from orchestrator.trainer.first_weights import open_point, require_fit
 from orchestrator.trainer.loading import fill_items
 from orchestrator.trainer.reshard import tensor_as_bytes
 from orchestrator.trainer.saved_form import renames
 from orchestrator.trainer.state import MODEL, Item, own_tensors
+from orchestrator.trainer.weight_files import INDEX, SINGLE, StoredTensor, is_point, stored_tensors
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import ModelConfig
+    from orchestrator.config.train_sections import ModelConfig
 
 BUFFER_BYTES = 8 << 20
-_TORCH_NAMES = {stored: name for name, (stored, _) in SAFETENSORS.items()}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Stored:
-    """A tensor in a safetensors file of `storage`; its bytes begin at `start`."""
-
-    storage: Storage
-    path: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
 
 
 def fill_rows(config: ModelConfig, model: nn.Module, items: Sequence[Item]) -> bool:
@@ -88,12 +66,13 @@ def _fill_from_point(where: str, items: Sequence[Item]) -> None:
 
 
 # ---- folders
-def _stored_tensors(config: ModelConfig, model: nn.Module) -> dict[str, _Stored] | None:
+def _stored_tensors(config: ModelConfig, model: nn.Module) -> dict[str, StoredTensor] | None:
     """To each tensor of the model the one in the files that has its values; None: see `fill_rows`."""
-    folder = folder_of(str(config.init_from or config.pretrained))
-    if (folder / SINGLE).is_file() == (folder / INDEX).is_file():  # with both, or none, transformers chooses
+    where = str(config.init_from or config.pretrained)
+    storage = open_storage(where)
+    if storage.exists(SINGLE) == storage.exists(INDEX):  # with both, or none, transformers chooses
         return None
-    if (folder / "adapter_config.json").is_file():
+    if storage.exists("adapter_config.json"):
         return None
     own = dict(own_tensors(dict(model.state_dict(keep_vars=True))))
     names: Mapping[str, str] | None = {name: name for name in own}
@@ -101,47 +80,30 @@ def _stored_tensors(config: ModelConfig, model: nn.Module) -> dict[str, _Stored]
         names = renames(config, own)
     if names is None:
         return None
-    stored = {n: each for path in weight_files(str(folder)) for n, each in _tensors_in(path).items()}
+    stored = stored_tensors(where)
     aliases = set(model.state_dict()) - set(names.values())
     if aliases & set(stored):  # tied here, and two tensors there: which counts, transformers knows
         return None
-    found: dict[str, _Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for name, tensor in own.items():
         each = stored.get(names[name])
         if each is None or each.shape != tuple(tensor.shape):
             return None
-        if each.dtype.is_floating_point != tensor.dtype.is_floating_point:  # quantized
+        if each.dtype not in SAFETENSORS or each.made_for != "pt":
+            return None
+        if getattr(torch, each.dtype).is_floating_point != tensor.dtype.is_floating_point:  # quantized
             return None
         found[name] = each
     return found
 
 
-def _tensors_in(path: Path) -> dict[str, _Stored | None]:
-    """All tensors of a file; None: numbers of a type that is not known here."""
-    storage = Storage(str(path.parent))
-    try:
-        header = read_header(storage, path.name, path.stat().st_size)
-        content: dict[str, Any] = json.loads(header[LENGTH_BYTES:])
-        told = content.pop("__metadata__", {}).get("format", "pt")
-        found: dict[str, _Stored | None] = {}
-        for name, form in content.items():
-            known = _TORCH_NAMES.get(form["dtype"]) if told == "pt" else None
-            found[name] = None
-            if known is not None:
-                dtype, shape = getattr(torch, known), tuple(form["shape"])
-                start = len(header) + int(form["data_offsets"][0])
-                found[name] = _Stored(storage=storage, path=path.name, dtype=dtype, shape=shape, start=start)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a valid safetensors file: {error!r}; restore it") from error
-    return found
-
-
-def _read(stored: _Stored, item: Item) -> None:
-    row_bytes = stored.dtype.itemsize * (item.whole.row_bytes // item.whole.itemsize)
-    for rows in _row_ranges(item, stored.dtype.itemsize):
+def _read(stored: StoredTensor, item: Item) -> None:
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    row_bytes = dtype.itemsize * (item.whole.row_bytes // item.whole.itemsize)
+    for rows in _row_ranges(item, dtype.itemsize):
         part = _part(item, rows)
-        straight = part.dtype == stored.dtype and part.device.type == "cpu"
-        found = part if straight else torch.empty(part.shape, dtype=stored.dtype)
+        straight = part.dtype == dtype and part.device.type == "cpu"
+        found = part if straight else torch.empty(part.shape, dtype=dtype)
         into = tensor_as_bytes(found).numpy().data
         start = stored.start + (item.first_row + rows.start) * row_bytes
         read = stored.storage.read_into(stored.path, start, into)

@@ -1,5 +1,5 @@
-"""The first weights of a new run, where `model.init_from` names them: a folder of exported weights, or a
-resume point of another run.
+"""The first weights of a new run, where `model.init_from` names them: exported weights, or a resume point of
+another run, in a folder or in a bucket.
 
 The architecture is the job's own; names and shapes must be exactly its. It reads no optimizer state and
 writes nothing. Reading what a folder holds needs no torch.
@@ -7,10 +7,6 @@ writes nothing. Reading what a folder holds needs no torch.
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import ConfigError
@@ -19,25 +15,16 @@ from orchestrator.parts.manifest import MODEL, Manifest, PartDamage, damaged
 from orchestrator.parts.node_storage import run_storage
 from orchestrator.parts.reading import PointReader
 from orchestrator.storage.files import Storage
+from orchestrator.storage.open import absolute, split
+from orchestrator.trainer.weight_files import is_point, stored_tensors
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from orchestrator.config.schema import ModelConfig
+    from orchestrator.config.train_sections import ModelConfig
 
-SINGLE, INDEX, PARTS = "model.safetensors", "model.safetensors.index.json", "parts.json"
 Shapes = dict[str, tuple[int, ...]]
-
-
-def is_point(where: str) -> bool:
-    """Whether `where` is the folder of a resume point (else it is one of exported weights)."""
-    return (folder_of(where) / PARTS).is_file()
-
-
-def folder_of(where: str) -> Path:
-    """`model.init_from` as an absolute path."""
-    return Path(os.path.abspath(os.path.expanduser(where)))
 
 
 def held_in(where: str) -> Shapes:
@@ -46,27 +33,9 @@ def held_in(where: str) -> Shapes:
         _, manifest = open_point(where)
         return {name: each.shape for (group, name), each in manifest.tensors.items() if group == MODEL}
     try:
-        return {name: shape for file in weight_files(where) for name, shape in _header(file).items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"model.init_from={where} cannot be read: {error}; give another folder") from error
-
-
-def weight_files(where: str) -> list[Path]:
-    """The files of weights in a folder, by name. Raises `ConfigError` if there are none."""
-    folder = folder_of(where)
-    try:
-        if (folder / INDEX).is_file():
-            index = json.loads((folder / INDEX).read_text())
-            return [folder / name for name in sorted(set(index["weight_map"].values()))]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"model.init_from={where}: {INDEX} cannot be read: {error}") from error
-    if not (folder / SINGLE).is_file():
-        raise ConfigError(
-            f"model.init_from={where}: there is no {SINGLE}, no {INDEX} and no {PARTS} in it; give a folder "
-            "that "
-            "`orchestrator export` or transformers has made, or a resume point's, <run>/points/<name>"
-        )
-    return [folder / SINGLE]
+        return {name: each.shape for name, each in stored_tensors(where).items()}
+    except ConfigError as error:
+        raise ConfigError(f"model.init_from: {error}") from error
 
 
 def wanted_by(config: ModelConfig, model: nn.Module) -> Shapes:
@@ -119,22 +88,11 @@ def fill(
     elif config.factory is not None:
         _fill_from_files(model, str(config.init_from))
     else:
-        from transformers import AutoModelForCausalLM
-
         from orchestrator.trainer.model import naming_model
+        from orchestrator.trainer.opened_model import open_model
 
         with naming_model(config):
-            opened: Any = AutoModelForCausalLM.from_pretrained(
-                folder_of(str(config.init_from)),
-                config=settings,
-                dtype=dtype,
-                attn_implementation=attention,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-        made: nn.Module = opened[0]
-        info: dict[str, Any] = opened[1]
+            made, info = open_model(config, str(config.init_from), settings, attention, dtype)
         wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
         if wrong:
             raise ConfigError(
@@ -165,40 +123,26 @@ def _fill_from_point(model: nn.Module, where: str) -> None:
 
 def _fill_from_files(model: nn.Module, where: str) -> None:
     import torch
-    from safetensors import safe_open
 
+    from orchestrator.trainer.opened_model import read_whole
     from orchestrator.trainer.state import own_tensors
 
     own = dict(own_tensors(dict(model.state_dict(keep_vars=True))))
     with torch.no_grad():
-        for path in weight_files(where):
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118  it is no mapping
-                    own[name].detach().copy_(file.get_tensor(name))
+        for name, stored in stored_tensors(where).items():
+            own[name].detach().copy_(read_whole(stored))
 
 
 def open_point(where: str) -> tuple[Storage, Manifest]:
-    """The storage of the run whose point's folder `where` is, and the point's tensors. Raises
-    `ResumePointError`.
+    """The storage of the run whose point lies at `where`, and the point's tensors. Raises `ResumePointError`,
+    `StorageError`.
     """
-    folder = folder_of(where)
-    storage = run_storage(str(folder.parent.parent))
+    points, name = split(absolute(where))
+    storage = run_storage(split(points)[0])
     try:
-        return storage, read_manifest(storage, folder.name)
+        return storage, read_manifest(storage, name)
     except PartDamage as error:
-        raise damaged(folder.name, error) from error
-
-
-def _header(path: Path) -> Shapes:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
-            raise ValueError(f"{path.name} is not a valid safetensors file")
-        header: Mapping[str, Any] = json.loads(file.read(length))
-    end = max((each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"), default=0)
-    if path.stat().st_size != 8 + length + end:
-        raise ValueError(f"{path.name} has {path.stat().st_size} bytes, its header says {8 + length + end}")
-    return {name: tuple(each["shape"]) for name, each in header.items() if name != "__metadata__"}
+        raise damaged(name, error) from error
 
 
 def _shape(shape: tuple[int, ...]) -> str:

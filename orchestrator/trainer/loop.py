@@ -17,23 +17,10 @@ from orchestrator.planning.digest import batch_digest
 from orchestrator.planning.memory import memory_every_steps
 from orchestrator.planning.schedule import learning_rate
 from orchestrator.planning.weights_sum import weights_sum
-from orchestrator.records import (
-    BETWEEN,
-    FEED_WAIT,
-    FORMING,
-    LOAD,
-    REFORM,
-    SAVE,
-    STEP,
-    STOP,
-    BatchSlice,
-    Cursor,
-    GenerationView,
-    MemberState,
-    StateKey,
-    StepRange,
-    StepRecord,
-)
+from orchestrator.records.batches import BatchSlice, StepRange
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView, MemberState
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.trainer.gradient import cut
 from orchestrator.trainer.group import GenerationEnded, Group, collective
 from orchestrator.trainer.job import DONE, LEFT, STOPPED, Outcome, TrainJob
@@ -43,7 +30,8 @@ from orchestrator.trainer.memory_point import MemoryPoints
 from orchestrator.trainer.model import NO_LOSS, pick_device, set_determinism
 from orchestrator.trainer.parallel import state_and_gradient
 from orchestrator.trainer.peak_memory import peak_memory_bytes
-from orchestrator.trainer.save_triggers import SaveTriggers, carried_out
+from orchestrator.trainer.phases import BETWEEN, FEED_WAIT, FORMING, LOAD, STEP
+from orchestrator.trainer.save_triggers import REFORM, SAVE, STOP, SaveTriggers, carried_out
 from orchestrator.trainer.saver import Saver
 from orchestrator.trainer.saving import Unsaved, await_saves
 from orchestrator.trainer.state_sync import Prepared, agree, apply_prepared

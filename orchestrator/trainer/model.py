@@ -1,8 +1,8 @@
 """The model of a job, its loss, and the random numbers that both use: the same bits in every process that
 asks.
 
-It knows the configuration and torch, and of ranks only which GPU is theirs; nothing of steps, data or
-storage.
+It knows the configuration and torch, of ranks only which GPU is theirs, and of storage only that a pretrained
+model may lie in a bucket; nothing of steps or data.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
-from orchestrator.errors import ConfigError, ResourceError
+from orchestrator.errors import ConfigError, ResourceError, StorageError
+from orchestrator.storage.buckets import is_uri
+from orchestrator.storage.fetched import small_files
+from orchestrator.storage.open import open_storage
 from orchestrator.trainer.document_attention import document_inputs
+from orchestrator.trainer.ties import shared_buffers_kept
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import ModelConfig
+    from orchestrator.config.train_sections import ModelConfig
 
 NO_LOSS = -100  # the label of a position that is no target
+SETTINGS, GENERATION = "config.json", "generation_config.json"
 _NAMED = 10
 
 
@@ -78,11 +83,11 @@ def build_model(
     torch.manual_seed(seed)
     dtype = weights_dtype(precision)
     if config.factory is not None:
-        model = _from_factory(config).to(dtype)
+        model = _moved(_from_factory(config), dtype)
     else:
         settings, attention = transformers_settings(config, device.type, invariant)
         model = _from_transformers(config, settings, dtype, attention)
-    return model.to(device).train()
+    return _moved(model, device).train()
 
 
 def bare_model(config: ModelConfig, precision: str, seed: int, device: torch.device) -> nn.Module:
@@ -107,7 +112,7 @@ def first_model(
         settings, attention = transformers_settings(config, device.type, invariant)
     model = build_model(config, precision, seed, torch.device("cpu"), invariant)
     model = fill(config, model, settings, attention, weights_dtype(precision))
-    return model.to(device).train()
+    return _moved(model, device).train()
 
 
 def weights_dtype(precision: str) -> torch.dtype:
@@ -148,6 +153,12 @@ def _from_factory(config: ModelConfig) -> nn.Module:
     return made_by_factory(config, model)
 
 
+def _moved(model: nn.Module, to: torch.device | torch.dtype) -> nn.Module:
+    """The same model there, or of that type; what is tied stays tied."""
+    with shared_buffers_kept(model):
+        return model.to(to)
+
+
 def _not_callable(config: ModelConfig, error: Exception) -> ConfigError:
     return ConfigError(
         f"model.factory={config.factory} cannot be called ({error}); "
@@ -164,7 +175,7 @@ def transformers_settings(config: ModelConfig, device_type: str, invariant: bool
 
     with naming_model(config):
         if config.pretrained is not None:
-            settings = AutoConfig.from_pretrained(config.pretrained, local_files_only=True)
+            settings = AutoConfig.from_pretrained(settings_folder(config.pretrained), local_files_only=True)
         else:
             shape = dict(config.config or {})
             kind = shape.pop("model_type")
@@ -186,11 +197,27 @@ def transformers_settings(config: ModelConfig, device_type: str, invariant: bool
     return settings, "sdpa" if all(getattr(each, "_supports_sdpa", False) for each in classes) else None
 
 
+def settings_folder(pretrained: str) -> str:
+    """`model.pretrained` as transformers can read its settings: itself, or of a bucket a folder of this
+    machine with these alone. Raises `FileNotFoundError` if it has none, `ConfigError`, `StorageError`.
+    """
+    if not is_uri(pretrained):
+        return pretrained
+    folder = small_files(pretrained, (SETTINGS, GENERATION).__contains__)
+    if not (folder / SETTINGS).is_file():
+        raise FileNotFoundError(f"there is no {SETTINGS} in it")
+    return str(folder)
+
+
 @contextmanager
 def naming_model(config: ModelConfig) -> Iterator[None]:
-    """Whatever goes wrong inside, as a `ConfigError` that names the field."""
+    """Whatever goes wrong inside, as a `ConfigError` that names the field; storage that cannot be read stays
+    what it is.
+    """
     try:
         yield
+    except StorageError:
+        raise
     except Exception as error:  # transformers has no common base for what a wrong configuration raises
         what = (
             f"model.pretrained={config.pretrained}"
@@ -215,7 +242,7 @@ def shape_only(config: ModelConfig, settings: Any, attention: str | None) -> nn.
 
     with naming_model(config):
         reads = config.pretrained is not None and config.init_from is None
-        if reads and not any(Path(str(config.pretrained)).glob("*.safetensors")):
+        if reads and not _holds_safetensors(str(config.pretrained)):
             raise FileNotFoundError("the folder holds no *.safetensors")
         model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             settings, attn_implementation=attention
@@ -223,24 +250,25 @@ def shape_only(config: ModelConfig, settings: Any, attention: str | None) -> nn.
     return model
 
 
+def _holds_safetensors(pretrained: str) -> bool:
+    if is_uri(pretrained):
+        return any(name.endswith(".safetensors") for name in open_storage(pretrained).list(""))
+    return any(Path(pretrained).glob("*.safetensors"))
+
+
 def _from_transformers(
     config: ModelConfig, settings: Any, dtype: torch.dtype, attention: str | None
 ) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
+    from orchestrator.trainer.opened_model import open_model
+
+    model: Any
     missing: Collection[str] = ()
     with naming_model(config):
         if config.pretrained is not None and config.init_from is None:
-            opened: Any = AutoModelForCausalLM.from_pretrained(
-                config.pretrained,
-                config=settings,
-                dtype=dtype,
-                attn_implementation=attention,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-            model, missing = opened[0], opened[1]["missing_keys"]  # what is tied to others is not among them
+            model, info = open_model(config, config.pretrained, settings, attention, dtype)
+            missing = info.get("missing_keys", ())  # what is tied to others is not among them
         else:
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 settings, dtype=dtype, attn_implementation=attention

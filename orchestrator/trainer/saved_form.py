@@ -18,13 +18,18 @@ import torch
 from torch import Tensor
 
 from orchestrator.errors import ResumePointError
-from orchestrator.trainer.model import naming_model, shape_only, transformers_settings
+from orchestrator.trainer.model import (
+    GENERATION,
+    naming_model,
+    settings_folder,
+    shape_only,
+    transformers_settings,
+)
 from orchestrator.trainer.state import own_tensors, tensor_bytes
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import ModelConfig
+    from orchestrator.config.train_sections import ModelConfig
 
-GENERATION = "generation_config.json"
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]  # name → (torch's name of the type, shape)
 
 
@@ -166,7 +171,7 @@ class SavedForm:
         with naming_model(config), tempfile.TemporaryDirectory() as folder:
             model.config.save_pretrained(folder)
             if model.can_generate():
-                own = Path(config.pretrained or "") / GENERATION
+                own = Path(settings_folder(config.pretrained or "")) / GENERATION
                 if config.pretrained is not None and own.is_file():
                     (Path(folder) / GENERATION).write_bytes(own.read_bytes())
                 else:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.schema import ModelConfig
-from orchestrator.errors import ConfigError
+from orchestrator.config.train_sections import ModelConfig
+from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.paused_gc import paused_gc
 from orchestrator.trainer.known_keys import require_known_keys
 
@@ -197,7 +197,7 @@ def _main() -> None:
         config = ModelConfig.model_validate_json(json.dumps(given.pop("model")))
         with paused_gc():
             answer = asdict(_build(config, **given))
-    except ConfigError as error:
+    except OrchestratorError as error:
         answer = {"refused": str(error)}
     sys.stdout.write("\n" + json.dumps(answer) + "\n")
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from orchestrator.config.field_rules import field_rules
 from orchestrator.config.redaction import HIDDEN, command_line, redacted, redacted_override, redacted_text
-from orchestrator.config.schema import field_rules
 
 CANARY = "c4n4ry-9f31"
 
@@ -25,6 +25,8 @@ CANARY = "c4n4ry-9f31"
         f"run.storage=s3://user:{CANARY}@host/bucket",
         f"run.storage=s3://{CANARY}@host/bucket",
         f"run.storage=s3://bucket/run?X-Token={CANARY}&region=eu",
+        f"run.storage=s3://bucket/run?X-Amz-Signature={CANARY}",
+        f"run.storage=az://container/run?sv=1&sig={CANARY}",
         f"data.sources=[{{name: a, path: 'https://me:{CANARY}@host/x', format: lines}}]",
         f"data.sources=[{{name: a, token: {CANARY}, path: x}}]",
         f'model.config={{"a": 1, "auth": {{"api_key": "{CANARY}"}}}}',

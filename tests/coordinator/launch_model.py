@@ -23,19 +23,14 @@ from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.lineage import Lineage, effective_history
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
-from orchestrator.records import (
-    ControlRequests,
-    Cursor,
-    GenerationView,
-    JoinRequest,
-    MemberInfo,
-    RunOver,
-    StateKey,
-    StepRecord,
-    Vote,
-)
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest, RunOver
+from orchestrator.records.points import Vote
+from orchestrator.records.run_status import MemberInfo
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume import commit_events as commit
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.resume.points import newest_first
 
 Content = tuple[tuple[int, int], ...]
@@ -260,7 +255,9 @@ class World:
             answered=self.answered,
         )
         commits = self.commits_class(
-            attempt=number, keep_latest=self.keep, vote_limit_s=1e9, points=tuple(names), pinned=point
+            attempt=number,
+            kept=KeptPoints(keep_latest=self.keep, names=tuple(names), pinned=point),
+            vote_limit_s=1e9,
         )
         return Coordinator(attempt=number, launch=launch, machine=machine, commits=commits, newest=key)
 

@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.coordinator.actor import Coordinator
 from orchestrator.history.journal_reader import read_journal
-from orchestrator.records import ControlRequests, GenerationView
+from orchestrator.records.membership import ControlRequests, GenerationView
 from orchestrator.resume import save_retries
 from orchestrator.resume.store import RunStore
 from tests.coordinator.test_actor import JOIN, LAUNCH, coordinator, patient, run, status, store  # noqa: F401

@@ -19,7 +19,9 @@ from orchestrator.elastic.formation import (
 )
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.errors import FencedError
-from orchestrator.records import Cursor, GenerationView, JoinRequest, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView, JoinRequest
+from orchestrator.records.steps import StateKey
 
 ATTEMPT = 3
 

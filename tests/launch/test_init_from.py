@@ -9,13 +9,20 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.errors import ConfigError, RefusedError
 from orchestrator.launch.api import dry_run
+from orchestrator.launch.claiming import claimed
+from orchestrator.launch.start import prepare
 from orchestrator.resume.init_weights import weights_identity
 from orchestrator.resume.points import Point
+from orchestrator.resume.store import RunStore
+from orchestrator.storage.open import open_storage
 from tests.launch.test_start import Runner
 from tests.resume.exports import commit, state_of, store_at
+from tests.storage.servers import new_bucket, reach
+
+SECRET = "hunter2-and-more"
 
 
 @pytest.fixture
@@ -88,3 +95,51 @@ def test_a_resume_with_other_first_weights_is_refused(tiny_config: Any, other: P
     changed = Runner({**mapping, "model": {**mapping["model"], "init_from": where}})
     (refusal,) = changed.plan().refusals
     assert f"was made with model.init_from=null, the job asks for {where}" in refusal
+
+
+@pytest.fixture
+def bucket(s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    reach(monkeypatch, s3_server, tmp_path)
+    return new_bucket(s3_server)
+
+
+@pytest.mark.parametrize("in_bucket", [False, True], ids=["run in a folder", "run in a bucket"])
+def test_a_run_begins_with_a_point_in_the_bucket_of_another_run(
+    tiny_config: Any, bucket: str, in_bucket: bool
+) -> None:
+    config, store = parse_config(tiny_config()), RunStore(open_storage(f"{bucket}/team/other"))
+    other = commit(store, config, state_of(config))
+    where = f"{bucket}/team/other/points/{other.name}"
+    changes = {"run.storage": f"{bucket}/mine"} if in_bucket else {}
+    mapping = tiny_config({"train.max_steps": 1000, "model.init_from": where, **changes})
+    plan = dry_run(parse_config(mapping))
+    said = f"first weights are those of resume point {where}, weights digest {other.commit.weights_digest}"
+    assert f"the {said}" in plan.notes
+    job = parse_config(mapping)
+    mine = RunStore(open_storage(job.run.run_uri))
+    spec = prepare(job, mine.storage, freeze=True)
+    with claimed(mine, job, spec, 0):
+        pass
+    run = mine.read_run()
+    assert run is not None
+    assert run.first_weights == other.commit.weights_digest
+    store.storage.delete_folder("points")
+    with pytest.raises(ConfigError, match=r"model.init_from: s3://.* holds no weights"):
+        claimed(mine, job, spec, 1).__enter__()
+
+
+@pytest.mark.parametrize("field", ["model.init_from", "model.pretrained", "data.tokenizer", "run.storage"])
+@pytest.mark.parametrize(
+    "uri", ["s3://me:{}@bucket/x", "s3://{}@bucket/x", "s3://bucket/x?sig={}", "s3:/me:{}@bucket/x"]
+)
+def test_a_uri_with_a_secret_in_it_is_refused_and_not_repeated(
+    tiny_config: Any, field: str, uri: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mapping = tiny_config({field: uri.format(SECRET)})
+    if field == "model.pretrained":
+        del mapping["model"]["config"]
+    for ask in (dry_run, orchestrator.train):
+        with pytest.raises(ConfigError, match=f"{field}: the s3:// URI has more than a bucket") as refused:
+            ask(parse_config(mapping))
+        assert SECRET not in str(refused.value)
+    assert SECRET not in "".join(capsys.readouterr())

@@ -8,7 +8,7 @@ import pytest
 
 import orchestrator
 from orchestrator.cli.commands import main
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.errors import ConfigError, RefusedError, ResourceError
 
 ON_GPUS = {"cluster.use_gpu": True, "train.numerics": "fast"}
@@ -24,9 +24,7 @@ def test_what_plan_refuses_starts_no_process(tiny_config: Any) -> None:
 def test_whoever_is_given_a_uri_of_another_kind_says_which_there_are(
     tiny_config: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = (
-        "hdfs:// is no storage that runs can lie in: give a folder, e.g. ./runs, or the URI of a bucket of "
-    )
+    said = "hdfs:// is no storage that is known here: give a folder, e.g. ./runs, or the URI of a bucket of "
     for ask in (orchestrator.open, orchestrator.runs):
         with pytest.raises(ConfigError, match=said):
             ask("hdfs://x/y")

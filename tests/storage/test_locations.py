@@ -14,7 +14,7 @@ from orchestrator.launch.submit import submission
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
-from orchestrator.storage.open import absolute, join, open_storage
+from orchestrator.storage.open import absolute, join, open_storage, require_plain
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_what_is_meant_as_a_buckets_uri_is_a_whole_one_or_refused(mistyped: str)
     for given in (mistyped, join(mistyped, "name"), f"{mistyped}/name"):
         assert is_uri(given)
         for ask in (open_storage, absolute, LocalStore, Storage("/runs").beside):
-            with pytest.raises(ConfigError, match=r"is no bucket|is no storage that runs|is a URI"):
+            with pytest.raises(ConfigError, match=r"is no bucket|is no storage that is known|is a URI"):
                 ask(given)
     with pytest.raises(
         ConfigError, match=r"files are read from local paths and from s3://.*; this is none of them"
@@ -65,3 +65,41 @@ def test_no_command_and_no_call_takes_a_mistyped_uri_for_a_folder(
     with pytest.raises(ConfigError, match="az:/x is no bucket"):
         orchestrator.open_stream(job, frozen_dir="az:/x")
     assert not list(folder.iterdir())
+
+
+SECRET = "hunter2-and-more"
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://me:{}@bucket/x.jsonl",
+        "s3://{}@bucket/*.jsonl",
+        "gs://bucket/x.jsonl?X-Goog-Signature={}",
+        "s3://bucket/a/x.jsonl?region=eu&X-Amz-Security-Token={}",
+        "az://container:{}@account/x.jsonl",
+        "https://me:{}@host/x.jsonl",
+    ],
+)
+def test_a_source_with_a_secret_in_its_uri_is_refused_and_the_secret_not_repeated(uri: str) -> None:
+    with pytest.raises(
+        ConfigError, match="data.sources code: .*(more than a bucket|none of them)"
+    ) as refused:
+        list_files("code", uri.format(SECRET), "jsonl")
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("path", ["a?b/*.jsonl", "year=202?/part-?.jsonl", "a#b.jsonl", "x/@y.jsonl"])
+def test_a_pattern_in_a_bucket_is_no_query(path: str) -> None:
+    require_plain(f"s3://bucket/{path}", pattern=True)
+    require_plain(f"abfss://container@account.dfs.core.windows.net/{path}", pattern=True)
+
+
+@pytest.mark.parametrize(
+    "field", ["resume.from", "resume.node_folder", "run.storage", "model.init_from", "data.sources"]
+)
+def test_a_configuration_that_is_refused_repeats_no_secret_of_it(tiny_config: Any, field: str) -> None:
+    for value in (f"s3://me:{SECRET}@b/r?sig={SECRET}", [f"https://{SECRET}@h/r?X-Amz-Signature={SECRET}"]):
+        with pytest.raises(ConfigError) as refused:
+            orchestrator.plan(tiny_config({field: value}))
+        assert SECRET not in str(refused.value)

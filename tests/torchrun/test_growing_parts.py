@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.torchrun.growing_parts import TELL_EVERY_S, Growth, place_of, wait_while_growing
 
 KEY = StateKey(attempt=1, generation=1, step=5)

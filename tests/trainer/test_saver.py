@@ -15,7 +15,10 @@ import torch
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.faults import no_fault
 from orchestrator.parts.part_writer import PartWriter
-from orchestrator.records import Cursor, GenerationView, StateKey, Vote
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Pieces
 from orchestrator.trainer.saver import STOP_LIMIT_S, Saver

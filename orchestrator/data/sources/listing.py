@@ -24,7 +24,7 @@ from orchestrator.data.sources.matches import Matches, RealFile, real_file, spli
 from orchestrator.data.sources.object_stores import is_remote, split_uri
 from orchestrator.data.sources.remote_files import RemoteMatches, remote_matches
 from orchestrator.errors import ConfigError
-from orchestrator.records import Int64Array
+from orchestrator.records.arrays import Int64Array
 
 _NAMED = 5
 # What a dataset's files are called by.
@@ -177,6 +177,11 @@ def _list_remote(source: str, paths: Sequence[str], format_: str, at: str) -> Li
             f"data.sources {source}: {local[0]} is a path of this machine and others are URIs; the files of "
             "a source lie in one storage: give one source for each"
         )
+    for one in paths:
+        try:
+            split_uri(one)
+        except ConfigError as error:  # before anything repeats the URI: it may have a secret in it
+            raise ConfigError(f"data.sources {source}: {error}") from error
     each = [_matches_of(source, path, format_) for path in _at_commits(source, paths, at)]
     bases = [found.base for found in each]
     levels = zip(*(base.split("/") for base in bases), strict=False)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from orchestrator.config.redaction import redacted_text
 from orchestrator.data.sources.hub_datasets import is_hub, split_hub
 from orchestrator.data.sources.remote_objects import RemoteObject
 from orchestrator.errors import ConfigError
 from orchestrator.storage.buckets import SCHEMES, bucket_of, called_so, explained, is_uri, split_bucket
+from orchestrator.storage.open import require_plain
 
 _NS = 1_000_000_000
 
@@ -23,18 +25,20 @@ def is_remote(path: str) -> bool:
 
 def split_uri(uri: str) -> tuple[str, str]:
     """(the bucket's own URI, the key in it); of the hub, the dataset's at its revision. Raises `ConfigError`
-    for what is no bucket of a known kind.
+    for what is no bucket of a known kind, and as `require_plain`.
     """
     if is_hub(uri):
         hub = split_hub(uri)
         return hub.root, hub.key
     at = split_bucket(uri)
     if at is None:
+        shown = redacted_text(uri)
         raise ConfigError(
-            f"{uri}: files are read from local paths and from {', '.join(f'{s}://' for s in SCHEMES)} with "
+            f"{shown}: files are read from local paths and from {', '.join(f'{s}://' for s in SCHEMES)} with "
             "the name of a bucket after it, or hf://datasets/; this is none of them. Mount the "
-            f"storage, or give such a URI{called_so(uri)}"
+            f"storage, or give such a URI{called_so(shown)}"
         )
+    require_plain(uri, pattern=True)
     return at
 
 

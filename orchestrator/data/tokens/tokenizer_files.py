@@ -29,7 +29,10 @@ from orchestrator.data.tokens.foreign import (
 )
 from orchestrator.data.tokens.large_json import added_tokens, laid_out, parse
 from orchestrator.data.tokens.remembered import remembered
-from orchestrator.errors import ConfigError, DataError
+from orchestrator.errors import ConfigError, DataError, StorageError
+from orchestrator.storage.buckets import is_uri
+from orchestrator.storage.fetched import small_files
+from orchestrator.storage.open import split
 
 # What is copied into a run: everything transformers reads to make the tokenizer again, no weights.
 FILES = (
@@ -50,6 +53,8 @@ FILES = (
 )
 # What may hold a sentencepiece model, or tiktoken's ranks.
 _SPM_NAMES = (PROTO, "spiece.model", "sentencepiece.bpe.model")
+_RANKS_END = ".tiktoken"
+_FILE_ENDS = (".model", _RANKS_END)
 _HUB_TIMEOUT_S = 10.0
 # A message names so many of a tokenizer's special tokens.
 _FEW_TOKENS = 12
@@ -100,18 +105,19 @@ class TokenizerFacts:
 
 
 def fetch(name: str, known: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
-    """The files of the tokenizer `name`, always with a tokenizer.json: of a local folder, or of a file of
-    sentencepiece or tiktoken, of `tiktoken:ENCODING`, else of a hub name. A tokenizer that was converted to
-    the files `known` is not converted again.
+    """The files of the tokenizer `name`, always with a tokenizer.json: of a folder, or of a file of
+    sentencepiece or tiktoken, both also in a bucket, of `tiktoken:ENCODING`, else of a hub name. A tokenizer
+    that was converted to the files `known` is not converted again.
 
-    Raises `ConfigError` if there is none; for a hub name within seconds when the hub cannot be reached.
+    Raises `ConfigError` if there is none; for a hub name within seconds when the hub cannot be reached; and
+    `StorageError` for a bucket that cannot be read.
     """
     if name.startswith("tiktoken:"):
         return from_tiktoken_name(name.removeprefix("tiktoken:"))
-    folder = Path(os.path.expanduser(name))
+    folder = _of_bucket(name) if is_uri(name) else Path(os.path.expanduser(name))
     if folder.is_dir():
         return _with_json(name, folder, known or {})
-    if folder.suffix in (".model", ".tiktoken") and folder.is_file():
+    if folder.suffix in _FILE_ENDS and folder.is_file():
         return _from_file(name, folder, known or {})
     if folder.is_file():
         raise ConfigError(
@@ -120,10 +126,32 @@ def fetch(name: str, known: Mapping[str, bytes] | None = None) -> dict[str, byte
         )
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(
-            f"data.tokenizer={name}: there is no such folder (looked in {os.path.abspath(folder)}); "
+            f"data.tokenizer={name}: there is no such folder (looked in "
+            f"{name if is_uri(name) else os.path.abspath(folder)}); "
             "give a folder with a tokenizer.json, or a hub name"
         )
     return _from_hub(name)
+
+
+def is_there(name: str) -> bool:
+    """Whether the tokenizer `name` lies in a folder, or in a bucket. Raises as `fetch`."""
+    if is_uri(name):
+        folder = _of_bucket(name)
+        return folder.is_file() or any(folder.iterdir())
+    return Path(name).expanduser().is_dir()
+
+
+def _of_bucket(uri: str) -> Path:
+    """A folder of this machine with the files that lie there; of the URI of a model of sentencepiece, or of
+    ranks, that file.
+    """
+    try:
+        where, name = split(uri)
+        if name.endswith(_FILE_ENDS):
+            return small_files(where, (name, TIKTOKEN_SETTINGS).__contains__) / name
+        return small_files(uri, lambda each: each in FILES or each.endswith(_RANKS_END))
+    except (ConfigError, StorageError) as error:
+        raise type(error)(f"data.tokenizer: {error}") from error
 
 
 def _with_json(name: str, folder: Path, known: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -132,14 +160,14 @@ def _with_json(name: str, folder: Path, known: Mapping[str, bytes]) -> dict[str,
     except OSError as error:
         raise ConfigError(f"data.tokenizer={name}: cannot be read: {error}; fix its rights") from error
     if "tokenizer.json" not in files:
-        ranks = sorted(folder.glob("*.tiktoken"))
+        ranks = sorted(folder.glob(f"*{_RANKS_END}"))
         own = [folder / n for n in _SPM_NAMES if n in files and "tokenizer_config.json" not in files]
         if len(ranks) == 1 or own:
             made = _from_file(name, (ranks or own)[0], known)
             return {**made, **{n: files[n] for n in files if n == "chat_template.jinja"}}
         if not files:
             raise ConfigError(
-                f"data.tokenizer={name}: the folder has no tokenizer.json; name a tokenizer's folder"
+                f"data.tokenizer={name}: there is no tokenizer.json in it; name a tokenizer's folder"
             )
         files["tokenizer.json"] = _converted(name, folder)
     return files

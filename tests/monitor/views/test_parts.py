@@ -12,7 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data.spec import DataSpec
 from orchestrator.elastic.roster import Roster
 from orchestrator.history.event_kinds import EventKind

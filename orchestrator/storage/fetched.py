@@ -1,0 +1,67 @@
+"""Small files of a bucket as a folder of this machine, for libraries that read nothing else: those of a
+tokenizer, and the settings of a model.
+
+It knows names and bytes. What lies in a folder already is used where it is.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from blake3 import blake3
+
+from orchestrator.errors import StorageError
+from orchestrator.storage.open import open_storage
+from orchestrator.storage.sealed import canonical
+
+
+def small_files(location: str, wanted: Callable[[str], bool]) -> Path:
+    """The folder at `location`; of a URI a folder of this machine with those files below it, none in deeper
+    folders, whose names are `wanted`. All of them are read, into memory, by every call.
+
+    That folder is `~/.cache/orchestrator/files/<digest>` (or in `XDG_CACHE_HOME`), named by what the files
+    hold and compared with it by every call: so it depends neither on where they lie nor on who fetched them.
+    Raises as `open_storage`, and `StorageError`.
+    """
+    storage = open_storage(location)
+    if storage.folder is not None:
+        return storage.folder
+    names = [each.name for each in storage.listed("") if each.facts is not None and wanted(each.name)]
+    return _kept({name: storage.read(name) for name in names})
+
+
+def _kept(files: Mapping[str, bytes]) -> Path:
+    digests = {name: blake3(data).hexdigest() for name, data in files.items()}
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "orchestrator" / "files"
+    folder = cache / blake3(canonical(digests)).hexdigest()
+    if _holds(folder, files):
+        return folder
+    part = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
+    try:
+        part.mkdir(parents=True)
+        for name, data in files.items():
+            (part / name).write_bytes(data)
+        shutil.rmtree(folder, ignore_errors=True)  # other content: it was damaged
+        with suppress(OSError):  # another process was quicker
+            part.rename(folder)
+    except OSError as error:
+        raise StorageError(
+            f"cannot keep {len(files)} small files of a bucket in {cache}: {error}; make room there, or name "
+            "another folder by XDG_CACHE_HOME"
+        ) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    if not _holds(folder, files):
+        raise StorageError(f"{folder} does not hold what was written into it: delete it, and try again")
+    return folder
+
+
+def _holds(folder: Path, files: Mapping[str, bytes]) -> bool:
+    with suppress(OSError):
+        return {path.name: path.read_bytes() for path in folder.iterdir()} == files
+    return False

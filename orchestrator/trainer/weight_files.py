@@ -1,0 +1,106 @@
+"""Files of weights, in a folder or below a prefix of a bucket: which they are, and where in them the bytes of
+each tensor lie.
+
+It reads headers of safetensors files and needs no torch; what the tensors are wanted for it does not know.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.errors import ConfigError
+from orchestrator.parts.dtypes import SAFETENSORS
+from orchestrator.parts.part_file import LENGTH_BYTES, read_header
+from orchestrator.storage.files import Storage
+from orchestrator.storage.open import open_storage
+
+SINGLE, INDEX, PARTS = "model.safetensors", "model.safetensors.index.json", "parts.json"
+_TORCH_NAMES = {stored: name for name, (stored, _) in SAFETENSORS.items()} | {
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "C64": "complex64",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """A tensor in a safetensors file of `storage`; its bytes begin at `start`. `dtype` is torch's name of its
+    numbers, empty where none is known here; `made_for` is the library that the file says it is of.
+    """
+
+    storage: Storage
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    made_for: str
+
+
+def is_point(where: str) -> bool:
+    """Whether a resume point lies at this folder or URI (else exported weights). Raises as `open_storage`,
+    and `StorageError`.
+    """
+    return open_storage(where).exists(PARTS)
+
+
+def weight_files(where: str) -> list[str]:
+    """The names of the files of weights in a folder, or below a URI. Raises `ConfigError` if there are none,
+    `StorageError`.
+    """
+    storage = open_storage(where)
+    try:
+        index = json.loads(storage.read(INDEX))
+        return sorted(set(index["weight_map"].values()))
+    except FileNotFoundError:
+        pass
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{storage.root}/{INDEX} cannot be read: {error!r}; restore the file") from error
+    if not storage.exists(SINGLE):
+        raise ConfigError(
+            f"{storage.root} holds no weights: there is no {SINGLE}, no {INDEX} and no {PARTS} in it; give a "
+            "folder that `orchestrator export` or transformers has made, or a resume point's, "
+            "<run>/points/<name>"
+        )
+    return [SINGLE]
+
+
+def stored_tensors(where: str) -> dict[str, StoredTensor]:
+    """All tensors of the files of weights there, by their names; a header is read of each file. Raises
+    `ConfigError` naming a file that is not as its header says, `StorageError`.
+    """
+    storage = open_storage(where)
+    return {name: each for path in weight_files(where) for name, each in _tensors_in(storage, path).items()}
+
+
+def _tensors_in(storage: Storage, path: str) -> dict[str, StoredTensor]:
+    found = dict[str, StoredTensor]()
+    try:
+        size = storage.size(path)
+        header = read_header(storage, path, size)
+        content: dict[str, Any] = json.loads(header[LENGTH_BYTES:])
+        made_for = content.pop("__metadata__", {}).get("format", "pt")
+        end = len(header) + max((int(form["data_offsets"][1]) for form in content.values()), default=0)
+        for name, form in content.items():
+            found[name] = StoredTensor(
+                storage=storage,
+                path=path,
+                dtype=_TORCH_NAMES.get(form["dtype"], ""),
+                shape=tuple(form["shape"]),
+                start=len(header) + int(form["data_offsets"][0]),
+                made_for=made_for,
+            )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{storage.root}/{path} is not a valid safetensors file: {error!r}; restore it"
+        ) from error
+    if size != end:
+        raise ConfigError(
+            f"{storage.root}/{path} has {size} bytes, its header says {end}; restore the file, or give "
+            "other weights"
+        )
+    return found
