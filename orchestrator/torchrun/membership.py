@@ -5,7 +5,6 @@ It knows torchrun's store; claims, commits and journal are the recorder's, in ra
 
 from __future__ import annotations
 
-import datetime
 import json
 import queue
 import secrets
@@ -23,6 +22,7 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import ControlRequests, GenerationView, MemberState
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.torchrun.growing_parts import Growth, place_of, wait_while_growing
 from orchestrator.torchrun.store_rendezvous import StoreRendezvous
 
 
@@ -93,7 +93,7 @@ class StaticMembership:
     def __init__(
         self, rendezvous: StoreRendezvous, recorder: Recorder | None, vote_limit_s: float = 600.0
     ) -> None:
-        """`vote_limit_s`: how long a vote may stay unanswered."""
+        """`vote_limit_s`: how long a vote may stay unanswered while no rank writes more of its part."""
         self.member = secrets.token_hex(6)
         self._rendezvous = rendezvous
         # the group's store must stay free while votes wait. This one is opened now, because a new connection
@@ -103,7 +103,8 @@ class StaticMembership:
             f"rank 0 alone has a recorder; this is rank {rendezvous.rank}"
         )
         self._recorder = recorder
-        self._limit = datetime.timedelta(seconds=vote_limit_s)
+        self._limit_s = vote_limit_s
+        self._growth = Growth(rendezvous.store, rendezvous.rank)
         self._stop, self._stop_by = threading.Event(), ""
         self._joined = False
         self._votes: queue.SimpleQueue[tuple[Vote | _PartFailed, Future[bool]]] = queue.SimpleQueue()
@@ -200,8 +201,11 @@ class StaticMembership:
         return answer
 
     def is_given_up(self, view: GenerationView, key: StateKey, progress: Callable[[], int]) -> bool:
-        """See `Membership`: a save is decided when all ranks have written or failed, and not before."""
-        del view, key, progress
+        """See `Membership`: a save is decided when all ranks have written or failed, and not before. Who
+        waits for that hears that this rank writes on.
+        """
+        del view
+        self._growth.tell(key, progress())
         return False
 
     def finished(self, key: StateKey, reason: str) -> None:
@@ -216,30 +220,35 @@ class StaticMembership:
             try:
                 answer.set_result(self._exchange(vote))
             except (RuntimeError, TimeoutError) as error:  # what the store and a future raise
-                limit_s = self._limit.total_seconds()
                 unanswered = ElasticError(
-                    f"the vote for {vote.key.point_name} had no answer within {limit_s:.0f} s "
-                    f"({type(error).__name__}: {error}); start the same command again"
+                    f"the vote for {vote.key.point_name} had no answer ({type(error).__name__}: {error}; "
+                    f"allowed while no rank writes more of its part: {self._limit_s:.0f} s); "
+                    "start the same command again"
                 )
                 answer.set_exception(unanswered)
             except Exception as error:  # noqa: BLE001  whoever waits for the answer raises it
                 answer.set_exception(error)
 
     def _exchange(self, vote: Vote | _PartFailed) -> bool:
-        rendezvous, place = self._voting, f"vote/{vote.key.point_name}"
+        rendezvous, place = self._voting, place_of(vote.key)
         own = {"failed": vote.reason} if isinstance(vote, _PartFailed) else {"vote": encode(vote)}
         rendezvous.store.set(f"{place}/{vote.rank}", json.dumps(own))
         if self._recorder is not None:
             with rendezvous.reporting_failure(f"{place}/answer"):
                 ranks = [f"{place}/{rank}" for rank in range(rendezvous.world_size)]
-                rendezvous.store.wait(ranks, self._limit)
+                self._wait(ranks, vote.key)
                 said = [json.loads(rendezvous.store.get(name)) for name in ranks]
                 failed = {rank: each["failed"] for rank, each in enumerate(said) if "failed" in each}
                 for rank, reason in failed.items():
                     self._recorder.save_failed(vote.key, rank, rendezvous.world_size, reason)
                 votes = [decode(Vote, each["vote"]) for each in said if "vote" in each]
                 answers = [self._recorder.vote(each) for each in votes]
-                all_say_so = [answer.result(self._limit.total_seconds()) for answer in answers]
+                all_say_so = [answer.result(self._limit_s) for answer in answers]
                 committed = all(all_say_so) and not failed
                 rendezvous.publish(f"{place}/answer", committed)
-        return bool(rendezvous.receive(f"{place}/answer", self._limit))
+        self._wait([f"{place}/answer"], vote.key)
+        return bool(rendezvous.receive(f"{place}/answer"))
+
+    def _wait(self, names: Sequence[str], key: StateKey) -> None:
+        here = self._voting
+        wait_while_growing(here.store, names, key, here.world_size, self._limit_s)
