@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orchestrator.errors import OrchestratorError
 from orchestrator.json_form import decode
 from orchestrator.records import FileEntry
 from orchestrator.resume.points import newest_first
@@ -49,6 +50,11 @@ def read_marker(storage: Storage, folder: str) -> Exported | None:
         content = unseal(storage.read(f"{folder}/{MARKER}" if folder else MARKER))
     except FileNotFoundError:
         return None
+    if isinstance(content, dict) and content.get("format") != FORMAT:
+        raise OrchestratorError(
+            f"has format {content.get('format')}, this version reads {FORMAT}; use the version that wrote "
+            "it, or a later one"
+        )
     return decode(Exported, content, MARKER)
 
 
