@@ -27,7 +27,8 @@ from typing import Any
 import orchestrator
 from benchmarks.common import SHAPE, Samples, medians, say
 from benchmarks.data_corpus import VOCAB_SIZE, Corpus, make_corpus, some_lines
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
@@ -37,7 +38,9 @@ from orchestrator.history.claims import ClaimParent, GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.json_form import encode
-from orchestrator.records import Cursor, StepRange, StepRecord
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StepRecord
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 

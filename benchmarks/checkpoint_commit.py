@@ -12,9 +12,12 @@ from pathlib import Path
 from orchestrator.history.claims import ClaimParent, GenerationStart
 from orchestrator.history.journal import JournalWriter
 from orchestrator.parts.part_file import part_path
-from orchestrator.records import Cursor, FileEntry, SavedTensor, SourceCursor, StateKey, StepRecord, Vote
+from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.points import FileEntry, SavedTensor, Vote
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_events import Acknowledge, Event, Fence, GenerationFormed, GiveUp, VoteCast
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.resume.points import COMMIT, PARTS
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import PointCommitter
@@ -51,7 +54,7 @@ def commit(folder: Path) -> dict[str, list[float]]:
 
 def _drive(committer: PointCommitter, votes: list[Vote]) -> int:
     """As a coordinator does; how many were answered."""
-    machine, answered = CommitMachine(attempt=1, keep_latest=1, vote_limit_s=600.0), 0
+    machine, answered = CommitMachine(attempt=1, kept=KeptPoints(keep_latest=1), vote_limit_s=600.0), 0
     formed = GenerationFormed(generation=1, parent=None)
     events: deque[Event] = deque([formed, *(VoteCast(vote=vote, now_s=0.0) for vote in votes)])
     while events:

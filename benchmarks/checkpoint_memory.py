@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint_ranks import view_of
 from orchestrator.faults import no_fault
-from orchestrator.records import Cursor, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey
 from orchestrator.trainer.memory_point import MemoryPoints
 from orchestrator.trainer.state import TrainState
 

@@ -22,7 +22,10 @@ from benchmarks.checkpoint_ranks import view_of
 from orchestrator.errors import OrchestratorError
 from orchestrator.faults import no_fault
 from orchestrator.parts.part_writer import PartWriter
-from orchestrator.records import Cursor, GenerationView, StateKey, Vote
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.saver import Saver

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchestrator.config.schema import ModelConfig, TrainConfig
-from orchestrator.records import GenerationView
+from orchestrator.config.train_sections import ModelConfig, TrainConfig
+from orchestrator.records.membership import GenerationView
 from orchestrator.trainer.group import Group
 from orchestrator.trainer.sharded_state import ShardedState
 from orchestrator.trainer.state import TrainState

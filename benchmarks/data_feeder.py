@@ -20,12 +20,15 @@ from typing import Any
 import ray
 
 from benchmarks.data_corpus import Corpus
-from orchestrator.config.schema import as_data_job
-from orchestrator.data.feed.feeder import RayFeed, start_feeder
+from orchestrator.config.loading import as_data_job
+from orchestrator.data.feed.feeder_actor import start_feeder
+from orchestrator.data.feed.remote_feed import RayFeed
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
 from orchestrator.planning.batches import next_range
-from orchestrator.records import Cursor, GenerationView, StepRange
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView
 
 _CONSUMERS, _BATCH, _SEQ_LEN = 8, 128, 2048
 _EPOCHS = 8

@@ -19,12 +19,13 @@ from typing import Any
 import orchestrator
 from benchmarks.audit import measure as measure_audit
 from benchmarks.data_corpus import Corpus, some_lines
-from orchestrator.config.schema import as_data_job
+from orchestrator.config.loading import as_data_job
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
 from orchestrator.planning.batches import next_range
-from orchestrator.records import Cursor, GenerationView
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView
 from orchestrator.storage.files import Storage
 
 Figures = dict[str, float]

@@ -31,13 +31,14 @@ import ray
 
 from benchmarks.data_feeder import STEPS_AHEAD, coming_step, view
 from benchmarks.data_scaling import documents
-from orchestrator.config.schema import as_data_job
-from orchestrator.data.feed.feeder import RayFeed, start_feeder
+from orchestrator.config.loading import as_data_job
+from orchestrator.data.feed.feeder_actor import start_feeder
 from orchestrator.data.feed.memory import memory_of
+from orchestrator.data.feed.remote_feed import RayFeed
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sample_corpus import train_tokenizer
 from orchestrator.errors import OrchestratorError
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 
 SEQ_LEN, STEP_SAMPLES, NUM_TOKENIZERS = 2048, 64, 2
 _LOOK_S, _FILES_EVERY = 0.02, 50

@@ -28,11 +28,12 @@ from typing import Any
 import ray
 
 from benchmarks.data_feeder import REPLAY_BYTES, STEPS_AHEAD, coming_step, view
-from orchestrator.config.schema import parse_config
-from orchestrator.data.feed.feeder import RayFeed, start_feeder
+from orchestrator.config.loading import parse_config
+from orchestrator.data.feed.feeder_actor import start_feeder
+from orchestrator.data.feed.remote_feed import RayFeed
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sample_corpus import train_tokenizer
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 
 FILE_BYTES = 8 << 20
 VOCAB_SIZE, TOKENIZER_BYTES = 16_000, 4 << 20

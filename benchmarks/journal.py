@@ -42,7 +42,7 @@ from orchestrator.json_form import encode
 from orchestrator.monitor.views.columns import read_columns
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.planning.identity import RunIdentity
-from orchestrator.records import StateKey, StepRecord
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage

@@ -21,7 +21,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data.frozen import DataRecord, write_frozen
 from orchestrator.data.sources.file_rows import Files
 from orchestrator.data.sources.manifest import Manifest
@@ -36,7 +37,9 @@ from orchestrator.planning.identity import FORMAT_VERSION, RunIdentity, stream_s
 from orchestrator.planning.order import ORDER_VERSION
 from orchestrator.planning.schedule import budgets_for, learning_rate
 from orchestrator.planning.state_layout import Layout
-from orchestrator.records import Cursor, SavedTensor, SourceCursor, StateKey, Vote
+from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.points import SavedTensor, Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk

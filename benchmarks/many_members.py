@@ -18,7 +18,9 @@ from typing import Any
 
 from orchestrator.elastic.formation import Form
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.records import Cursor, HeldShard, JoinRequest, Source, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import HeldShard, JoinRequest, Source
+from orchestrator.records.steps import StateKey
 
 NUM_MEMBERS = 10_000
 _LIVE, _COPIED = (StateKey(attempt=1, generation=1, step=step) for step in (10, 8))

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import JobConfig, load_config
+    from orchestrator.config.loading import load_config
+    from orchestrator.config.schema import JobConfig
     from orchestrator.data.loading.sample_stream import SampleStream
     from orchestrator.errors import BadDocument, OrchestratorError
     from orchestrator.launch.api import RunResult, open_stream, plan, train
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "BadDocument": "errors",
     "JobConfig": "config.schema",
-    "load_config": "config.schema",
+    "load_config": "config.loading",
     "OrchestratorError": "errors",
     "SampleStream": "data.loading.sample_stream",
     "Run": "monitor.run",

@@ -15,7 +15,8 @@ import orchestrator
 from orchestrator.cli.commands import app, main
 from orchestrator.cli.reference import reference
 from orchestrator.cluster.ray_state import NO_ERROR
-from orchestrator.config.schema import load_config, resume_table
+from orchestrator.config.field_rules import resume_table
+from orchestrator.config.loading import load_config
 from orchestrator.coordinator.requests import Answered
 from orchestrator.data.frozen import DataRecord
 from orchestrator.history import sentences
@@ -29,28 +30,17 @@ from orchestrator.launch.progress import Progress
 from orchestrator.monitor.frames import columns_table
 from orchestrator.monitor.view import RunView
 from orchestrator.parts.node_folder import Node
+from orchestrator.planning.differences import Difference
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.planning.manifests import ListSpan, SourceLists
 from orchestrator.planning.restarting import RestartRequest
-from orchestrator.planning.resume_plan import Difference
 from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.planning.skipping import Skip, SkipRequest
-from orchestrator.records import (
-    Cursor,
-    FileEntry,
-    GroupChange,
-    GroupMember,
-    Held,
-    Loss,
-    MixtureShare,
-    NodeParts,
-    NodePlace,
-    SourceCursor,
-    Stall,
-    StateKey,
-    StepRecord,
-)
+from orchestrator.records.cursor import Cursor, MixtureShare, SourceCursor
+from orchestrator.records.points import FileEntry, NodeParts, NodePlace
+from orchestrator.records.run_status import GroupChange, GroupMember, Held, Loss, Stall
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.export_files import Exported
 from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import Commit
@@ -74,7 +64,7 @@ def between(text: str, begin: str, end: str) -> str:
 
 def test_the_resume_table_is_the_generated_one() -> None:
     table = between(
-        CONFIGURATION, "resume table: python -m orchestrator.config.schema", "end of resume table"
+        CONFIGURATION, "resume table: python -m orchestrator.config.field_rules", "end of resume table"
     )
     assert table == resume_table().strip()
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from orchestrator import json_form
 from orchestrator.errors import OrchestratorError
 from orchestrator.json_form import decode, encode
-from orchestrator.records import Cursor, StateKey, StepRecord
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

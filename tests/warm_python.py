@@ -52,7 +52,7 @@ MODULES = (
 )
 RAY_MODULES = (
     "orchestrator.coordinator.process",
-    "orchestrator.data.feed.feeder",
+    "orchestrator.data.feed.feeder_actor",
     "orchestrator.data.feed.pipeline",
     "orchestrator.launch.worker",
     "ray._private.workers",

@@ -13,6 +13,7 @@ from orchestrator.cli.shared import INTERRUPTED, Config, Json, Overrides, app, p
 
 if TYPE_CHECKING:
     from orchestrator.cluster.job_server import JobServer
+    from orchestrator.launch.submit import Submitted
 
 
 @app.command()
@@ -44,7 +45,6 @@ def submit(
     """Start the run, or continue it, as a job of a Ray cluster; the same command does both. It
     gets a copy of the current folder. What it prints is shown until it ends; Ctrl-C leaves it running.
     """
-    import asyncio
     import secrets
 
     from orchestrator.cluster.job_server import JobServer
@@ -64,21 +64,28 @@ def submit(
     if not (json and no_wait):
         say("\n".join(submitting.commands(found)))
     if not no_wait:
-        try:
-            asyncio.run(_show(server, found.job))
-        except KeyboardInterrupt:
-            uri = shlex.quote(found.run_uri)
-            say(f"job {found.job} runs on; `orchestrator stop {uri}` saves and stops it")
-            raise typer.Exit(INTERRUPTED) from None
+        _show_to_the_end(server, found)
         found = submitting.submitted(made, server)
-        if not json:
-            print_lines([f"job {found.job}: {found.status.lower()}{_because(found.message)}"])
     if json:
         print_json(found.to_json())
-    elif no_wait:
-        print_lines([found.job])
+    else:
+        because = f": {found.message}" if found.message else ""
+        ended = f"job {found.job}: {found.status.lower()}{because}"
+        print_lines([found.job if no_wait else ended])
     if found.status == "FAILED":
         raise typer.Exit(2 if found.exit_code == 2 else 1)
+
+
+def _show_to_the_end(server: JobServer, job: Submitted) -> None:
+    """What the job prints, until it has ended; Ctrl-C leaves it running."""
+    import asyncio
+
+    try:
+        asyncio.run(_show(server, job.job))
+    except KeyboardInterrupt:
+        uri = shlex.quote(job.run_uri)
+        say(f"job {job.job} runs on; `orchestrator stop {uri}` saves and stops it")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 async def _show(server: JobServer, job: str) -> None:
@@ -89,7 +96,3 @@ async def _show(server: JobServer, job: str) -> None:
         sys.stderr.flush()
     while not server.status(job).is_over:
         await asyncio.sleep(1.0)
-
-
-def _because(message: str) -> str:
-    return f": {message}" if message else ""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.cluster.ray_inventory import ACTOR_IDS, ACTOR_TABLE
-from orchestrator.records import MemberInfo
+from orchestrator.records.run_status import MemberInfo
 
 if TYPE_CHECKING:
     from ray.exceptions import RayActorError

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in sentences: pydantic's findings retold, and the rules between fields.
+"""What is wrong with a configuration, in sentences: pydantic's findings retold.
 
 It works on plain JSON values, so that one bad field does not hide what is wrong with the others.
 """
@@ -9,17 +9,15 @@ import difflib
 import json
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from orchestrator.config.redaction import redacted_text
-from orchestrator.config.text import Path, Problem, Reading, dotted, value_at
+from orchestrator.config.text import Path, Problem, dotted, value_at
 
-_CODE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 _NUMBER = re.compile(r"^[-+]?[0-9.]+([eE][-+]?[0-9]+)?$")
 
 
@@ -38,7 +36,7 @@ def describe(error: ValidationError, value: Mapping[str, Any], root: type[BaseMo
         elif kind == "missing" and not written(value, path):
             yield Problem(path=path, text=_missing(info))
         elif not _extra(info, "expected") or (path and isinstance(path[-1], int)):
-            yield Problem(path=path, text=f"is {_show(found)}; expected a section with fields")
+            yield Problem(path=path, text=f"is {show(found)}; expected a section with fields")
         else:
             yield Problem(path=path, text=_refused(found, info))
 
@@ -68,7 +66,7 @@ def _class_of(info: FieldInfo | None) -> type[BaseModel] | None:
     return hint if isinstance(hint, type) and issubclass(hint, BaseModel) else None
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     """The value as a user would write it, without secrets; texts in quotes."""
     return redacted_text(repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
@@ -91,7 +89,7 @@ def _missing(info: FieldInfo | None) -> str:
 
 
 def _refused(value: Any, info: FieldInfo | None) -> str:
-    text = f"is {_show(value)}; expected {_extra(info, 'expected')}"
+    text = f"is {show(value)}; expected {_extra(info, 'expected')}"
     if not isinstance(value, str):
         if type(value) is float and value.is_integer() and abs(value) < 1 << 53:
             return f"{text}; write {int(value)} if that is meant"
@@ -203,270 +201,3 @@ def _known(model: type[BaseModel], prefix: str = "") -> list[str]:
         into = f"{path}.0." if typing.get_origin(info.annotation) is tuple else f"{path}."
         paths += [path, *(_known(inner, into) if inner else [])]
     return paths
-
-
-# ------------------------------------------------------------------------------------ rules between fields
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Between:
-    """A rule between fields: `check` gets their values and returns what is wrong with the first, or None."""
-
-    fields: tuple[str, ...]
-    check: Callable[..., str | None]
-
-
-def cross_field_problems(reading: Reading, defaults: Mapping[str, Any]) -> list[Problem]:
-    """What is wrong between fields that are right by themselves; `defaults` holds every dotted path."""
-    wrong = {problem.path for problem in reading.problems}
-    found = []
-    for rule in _RULES:
-        paths: list[Path] = [tuple(name.split(".")) for name in rule.fields]
-        if any(bad[: len(path)] == path[: len(bad)] for path in paths for bad in wrong):
-            continue  # said already; or the whole section is wrong
-        values = [
-            defaults[name] if not written(reading.value, path) else value_at(reading.value, path)
-            for name, path in zip(rule.fields, paths, strict=True)
-        ]
-        text = rule.check(*values)
-        if text is not None:
-            found.append(Problem(path=paths[0], text=text))
-    return found
-
-
-def _each_source_once(sources: list[Any]) -> str | None:
-    names = [source.get("name") for source in sources]
-    twice = sorted({str(name) for name in names if names.count(name) > 1})
-    return f"has {', '.join(twice)} twice; give each source a name of its own" if twice else None
-
-
-def _weights(sources: list[Any]) -> str | None:
-    without = [str(source.get("name")) for source in sources if source.get("weight") is None]
-    if len(sources) == 1 or len(without) in (0, len(sources)):
-        return None
-    return (
-        f"gives a weight to some sources and none to {', '.join(without)}; give every source one, or none of "
-        "them (then shares are by bytes)"
-    )
-
-
-def _repeating(on_end: str | None, sources: list[Any], *stops: int | None) -> str | None:
-    if on_end != "repeat" or len(sources) == 1 or any(stop is not None for stop in stops):
-        return None
-    return (
-        "is repeat, which has no end, and there is no stop; set train.max_steps, train.max_samples or "
-        "train.max_tokens"
-    )
-
-
-def _endless(num_epochs: int | None, *stops: int | None) -> str | None:
-    if num_epochs is not None or any(stop is not None for stop in stops):
-        return None
-    return (
-        "is null (endless) and there is no stop; set train.max_steps, train.max_samples or train.max_tokens"
-    )
-
-
-def _loss_of_texts(sources: list[Any]) -> str | None:
-    for source in sources:
-        if (
-            isinstance(source, dict)
-            and source.get("content", "text") == "text"
-            and source.get("loss") in ("last", "all")
-        ):
-            return (
-                f"has loss={source['loss']} for content: text, of which all is learnt; leave it out, or "
-                "set content to chat or prompt"
-            )
-    return None
-
-
-# What transforms call the parts of a document, by content.
-_OF_A_DOCUMENT = {"text": ("text",), "chat": ("messages", "tools"), "prompt": ("prompt", "completion")}
-
-
-def _transform_fields(sources: list[Any], transforms: Any) -> str | None:
-    """Fields for transforms that are there, by names that are free."""
-    for source in sources:
-        fields = source.get("transform_fields") if isinstance(source, dict) else None
-        if not fields:
-            continue
-        who, own = f"has transform_fields={_show(fields)} for {source.get('name')}", source.get("transforms")
-        if not (transforms if own is None else own):
-            return f"{who}, which has no transforms that could see them; leave it out, or set data.transforms"
-        if twice := sorted({field for field in fields if fields.count(field) > 1}):
-            return f"{who}, with {twice[0]} twice; name each once"
-        content = source.get("content", "text")
-        if taken := [name for name in _OF_A_DOCUMENT[content] if name in fields]:
-            return (
-                f"{who}, but transforms of content: {content} see the document itself as `{taken[0]}`; leave "
-                "it out, or rename that field in the files"
-            )
-    return None
-
-
-def _code_paths(sources: list[Any]) -> str | None:
-    """Sources that are Python code name it."""
-    for source in sources:
-        path = source.get("path") if isinstance(source, dict) and source.get("format") == "python" else None
-        if path is not None and not (isinstance(path, str) and _CODE.match(path)):
-            return (
-                f"has format: python and path={_show(path)}, which names no function; give one as "
-                "package.module:function"
-            )
-    return None
-
-
-def _window(window_bytes: int, fragment_bytes: int) -> str | None:
-    if window_bytes >= fragment_bytes:
-        return None
-    return f"is {window_bytes}, less than data.fragment_bytes={fragment_bytes}; a window holds a fragment"
-
-
-def _one_model(config: Any, pretrained: Any, factory: Any) -> str | None:
-    given = {"config": config, "pretrained": pretrained, "factory": factory}
-    names = [f"model.{name}" for name, value in given.items() if value is not None]
-    if len(names) == 1:
-        return None
-    if names:
-        return (
-            f"is one way to give the model, {' and '.join(names)} are set; keep one, set the others to null"
-        )
-    return "is missing; set exactly one of model.config, model.pretrained, model.factory"
-
-
-def _model_type(config: dict[str, Any] | None) -> str | None:
-    if config is None or (isinstance(config.get("model_type"), str) and config["model_type"]):
-        return None
-    found = _show(config.get("model_type"))
-    return f"has model_type={found}; set it to a name that transformers knows, e.g. llama"
-
-
-def _factory_args(factory_args: dict[str, Any], factory: str | None) -> str | None:
-    if factory is not None or not factory_args:
-        return None
-    return f"is {_show(factory_args)}, but model.factory is null; set the factory, or leave the arguments out"
-
-
-def _each_logger_once(loggers: list[str]) -> str | None:
-    if len(set(loggers)) == len(loggers):
-        return None
-    return f"is {_show(loggers)}, with one of them twice; name each once"
-
-
-def _attention(wanted: str, factory: str | None, numerics: str, use_gpu: bool) -> str | None:
-    if wanted != "auto" and factory is not None:
-        return f"is {wanted}, but model.factory makes the model; leave it at auto, and configure the factory"
-    if wanted == "sdpa" and numerics == "invariant" and use_gpu:
-        return (
-            "is sdpa, which adds up gradients in any order on a GPU, and train.numerics=invariant; set it to "
-            "auto or eager, or train.numerics=fast"
-        )
-    return None
-
-
-def _positions(seq_len: int, config: dict[str, Any] | None) -> str | None:
-    most = (config or {}).get("max_position_embeddings")
-    if type(most) is not int or seq_len <= most:
-        return None
-    return f"is {seq_len}, more than model.config.max_position_embeddings={most}; shorten it or raise that"
-
-
-def _decay(schedule: str, decay_steps: int | None, *stops: int | None) -> str | None:
-    if schedule != "constant" and all(stop is None for stop in stops):
-        return (
-            f"is {schedule}, which decays, but there is no end; set train.max_steps, train.max_samples or "
-            "train.max_tokens, or train.schedule=constant"
-        )
-    if schedule == "wsd" and decay_steps is None:
-        return "is wsd, but train.decay_steps is null; set the number of steps that the decay takes"
-    if schedule != "wsd" and decay_steps is not None:
-        return f"is {schedule}, but train.decay_steps={decay_steps} is for wsd only; set it to null"
-    return None
-
-
-def _parallel(parallel: Any, numerics: str) -> str | None:
-    if parallel in ("auto", "replicate") or numerics != "invariant":
-        return None
-    return (
-        f"is {_show(parallel)}, and train.numerics=invariant, which needs the whole gradient on every "
-        "worker; set train.numerics=fast, or train.parallel=replicate"
-    )
-
-
-def _of_blocks(wanted: str, parallel: Any) -> str | None:
-    if wanted == "none" or parallel not in ("auto", "replicate"):
-        return None
-    return (
-        f"is {wanted}, which is for sharded models, and train.parallel={parallel}; set it to none, or "
-        "train.parallel=shard"
-    )
-
-
-def _range(num_workers: int | list[int]) -> str | None:
-    if isinstance(num_workers, int) or num_workers[0] <= num_workers[1]:
-        return None
-    return f"is {num_workers}, the minimum above the maximum; write [{num_workers[1]}, {num_workers[0]}]"
-
-
-def _one_skip(skip_steps: int | None, skip_samples: int | None) -> str | None:
-    if skip_steps is None or skip_samples is None:
-        return None
-    return f"is {skip_steps} and resume.skip_samples={skip_samples}; give one of them"
-
-
-def _restart(
-    restart_sources: list[str], data: str, sources: list[Any], steps: int | None, samples: int | None
-) -> str | None:
-    names = [source.get("name") for source in sources]
-    if unknown := [name for name in restart_sources if name not in names]:
-        return f"names {_show(unknown)}, the sources are {_show(names)}; name these, or leave it out"
-    if twice := sorted({name for name in restart_sources if restart_sources.count(name) > 1}):
-        return f"names {_show(twice)} more than once; name each source once"
-    if restart_sources and data == "restart":
-        return "is given, and resume.data=restart, which restarts all sources; leave one of them out"
-    if restart_sources and (data == "skip" or steps is not None or samples is not None):
-        return "is given, and a skip; do one after the other, at two starts"
-    return None
-
-
-def _mode(data: str, skip_steps: int | None, skip_samples: int | None) -> str | None:
-    if data == "restart" and (skip_steps is not None or skip_samples is not None):
-        return "is restart, and a skip is given, too; do one after the other, at two starts"
-    if data == "skip" and skip_steps is None and skip_samples is None:
-        return "is skip; say how much: set resume.skip_steps or resume.skip_samples"
-    return None
-
-
-_STOPS = ("train.max_steps", "train.max_samples", "train.max_tokens")
-_RULES = (
-    _Between(fields=("data.sources",), check=_each_source_once),
-    _Between(fields=("data.sources",), check=_weights),
-    _Between(fields=("data.on_end", "data.sources", *_STOPS), check=_repeating),
-    _Between(fields=("data.sources",), check=_loss_of_texts),
-    _Between(fields=("data.sources",), check=_code_paths),
-    _Between(fields=("data.sources", "data.transforms"), check=_transform_fields),
-    _Between(fields=("data.num_epochs", *_STOPS), check=_endless),
-    _Between(fields=("data.window_bytes", "data.fragment_bytes"), check=_window),
-    _Between(fields=("model.config", "model.pretrained", "model.factory"), check=_one_model),
-    _Between(fields=("model.config",), check=_model_type),
-    _Between(fields=("model.factory_args", "model.factory"), check=_factory_args),
-    _Between(fields=("monitor.loggers",), check=_each_logger_once),
-    _Between(
-        fields=("model.attn_implementation", "model.factory", "train.numerics", "cluster.use_gpu"),
-        check=_attention,
-    ),
-    _Between(fields=("pack.seq_len", "model.config"), check=_positions),
-    _Between(fields=("train.schedule", "train.decay_steps", *_STOPS), check=_decay),
-    _Between(fields=("train.parallel", "train.numerics"), check=_parallel),
-    _Between(fields=("train.compile", "train.parallel"), check=_of_blocks),
-    _Between(fields=("train.activation_checkpointing", "train.parallel"), check=_of_blocks),
-    _Between(fields=("cluster.num_workers",), check=_range),
-    _Between(fields=("resume.data", "resume.skip_steps", "resume.skip_samples"), check=_mode),
-    _Between(fields=("resume.skip_steps", "resume.skip_samples"), check=_one_skip),
-    _Between(
-        fields=(
-            "resume.restart_sources",
-            *("resume.data", "data.sources", "resume.skip_steps", "resume.skip_samples"),
-        ),
-        check=_restart,
-    ),
-)

@@ -30,20 +30,18 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.request_files import STOP
 from orchestrator.parts.node_storage import run_storage
-from orchestrator.records import (
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import (
     ControlRequests,
-    Cursor,
     GenerationView,
     JoinRequest,
-    MemberInfo,
     Refusal,
     RunOver,
-    RunStatus,
-    StateKey,
-    StepRecord,
     StillWaiting,
-    Vote,
 )
+from orchestrator.records.points import Vote
+from orchestrator.records.run_status import MemberInfo, RunStatus
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_events import PartFailed, PartGrows
 from orchestrator.resume.store import RunStore
 
@@ -177,15 +175,17 @@ class Coordinator:
         """
         self._check(launch)
         if vote.key.attempt != self._attempt.number or self._attempt.earlier.ended is not None:
+            self._lost_save(vote.key)
             return False  # no half-collected save is adopted from an older coordinator
         self._driver.take_records(vote.records)
-        self._launch.voted()
+        self._launch.voted(vote.key)
         return await self._commits.vote(vote, ANSWER_S)
 
     async def save_failed(self, launch: str, key: StateKey, rank: int, world_size: int, reason: str) -> None:
         """A rank could not write its part of the save of `key`; it trains on."""
         self._check(launch)
-        self._launch.voted()
+        self._lost_save(key)
+        self._launch.voted(key)
         self._commits.notify_soon(
             PartFailed(key=key, rank=rank, world_size=world_size, reason=reason, now_s=time.monotonic())
         )
@@ -296,6 +296,11 @@ class Coordinator:
         await self._driver.warned(text)
 
     # ------------------------------------------------------------ inside
+    def _lost_save(self, key: StateKey) -> None:
+        """Of a save that was sent to a coordinator that is gone, nothing comes."""
+        if key.attempt < self._attempt.number and self._attempt.earlier.ended is None:
+            self._commits.lost(key)
+
     def _check(self, launch: str) -> None:
         self._driver.ensure_running()
         if launch != self._attempt.launch:

@@ -20,7 +20,8 @@ from orchestrator.planning.restarting import RestartRequest, SourceChange
 from orchestrator.planning.schedule import Budgets
 from orchestrator.planning.skipping import Skip
 from orchestrator.planning.state_layout import Layout, layout_of
-from orchestrator.records import MemberInfo, StateKey, StepRecord
+from orchestrator.records.run_status import MemberInfo
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.leftovers import Leftover
 from orchestrator.resume.points import Damage, Point
 

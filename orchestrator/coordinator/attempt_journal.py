@@ -13,7 +13,7 @@ from orchestrator.elastic.storage_trouble import until_storage_works
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.json_form import encode
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.resume.store import RunStore
 
 _HOW_IT_DIED = "its process was killed or crashed, or it did not answer its driver, which killed it"

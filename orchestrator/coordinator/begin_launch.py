@@ -31,7 +31,7 @@ from orchestrator.history.claims import Claim, ClaimParent, Origin
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.skipping import Skip, SkipDecision
-from orchestrator.resume.leftovers import remove_leftovers
+from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.points import Damage, Point
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
@@ -92,15 +92,7 @@ def begin_launch(
         losses=mean_losses(seen),
         history=saved.number,
         history_saved_to=saved.saved_to,
-        found=StartFindings(
-            damages=chosen.damages,
-            verified_s=chosen.verified_s,
-            lifted=chosen.lifted,
-            unreadable=seen.unreadable,
-            leftovers=remove_leftovers(store, claim.number, seen.fates),
-            lists=plan.lists,
-            parallel=choice_in(seen.journal.events),
-        ),
+        found=_findings(chosen, seen, plan, remove_leftovers(store, claim.number, seen.fates)),
     )
     return attempt, plan
 
@@ -116,6 +108,20 @@ class _Chosen:
     damages: tuple[Damage, ...] = ()
     verified_s: float | None = None
     lifted: bool = False
+
+
+def _findings(
+    chosen: _Chosen, seen: Survey, plan: ResumePlan, leftovers: tuple[Leftover, ...]
+) -> StartFindings:
+    return StartFindings(
+        damages=chosen.damages,
+        verified_s=chosen.verified_s,
+        lifted=chosen.lifted,
+        unreadable=seen.unreadable,
+        leftovers=leftovers,
+        lists=plan.lists,
+        parallel=choice_in(seen.journal.events),
+    )
 
 
 def _choose(store: RunStore, config: JobConfig, run: RunFile, number: int, seen: Survey) -> _Chosen:

@@ -34,7 +34,8 @@ def wanted_point(seen: Survey, config: JobConfig) -> str:
     with all else the same that has an influence on what is trained. So the same command continues, whoever
     gives it again (torchrun does by itself); one that would train something else rewinds again.
     """
-    from orchestrator.config.schema import field_rules, in_todays_fields
+    from orchestrator.config.field_rules import field_rules
+    from orchestrator.config.stored import in_todays_fields
 
     wanted = config.resume.from_
     if is_folder(wanted):
@@ -142,7 +143,7 @@ def decide(
     job's, where they are known, as `here` says that they are read; `identities` are run.json's and theirs.
     `epochs` is how long one is, if that is known, of the data that the point was made with.
     """
-    from orchestrator.config.schema import field_rules
+    from orchestrator.config.field_rules import field_rules
     from orchestrator.data.tokens.encoder import installed_encoders
 
     rules = {rule.path: rule.rule for rule in field_rules()}

@@ -20,7 +20,7 @@ from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import Journal
 from orchestrator.planning.skipping import still_due
-from orchestrator.records import MemberInfo
+from orchestrator.records.run_status import MemberInfo
 from orchestrator.resume.commit_machine import LOST
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore

@@ -15,6 +15,7 @@ from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble
 from orchestrator.parts.node_folder import Nodes
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.kept_points import KeptPoints
 
 VOTE_LIMIT_S = 600.0  # how long a save of which votes are missing may stand still
 
@@ -86,11 +87,13 @@ def commit_machine(start: CoordinatorStart, attempt: Attempt) -> CommitMachine:
     """Which points of `attempt` are committed and kept."""
     return CommitMachine(
         attempt=attempt.number,
-        keep_latest=start.keep_latest,
-        keep_every=start.keep_every,
-        keep_best=start.keep_best,
-        losses=attempt.losses,
+        kept=KeptPoints(
+            keep_latest=start.keep_latest,
+            keep_every=start.keep_every,
+            keep_best=start.keep_best,
+            names=attempt.inherited,
+            losses=attempt.losses,
+            pinned=attempt.point.name if attempt.point else None,
+        ),
         vote_limit_s=VOTE_LIMIT_S,
-        points=attempt.inherited,
-        pinned=attempt.point.name if attempt.point else None,
     )

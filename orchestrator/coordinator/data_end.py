@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from orchestrator.config.schema import in_todays_fields
+from orchestrator.config.stored import in_todays_fields
 from orchestrator.coordinator.ended_by import THE_DATA
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.json_form import decode
 from orchestrator.planning.data_end import KnownEpochs, epochs_of, known_epochs
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.resume.store import RunStore
 
 if TYPE_CHECKING:

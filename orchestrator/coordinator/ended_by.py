@@ -1,9 +1,9 @@
-"""Who caused the end of a launch, as its end record and the journal name it. Pure."""
+"""How a launch ended, and who caused it, as its end record and the journal name it. Pure."""
 
 from __future__ import annotations
 
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import StepRecord
+from orchestrator.records.steps import StepRecord
 
 # who caused an end, where that is no person
 A_FAILURE, THE_BUDGET, THE_DATA = "a failure", "the budget", "the end of the data"
@@ -21,3 +21,10 @@ def ended_by(outcome: str, stop_by: str, budgets: Budgets, last: StepRecord | No
     spent = budgets.stop_tokens is not None and tokens >= budgets.stop_tokens
     spent = spent or (budgets.stop_samples is not None and samples >= budgets.stop_samples)
     return THE_BUDGET if spent else THE_DATA
+
+
+def end_text(reason: str, step: int, *, trained: bool) -> str:
+    """How a launch ended that was not failed, for people: `step` is the label of the last step done, by
+    whichever launch; `trained`: whether this one has done any.
+    """
+    return f"{reason} at step {step}" + ("" if trained else ", and this start trained no step")

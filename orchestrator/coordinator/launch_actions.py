@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from orchestrator.coordinator.ended_by import A_FAILURE
 from orchestrator.elastic.formation import Form
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.records import GenerationView, MemberInfo, Refusal, RunOver
+from orchestrator.records.membership import GenerationView, Refusal, RunOver
+from orchestrator.records.run_status import MemberInfo
 from orchestrator.resume.commit_events import VoterGone
 
 

@@ -45,7 +45,10 @@ from orchestrator.history.journal import JournalWriter
 from orchestrator.history.metric_log import MetricLogs
 from orchestrator.history.request_files import RequestFiles
 from orchestrator.json_form import encode
-from orchestrator.records import Cursor, GenerationView, MemberInfo, RunOver, StateKey, StepRecord
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView, RunOver
+from orchestrator.records.run_status import MemberInfo
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_driver import Commits, in_daemon_thread
 from orchestrator.resume.commit_events import GenerationFormed, Tick, VoterGone
 from orchestrator.resume.pin_watch import PinWatch, note_pins

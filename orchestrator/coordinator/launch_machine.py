@@ -8,13 +8,14 @@ seconds, and carries out what it answers, in order.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping
 
-from orchestrator.coordinator.ended_by import ended_by
+from orchestrator.coordinator.ended_by import end_text, ended_by
+from orchestrator.coordinator.failures import Failures
 from orchestrator.coordinator.launch_actions import Action, Answer, End, Fenced, Kill, Leave, Note, Say, Warn
 from orchestrator.coordinator.leaving import Leaving
 from orchestrator.coordinator.places import Places
+from orchestrator.coordinator.recent_steps import RecentSteps
 from orchestrator.coordinator.requests import Answered, Requests, heard_sentence
 from orchestrator.elastic.failure_budget import Failure, FailureBudget
 from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, Refused, StopRun, Waiting
@@ -25,19 +26,9 @@ from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.request_files import STOP, STOP_NOW, Request
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import (
-    ControlRequests,
-    GenerationView,
-    JoinRequest,
-    MemberInfo,
-    Refusal,
-    RunOver,
-    StateKey,
-    StepRecord,
-)
-
-SILENCE_S = 5.0  # without a record for so long a group is looked after, as while it forms
-_RECENT_STEPS = 31  # of which the median duration is taken
+from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest, Refusal, RunOver
+from orchestrator.records.run_status import MemberInfo
+from orchestrator.records.steps import StateKey, StepRecord
 
 
 class LaunchMachine:
@@ -69,12 +60,12 @@ class LaunchMachine:
         stop_by: str = "",
         sharded: bool = False,
     ) -> None:
-        self.rendezvous, self._budget, self._trouble = rendezvous, budget, trouble
+        self.rendezvous, self._failures, self._trouble = rendezvous, Failures(budget), trouble
         self._saving = trouble.copy()  # of saves, which may fail although the journal does not
         self.infos = {info.member: info for info in infos}
         self.waiting: set[str] = set()  # whose `join` is unanswered
         self.members = tuple(previous)  # of the newest generation that was answered, by rank
-        self.last_step: StepRecord | None = None
+        self._steps = RecentSteps()
         self.ended = ended
         self.stopping = False
         self._stop_by, self._budgets = stop_by, budgets
@@ -85,19 +76,22 @@ class LaunchMachine:
         self._finished = dict(finished or {})  # member: reason, step
         self._left_out: set[str] = set()  # and not known to be dead
         self._dead: set[str] = set()
-        self._failed: set[int] = set()  # generations
-        self._failed_groups: set[tuple[int, str]] = set()  # generation, node
         self._save = ""
         self._num_saves = 0
-        self._durations: list[float] = []
-        self._heard = float("-inf")  # when the newest record came
+        self._to_hold: StateKey | None = None  # the newest state when a save was asked for last
+        self._decided: StateKey | None = None  # the newest save that was committed or given up
         if last_step is not None:
             self.recorded(last_step, float("-inf"))
 
     @property
     def failures(self) -> tuple[Failure, ...]:
         """Those of this launch."""
-        return self._budget.failures
+        return self._failures.all
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The newest step that was recorded; None before the first."""
+        return self._steps.newest
 
     # ---- members
     def join(self, request: JoinRequest, now: float) -> list[Action]:
@@ -165,10 +159,7 @@ class LaunchMachine:
 
     def group_failed(self, node: str, reason: str) -> list[Action]:
         """The group of a node ended without having been asked to."""
-        group = (self.rendezvous.generation, node)
-        again = group in self._failed_groups
-        self._failed_groups.add(group)
-        return self._failure(reason, again)
+        return self._failure(reason, self._failures.is_again(self.rendezvous.generation, node))
 
     def busy(self, member: str, until: float) -> None:
         """`member` is in a phase with a limit of its own (rule 23)."""
@@ -176,24 +167,17 @@ class LaunchMachine:
 
     def recorded(self, record: StepRecord, now: float) -> None:
         """A step record came, possibly a copy."""
-        self._heard = now
-        if self.last_step is None or record.key > self.last_step.key:
-            self.last_step = record
-            self._budget.applied(record.step)
-            self._durations = [*self._durations[1 - _RECENT_STEPS :], record.step_s]
-            self.rendezvous.median_step(self._median_step_s)
+        if self._steps.recorded(record, now):
+            self._failures.applied(record.step)
+            self.rendezvous.median_step(self._steps.median_s)
 
     def to_ask(self, committing: bool, now: float) -> list[MemberInfo]:
         """The members of whom it matters now whether they live: those that form a group, wait, or are waited
         for, and those that were left out. In training a peer's death shows in the collectives, so they are
         asked for only when none has been heard of for a while: all may be gone at once.
         """
-        trains = self.last_step is not None and (self.last_step.attempt, self.last_step.generation) == (
-            self.rendezvous.attempt,
-            self.rendezvous.generation,
-        )
-        heard = now - self._heard < SILENCE_S
-        quiet = trains and heard and not (self.waiting or committing or self._finished)
+        trains = self._steps.is_training(self.rendezvous.attempt, self.rendezvous.generation, now)
+        quiet = trains and not (self.waiting or committing or self._finished)
         return [
             info
             for member, info in self.infos.items()
@@ -248,16 +232,20 @@ class LaunchMachine:
 
     def stop_within(self, by: str, grace_s: float) -> list[Action]:
         """The stop that `by` asked for ends with a kill in `grace_s` seconds (inf: nobody said so)."""
-        return self._leaving.stop(by, grace_s, self._median_step_s)
+        return self._leaving.stop(by, grace_s, self._steps.median_s)
 
-    def voted(self) -> None:
-        """A vote came: what was asked for as a save has begun."""
-        self.rendezvous.save_answered(self._save)
+    def voted(self, key: StateKey) -> None:
+        """A vote for the save of `key` came, or a report of a part that could not be saved: if that save is
+        undecided, and was begun no earlier than one was asked for last, it is the one that was asked for.
+        """
+        if self._decided is None or key > self._decided:
+            self._save_begun(key)
 
     def save_again(self) -> None:
         """A save is asked for, as soon as members can begin one; until one has begun, or is committed."""
         self._num_saves += 1
         self._save = f"save-{self._num_saves}"
+        self._to_hold = self.last_step.key if self.last_step else None
         self.rendezvous.request_save(self._save)
 
     def control_requests(self, attempt: int, generation: int, acknowledged_step: int) -> ControlRequests:
@@ -308,7 +296,7 @@ class LaunchMachine:
         beyond the limit of storage, end the run: what it trains would be lost.
         """
         self._requests.save_given_up(now)
-        self.rendezvous.save_decided(key)
+        self._save_decided(key)
         stays = self._leaving.save_given_up(now)
         if not by_storage:
             return stays
@@ -319,10 +307,10 @@ class LaunchMachine:
     def committed(self, key: StateKey, took_s: float | None = None) -> list[Action]:
         """A save was committed, `took_s` after it was begun (None: not known)."""
         self._saving.worked()
-        self.rendezvous.save_decided(key)
+        self._save_decided(key)
         if took_s is not None:
             self._leaving.times.took(took_s)
-        self.rendezvous.save_answered(self._save)  # who asked for more than this one holds asks again
+        self._save_begun(key)
         self._saved = max(self._saved or key, key)
         return [_note(answer) for answer in self._requests.committed(key)]
 
@@ -338,7 +326,7 @@ class LaunchMachine:
             return actions
         if self._requests.wants_save(now):
             self.save_again()
-        left, wants_save = self._leaving.tick(self.infos, self._median_step_s, now)
+        left, wants_save = self._leaving.tick(self.infos, self._steps.median_s, now)
         actions += left
         if wants_save:
             self.save_again()
@@ -375,9 +363,13 @@ class LaunchMachine:
         return answers
 
     # ---- inside
-    @property
-    def _median_step_s(self) -> float:
-        return statistics.median(self._durations) if self._durations else 0.0
+    def _save_begun(self, key: StateKey) -> None:
+        if self._to_hold is None or key >= self._to_hold:
+            self.rendezvous.save_answered(self._save)
+
+    def _save_decided(self, key: StateKey) -> None:
+        self._decided = max(self._decided or key, key)
+        self.rendezvous.save_decided(key)
 
     def _left(self, member: str, now: float) -> list[Action]:
         """Its votes are answered and the others hold what it holds; its process ends by itself."""
@@ -411,17 +403,13 @@ class LaunchMachine:
         return [*actions, *self._places.lost(member, writing=True), *self._over()]
 
     def _failure(self, reason: str, again: bool = False) -> list[Action]:
-        """One failure per generation, however many members it cost: a lost node, with all its members and its
-        group, is one. `again`: it counts nevertheless.
-        """
-        generation = self.rendezvous.generation
-        known = generation in self._failed
-        self._failed.add(generation)
-        if self.ended is not None or (known and not again):
+        """See `Failures.count`; too many end the run."""
+        over = self.ended is not None
+        failure = self._failures.count(self.rendezvous.generation, reason, again=again, over=over)
+        if failure is None:
             return []
-        failure = self._budget.failed(reason)
         note = Note(kind=EventKind.FAILURE, fields={"step": failure.step, "reason": reason})
-        verdict = self._budget.verdict()
+        verdict = self._failures.verdict()
         return [note, *(self.end("failed", verdict) if verdict else ())]
 
     def _over(self) -> list[Action]:
@@ -437,13 +425,6 @@ class LaunchMachine:
             return []
         reason, step = next(iter(here.values()))
         return self.end(reason, end_text(reason, step, trained=self.last_step is not None))
-
-
-def end_text(reason: str, step: int, *, trained: bool) -> str:
-    """How a launch ended that was not failed, for people: `step` is the label of the last step done, by
-    whichever launch; `trained`: whether this one has done any.
-    """
-    return f"{reason} at step {step}" + ("" if trained else ", and this start trained no step")
 
 
 def _note(answer: Answered) -> Note:

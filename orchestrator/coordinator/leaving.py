@@ -14,7 +14,7 @@ from orchestrator.elastic.draining import Course, Decided, Draining, SaveTimes, 
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.records import MemberInfo
+from orchestrator.records.run_status import MemberInfo
 
 
 class Leaving:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from orchestrator.records import GroupChange, MemberInfo
+from orchestrator.records.run_status import GroupChange, MemberInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

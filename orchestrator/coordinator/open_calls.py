@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from orchestrator.records import GenerationView, Refusal, RunOver, StillWaiting
+from orchestrator.records.membership import GenerationView, Refusal, RunOver, StillWaiting
 
 JoinAnswer = GenerationView | Refusal | RunOver | StillWaiting
 

@@ -5,7 +5,7 @@ It knows neither members' reasons to leave nor saves; what it concludes goes to 
 
 from __future__ import annotations
 
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import VoterGone
 
 

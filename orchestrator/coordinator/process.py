@@ -21,20 +21,18 @@ from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.elastic.storage_trouble import AGAIN_S, until_storage_works
 from orchestrator.errors import FencedError, OrchestratorError, StorageError
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.records import (
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import (
     ControlRequests,
-    Cursor,
     GenerationView,
     JoinRequest,
-    MemberInfo,
     Refusal,
     RunOver,
-    RunStatus,
-    StateKey,
-    StepRecord,
     StillWaiting,
-    Vote,
 )
+from orchestrator.records.points import Vote
+from orchestrator.records.run_status import MemberInfo, RunStatus
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_driver import in_daemon_thread
 from orchestrator.resume.store import RunStore
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.history import sentences
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 
 DONE, REFUSED, FAILED = "done", "refused", "failed"  # what an answer may be
 SAVE_AGAIN_S = 5.0  # after a save was given up

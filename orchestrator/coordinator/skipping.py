@@ -15,7 +15,7 @@ from orchestrator.history.claims import ClaimParent
 from orchestrator.history.lineage import Lineage
 from orchestrator.history.skips import skip_claims
 from orchestrator.planning.skipping import Skip, SkipDecision, SkipRequest, decide_skip, skip_request
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.points import Point
 from orchestrator.storage.open import absolute
 
@@ -77,7 +77,8 @@ def moved(point: Point | None, skip: Skip | None) -> Point | None:
 
 def _mixed_as(config: JobConfig, before: Mapping[str, Any]) -> JobConfig:
     """The job with the weights that the point was made with."""
-    from orchestrator.config.schema import in_todays_fields, nested, parse_config
+    from orchestrator.config.loading import parse_config
+    from orchestrator.config.stored import in_todays_fields, nested
 
     then, now = in_todays_fields(before), config.flat()
     weights = {source["name"]: source.get("weight") for source in then["data.sources"]}

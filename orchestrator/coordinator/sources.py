@@ -34,7 +34,7 @@ from orchestrator.planning.restarting import (
     source_changes,
 )
 from orchestrator.planning.resume_plan import PointInfo
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.resume.points import Point
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import absolute

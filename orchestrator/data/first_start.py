@@ -21,9 +21,10 @@ from orchestrator.data.settings import (
     with_transforms,
 )
 from orchestrator.data.source_notes import notes_of, shared_files
+from orchestrator.data.sources.documents import BadRecordError
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.manifest import Manifest
-from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, read_windows
+from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.adversarial import ADVERSARIAL_VERSION
 from orchestrator.data.tokens.encoder import TOKENIZERS, choose_encoder, installed_encoders
@@ -37,7 +38,8 @@ from orchestrator.planning.manifests import FIRST, first_sources
 from orchestrator.planning.order import ORDER_VERSION
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import JobConfig, SourceConfig
+    from orchestrator.config.data_sections import SourceConfig
+    from orchestrator.config.schema import JobConfig
 
 __all__ = ["choose", "find_transforms", "first_start", "identity_of", "reads_chats", "with_ids"]
 

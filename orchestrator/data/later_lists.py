@@ -20,7 +20,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import SourceConfig
+    from orchestrator.config.data_sections import SourceConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

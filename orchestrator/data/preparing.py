@@ -60,7 +60,7 @@ from orchestrator.planning.manifests import (
     order_of,
     start_of,
 )
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 
 if TYPE_CHECKING:

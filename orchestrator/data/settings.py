@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.planning.manifests import SourceLists, Wanted
 from orchestrator.planning.mixture import whole_weights
-from orchestrator.records import Cursor, SourceCursor
+from orchestrator.records.cursor import Cursor, SourceCursor
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig

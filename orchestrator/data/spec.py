@@ -20,12 +20,13 @@ from orchestrator.data.settings import MixtureSettings, StreamSettings, limits_o
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.data.tokens.encoders import Encoders
+from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.data.tokens.tokenizer_files import TokenizerModel
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.planning.encoders import EncoderSpan, Place
 from orchestrator.planning.identity import OF_A_SOURCE, RunIdentity, content_settings
 from orchestrator.planning.manifests import FIRST, SourceLists, order_of
-from orchestrator.records import Cursor, SourceCursor, TokenChunk, WindowTask
+from orchestrator.records.cursor import Cursor, SourceCursor
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig

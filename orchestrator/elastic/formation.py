@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from orchestrator.records import Cursor, GenerationView, JoinRequest, ShardSource, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView, JoinRequest, ShardSource
+from orchestrator.records.steps import StateKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.records import Cursor, HeldShard, JoinRequest, Source, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import HeldShard, JoinRequest, Source
+from orchestrator.records.steps import StateKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +141,11 @@ def held_by(request: JoinRequest) -> tuple[Holding, ...]:
         )
         for h in held
     )
+
+
+def holds_any(request: JoinRequest) -> bool:
+    """Whether a member has any part of any state."""
+    return request.key is not None or bool(request.holdings)
 
 
 def held_by_all(requests: Iterable[JoinRequest]) -> list[Holding]:

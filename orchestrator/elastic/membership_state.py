@@ -18,7 +18,8 @@ from orchestrator.elastic.formation import (
     RendezvousSettings,
     Waiting,
 )
-from orchestrator.records import JoinRequest, StateKey
+from orchestrator.records.membership import JoinRequest
+from orchestrator.records.steps import StateKey
 
 # why a member of the current generation is not waited for
 DEAD, UNRESPONSIVE, LEFT = "dead", "unresponsive", "left"
@@ -102,6 +103,11 @@ class MembershipState:
     def is_running(self) -> bool:
         """The current generation has not ended."""
         return self.current is not None and self.ended_at is None
+
+    @property
+    def requests(self) -> list[JoinRequest]:
+        """What those that wait ask, as they came."""
+        return [arrival.request for arrival in self.waiting.values()]
 
     @property
     def num_live(self) -> int:

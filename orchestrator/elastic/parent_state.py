@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable
 
 from orchestrator.elastic.formation import Formation, NewestPoint
 from orchestrator.elastic.holdings import held_by_all, newest_complete
-from orchestrator.records import Cursor, JoinRequest, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import JoinRequest
+from orchestrator.records.steps import StateKey
 
 
 class ParentStateSelection:

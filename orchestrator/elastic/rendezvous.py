@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 
+from orchestrator.elastic.admission import newest_left, refusal
+from orchestrator.elastic.candidates import choose, too_few, worth_interrupting
 from orchestrator.elastic.draining import Placed
 from orchestrator.elastic.failure_backoff import FailureBackoff
 from orchestrator.elastic.formation import (
@@ -21,32 +23,21 @@ from orchestrator.elastic.formation import (
     JoinAnswer,
     NewestPoint,
     PreviousGeneration,
-    Refused,
     RendezvousSettings,
     StopRun,
     Waiting,
 )
-from orchestrator.elastic.holdings import (
-    CompleteState,
-    complete,
-    held_by,
-    held_by_all,
-    memory_point_to_keep,
-    newest_complete,
-)
+from orchestrator.elastic.generation_view import view_of, view_of_first
+from orchestrator.elastic.holdings import held_by_all, holds_any
 from orchestrator.elastic.membership_state import DEAD, LEFT, MembershipState
+from orchestrator.elastic.next_formation import Continued, continued, next_formation
+from orchestrator.elastic.node_drain import NodeDrain
 from orchestrator.elastic.parent_state import ParentStateSelection
-from orchestrator.elastic.reach import largest_reaching
+from orchestrator.elastic.standing_requests import NOTHING, StandingRequests
 from orchestrator.errors import FencedError
-from orchestrator.records import (
-    ControlRequests,
-    Cursor,
-    GenerationView,
-    JoinRequest,
-    ShardSource,
-    Source,
-    StateKey,
-)
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest, Source
+from orchestrator.records.steps import StateKey
 
 
 class Rendezvous:
@@ -96,12 +87,8 @@ class Rendezvous:
         self._short_since: float | None = None
         self._saved_below = False  # what the survivors below the minimum hold was saved, or is being saved
         self._reform = False
-        self._stop = False
-        self._save: str | None = None
-        self._saves_done: set[str] = set()
-        self._draining: frozenset[str] = frozenset()  # nodes that nobody is taken in from
-        self._leave = self._leave_with_save = False  # nor kept on, and whether a save comes first
-        self._decided: StateKey | None = None  # the newest save that was committed or given up
+        self._asked = StandingRequests()
+        self._drain = NodeDrain()
         self._stopped: str | None = None
 
     # ---- what happens
@@ -113,11 +100,12 @@ class Rendezvous:
         in is `Ignored` (rule 20), unless it comes from the very port that was answered: then the answer is
         given again. Raises `FencedError` if the member knows a newer attempt than this one.
         """
-        refused = self._refusal(request)
+        formed = self._states.formed
+        refused = refusal(request, attempt=self.attempt, launch=self.launch, formed=formed)
         if refused is not None:
             return refused
         leaves = request.leaves or (0, 0)
-        if leaves < self._newest_left(request.member):
+        if leaves < newest_left(request.member, self.attempt, self._group):
             return self._repeated(request)
         if leaves[0] < self.attempt:
             self._older_ended.add(leaves)
@@ -173,24 +161,21 @@ class Rendezvous:
 
     def request_stop(self) -> None:
         """Save and stop at the next step boundary; repeated to every generation until its members left."""
-        self._stop = True
+        self._asked = replace(self._asked, stop=True)
 
     def request_save(self, request: str) -> None:
-        """Save at the next step boundary; repeated until `save_answered(request)`, and not taken up again
-        after it.
+        """Save at the next step boundary, after a re-form that is wanted and does not need it; repeated until
+        `save_answered(request)`, and not taken up again after it.
         """
-        if request not in self._saves_done:
-            self._save = request
+        self._asked = self._asked.on_save(request)
 
     def save_answered(self, request: str) -> None:
         """The save asked for as `request` has begun (its first vote came)."""
-        self._saves_done.add(request)
-        if self._save == request:
-            self._save = None
+        self._asked = self._asked.on_save_answered(request)
 
     def drain(self, nodes: Iterable[str]) -> None:
         """These nodes are about to go: nobody is taken in from them any more."""
-        self._draining = frozenset(nodes)
+        self._drain = replace(self._drain, nodes=frozenset(nodes))
 
     def leave(self, save: bool) -> None:
         """The members on draining nodes are to leave at the next step boundary, and nothing may be lost by
@@ -199,15 +184,15 @@ class Rendezvous:
         `save`: that is known to be so, so that the step at hand is saved at once; where it shows only when
         they meet, the next one is.
         """
-        self._leave, self._leave_with_save = True, self._leave_with_save or save
+        self._drain = self._drain.on_leave(save)
 
     def stay(self) -> None:
         """Whoever is on a draining node goes on with the others."""
-        self._leave = self._leave_with_save = False
+        self._drain = self._drain.on_stay()
 
     def save_decided(self, key: StateKey) -> None:
         """The save of `key` was committed or given up."""
-        self._decided = max(self._decided or key, key)
+        self._drain = self._drain.on_save_decided(key)
 
     # ---- what to do
     def tick(self, now: float) -> list[Action]:
@@ -267,41 +252,10 @@ class Rendezvous:
         if current is None or not self._group.is_running or member not in current.ranks:
             return None
         if self._viewed is None or self._viewed[0] is not current:
-            if (first := self._view_of_first(current)) is None:
+            if (first := view_of_first(current, self.launch)) is None:
                 return None
             self._viewed = current, first
-        own_host = current.requests[member].host
-        return replace(self._viewed[1], rank=current.ranks[member], own_host=own_host)
-
-    def _view_of_first(self, current: Generation) -> GenerationView | None:
-        """The running generation as its first member sees it: of 10,000 members all but two fields are alike,
-        and take as long to make as there are members.
-        """
-        if current.formation is None:
-            return None
-        formation, first = current.formation, current.requests[current.members[0]]
-        return GenerationView(
-            attempt=self.attempt,
-            generation=current.number,
-            rank=0,
-            world_size=len(current.members),
-            members=current.members,
-            host=first.host,
-            port=first.port,
-            parent=formation.parent,
-            source_rank=None if formation.source is None else 0,
-            sources=formation.sources,
-            keep=formation.keep,
-            nodes=_numbered([current.requests[m].node_id for m in current.members]),
-            own_host=first.host,
-            point=formation.point,
-            cursor=formation.cursor,
-            step=formation.step,
-            launch=self.launch,
-            probe=tuple((r.host, r.port) for r in (current.requests[m] for m in current.members))
-            if formation.probe_ports
-            else (),
-        )
+        return view_of(member, current, self._viewed[1])
 
     def control_requests(self, attempt: int, generation: int, acknowledged_step: int) -> ControlRequests:
         """What is wanted of a generation: the answer to its long call. Raises `FencedError` for a newer
@@ -316,26 +270,24 @@ class Rendezvous:
             raise FencedError(
                 f"a member asks for attempt {attempt}, this one is attempt {self.attempt}; it ends"
             )
-        save = stop = reform = ended = False
-        current = self._group.current
+        found, current = replace(NOTHING, ended=True), self._group.current
         if attempt < self.attempt:
-            ended = (
-                bool(self._states.formed)
-                or (attempt, generation) in self._older_ended
-                or self._stopped is not None
+            ended = self._has_ended(attempt, generation)
+            found = replace(NOTHING, ended=ended, reform=not ended)
+        elif current is not None and self._group.is_running and current.identity == (attempt, generation):
+            drain = self._drain
+            found = self._asked.of_running(
+                save_only=current.formation is not None and current.formation.save_only,
+                reform=self._reform,
+                leaving_saves=drain.with_save and drain.has_leavers(current, self._group),
+                over=self._stopped is not None,
             )
-            reform = not ended
-        elif current is None or (attempt, generation) != current.identity or not self._group.is_running:
-            ended = True
-        else:
-            ended = self._stopped is not None
-            save_only = current.formation is not None and current.formation.save_only
-            save, stop = self._save is not None or save_only, self._stop
-            reform = self._reform and not stop
-            save = save or (reform and self._leave_with_save and self._has_leavers(current))
-        return ControlRequests(
-            ended=ended, save=save, stop=stop, reform=reform, acknowledged_step=acknowledged_step
-        )
+        return replace(found, acknowledged_step=acknowledged_step)
+
+    def _has_ended(self, attempt: int, generation: int) -> bool:
+        """Whether a generation of an older attempt can go on no more."""
+        known = (attempt, generation) in self._older_ended
+        return known or bool(self._states.formed) or self._stopped is not None
 
     @property
     def generation(self) -> int:
@@ -355,54 +307,19 @@ class Rendezvous:
     @property
     def drained(self) -> tuple[str, ...]:
         """Who waits on a node that is about to go."""
-        waiting = self._group.waiting.items()
-        return tuple(member for member, a in waiting if a.request.node_id in self._draining)
+        return tuple(r.member for r in self._group.requests if r.node_id in self._drain.nodes)
 
     @property
     def placed(self) -> Placed:
-        """Where the members of the running generation are, and those that wait with a state; newcomers
-        elsewhere count, too.
-        """
-        current, gone = self._group.current, self._group.gone
-        inside = current.requests if current is not None else {}
-        there = {m: r for m, r in inside.items() if current and m in current.members and m not in gone}
-        there |= {m: a.request for m, a in self._group.waiting.items()}
-        leaving = [r for r in there.values() if r.node_id in self._draining]
-        return Placed(
-            leaving=tuple(r.node_id for r in leaving if r.member in inside or _holds_any(r)),
-            num_elsewhere=len(there) - len(leaving),
-        )
+        """Where the members are; see `NodeDrain.placed`."""
+        return self._drain.placed(self._group)
 
     @property
     def may_go(self) -> tuple[str, ...]:
-        """Who waits, is on a draining node, and is needed by nobody: without a state; or, when the node is to
-        be left, with none that is newer than what the others have (those who have not come yet, or with whom
-        it would be complete, may need its part), and no vote that is not answered (rule 15).
-        """
+        """Who waits, is on a draining node, and is needed by nobody; see `NodeDrain.may_go`."""
         if self._pending is not None:
             return ()
-        requests = [a.request for a in self._group.waiting.values()]
-        going = [r for r in requests if r.node_id in self._draining]
-        if not going:
-            return ()
-        theirs = self._states.newest(r for r in requests if r.node_id not in self._draining)[0]
-        return tuple(
-            r.member
-            for r in going
-            if not _holds_any(r)
-            or (
-                self._leave
-                and (self._group.is_running or not self._is_newer(r, theirs))
-                and not self._is_undecided(r.saving)
-            )
-        )
-
-    def _is_newer(self, request: JoinRequest, state: StateKey | None) -> bool:
-        """Whether a member has a part of a state that is newer than this one."""
-        newest = max((held.key for held in held_by(request)), default=None)
-        if newest is None or state is None:
-            return newest is not None
-        return newest > state and self._states.origin(newest) != self._states.origin(state)
+        return self._drain.may_go(self._group.requests, self._states, self._group.is_running)
 
     def is_gone(self, member: str) -> bool:
         """Neither waiting nor a live member of the current generation: its missing vote will never come (rule
@@ -412,34 +329,6 @@ class Rendezvous:
         return not known and member not in self._group.waiting
 
     # ---- events, inside
-    def _refusal(self, request: JoinRequest) -> Refused | None:
-        who, named = f"member {request.member}", {request.leaves or (0, 0), *_generations_of(request)}
-        if request.launch != self.launch:
-            return Refused(
-                reason=f"{who} is of launch {request.launch}, the run is now {self.launch}; it exits"
-            )
-        newest = max(attempt for attempt, _ in named)
-        if newest > self.attempt:
-            raise FencedError(
-                f"{who} knows attempt {newest}, this coordinator is attempt {self.attempt}; it ends"
-            )
-        if any(attempt == self.attempt and number not in self._states.formed for attempt, number in named):
-            formed = f"attempt {self.attempt} has formed {self.generation} generations"
-            return Refused(
-                reason=f"{who} leaves generation {request.leaves} with {request.key}, but {formed}; it exits"
-            )
-        return None
-
-    def _newest_left(self, member: str) -> tuple[int, int]:
-        """The newest generation that `member` is known to have been in; it cannot leave an older one any
-        more.
-        """
-        waiting, current = self._group.waiting.get(member), self._group.current
-        newest = (waiting.request.leaves or (0, 0)) if waiting else (0, 0)
-        if current is not None and current.attempt == self.attempt and member in current.ranks:
-            newest = max(newest, current.identity)
-        return newest
-
     def _repeated(self, request: JoinRequest) -> JoinAnswer:
         current, view = self._group.current, self.view_for(request.member)
         if view is not None and current is not None:
@@ -462,20 +351,23 @@ class Rendezvous:
         assert current is not None, "asked for a running generation"
         if current.formation is None or current.formation.save_only:
             return True
-        if self._leave and self._has_leavers(current):
+        if self._drain.leave and self._drain.has_leavers(current, self._group):
             return True
-        arrivals = [a for a in self._group.waiting.values() if a.request.node_id not in self._draining]
-        joiners = [a.since for a in arrivals if self._backoff.not_before(a.request.node_id) <= now]
-        if not joiners or len(current.members) - len(self._group.gone) >= self._max:
-            return False
-        debounce = self._settings.join_debounce_s
-        return now - max(joiners) >= debounce or now - min(joiners) >= 5 * debounce
+        return worth_interrupting(
+            current,
+            self._group,
+            self._drain.elsewhere(self._group.requests),
+            self._backoff,
+            max_workers=self._max,
+            debounce_s=self._settings.join_debounce_s,
+            now=now,
+        )
 
     # ---- forming
     def _nobody_to_stop(self) -> StopRun | None:
-        held = held_by_all(a.request for a in self._group.waiting.values())
+        held = held_by_all(self._group.requests)
         holders = any(h.source is not Source.PREPARED for h in held)
-        if not self._stop or holders or self._group.missing:
+        if not self._asked.stop or holders or self._group.missing:
             return None
         if not self._has_trained:
             return StopRun(outcome="stopped", reason="stopped before the first step, nothing is to be saved")
@@ -495,34 +387,49 @@ class Rendezvous:
             since = now if self._group.ended_at is None else self._group.ended_at
             return Waiting(reason=f"the point {awaited.point_name} is waited for", since=since)
         chosen = self._chosen(now)
-        parent, source, point = self._newest(chosen)
+        what = self._newest(chosen)
         save_only = len(chosen) < self._min
-        if save_only and not (source is not None and self._states.is_unsaved(parent)):
-            if self._stop and chosen and parent is not None:
-                step = self._states.label(parent, point)
+        if save_only:
+            unsaved = what.source is not None and self._states.is_unsaved(what.parent)
+            if self._asked.stop and not unsaved and chosen and what.parent is not None:
+                step = self._states.label(what.parent, what.point)
                 return StopRun(outcome="stopped", reason=f"stopped at step {step}")
-            return self._below_minimum(chosen, now)
-        if save_only and self._saved_below and not self._stop:
-            return self._below_minimum(chosen, now)
-        held = held_by_all(chosen)
-        state = complete([h for h in held if h.key == parent]) if source else None
-        known = set(self._group.current.members) if self._group.current is not None else set()
-        names = {r.member for r in chosen}
-        members = self._by_rank(names, source)
-        formation = Formation(
+            if not unsaved or (self._saved_below and not self._asked.stop):
+                return self._below_minimum(len(chosen), now)
+        return self._form(chosen, what, save_only)
+
+    def _awaited_save(self) -> StateKey | None:
+        """The save that is waited for, because without it nobody may leave."""
+        requests = self._group.requests
+        if not self._drain.needs_save(requests, self._states):
+            return None
+        self._drain = self._drain.on_leave(save=True)
+        return self._drain.awaited_save(requests, self._states)
+
+    def _chosen(self, now: float) -> Sequence[JoinRequest]:
+        """Who is in; who is not reached by the others waits like a blamed newcomer."""
+        requests = [r for r in self._group.requests if not self._asked.stop or holds_any(r)]
+        candidates = self._drain.candidates(requests, self._states)
+        choice = choose(candidates, self._group, self._states, self._backoff, max_workers=self._max, now=now)
+        self._backoff.blame([r.node_id for r in choice.unreached], now)
+        for request in choice.unreached:
+            self._group.forgive(request.member)
+        return choice.members
+
+    def _newest(self, requests: Sequence[JoinRequest]) -> Continued:
+        """What a generation of these members continues."""
+        return continued(requests, self._states, self._group.current)
+
+    def _form(self, chosen: Sequence[JoinRequest], what: Continued, save_only: bool) -> Form:
+        formation = next_formation(
+            chosen,
+            what,
+            self._states,
+            self._group.current,
             attempt=self.attempt,
             generation=self.generation + 1,
-            members=members,
-            parent=parent,
-            source=source,
-            point=point.name if point else None,
-            cursor=state.cursor if state else point.cursor if point else None,
-            step=self._states.label(parent, point),
-            newcomers=tuple(sorted(names - known)) if names & known else (),
             probe_ports=self._backoff.probe_ports,
             save_only=save_only,
-            sources=_by_ranks(state, members) if state else (),
-            keep=memory_point_to_keep(held, self._states.floor),
         )
         if formation.probe_ports:
             self._backoff.probed()
@@ -530,119 +437,10 @@ class Rendezvous:
         self._pending = (formation, {r.member: r for r in chosen})
         return Form(formation=formation)
 
-    def _chosen(self, now: float) -> list[JoinRequest]:
-        """Who is in: nobody who has to wait, and at most the maximum.
-
-        Members that together hold the newest state come first, then the members of the current generation,
-        then the others as they came.
-        """
-        waiting, requests = self._group.waiting, self._eligible()
-        allowed = [
-            r
-            for r in requests
-            if self._group.is_trusted(r.member) or self._backoff.not_before(r.node_id) <= now
-        ]
-        newest = newest_complete(held_by_all(requests), None)
-        state = newest_complete(held_by_all(allowed), None) if len(allowed) < len(requests) else newest
-        if newest and (not state or self._states.origin(state.key) != self._states.origin(newest.key)):
-            state = newest  # who alone holds a shard of the newest state is never left out
-        names = dict.fromkeys(r.member for r in allowed)
-        cover = frozenset(state.cover([*names], [r.member for r in requests])) if state else frozenset()
-        allowed += [r for r in requests if r.member in cover and r.member not in names]
-        inside = self._group.is_inside
-        allowed.sort(
-            key=lambda r: (r.member not in cover, not inside(r.member), waiting[r.member].since, r.member)
-        )
-        return self._reaching(allowed, state, now)[: self._max]
-
-    def _eligible(self) -> list[JoinRequest]:
-        """Who may be in the next generation. From a draining node only whoever holds a state, and when it is
-        to be left only while the others do not have all of the newest one.
-        """
-        waiting = [a.request for a in self._group.waiting.values()]
-        requests = [r for r in waiting if not self._stop or _holds_any(r)]
-        elsewhere = [r for r in requests if r.node_id not in self._draining]
-        if self._leave and self._have_newest(elsewhere, requests):
-            return elsewhere
-        return [r for r in requests if r.node_id not in self._draining or _holds_any(r)]
-
-    def _have_newest(self, some: Sequence[JoinRequest], requests: Sequence[JoinRequest]) -> bool:
-        """Whether these, with the newest point, have all of the newest state that all have together."""
-        newest, theirs = (self._states.newest(each)[0] for each in (requests, some))
-        return self._states.origin(theirs) == self._states.origin(newest)
-
-    def _awaited_save(self) -> StateKey | None:
-        """The save that is waited for, because without it nobody may leave."""
-        requests = [a.request for a in self._group.waiting.values()]
-        elsewhere = [r for r in requests if r.node_id not in self._draining]
-        if not self._leave or len(elsewhere) == len(requests) or self._have_newest(elsewhere, requests):
-            return None
-        self._leave_with_save = True
-        newest = self._states.newest(requests)[0]
-        asked = [r.saving for r in requests if r.saving is not None and r.saving == newest]
-        return asked[0] if asked and self._is_undecided(asked[0]) else None
-
-    def _is_undecided(self, key: StateKey | None) -> bool:
-        return key is not None and (self._decided is None or self._decided < key)
-
-    def _has_leavers(self, current: Generation) -> bool:
-        return any(
-            current.requests[m].node_id in self._draining
-            for m in current.members
-            if m not in self._group.gone and m in current.requests
-        )
-
-    def _reaching(
-        self, requests: list[JoinRequest], state: CompleteState | None, now: float
-    ) -> list[JoinRequest]:
-        """Those who reach each other, as far as they have tried (rule 18), and together hold `state` if that
-        can be; the others wait like a blamed newcomer.
-        """
-        failed = [(r.member, other) for r in requests for other in r.unreached]
-        if not failed:
-            return requests
-        names = [r.member for r in requests]
-        needed = state.needed if state else [names]
-        kept = largest_reaching(names, failed, needed) or largest_reaching(names, failed, [names])
-        left = [r for r in requests if r.member not in kept]
-        self._backoff.blame([r.node_id for r in left], now)
-        for request in left:
-            self._group.forgive(request.member)
-        return [r for r in requests if r.member in kept]
-
-    def _newest(
-        self, requests: Iterable[JoinRequest]
-    ) -> tuple[StateKey | None, str | None, NewestPoint | None]:
-        """The newest state (rule 1): its key, and the member or the point that has it. Of the members that
-        have a part of it one that trains it, if there is any.
-        """
-        requests = list(requests)
-        parent, point = self._states.newest(requests)
-        if parent is None or point is not None:
-            return parent, None, point
-        holders = {r.member for r in requests if r.key == parent} or {
-            h.member for h in held_by_all(requests) if h.key == parent
-        }
-        return parent, self._by_rank(holders, None)[0], None
-
-    def _by_rank(self, members: Iterable[str], source: str | None) -> tuple[str, ...]:
-        """The source first, the others by their rank in the current generation, then by name."""
-        ranks = self._group.current.ranks if self._group.current is not None else {}
-        return tuple(sorted(members, key=lambda m: (m != source, ranks.get(m, len(ranks)), m)))
-
-    def _below_minimum(self, chosen: list[JoinRequest], now: float) -> Waiting:
+    def _below_minimum(self, num_chosen: int, now: float) -> Waiting:
         self._short_since = now if self._short_since is None else self._short_since
-        reason = f"{len(chosen)} of at least {self._min} members are there"
-        later = {
-            a.request.member: self._backoff.not_before(a.request.node_id)
-            for a in self._group.waiting.values()
-        }
-        waits = [
-            f"{member} for {until - now:.0f} s" for member, until in sorted(later.items()) if until > now
-        ]
-        if waits:
-            reason += f"; waiting after a generation that failed before its first step: {', '.join(waits)}"
-        return Waiting(reason=reason, since=self._short_since, needed=self._min, there=len(chosen))
+        reason = too_few(num_chosen, self._group.requests, self._backoff, min_workers=self._min, now=now)
+        return Waiting(reason=reason, since=self._short_since, needed=self._min, there=num_chosen)
 
     # ---- searches
     def copy(self) -> Rendezvous:
@@ -650,11 +448,7 @@ class Rendezvous:
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin._states, twin._older_ended = self._states.copy(), set(self._older_ended)
-        twin._saves_done, twin._backoff, twin._group = (
-            set(self._saves_done),
-            self._backoff.copy(),
-            self._group.copy(),
-        )
+        twin._backoff, twin._group = self._backoff.copy(), self._group.copy()
         return twin
 
     def snapshot(self) -> tuple[Hashable, dict[str, Hashable]]:
@@ -669,39 +463,16 @@ class Rendezvous:
             self.generation,
             group,
             self._states.point and self._states.point.key,
-            (self._stop, self._save, self._stopped, self._saved_below, self._short_since, self._reform),
-            (self._draining, self._leave, self._leave_with_save, self._draining and self._decided),
+            (
+                self._asked.stop,
+                self._asked.save,
+                self._stopped,
+                self._saved_below,
+                self._short_since,
+                self._reform,
+            ),
+            self._drain.snapshot(),
             frozenset(self._older_ended),
             self._backoff.snapshot(),
         )
         return everyone, members
-
-
-def _generations_of(request: JoinRequest) -> set[tuple[int, int]]:
-    """The generations whose states a member has."""
-    keys = [request.key, *(h.key for h in request.holdings)]
-    return {(key.attempt, key.generation) for key in keys if key is not None}
-
-
-def _holds_any(request: JoinRequest) -> bool:
-    return request.key is not None or bool(request.holdings)
-
-
-def _by_ranks(state: CompleteState, members: Sequence[str]) -> tuple[tuple[ShardSource, ...], ...]:
-    """Who can give each shard, by rank instead of by name."""
-    rank = {member: number for number, member in enumerate(members)}
-    return tuple(
-        tuple(
-            sorted(
-                (ShardSource(rank=rank[h.member], source=h.source) for h in of_one),
-                key=lambda s: (s.source, s.rank),
-            )
-        )
-        for of_one in state.holders
-    )
-
-
-def _numbered(nodes: Iterable[str]) -> tuple[int, ...]:
-    """A number for each name, as they come."""
-    numbers: dict[str, int] = {}
-    return tuple(numbers.setdefault(node, len(numbers)) for node in nodes)

@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 
 from orchestrator.elastic.cause import Cause, first_cause, next_cause
-from orchestrator.records import GroupChange, GroupMember, JoinRequest, Loss, MemberInfo
+from orchestrator.records.membership import JoinRequest
+from orchestrator.records.run_status import GroupChange, GroupMember, Loss, MemberInfo
 
 
 class Roster:

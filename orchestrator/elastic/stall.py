@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-from orchestrator.records import RunStatus
+from orchestrator.records.run_status import RunStatus
 
 LEAST_S, MEDIANS = 5.0, 3.0  # a look is due after max(5 s, 3 × median step), then whenever that has doubled
 

@@ -36,7 +36,7 @@ from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ElasticError
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.records import GroupMember, Held, MemberInfo, RunStatus, Stall
+from orchestrator.records.run_status import GroupMember, Held, MemberInfo, RunStatus, Stall
 
 STATUS_WAIT_S = 0.25
 NODES_EVERY_S = 0.5

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orchestrator.planning.differences import Difference
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.manifests import SourceLists
 from orchestrator.planning.restarting import RestartRequest
-from orchestrator.planning.resume_plan import Difference
 from orchestrator.planning.schedule import Budgets
 from orchestrator.planning.skipping import Skip
-from orchestrator.records import Cursor, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey
 
 GenerationId = tuple[int, int]  # (attempt, generation)
 ORIGIN = 0  # the attempt of the state with which a fork begins: claims are numbered from 1 on

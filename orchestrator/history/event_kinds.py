@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 
-from orchestrator.records import GroupChange
+from orchestrator.records.run_status import GroupChange
 
 
 class EventKind(StrEnum):

@@ -6,9 +6,9 @@ the end (history.lineage).
 
 Layout: `journal/a0003/000001.jsonl`, `000002.jsonl`, … for attempt 3 (`segments` has all names). Every line
 has `seq` (1, 2, … within the attempt), `time` (UTC, for people), `run`, `run_id`, `attempt` and `kind`;
-`step` and `rank` where they mean something. Kind `step`: the fields of `records.StepRecord`, whose attempt
-may be an older one (members that outlived a coordinator bring records). Kind `generation`: the fields of
-`history.claims.GenerationStart`. Any other kind is an event (`history.event_kinds`). A float that is not
+`step` and `rank` where they mean something. Kind `step`: the fields of `records.steps.StepRecord`, whose
+attempt may be an older one (members that outlived a coordinator bring records). Kind `generation`: the fields
+of `history.claims.GenerationStart`. Any other kind is an event (`history.event_kinds`). A float that is not
 finite is a string ("nan", "inf", "-inf"). `run_id` is that of run.json, and absent where that has none. A
 segment is closed before the next begins, and never changed afterwards.
 """
@@ -32,7 +32,7 @@ from orchestrator.history.claims import GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.segment_log import SEGMENT_BYTES, segment_log
 from orchestrator.json_form import encode
-from orchestrator.records import StateKey, StepRecord
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.storage.files import Storage
 
 STEP, GENERATION = "step", "generation"

@@ -20,7 +20,7 @@ from orchestrator.history.claims import GenerationId, GenerationStart
 from orchestrator.history.journal import GENERATION, STEP, check_copy
 from orchestrator.history.segments import journal_folder, journals, read_first, read_from, segments
 from orchestrator.json_form import decode
-from orchestrator.records import StepRecord
+from orchestrator.records.steps import StepRecord
 from orchestrator.storage.files import Storage
 
 _FLOATS = tuple(f.name for f in dataclasses.fields(StepRecord) if f.type == "float")

@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrator.errors import OrchestratorError
 from orchestrator.history.claims import ORIGIN, Claim, ClaimParent, GenerationStart
-from orchestrator.records import StateKey, StepRecord
+from orchestrator.records.steps import StateKey, StepRecord
 
 __all__ = [
     "Claim",

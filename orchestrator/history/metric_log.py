@@ -19,7 +19,7 @@ from orchestrator.history.event_file import FOLDER, EventFile
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.metrics import PER_STEP, Meter, Sample
 from orchestrator.history.published_folder import PublishedFolder
-from orchestrator.records import StepRecord
+from orchestrator.records.steps import StepRecord
 
 CLOSE_S = 5.0  # how long the end of a run waits for a logger that hangs
 BATCH = 1000

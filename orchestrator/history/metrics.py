@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from orchestrator.history.claims import GenerationStart
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.records import StateKey, StepRecord
+from orchestrator.records.steps import StateKey, StepRecord
 
 PREFIX = "orchestrator_"  # of the names in Prometheus, after Ray's own `ray_`
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from orchestrator.errors import RefusedError
 from orchestrator.history.claims import GenerationStart
 from orchestrator.history.metrics import PER_STEP, Sample
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 
 HELD = 100_000  # steps, some 100 MB
 

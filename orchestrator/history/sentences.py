@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from orchestrator import errors
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW
-from orchestrator.records import GroupChange, GroupMember, Loss, Stall
+from orchestrator.records.run_status import GroupChange, GroupMember, Loss, Stall
 
 DOT = " · "
 UNRESPONSIVE = "it stopped responding and was killed"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.lineage import Lineage
 from orchestrator.planning.skipping import Skip, SkipClaim
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from orchestrator.errors import RefusedError
-from orchestrator.records import StateKey, StepRecord
+from orchestrator.records.steps import StateKey, StepRecord
 
 Steps = Sequence[StepRecord | StateKey]
 

@@ -9,7 +9,7 @@ from orchestrator.coordinator.attempt import Attempt
 from orchestrator.launch.capacity import choice_note
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import StepRecord
+from orchestrator.records.steps import StepRecord
 from orchestrator.resume.points import parse_point_name
 
 

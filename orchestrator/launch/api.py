@@ -7,22 +7,25 @@ used.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestrator import html_text
+from orchestrator.config.loading import as_data_job, as_job
 from orchestrator.config.redaction import command_line
-from orchestrator.config.schema import JobConfig, as_data_job, as_job
-from orchestrator.errors import DataIdentityError, ResourceError, StorageError
+from orchestrator.config.schema import JobConfig
+from orchestrator.errors import DataIdentityError, StorageError
 from orchestrator.history.loggers import require_loggers
-from orchestrator.launch import busy_watch, claiming, looking_ahead
+from orchestrator.launch import busy_watch, claiming, fitting, looking_ahead
 from orchestrator.launch import start as starting
 from orchestrator.launch.progress import Progress
+from orchestrator.parts.node_storage import NodeStorage
 from orchestrator.planning.resume_plan import ResumePlan
-from orchestrator.records import Cursor, RunStatus
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.run_status import RunStatus
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
@@ -31,11 +34,9 @@ from orchestrator.trainer.trial import is_to_try, require_model
 if TYPE_CHECKING:
     from orchestrator.data.loading.sample_stream import SampleStream
     from orchestrator.data.spec import DataSpec
-    from orchestrator.elastic.policy import Limits, NodeFacts
-    from orchestrator.launch.needs import Needs
-    from orchestrator.planning.parallel_choice import Machine, ParallelChoice
-
-_FREED_S = 10.0  # how long a start waits for resources that a launch before it held
+    from orchestrator.elastic.policy import Limits
+    from orchestrator.launch.node_disks import NodeDisks
+    from orchestrator.planning.parallel_choice import ParallelChoice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,58 +107,91 @@ def _launch(
         plan = looking_ahead.look_before_start(store, job, spec, watched)
         if looking_ahead.reached(plan):
             return _already_done(job, plan, time.monotonic() - began, progress)
-        from orchestrator.cluster.connection import ClusterConnection, address_of, starts_local_ray
-        from orchestrator.data.feed.memory import memory_of
-        from orchestrator.launch.machine_facts import machines_here, machines_of_cluster
-        from orchestrator.launch.needs import needs_of
-        from orchestrator.launch.node_disks import NodeDisks
-
-        memory_of(job, spec)  # raises where too little is asked for
-        limits, local = _limits(job), starts_local_ray(job)
-        if local:
-            parallel, problems = _divide(job, limits, machines_here(job.cluster.use_gpu), "")
-            _refuse(problems)
-        for note in require_model(job, plan, spec.vocab_size):
-            progress.say(note)
-        cpus = limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers
-        heard = partial(progress.foreign, "Ray")
-        with ClusterConnection(job, cpus, needs_of(job).object_store_bytes, heard, progress.say):
-            newest = watched()
-            disks = NodeDisks(job.resume.node_folder)
-            disks.reached_by(storage)
-            starting.require_run_id(store.read_run(), job)
-            if not local:
-                machines = machines_of_cluster(job.cluster.use_gpu)
-                parallel, problems = _divide(job, limits, machines, address_of(job))
-            needs = needs_of(job, parallel.num_shards, limits.start_workers)
-            limits = _preflight(job, needs, limits, storage, problems)
-            disks.require_room(_kept_points(job) * needs.point_bytes)
-            from orchestrator.launch.dashboard_beside import dashboard_beside
-            from orchestrator.launch.exports import exporting
-            from orchestrator.launch.on_cluster import supervise
-
-            command = _command(config, overrides)
-            with claiming.claimed(
-                store, job, spec, newest, fault_plan, command=command, drawn=plan.drawn, parallel=parallel
-            ) as (attempt, plan):
-                spec = starting.freeze(job, storage, spec, attempt)
-                with (
-                    dashboard_beside(job, storage.root, progress),
-                    exporting(store, attempt.number, job.resume.export_every, progress.say),
-                ):
-                    status = supervise(
-                        job,
-                        attempt,
-                        plan,
-                        spec,
-                        storage,
-                        limits,
-                        fault_plan,
-                        progress,
-                        until_tokens,
-                        disks,
-                    )
+        looked_at = _LookedAt(
+            job=job, storage=storage, store=store, spec=spec, plan=plan, command=_command(config, overrides)
+        )
+        status = _on_cluster(looked_at, watched, progress, fault_plan, until_tokens)
     return _result(job, status, time.monotonic() - began)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LookedAt:
+    """A start before it has a cluster: its run, data and plan, and what continues the run in a shell."""
+
+    job: JobConfig
+    storage: NodeStorage
+    store: RunStore
+    spec: DataSpec
+    plan: ResumePlan
+    command: str
+
+
+def _on_cluster(
+    at: _LookedAt,
+    watched: Callable[[], int],
+    progress: Progress,
+    fault_plan: str,
+    until_tokens: int | None,
+) -> RunStatus:
+    """Connects, looks whether the job fits, and trains. `watched` is the newest attempt, on which nobody is
+    at work.
+    """
+    from orchestrator.cluster.connection import ClusterConnection
+    from orchestrator.data.feed.memory import memory_of
+    from orchestrator.launch.needs import needs_of
+    from orchestrator.launch.node_disks import NodeDisks
+
+    job, storage = at.job, at.storage
+    memory_of(job, at.spec)  # raises where too little is asked for
+    limits = fitting.limits_of(job)
+    here = fitting.divided_here(job, limits)
+    for note in require_model(job, at.plan, at.spec.vocab_size):
+        progress.say(note)
+    cpus = limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers
+    heard = partial(progress.foreign, "Ray")
+    with ClusterConnection(job, cpus, needs_of(job).object_store_bytes, heard, progress.say):
+        newest = watched()
+        disks = NodeDisks(job.resume.node_folder)
+        disks.reached_by(storage)
+        starting.require_run_id(at.store.read_run(), job)
+        parallel, limits = fitting.fitting(job, limits, storage, here, disks)
+        return _claimed(at, newest, parallel, limits, disks, progress, fault_plan, until_tokens)
+
+
+def _claimed(
+    at: _LookedAt,
+    newest: int,
+    parallel: ParallelChoice,
+    limits: Limits,
+    disks: NodeDisks,
+    progress: Progress,
+    fault_plan: str,
+    until_tokens: int | None,
+) -> RunStatus:
+    """Claims the attempt after `newest` and trains it, with what runs beside a launch."""
+    from orchestrator.launch.dashboard_beside import dashboard_beside
+    from orchestrator.launch.exports import exporting
+    from orchestrator.launch.on_cluster import supervise
+
+    job, store, storage = at.job, at.store, at.storage
+    with claiming.claimed(
+        store,
+        job,
+        at.spec,
+        newest,
+        fault_plan,
+        command=at.command,
+        drawn=at.plan.drawn,
+        parallel=parallel,
+    ) as (attempt, plan):
+        spec = starting.freeze(job, storage, at.spec, attempt)
+        with (
+            dashboard_beside(job, storage.root, progress),
+            exporting(store, attempt.number, job.resume.export_every, progress.say),
+        ):
+            return supervise(
+                job, attempt, plan, spec, storage, limits, fault_plan, progress, until_tokens, disks
+            )
 
 
 def plan(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> ResumePlan:
@@ -199,17 +233,11 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
     found = replace(found, notes=(*found.notes, *filter(None, [lacks])))
     if found.action == "refuse" or spec is None:
         return found
-    from orchestrator.cluster.connection import starts_local_ray
-    from orchestrator.elastic.policy import disk_problems
-    from orchestrator.launch.machine_facts import machines_here
-    from orchestrator.launch.needs import needs_of
-
-    if local := starts_local_ray(job):
-        _refuse(_divide(job, _limits(job), machines_here(job.cluster.use_gpu), "")[1])
+    local = fitting.divided_here(job, fitting.limits_of(job)) is not None
     found = looking_ahead.judged_by_memory(job, RunStore(storage), found)
     if found.action == "refuse":
         return found
-    _refuse(disk_problems(*_disk_bytes(job, needs_of(job), storage)))
+    fitting.require_disk(job, storage)
     untried = require_model(job, found, spec.vocab_size)
     unseen = () if local else ("what the cluster has is not looked at: memory, CPUs, GPUs, object store",)
     return replace(found, notes=(*found.notes, *untried, *unseen))
@@ -271,90 +299,6 @@ def _command(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequ
     if isinstance(config, JobConfig | Mapping):
         return ""
     return command_line(["orchestrator", "train"], config, overrides)
-
-
-# ------------------------------------------------------------ before anything starts
-def _limits(job: JobConfig) -> Limits:
-    from orchestrator.elastic.policy import Limits
-
-    cluster = job.cluster
-    return Limits(
-        start_workers=cluster.start_workers,
-        min_workers=cluster.min_workers,
-        max_workers=cluster.max_workers,
-        cpus_per_worker=float(cluster.cpus_per_worker),
-        gpus_per_worker=1.0 if cluster.use_gpu else 0.0,
-        num_tokenizers=job.data.num_tokenizers,
-        wait_s=cluster.wait_s,
-        max_failures=cluster.max_failures,
-    )
-
-
-def _divide(
-    job: JobConfig, limits: Limits, machines: Sequence[Machine], cluster: str
-) -> tuple[ParallelChoice, list[str]]:
-    """How the state is divided on these machines, of the Ray at the address `cluster`, and why it does not
-    fit there: what others hold now is not subtracted, for they may end.
-    """
-    from orchestrator.launch.capacity import Workers, capacity_problems, choose_parallel
-
-    workers = Workers(num_workers=limits.start_workers)
-    choice = choose_parallel(job, workers, machines, cluster)
-    return choice, capacity_problems(job, choice.num_shards, workers, machines)
-
-
-def _refuse(problems: Sequence[str]) -> None:
-    if problems:
-        raise ResourceError("the job does not fit:\n" + "\n".join(f"  {problem}" for problem in problems))
-
-
-def _preflight(
-    job: JobConfig, needs: Needs, limits: Limits, storage: Storage, memory: Sequence[str]
-) -> Limits:
-    """The limits with which the job fits: with a CPU for each tokenizer, else without. Raises `ResourceError`
-    with all that is missing; of `memory` that was found before.
-    """
-    from orchestrator.elastic.policy import preflight, without_tokenizer_cpus
-    from orchestrator.launch.node_facts import node_facts
-
-    def look(nodes: tuple[NodeFacts, ...], limits: Limits) -> list[str]:
-        free, needed = _disk_bytes(job, needs, storage)
-        return [*memory] + preflight(
-            nodes,
-            limits,
-            disk_free_bytes=free,
-            disk_needed_bytes=needed,
-            object_store_needed_bytes=needs.object_store_bytes,
-        )
-
-    problems: list[str] = []
-    for asked in (limits, without_tokenizer_cpus(limits)):
-        # A killed launch's processes keep their CPUs until Ray has noticed: what would fit is waited for.
-        deadline = time.monotonic() + _FREED_S
-        while problems := look(nodes := node_facts(), asked):
-            empty = tuple(replace(node, free_cpus=node.cpus, free_gpus=node.gpus) for node in nodes)
-            if look(empty, asked) or time.monotonic() > deadline:
-                break
-            time.sleep(0.25)
-        if not problems:
-            return asked
-    _refuse(problems)
-    return limits
-
-
-def _disk_bytes(job: JobConfig, needs: Needs, storage: Storage) -> tuple[int | None, int]:
-    """Free where the run lies (None: nobody knows, in a bucket, or its parts of points lie elsewhere), and
-    needed for the points that it keeps and one more.
-    """
-    from orchestrator.cluster.machine import free_disk_bytes
-
-    elsewhere = storage.folder is None or job.resume.node_folder is not None
-    free = None if elsewhere else free_disk_bytes(str(storage.folder))
-    return free, _kept_points(job) * needs.point_bytes
-
-
-def _kept_points(job: JobConfig) -> int:
-    return job.resume.keep_latest + job.resume.keep_best + 1
 
 
 # ------------------------------------------------------------ how it ended

@@ -12,15 +12,20 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from orchestrator.launch.needs import Needs, gib, memory_notes, needs_of
+from orchestrator.launch.needs import Needs, gib, memory_notes, model_size, needs_of
 from orchestrator.planning.memory import memory_every_steps
-from orchestrator.planning.parallel_choice import Machine, ParallelChoice, choice_text
+from orchestrator.planning.parallel_choice import Machine, ParallelChoice, choice_text, layout_text
+from orchestrator.planning.state_layout import layout_of
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
 _MOST_WORKERS = 4096  # that are tried when a number is looked for that fits
 _SHOWN = 4  # machines that are listed by name
+_SIZE_NOT_KNOWN = (
+    "the size of the model is not known before it is built (docs/howto/shards.md says of which models it "
+    "is): what a worker holds of it is not counted, and refuses nothing"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +55,18 @@ def choose_parallel(
 ) -> ParallelChoice:
     """What `train.parallel` comes to on these machines. `auto`: replicate, unless memory or some GPU cannot
     hold the whole state for each worker; then a shard for each worker. Where neither fits, what needs less.
+    A model whose size is not known is never cut.
     """
     num_shards: int | None = 1
     if job.train.parallel != "auto":
         num_shards, reason = job.train.num_shards, "train.parallel says so"
     elif job.train.numerics == "invariant":
         reason = "numerics: invariant needs the whole state on each worker"
+    elif not model_size(job.model.config or {}).parameters:
+        reason = (
+            "the size of the model is not known before it is built; set train.parallel=shard if one worker "
+            "cannot hold its state"
+        )
     elif not (problems := _problems(job, 1, workers, machines, every_gpu=True)):
         reason = "no machine that is known is too small for the whole state"
     else:
@@ -76,6 +87,13 @@ def _smaller(job: JobConfig, workers: Workers, machines: Sequence[Machine]) -> i
     if gpu_problems(whole, workers.num_workers, machines, every_gpu=True):
         return None
     return None if cut.worker_bytes < whole.worker_bytes else 1
+
+
+def without_memory_points(job: JobConfig) -> JobConfig:
+    """The job for a group that makes no memory points whatever it asks for, and so needs no memory for them:
+    that of torchrun, whose ranks are all started again when one is lost.
+    """
+    return job.model_copy(update={"resume": job.resume.model_copy(update={"memory_every_steps": None})})
 
 
 def capacity_problems(
@@ -145,10 +163,14 @@ def memory_plan(job: JobConfig, known: KnownMachines) -> tuple[list[str], list[s
     workers = Workers(num_workers=job.cluster.start_workers)
     choice = choose_parallel(job, workers, known.machines)
     one_machine = _is_one(workers, known.machines)
-    notes = [*memory_notes(job, choice.num_shards, one_machine), _known_text(job, known)]
+    said = memory_notes(job, choice.num_shards, one_machine)
+    notes = [*(said or [_SIZE_NOT_KNOWN]), _known_text(job, known)]
     if job.train.parallel == "auto":
         notes.append(f"train.parallel=auto is {choice_text(choice.num_shards)}: {choice.reason}")
-    notes += [note for note in (choice_note(job, known.before, choice.num_shards),) if note]
+    notes += [
+        note for note in (choice_note(job, known.before, choice.num_shards), _replicas_note(job)) if note
+    ]
+    notes += _too_few_note(job, choice.num_shards, known.machines)
     every = memory_every_steps(job.resume.memory_every_steps, sharded=choice.num_shards != 1)
     if every is not None and job.cluster.max_workers > 1 and one_machine:
         notes.append(
@@ -168,6 +190,42 @@ def choice_note(job: JobConfig, before: tuple[int, ParallelChoice] | None, now: 
         f"attempt {before[0]}: any layout continues a resume point of any other, only the last bits of later "
         "steps may differ; set train.parallel to keep one"
     )
+
+
+def _replicas_note(job: JobConfig) -> str:
+    """What is said where `{shard: n, replicate: m}` is of another number of workers than are aimed at."""
+    asked, aim = job.train.parallel, job.cluster.max_workers
+    if isinstance(asked, str) or asked.shard * asked.replicate == aim:
+        return ""
+    return (
+        f"note: train.parallel asks for {asked.replicate} times the state in {asked.shard} parts, which is "
+        f"for {asked.shard * asked.replicate} workers; of the {aim} of cluster.num_workers: "
+        f"{layout_text(layout_of(aim, asked.shard))}"
+    )
+
+
+def _too_few_note(job: JobConfig, num_shards: int | None, machines: Sequence[Machine]) -> list[str]:
+    """From how many workers on no machine can hold one's part any more, where the group may become so small:
+    they would be killed for want of memory, one after the other.
+    """
+    cluster, one_machine = job.cluster, len(machines) == 1
+
+    def fit(num: int) -> bool:
+        return _is_room_for_one(needs_of(job, num_shards, num, one_machine), machines)
+
+    fewer = range(cluster.start_workers - 1, cluster.min_workers - 1, -1)
+    few = next((num for num in fewer if not fit(num)), None)
+    if few is None or not fit(cluster.start_workers):  # which is refused
+        return []
+    needs = needs_of(job, num_shards, few, one_machine)
+    each = f"{gib(needs.worker_bytes)} of memory" + (
+        f" and {gib(needs.gpu_bytes)} of a GPU" if needs.gpu_bytes else ""
+    )
+    return [
+        f"warning: if only {few} of {cluster.start_workers} workers are left, each needs {each}, which no "
+        f"machine has, and they are killed; cluster.num_workers=[{few + 1}, {cluster.max_workers}] makes "
+        "them wait for others instead"
+    ]
 
 
 def _known_text(job: JobConfig, known: KnownMachines) -> str:

@@ -13,7 +13,7 @@ from orchestrator.elastic.asked import Asked
 from orchestrator.errors import OrchestratorError
 from orchestrator.history import sentences
 from orchestrator.launch.progress import Progress
-from orchestrator.records import RunStatus
+from orchestrator.records.run_status import RunStatus
 from orchestrator.resume.store import RunStore
 
 END_LOOK_S = 5.0  # how long the end waits for a storage that may hang

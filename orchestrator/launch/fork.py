@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.config.schema import in_todays_fields, nested, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.stored import in_todays_fields, nested
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.forking import describe, found_run, take_over
 from orchestrator.coordinator.survey import require_journals, survey

@@ -132,7 +132,7 @@ def _notes(
         notes.append(weights_sentence(job.model.init_from))
     notes += [f"warning: {damage}; falling back to an older resume point" for damage in damages]
     if point is not None and fast:
-        notes += _not_looked_at(store, point) or [_BY_SIZES]
+        notes.append(said_of_files(store, point))
     # twice: they are durable before the point is, but it may have come after the journal was read
     if point is not None and not has_its_steps(seen, point) and not has_its_steps(survey(store), point):
         notes.append(
@@ -142,13 +142,14 @@ def _notes(
     return notes
 
 
-def _not_looked_at(store: RunStore, point: Point) -> list[str]:
-    """Which of a point's files lie on the disks of nodes that are not reached without a cluster."""
-    away = (store.storage.away(point_path(point.name, entry.path)) for entry in point.commit.files)
-    return [
-        f"not looked at from here: {text}; the start looks, from the cluster"
-        for text in [*filter(None, away)][:1]
-    ]
+def said_of_files(store: RunStore, point: Point) -> str:
+    """What a look by sizes says of a point that it found whole: of files on the disks of nodes that are not
+    reached without a cluster only that it did not see them.
+    """
+    for entry in point.commit.files:
+        if away := store.storage.away(point_path(point.name, entry.path)):
+            return f"not looked at from here: {away}; the start looks, from the cluster"
+    return _BY_SIZES
 
 
 def _run_to_look_at(store: RunStore) -> RunFile | None:
@@ -172,7 +173,7 @@ def _look_at_fork(
     found = _with_drawn_skip(found, job, spec, point, asked) if draw else found
     notes = [f"forks {fork.run} at {fork.point}: a run of its own from there on; the point is pinned there"]
     if fast:
-        notes.append(_BY_SIZES)
+        notes.append(said_of_files(other, point))
     return replace(found, notes=(*notes, *found.notes))
 
 
@@ -230,8 +231,9 @@ def judged_by_memory(job: JobConfig, store: RunStore, found: ResumePlan) -> Resu
 def with_memory(job: JobConfig, known: KnownMachines, found: ResumePlan) -> ResumePlan:
     """`judged_by_memory`, by these machines."""
     from orchestrator.launch.capacity import memory_plan
+    from orchestrator.launch.known_shape import with_known_shape
 
-    notes, problems = memory_plan(job, known)
+    notes, problems = memory_plan(with_known_shape(job), known)
     refusals = (*found.refusals, *(f"{job.run.run_uri}: {problem}" for problem in problems))
     action = "refuse" if problems else found.action
     return replace(found, action=action, refusals=refusals, notes=(*found.notes, *notes))

@@ -37,6 +37,12 @@ _GATED: dict[str, dict[str, Any]] = {
     "granite": {},
     "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
 }
+_GPT2 = {"n_embd": 768, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
+_GPT2_NAMES = {  # under which transformers takes them, too
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +172,7 @@ def count_parameters(shape: Mapping[str, Any]) -> int:
 
     The LM head counts where it is not tied to the embeddings. Whether it is where `tie_word_embeddings` is
     left out, and how many heads there are of which size, is known by heart of a few types of model
-    (`_GATED`); tests/trainer/test_model.py compares it with transformers.
+    (`_GATED`, and gpt2); tests/trainer/test_model.py compares it with transformers.
     """
     return model_size(shape).parameters
 
@@ -174,6 +180,8 @@ def count_parameters(shape: Mapping[str, Any]) -> int:
 def model_size(shape: Mapping[str, Any]) -> ModelSize:
     """As `count_parameters`, with a layer as a block."""
     kind = shape.get("model_type")
+    if kind == "gpt2":
+        return _size_of_gpt2(shape)
     if kind not in _GATED:
         return ModelSize()
     shape = {**_GATED[kind], **shape}
@@ -186,6 +194,22 @@ def model_size(shape: Mapping[str, Any]) -> ModelSize:
     keys = width * shared // heads if heads else 0
     layer = 2 * hidden * width + 2 * hidden * keys + 3 * hidden * _whole(shape, "intermediate_size")
     rest = (1 if shape.get("tie_word_embeddings") else 2) * vocab * hidden
+    return ModelSize(
+        parameters=rest + layers * layer,
+        block=layer if layers else 0,
+        rest=rest,
+        num_blocks=layers,
+        hidden=hidden,
+        vocab=vocab,
+    )
+
+
+def _size_of_gpt2(shape: Mapping[str, Any]) -> ModelSize:
+    shape = {**_GPT2, **{_GPT2_NAMES.get(name, name): value for name, value in shape.items()}}
+    hidden, layers, vocab = (_whole(shape, name) for name in ("n_embd", "n_layer", "vocab_size"))
+    layer = 4 * hidden * hidden + 2 * hidden * (_whole(shape, "n_inner") or 4 * hidden)
+    head = 0 if shape.get("tie_word_embeddings", True) else vocab * hidden
+    rest = (vocab + _whole(shape, "n_positions")) * hidden + head
     return ModelSize(
         parameters=rest + layers * layer,
         block=layer if layers else 0,

@@ -22,7 +22,7 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorProcess
-from orchestrator.data.feed.feeder import feeder_name, start_feeder
+from orchestrator.data.feed.feeder_actor import feeder_name, start_feeder
 from orchestrator.data.feed.memory import memory_of
 from orchestrator.data.feed.remote_feed import notes_of
 from orchestrator.data.spec import DataSpec
@@ -41,7 +41,8 @@ from orchestrator.launch.progress import Progress
 from orchestrator.launch.stop_signals import stop_on_signals
 from orchestrator.launch.worker import WorkerTask, train_function
 from orchestrator.planning.resume_plan import ResumePlan
-from orchestrator.records import Cursor, Loss, RunStatus, Stall
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.run_status import Loss, RunStatus, Stall
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 
@@ -67,11 +68,8 @@ def supervise(
     # soft: Ray 2.60 does not heed a soft affinity of actors without CPUs.
     own_node = ray.get_runtime_context().get_node_id()
     here = NodeAffinitySchedulingStrategy(node_id=own_node, soft=False)
-    stop_by = asker() if until_tokens is not None else ""
-    num_shards = attempt.parallel.num_shards if attempt.parallel is not None else 1
-    coordinator = _start_coordinator(
-        job, attempt, storage, limits, here, fault_plan, stop_by, num_shards != 1, disks
-    )
+    start = _coordinator_start(job, attempt, storage, limits, fault_plan, until_tokens, disks)
+    coordinator = _start_coordinator(start, here)
     # said to both who start tokenizers and who starts workers: what is free changes from look to look
     roomy = tokenizer_node(node_facts(), limits)
     try:
@@ -81,27 +79,11 @@ def supervise(
         raise
     progress.named("coordinator", partial(told_of, coordinator))
     progress.named("feeder", partial(told_of, feeder), partial(_note_feeder_death, coordinator))
-    task = WorkerTask(
-        launch=attempt.launch,
-        coordinator=coordinator,
-        feeder=feeder,
-        config=job,
-        budgets=attempt.budgets,
-        config_digest=starting.config_digest(job),
-        storage=storage.root,
-        fault_plan=fault_plan,
-        until_tokens=until_tokens,
-        num_shards=num_shards,
-        nodes=disks.nodes,
-    )
+    task = _task(job, attempt, storage, coordinator, feeder, fault_plan, until_tokens, disks)
     launch = _launch(job, task, storage, limits, roomy)
     show = _shower(progress, limits, feeder)
     stalled = partial(_say_stall, progress, coordinator)
-
-    def look() -> tuple[NodeFacts, ...]:
-        disks.serve()  # before workers are started there
-        return node_facts()
-
+    look = partial(_look, disks)
     supervisor = Supervisor(launch, coordinator, look, show, stalled, progress.say, own_node)
     try:
         with stop_on_signals(partial(_ask_stop, supervisor), progress.say):
@@ -113,6 +95,11 @@ def supervise(
     finally:
         for handle in (feeder, coordinator):
             ray.kill(handle, no_restart=True)
+
+
+def _look(disks: NodeDisks) -> tuple[NodeFacts, ...]:
+    disks.serve()  # before workers are started there
+    return node_facts()
 
 
 def _ask_stop(supervisor: Supervisor, by: str) -> None:
@@ -141,6 +128,36 @@ def _say_beginning(
     announce(progress.say, job, attempt, plan)
     for line in trained_again(attempt):
         progress.say(line)
+
+
+def _num_shards(attempt: Attempt) -> int | None:
+    """As `TrainJob` takes it."""
+    return attempt.parallel.num_shards if attempt.parallel is not None else 1
+
+
+def _task(
+    job: JobConfig,
+    attempt: Attempt,
+    storage: Storage,
+    coordinator: Any,
+    feeder: Any,
+    fault_plan: str,
+    until_tokens: int | None,
+    disks: NodeDisks,
+) -> WorkerTask:
+    return WorkerTask(
+        launch=attempt.launch,
+        coordinator=coordinator,
+        feeder=feeder,
+        config=job,
+        budgets=attempt.budgets,
+        config_digest=starting.config_digest(job),
+        storage=storage.root,
+        fault_plan=fault_plan,
+        until_tokens=until_tokens,
+        num_shards=_num_shards(attempt),
+        nodes=disks.nodes,
+    )
 
 
 def _launch(job: JobConfig, task: WorkerTask, storage: Storage, limits: Limits, roomy: str | None) -> Launch:
@@ -226,27 +243,16 @@ def _start_feeder(
     return feeder
 
 
-def _start_coordinator(
+def _coordinator_start(
     job: JobConfig,
     attempt: Attempt,
     storage: Storage,
     limits: Limits,
-    here: Any,
     fault_plan: str,
-    stop_by: str,
-    sharded: bool,
+    until_tokens: int | None,
     disks: NodeDisks,
-) -> Any:
-    """The launch's coordinator, an actor on the node that `here` names."""
-    options: dict[str, Any] = {
-        "scheduling_strategy": here,
-        "name": f"coordinator-{attempt.launch}",
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_task_retries": 0,
-        "max_concurrency": 20_000,
-    }
-    start = CoordinatorStart(
+) -> CoordinatorStart:
+    return CoordinatorStart(
         attempt=attempt,
         storage=storage.root,
         min_workers=limits.min_workers,
@@ -262,9 +268,22 @@ def _start_coordinator(
         flat_config=job.flat(),
         rng=starting.rng_document(job),
         fault_plan=fault_plan,
-        stop_by=stop_by,
-        sharded=sharded,
+        stop_by=asker() if until_tokens is not None else "",
+        sharded=_num_shards(attempt) != 1,
         nodes=disks.nodes,
     )
-    notes = partial(notes_of, feeder_name(attempt.launch))
+
+
+def _start_coordinator(start: CoordinatorStart, here: Any) -> Any:
+    """The launch's coordinator, an actor on the node that `here` names."""
+    launch = start.attempt.launch
+    options: dict[str, Any] = {
+        "scheduling_strategy": here,
+        "name": f"coordinator-{launch}",
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": 20_000,
+    }
+    notes = partial(notes_of, feeder_name(launch))
     return ray.remote(CoordinatorProcess).options(**options).remote(start, notes)

@@ -18,7 +18,7 @@ from orchestrator.errors import text_of
 from orchestrator.history import sentences
 from orchestrator.launch.run_log import RunLog
 from orchestrator.launch.screen import Screen
-from orchestrator.records import RunStatus
+from orchestrator.records.run_status import RunStatus
 from orchestrator.storage.files import Storage
 
 _TRACEBACK = "Traceback (most recent call last)"

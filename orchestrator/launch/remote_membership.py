@@ -20,25 +20,20 @@ from typing import Any, Protocol
 
 from orchestrator.errors import ElasticError, FencedError, OrchestratorError
 from orchestrator.launch.generation_end import GenerationEnd
-from orchestrator.records import (
-    BETWEEN,
-    ENDING,
-    FEED_WAIT,
-    PHASE_LIMITS_S,
-    SAVE_WAIT,
-    STEP,
+from orchestrator.launch.phase_reports import PhaseReports
+from orchestrator.records.membership import (
     ControlRequests,
     GenerationView,
     JoinRequest,
     MemberState,
     Refusal,
     RunOver,
-    StateKey,
-    StepRecord,
     StillWaiting,
-    Vote,
 )
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.trainer.membership import connect_store, open_store
+from orchestrator.trainer.phases import BETWEEN, ENDING, PHASE_LIMITS_S, SAVE_WAIT, STEP
 
 # A coordinator of our launch that cannot be reached: after this long members stop (membership rule 11).
 COORDINATOR_LIMIT_S = 60.0
@@ -46,8 +41,6 @@ ANSWER_LIMIT_S = 30.0  # a coordinator that lives answers every call within 10 s
 _RETRY_S = 0.1
 _REPORT_EVERY_S = 0.5
 _PROBE_S = 3.0  # how long a port is tried
-_LONG_PHASE_S = 1.0  # a shorter one is nobody's business
-_AGAIN_S = 60.0
 _GIVEN_UP_EVERY_S = 5.0  # how often a member that saves asks whether that is still wanted, at most
 _QUESTIONS_PER_S = 200.0  # of all members together: a coordinator answers more than 1,000 calls a second
 _QUIET = ControlRequests(ended=False, save=False, stop=False, reform=False, acknowledged_step=-1)
@@ -133,24 +126,7 @@ class RemoteMembership:
         """
         self._check()
         self._end.leave()
-        request = JoinRequest(
-            member=self.member,
-            launch=self._launch,
-            actor_id=self._place.actor_id,
-            node_id=self._place.node_id,
-            host=self._place.host,
-            port=self.store.port,
-            key=state.key,
-            leaves=state.leaves,
-            prepared=state.prepared,
-            cursor=state.cursor,
-            records=state.records,
-            reason=state.reason[-2000:],
-            pid=os.getpid(),
-            saving=state.saving,
-            holdings=state.holdings,
-            idle_s=time.monotonic() - self._stepped_at if state.leaves is not None else 0.0,
-        )
+        request = self._join_request(state)
         answer = self._ask("join", request)
         while isinstance(answer, GenerationView) and answer.probe:
             request = replace(
@@ -234,6 +210,26 @@ class RemoteMembership:
         self._ask("failed", self._launch, self.member, type(error).__name__, text, fatal)
 
     # ---- inside
+    def _join_request(self, state: MemberState) -> JoinRequest:
+        return JoinRequest(
+            member=self.member,
+            launch=self._launch,
+            actor_id=self._place.actor_id,
+            node_id=self._place.node_id,
+            host=self._place.host,
+            port=self.store.port,
+            key=state.key,
+            leaves=state.leaves,
+            prepared=state.prepared,
+            cursor=state.cursor,
+            records=state.records,
+            reason=state.reason[-2000:],
+            pid=os.getpid(),
+            saving=state.saving,
+            holdings=state.holdings,
+            idle_s=time.monotonic() - self._stepped_at if state.leaves is not None else 0.0,
+        )
+
     def _check(self) -> None:
         if self._broken is not None:
             raise ElasticError(
@@ -322,21 +318,18 @@ class RemoteMembership:
         """Reports to the coordinator what nobody waits for: step records in batches, long phases. While it
         stays away the records stay with the members, who bring them to the next join.
         """
-        reported, reported_at = STEP, time.monotonic()
-        asked_at = reported_at
+        reports = PhaseReports(told_at=time.monotonic())
+        asked_at = reports.told_at
         while True:
             time.sleep(_REPORT_EVERY_S)
             phase, since = self._doing()
             now = time.monotonic()
-            new = phase != reported and (phase == STEP or now - since > _LONG_PHASE_S)
-            # waiting for the feed ends no generation: the feed has its own limit (rule 23)
-            again = phase == reported == FEED_WAIT and now - reported_at > _AGAIN_S
+            limit_s = reports.due_s(phase, since, self._step_limit_s, now)
             try:
                 self._send_reports()
-                if new or again:
-                    limit_s = self._step_limit_s if phase == ENDING else PHASE_LIMITS_S[phase]
+                if limit_s is not None:
                     self._ask("phase", self._launch, self.member, limit_s)
-                    reported, reported_at = phase, now
+                    reports = PhaseReports(told=phase, told_at=now)
                 asked = self._undecided
                 if asked is not None and now - asked_at > ask_every_s(asked.world_size):
                     asked_at = now

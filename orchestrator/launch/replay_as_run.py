@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from orchestrator.config.schema import JobConfig, nested, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
+from orchestrator.config.stored import nested
 from orchestrator.coordinator.survey import Survey, survey
 from orchestrator.data.frozen import copy_frozen
 from orchestrator.errors import RefusedError, ResumePointError, TrainingError
@@ -17,7 +19,9 @@ from orchestrator.launch import claiming
 from orchestrator.launch import start as starting
 from orchestrator.launch.api import plan, train_until
 from orchestrator.launch.fork import fork
-from orchestrator.launch.replay import History, Regime, Replayed, difference, notes_on
+from orchestrator.launch.replay import Replayed
+from orchestrator.launch.replay_history import History, Regime
+from orchestrator.launch.retraining import difference, notes_on
 from orchestrator.launch.scratch import remove_left, scratch
 from orchestrator.launch.which_point import Wanted, place
 from orchestrator.planning.weights_digest import is_of_format_1

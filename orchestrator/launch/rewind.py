@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.config.schema import in_todays_fields, nested, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.stored import in_todays_fields, nested
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.attempt_journal import note_beginning, write_down_end
 from orchestrator.coordinator.choosing import up_to

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from orchestrator.cluster.ray_inventory import JOB_COPIES
-from orchestrator.config.schema import JobConfig, field_rules
+from orchestrator.config.field_rules import field_rules
+from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.choosing import choose_point, kept_point
 from orchestrator.coordinator.forking import (
@@ -31,7 +32,7 @@ from orchestrator.parts.node_folder import NodesHere
 from orchestrator.parts.node_storage import NodeStorage
 from orchestrator.parts.node_storage import run_storage as storage_of_run
 from orchestrator.planning.manifests import Reading
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.buckets import is_uri

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.cluster.job_server import STOP_WAIT, JobServer, JobStatus
-from orchestrator.config.schema import load_config
+from orchestrator.config.loading import load_config
 from orchestrator.data.sources.formats import format_of
 from orchestrator.errors import BusyError, ConfigError
 from orchestrator.launch.start import run_storage

@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrator.coordinator.survey import Survey
 from orchestrator.errors import RefusedError, ResumePointError, WantedPointError
-from orchestrator.records import StepRecord
+from orchestrator.records.steps import StepRecord
 from orchestrator.resume.points import Damage, Point, newest_first
 from orchestrator.resume.store import RunStore
 

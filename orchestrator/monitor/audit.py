@@ -9,21 +9,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.coordinator.survey import Survey
+from orchestrator.coordinator.survey import Survey, survey
 from orchestrator.data.sources.listing import same_files
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.spec import DataSpec
 from orchestrator.history.skips import SkipAt
 from orchestrator.history.step_names import find_steps, step_name
-from orchestrator.monitor.audit_run import NOTHING_COMPARED, AuditRun, HowToAudit
+from orchestrator.monitor.audit_run import NOTHING_COMPARED, AuditRun, HowToAudit, StepsCompared
 from orchestrator.monitor.history_parts import history_of
 from orchestrator.monitor.lists_there import require_lists
 from orchestrator.monitor.reference_encoding import reference_choice
-from orchestrator.monitor.step_walk import Walk, accepted_text, named
-from orchestrator.records import StateKey, StepRecord
+from orchestrator.monitor.run_data import trained_data
+from orchestrator.monitor.step_walk import named
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.points import parse_point_name
-
-__all__ = ["HowToAudit", "Walk", "accepted_text", "audit_history"]
+from orchestrator.resume.store import RunStore
 
 _FORKED = "the steps up to {0:,}: they are the history of {1}, of which this run is a fork; audit them there"
 _SKIPPED = (
@@ -31,6 +31,17 @@ _SKIPPED = (
     "skipped on purpose after {2} by attempt {3} ({0.request}); epochs and documents count them as read"
 )
 _HOW = HowToAudit()
+
+
+def audit(store: RunStore, uri: str, steps: str | None, how: HowToAudit) -> dict[str, Any]:
+    """The document of `audit --json` of the run at `uri`; see `audit_history`. Raises as that and
+    `run_data.trained_data` do.
+    """
+    # before the journal is read: what is committed in between may have records that were not read
+    points = [name for name in store.point_names() if not store.is_foreign(name)]
+    seen = survey(store)
+    report = audit_history(trained_data(store, uri, seen), seen, steps, points, how)
+    return {**report, "attempts": len(store.claim_numbers())}
 
 
 def audit_history(
@@ -72,22 +83,11 @@ def audit_history(
     if how.by_reference:
         reference_choice(spec)
     asked = _asked(seen, steps, committed)
-    wanted, found, first, not_shown = asked.wanted, NOTHING_COMPARED, asked.gap, list[str]()
-    history = history_of(spec, seen)
-    require_lists(spec, history, wanted)
-    with AuditRun(spec, history, wanted, how) as run:
-        if first is None and wanted:
-            found = run.compare_steps()
-            first = named(seen, found.difference) if found.difference is not None else None
-        first = first or asked.missing
-        if first is None and wanted:
-            reason, not_shown = run.compare_epochs(found)
-            first = None if reason is None else {"step": None, "reason": reason}
-    if first is None:
-        not_shown += _left_out(wanted, found.passed)
+    wanted = asked.wanted
+    found, first, not_shown = _compared(spec, seen, asked, how)
     repeated, texts = _repeated(spec)
-    not_shown += texts if wanted else []
-    not_shown += _history_before(seen) if wanted else []
+    if wanted:
+        not_shown += texts + _history_before(seen)
     return {
         "exactly_once": first is None if wanted or first else None,
         **_amounts(seen, wanted, asked.points),
@@ -124,6 +124,28 @@ def _asked(seen: Survey, steps: str | None, committed: Iterable[str]) -> _Asked:
         gap={"step": None, "reason": gaps[0]} if gaps else None,
         missing={"step": None, "reason": reason} if asked.stop > len(records) else None,
     )
+
+
+def _compared(
+    spec: DataSpec, seen: Survey, asked: _Asked, how: HowToAudit
+) -> tuple[StepsCompared, dict[str, Any] | None, list[str]]:
+    """What the steps were found to be, the first difference, and what is not shown; after a difference
+    nothing more is read.
+    """
+    wanted, found, first, not_shown = asked.wanted, NOTHING_COMPARED, asked.gap, list[str]()
+    history = history_of(spec, seen)
+    require_lists(spec, history, wanted)
+    with AuditRun(spec, history, wanted, how) as run:
+        if first is None and wanted:
+            found = run.compare_steps()
+            first = named(seen, found.difference) if found.difference is not None else None
+        first = first or asked.missing
+        if first is None and wanted:
+            reason, not_shown = run.compare_epochs(found)
+            first = None if reason is None else {"step": None, "reason": reason}
+    if first is None:
+        not_shown += _left_out(wanted, found.passed)
+    return found, first, not_shown
 
 
 def _amounts(seen: Survey, wanted: range, points: Iterable[StateKey]) -> dict[str, Any]:

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk
 from orchestrator.monitor.epoch_records import EpochRecords
 from orchestrator.planning.encoders import EncoderChoice
-from orchestrator.records import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, Int32Array, TokenChunk
+from orchestrator.records.arrays import Int32Array
 
 EpochFiles = tuple[str, int, EncoderChoice]
 """The files that an epoch of a source reads, as an encoder makes them: of epochs with one list, the first."""

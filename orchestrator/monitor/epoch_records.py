@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from orchestrator.records import Int64Array
+from orchestrator.records.arrays import Int64Array
 
 
 class EpochRecords:

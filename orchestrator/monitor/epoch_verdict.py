@@ -13,7 +13,7 @@ from orchestrator.monitor.epoch_checksum import EpochChecksum, EpochFiles, Epoch
 from orchestrator.monitor.reference_encoding import EncodingDifference
 from orchestrator.monitor.source_walk import SourceStretch, Stretches, at_border
 from orchestrator.planning.encoders import EncoderChoice, encoder_of_epoch
-from orchestrator.records import SourceCursor
+from orchestrator.records.cursor import SourceCursor
 
 EncodedFiles = dict[EpochFiles, EpochChecksum]
 JoinedSources = dict[tuple[str, int], "JoinedSource"]

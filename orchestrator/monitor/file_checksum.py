@@ -13,13 +13,13 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from orchestrator.data.settings import StreamSettings
-from orchestrator.data.sources.documents import bare
+from orchestrator.data.sources.documents import BadRecordError, bare
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.sources.readers import Part, read_files
 from orchestrator.data.sources.records_in_memory import Lines, Values
-from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, Window
+from orchestrator.data.sources.windows import OrderedWindow, Window
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.data.tokens.encoder import Encoder, Pieces
@@ -29,7 +29,7 @@ from orchestrator.errors import DataError
 from orchestrator.monitor.epoch_checksum import EpochChecksum
 from orchestrator.planning import record_keys
 from orchestrator.planning.encoders import EncoderChoice
-from orchestrator.records import Int32Array
+from orchestrator.records.arrays import Int32Array
 
 # Documents are encoded in batches of about so many characters of text, or of so many documents; the fixed
 # cost of a call vanishes in it.

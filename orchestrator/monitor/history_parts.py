@@ -17,7 +17,8 @@ from orchestrator.json_form import decode
 from orchestrator.monitor.reference_lists import ClaimedLists, began
 from orchestrator.monitor.reference_mixture import MixtureRule, rule_of
 from orchestrator.planning.manifests import FIRST, ListSpan, SourceLists, start_of
-from orchestrator.records import Cursor, StepRecord
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StepRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

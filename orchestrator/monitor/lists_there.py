@@ -15,7 +15,7 @@ from orchestrator.errors import DataIdentityError
 from orchestrator.history.step_names import step_name
 from orchestrator.monitor.history_parts import History
 from orchestrator.monitor.reference_lists import begins_anew
-from orchestrator.records import Cursor, SourceCursor
+from orchestrator.records.cursor import Cursor, SourceCursor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ from orchestrator.monitor.missing import (
 from orchestrator.monitor.set_aside import SetAside
 from orchestrator.monitor.tail import Tail, read_tail
 from orchestrator.monitor.view import AttemptFacts, Quiet, RunView, left_out, view_of
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.resume.fates import point_fates
 from orchestrator.resume.store import RunStore
 

@@ -130,11 +130,12 @@ def newest_there(
 
 def wrong_sizes(store: RunStore, name: str) -> list[str]:
     """The files of a point that are missing or have another size than was committed; none of one that was
-    deleted meanwhile. Raises `StorageError`.
+    deleted meanwhile, and none on the disks of nodes that are not reached from here. Raises `StorageError`.
     """
     try:
         commit = read_commit(store.storage, name)
-        damages = check_sizes(store.storage, name, commit.files)
+        seen = [each for each in commit.files if not store.storage.away(point_path(name, each.path))]
+        damages = check_sizes(store.storage, name, seen)
     except DamageError as error:
         damages = [error.damage]
     except ResumePointError:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from orchestrator.coordinator.survey import Survey, mean_losses
+from orchestrator.monitor.point_rows import names_of
+from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.retention import NEEDED_TO_RELEASE, spared, to_delete
 from orchestrator.resume.store import RunStore
 
@@ -27,6 +29,13 @@ class Pruned:
     deleted: bool = False
     kept: str = ""
     why: str = field(default="", compare=False)
+
+
+def orphans_of(store: RunStore, seen: Survey) -> dict[str, str]:
+    """The committed points that are off the history, each with why."""
+    keys = {name: parse_point_name(name) for name in names_of(store, seen)}
+    why = {name: seen.lineage.why_orphan(key) for name, key in keys.items() if key}
+    return {name: f"orphan: {reason}" for name, reason in why.items() if reason}
 
 
 def prune(store: RunStore, orphans: Mapping[str, str], by: str, run_id: str, dry_run: bool) -> list[Pruned]:

@@ -9,8 +9,9 @@ from contextlib import suppress
 from typing import Any
 
 from orchestrator.coordinator.survey import LOOKS, Survey, deleted_now, moved_on, survey
-from orchestrator.errors import ResumePointError, StorageError, UnreachableNodeError
+from orchestrator.errors import RefusedError, ResumePointError, StorageError, UnreachableNodeError
 from orchestrator.history.request_files import asker
+from orchestrator.monitor.verifying import Verifying
 from orchestrator.planning.state_layout import Layout
 from orchestrator.resume.export_files import export_states
 from orchestrator.resume.points import Damage, Point, newest_first, parse_point_name
@@ -51,6 +52,21 @@ def not_deleted(store: RunStore, rows: Rows) -> Rows:
     """Without the points that are not whole because the run deleted them while they were read."""
     gone = deleted_now(store, [row["name"] for row in rows if not row["healthy"]])
     return [row for row in rows if row["name"] not in gone]
+
+
+def verified_point(store: RunStore, uri: str, point: str, reading: Verifying) -> dict[str, Any]:
+    """The row of one point of the run at `uri`, as `reading` finds it. Raises `RefusedError` for an unknown
+    name, and for a point that the run deletes while it is read.
+    """
+    names = names_of(store, survey(store, with_steps=False))
+    if point not in names:
+        raise RefusedError(f"{uri} has no resume point {point}; it has {', '.join(names) or 'none'}")
+    for row in not_deleted(store, reading.rows([point])):
+        return row
+    raise RefusedError(
+        f"{uri}: the run has deleted resume point {point} while it was read, as resume.keep_latest says; "
+        "verify a newer one"
+    )
 
 
 def point_rows(store: RunStore, seen: Survey) -> Rows:

@@ -17,9 +17,11 @@ import numpy as np
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.encoder import TOKENIZERS, difference_text, installed_version
+from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, Place, encoder_at
-from orchestrator.records import PIECE, Cursor, Int32Array, SourceCursor, TokenChunk
+from orchestrator.records.arrays import Int32Array
+from orchestrator.records.cursor import Cursor, SourceCursor
 
 SHOWN = 20  # so many differences are named, and all are counted
 MOST = 100_000  # of a stretch: each is held

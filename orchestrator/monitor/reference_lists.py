@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from orchestrator.planning.manifests import SourceLists
-from orchestrator.records import SourceCursor
+from orchestrator.records.cursor import SourceCursor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from fractions import Fraction
 from math import gcd, lcm
 from typing import Any
 
-from orchestrator.records import MixtureShare
+from orchestrator.records.cursor import MixtureShare
 
 _NONE = MixtureShare(weight=0)
 

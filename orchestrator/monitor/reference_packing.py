@@ -15,19 +15,10 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64
 
+from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError
-from orchestrator.records import (
-    BAD,
-    EMPTY,
-    FILTERED,
-    HELD_OUT,
-    PIECE,
-    BoolArray,
-    Int32Array,
-    Int64Array,
-    SourceCursor,
-    TokenChunk,
-)
+from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
+from orchestrator.records.cursor import SourceCursor
 
 NO_TARGET, NO_DOCUMENT, NO_TOKEN = -100, -1, 0
 # What a cursor counts of a source.

@@ -1,7 +1,7 @@
 """The packing of whole documents once more, for an audit: `bestfit` and `pad`, window by window.
 
 It follows the rule in plain loops over documents and shares no code with the trainer's packer
-(`window_packer`, `arrangement`, `runs`): a fault there cannot hide here.
+(`window_packer`, `packed_window`, `arrangement`, `runs`): a fault there cannot hide here.
 """
 
 from __future__ import annotations
@@ -15,20 +15,12 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from orchestrator.data.settings import StreamSettings
+from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.monitor.reference_packing import NO_DOCUMENT, NO_TARGET, NO_TOKEN, Samples
 from orchestrator.planning.order import order_key
-from orchestrator.records import (
-    BAD,
-    EMPTY,
-    FILTERED,
-    HELD_OUT,
-    PIECE,
-    BoolArray,
-    Int32Array,
-    SourceCursor,
-    TokenChunk,
-)
+from orchestrator.records.arrays import BoolArray, Int32Array
+from orchestrator.records.cursor import SourceCursor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

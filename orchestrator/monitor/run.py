@@ -7,11 +7,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.coordinator.survey import Survey, require_frozen, survey
+from orchestrator.coordinator.survey import survey
 from orchestrator.errors import (
     DataIdentityError,
     OrchestratorError,
@@ -24,15 +23,14 @@ from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, asker
 from orchestrator.monitor import frames
 from orchestrator.monitor.asking import Asking, Reply
 from orchestrator.monitor.look import look_at, since_it_moved
-from orchestrator.monitor.orphans import Pruned, prune, release
-from orchestrator.monitor.point_rows import names_of, not_deleted, point_rows, standing
+from orchestrator.monitor.orphans import Pruned, orphans_of, prune, release
+from orchestrator.monitor.point_rows import names_of, point_rows, standing, verified_point
 from orchestrator.monitor.verdict import GONE
-from orchestrator.monitor.verifying import Progress, Verifying, done_before
+from orchestrator.monitor.verifying import NoProgress, Progress, Verifying, done_before
 from orchestrator.monitor.view import Quiet, RunView, not_watched
 from orchestrator.parts.node_storage import with_nodes
-from orchestrator.records import StepRecord
+from orchestrator.records.steps import StepRecord
 from orchestrator.resume.pins import Hold
-from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.open import open_storage
 
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from orchestrator.config.schema import JobConfig
-    from orchestrator.data.spec import DataSpec
     from orchestrator.launch.fork import ForkPlan
     from orchestrator.launch.replay import Replayed, StateAt
     from orchestrator.launch.rewind import RewindPlan
@@ -106,23 +103,11 @@ class Run:
         `resume`, points that an interrupted verification found whole are not read again. Raises
         `RefusedError` for an unknown name, and for one that the run deletes while it is read.
         """
-        if point is None:
-            before = done_before(self.findings()) if resume else ()
-            reading = Verifying(store=self._store, note=self._note_part, before=before)
-            reading.progress = progress or reading.progress
-            return standing(self._store, lambda seen: reading.rows(names_of(self._store, seen)))
-        names = names_of(self._store, survey(self._store, with_steps=False))
-        if point not in names:
-            raise RefusedError(f"{self.uri} has no resume point {point}; it has {', '.join(names) or 'none'}")
-        reading = Verifying(store=self._store)
-        reading.progress = progress or reading.progress
-        rows = not_deleted(self._store, reading.rows([point]))
-        if not rows:
-            raise RefusedError(
-                f"{self.uri}: the run has deleted resume point {point} while it was read, as "
-                "resume.keep_latest says; verify a newer one"
-            )
-        return rows
+        reading = Verifying(store=self._store, progress=progress or NoProgress())
+        if point is not None:
+            return [verified_point(self._store, self.uri, point, reading)]
+        reading.note, reading.before = self._note_part, done_before(self.findings()) if resume else ()
+        return standing(self._store, lambda seen: reading.rows(names_of(self._store, seen)))
 
     def records(self) -> tuple[StepRecord, ...]:
         """The step records of the effective history, in order."""
@@ -189,13 +174,12 @@ class Run:
         says which these are. See `monitor.orphans`.
         """
         seen = survey(self._store, with_steps=False)
-        keys = {name: parse_point_name(name) for name in names_of(self._store, seen)}
-        why = {name: seen.lineage.why_orphan(key) for name, key in keys.items() if key}
-        orphans = {name: f"orphan: {reason}" for name, reason in why.items() if reason}
-        pruned = prune(self._store, orphans, asker(), self._run_id(), dry_run)
+        pruned = prune(self._store, orphans_of(self._store, seen), asker(), self._run_id(), dry_run)
         if not any(event.kind == EventKind.ATTEMPT for event in seen.journal.events):
             return pruned
-        keep = self._configs(seen)[-1][1].resume
+        from orchestrator.monitor.run_data import attempt_configs
+
+        keep = attempt_configs(self.uri, seen)[-1].resume
         return [*pruned, *release(self._store, seen, keep, asker(), self._run_id(), dry_run)]
 
     def rewind(
@@ -414,7 +398,7 @@ class Run:
 
         Starts nothing, writes nothing; `.execute()` of what it returns does it.
         """
-        from orchestrator.config.schema import parse_config
+        from orchestrator.config.loading import parse_config
         from orchestrator.launch import api
         from orchestrator.monitor.planned import Planned
 
@@ -443,7 +427,9 @@ class Run:
 
     def config(self) -> JobConfig:
         """The configuration of the newest attempt."""
-        return self._configs(survey(self._store))[-1][1]
+        from orchestrator.monitor.run_data import attempt_configs
+
+        return attempt_configs(self.uri, survey(self._store))[-1]
 
     def audit(
         self,
@@ -466,18 +452,14 @@ class Run:
         `DataIdentityError` if files have changed since (also where `resume.accept_changed` let the run go on
         with them), or this machine lacks an encoder: then nothing can be said.
         """
-        from orchestrator.monitor.audit import HowToAudit, audit_history
+        from orchestrator.monitor.audit import audit
         from orchestrator.monitor.audit_progress import NoAuditProgress
+        from orchestrator.monitor.audit_run import HowToAudit
 
         if processes is not None and processes < 1:
             raise RefusedError(f"an audit by {processes} processes: it needs at least 1")
         how = HowToAudit(processes=processes, by_reference=reference, progress=progress or NoAuditProgress())
-        # before the journal is read: what is committed in between may have records that were not read
-        points = [name for name in self._store.point_names() if not self._store.is_foreign(name)]
-        seen = survey(self._store)
-        wanted = None if steps is None else str(steps)
-        report = audit_history(self._trained_data(seen), seen, wanted, points, how)
-        return {**report, "attempts": len(self._store.claim_numbers())}
+        return audit(self._store, self.uri, None if steps is None else str(steps), how)
 
     def list_samples(self, step: str | int, text: bool = False) -> dict[str, Any]:
         """Which documents a step of the history was trained on, sample by sample; `step` is named as
@@ -486,10 +468,11 @@ class Run:
 
         Reads the files from the nearest cursor in the journal on. Raises as `audit` does.
         """
+        from orchestrator.monitor.run_data import trained_data
         from orchestrator.monitor.step_documents import step_documents
 
         seen = survey(self._store)
-        return step_documents(self._trained_data(seen), seen, str(step), text)
+        return step_documents(trained_data(self._store, self.uri, seen), seen, str(step), text)
 
     def samples(self, step: str | int, text: bool = False) -> pd.DataFrame:
         """The same as a row for each document of each sample. Columns: `monitor.frames.SAMPLES`. Raises
@@ -504,37 +487,8 @@ class Run:
             )
         return frames.frame(frames.SAMPLES, sample_rows(found))
 
-    # ------------------------------------------------------------ inside
-    def _trained_data(self, seen: Survey) -> DataSpec:
-        """The data that the run was trained on, as its encoders made them."""
-        from orchestrator.data.preparing import prepare_trained
-        from orchestrator.monitor.audit import accepted_text
-
-        configs = [config for _, config in self._configs(seen)]
-        try:
-            spec = prepare_trained(configs[-1], self._store.storage, seen.sources)
-        except DataIdentityError as error:
-            raise DataIdentityError(f"{error}{accepted_text(seen)}") from error
-        require_frozen(seen, spec)
-        # also of sources that the newest configuration does not have any more
-        loss: dict[str, str] = {s.name: s.loss for config in configs for s in config.data.sources}
-        return replace(spec, settings=replace(spec.settings, loss=loss)).made_by(seen.encoders)
-
     def _view(self, watch_s: float, quiet_s: Quiet) -> RunView:
         return look_at(self._store, self.uri, watch_s, quiet_s)
-
-    def _configs(self, seen: Survey) -> list[tuple[int, JobConfig]]:
-        from orchestrator.config.schema import in_todays_fields, nested, parse_config
-
-        events = [event for event in seen.journal.events if event.kind == EventKind.ATTEMPT]
-        if not events:
-            raise RefusedError(
-                f"{self.uri}: no attempt of this run has begun yet, so there is nothing to read"
-            )
-        return [
-            (event.attempt, parse_config(nested(in_todays_fields(event.fields["config"]))))
-            for event in events
-        ]
 
     def _note_part(self, result: dict[str, Any]) -> None:
         with suppress(StorageError):  # who may not write there reads nevertheless, and resumes nothing

@@ -15,7 +15,7 @@ from orchestrator.monitor.reference_packing import ReferencePacker, Samples
 from orchestrator.monitor.reference_windows import ReferenceWindows
 from orchestrator.monitor.trained import TrainedTokens
 from orchestrator.monitor.trained_documents import TrainedDocuments
-from orchestrator.records import Cursor, SourceCursor
+from orchestrator.records.cursor import Cursor, SourceCursor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

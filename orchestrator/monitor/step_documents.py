@@ -19,10 +19,10 @@ from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import RefusedError
 from orchestrator.history.step_names import find_steps, numbering_note, step_name
-from orchestrator.monitor.audit import Walk
+from orchestrator.monitor.step_walk import Walk
 from orchestrator.monitor.tracing_packer import Stretch, TracingPacker
 from orchestrator.monitor.tracing_windows import TracingWindows
-from orchestrator.records import Int32Array
+from orchestrator.records.arrays import Int32Array
 
 _LINES = ("jsonl", "lines")  # formats with a record per line
 

@@ -15,7 +15,7 @@ from orchestrator.monitor.history_parts import accepting, history_of
 from orchestrator.monitor.reference_packing import ReferencePacker
 from orchestrator.monitor.reference_windows import ReferenceWindows
 from orchestrator.monitor.walk import Difference, PartWalk, WalkedStep
-from orchestrator.records import StepRecord
+from orchestrator.records.steps import StepRecord
 
 
 class Walk:

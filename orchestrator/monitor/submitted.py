@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from orchestrator.config.schema import JobConfig, as_job
+from orchestrator.config.loading import as_job
+from orchestrator.config.schema import JobConfig
 from orchestrator.errors import OrchestratorError, RefusedError
 from orchestrator.monitor.asking import Reply
 from orchestrator.monitor.local_launch import LocalLaunch

@@ -22,7 +22,7 @@ from orchestrator.history.journal import GENERATION, OWN_FIELDS, STEP
 from orchestrator.history.segment_log import SEGMENT_BYTES
 from orchestrator.history.segments import SegmentRef, journals, num_bytes, read_from, segments
 from orchestrator.json_form import decode
-from orchestrator.records import GroupChange, GroupMember, Loss
+from orchestrator.records.run_status import GroupChange, GroupMember, Loss
 from orchestrator.storage.files import Storage
 
 # Segments are read until it is so many: with the one that reaches it about two full ones, but any number of

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.monitor.reference_packing import ReferencePacker, Samples
-from orchestrator.records import Int64Array, SourceCursor, TokenChunk
+from orchestrator.records.arrays import Int64Array
+from orchestrator.records.cursor import SourceCursor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

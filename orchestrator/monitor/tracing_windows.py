@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from orchestrator.data.settings import StreamSettings
+from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.monitor.reference_packing import Samples
 from orchestrator.monitor.reference_windows import ReferenceWindows
 from orchestrator.monitor.reference_windows import Stretch as Content
 from orchestrator.monitor.tracing_packer import Stretch
-from orchestrator.records import PIECE, SourceCursor, TokenChunk
+from orchestrator.records.cursor import SourceCursor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.monitor.epoch_checksum import EpochChecksums
 from orchestrator.monitor.reference_packing import NO_DOCUMENT, NO_TARGET, NO_TOKEN, Samples
-from orchestrator.records import Int32Array, SourceCursor, TokenChunk
+from orchestrator.records.arrays import Int32Array
+from orchestrator.records.cursor import SourceCursor
 
 _UNKNOWN = -1  # of a sample's first token, whose document id is 0 whether or not a document begins there
 

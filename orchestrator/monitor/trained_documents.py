@@ -11,10 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.monitor.epoch_checksum import EpochChecksums
 from orchestrator.monitor.reference_packing import NO_DOCUMENT, NO_TARGET, NO_TOKEN, Samples
 from orchestrator.monitor.reference_windows import Stretch, content_of
-from orchestrator.records import BoolArray, Int32Array, SourceCursor, TokenChunk
+from orchestrator.records.arrays import BoolArray, Int32Array
+from orchestrator.records.cursor import SourceCursor
 
 
 class _Expected:

@@ -28,7 +28,7 @@ from orchestrator.monitor.verdict import (
 )
 from orchestrator.planning.parallel_choice import layout_text
 from orchestrator.planning.state_layout import layout_of
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.resume.points import parse_point_name
 
 LeftOut = Mapping[str, Mapping[str, int]]  # by source: `filtered`, `held_out`, `long`, `unpacked`

@@ -23,7 +23,9 @@ from orchestrator.monitor.reference_windows import ReferenceWindows
 from orchestrator.monitor.source_walk import SourceWalk, Stretches
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.digest import batch_digest
-from orchestrator.records import Cursor, Int32Array, MixtureShare, SourceCursor, StepRecord
+from orchestrator.records.arrays import Int32Array
+from orchestrator.records.cursor import Cursor, MixtureShare, SourceCursor
+from orchestrator.records.steps import StepRecord
 
 _COUNTED = ("documents", "special_texts")  # what counts in a source's cursor, and does not begin anew
 _RUN_TOKENS = 1 << 18  # skipped samples are drawn by so many tokens at a time

@@ -19,7 +19,7 @@ from orchestrator.parts.format1 import manifest_of_format_1
 from orchestrator.parts.manifest import Manifest, Name, PartDamage, state_tensor
 from orchestrator.parts.part_file import FORMAT, part_path
 from orchestrator.planning.state_layout import Layout
-from orchestrator.records import FileEntry, SavedTensor, TensorEntry
+from orchestrator.records.points import FileEntry, SavedTensor, TensorEntry
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import unseal
 

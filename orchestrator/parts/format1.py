@@ -17,7 +17,7 @@ from orchestrator.parts.dtypes import SAFETENSORS
 from orchestrator.parts.manifest import Manifest, Name, PartDamage
 from orchestrator.parts.part_file import LENGTH_BYTES, Extent
 from orchestrator.planning.weights_digest import weights_digest
-from orchestrator.records import FileEntry, SavedTensor, TensorChunk, TensorEntry
+from orchestrator.records.points import FileEntry, SavedTensor, TensorChunk, TensorEntry
 
 _DIGEST_DIGITS = 64
 

@@ -19,7 +19,7 @@ from orchestrator.planning.state_layout import (
     writing_replicas,
     written_rows,
 )
-from orchestrator.records import FileEntry, SavedTensor, TensorChunk
+from orchestrator.records.points import FileEntry, SavedTensor, TensorChunk
 
 MODEL, OPTIMIZER = "model", "optimizer"  # groups of tensors
 Name = tuple[str, str]  # group and name of a tensor

@@ -23,7 +23,7 @@ from blake3 import blake3
 from orchestrator.errors import OrchestratorError, ResourceError, StorageError
 from orchestrator.json_form import decode, encode
 from orchestrator.parts.part_file import goes_on, parse_header, piece_digest, read_header
-from orchestrator.records import FileEntry, NodePlace
+from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
 from orchestrator.storage.sealed import seal, unseal

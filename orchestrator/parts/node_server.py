@@ -22,7 +22,7 @@ from orchestrator.parts.node_folder import (
     root_here,
 )
 from orchestrator.parts.part_job import PartCancelled
-from orchestrator.records import FileEntry, NodePlace
+from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
 from orchestrator.storage.store import Listed, ObjectFacts

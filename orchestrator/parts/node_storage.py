@@ -17,7 +17,7 @@ from orchestrator.errors import OrchestratorError, StorageError, UnreachableNode
 from orchestrator.json_form import decode
 from orchestrator.parts.node_folder import Nodes, NodesHere, NodeStore, run_folder
 from orchestrator.planning.node_parts import missing, missing_text, places_of
-from orchestrator.records import NodeParts, NodePlace
+from orchestrator.records.points import NodeParts, NodePlace
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
 from orchestrator.storage.open import open_storage

@@ -24,7 +24,7 @@ rows verifies the pieces they lie in, and nobody has to read all of it to trust 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ from blake3 import blake3
 from orchestrator.parts.dtypes import SAFETENSORS, num_bytes, safetensors_name
 from orchestrator.planning.state_layout import Layout, StateTensor
 from orchestrator.planning.weights_sum import MODULUS, row_seed, rows_sum
-from orchestrator.records import FileEntry
+from orchestrator.records.points import FileEntry
 from orchestrator.storage.files import Storage
 
 FORMAT = 2
@@ -134,57 +134,92 @@ def make_part(
         (part for part in parts if part.rows),
         key=lambda part: (-part.tensor.itemsize, part.tensor.group, part.tensor.name),
     )
-    tensors: dict[str, Any] = {}
-    rows: dict[str, list[int]] = {}
-    digests: dict[str, str] = {}
-    sums: dict[str, int] = {}
-    content: list[memoryview] = []
-    at = 0
+    laid = list[_Laid]()
     for part in written:
-        name, tensor = f"{part.tensor.group}/{part.tensor.name}", part.tensor
-        shape = (len(part.rows), *tensor.shape[1:]) if tensor.shape else ()
-        data = part.data.cast("B") if part.data.nbytes else memoryview(b"")
-        expected = num_bytes(part.dtype, shape)
-        assert len(data) == expected, f"{name} {part.dtype} {shape} has {len(data)} bytes, not {expected}"
-        pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
-        found = []
-        for piece in pieces:
-            check()
-            found.append(piece_digest(piece))
-        sums[tensor.group] = (sums.get(tensor.group, 0) + part_sum(part, check)) % MODULUS
-        tensors[name] = {
-            "dtype": safetensors_name(part.dtype),
-            "shape": list(shape),
-            "data_offsets": [at, at + len(data)],
+        laid.append(_lay(part, laid[-1].stop if laid else 0, check))
+    sums: dict[str, int] = {}
+    for each in laid:
+        sums[each.group] = (sums.get(each.group, 0) + each.sum) % MODULUS
+    header = _header(point, layout, rank, laid, sums)
+    return PartFile(
+        path=part_path(rank, layout.world_size),
+        header=header,
+        content=(memoryview(header), *(piece for each in laid for piece in each.pieces)),
+        sums=sums,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Laid:
+    """Rows of a tensor at their place in the file: bytes [start, stop) behind the header, in pieces with
+    their digests; `name` is the tensor's in the file.
+    """
+
+    name: str
+    group: str
+    dtype: str
+    shape: tuple[int, ...]
+    rows: range
+    start: int
+    stop: int
+    pieces: list[memoryview]
+    digests: list[str]
+    sum: int
+
+
+def _lay(part: PartRows, start: int, check: Callable[[], None]) -> _Laid:
+    """Rows hashed and added up, for the place from byte `start` on."""
+    name, tensor = f"{part.tensor.group}/{part.tensor.name}", part.tensor
+    shape = (len(part.rows), *tensor.shape[1:]) if tensor.shape else ()
+    data = part.data.cast("B") if part.data.nbytes else memoryview(b"")
+    expected = num_bytes(part.dtype, shape)
+    assert len(data) == expected, f"{name} {part.dtype} {shape} has {len(data)} bytes, not {expected}"
+    pieces, digests = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)], []
+    for piece in pieces:
+        check()
+        digests.append(piece_digest(piece))
+    return _Laid(
+        name=name,
+        group=tensor.group,
+        dtype=part.dtype,
+        shape=shape,
+        rows=part.rows,
+        start=start,
+        stop=start + len(data),
+        pieces=pieces,
+        digests=digests,
+        sum=part_sum(part, check),
+    )
+
+
+def _header(point: str, layout: Layout, rank: int, laid: Sequence[_Laid], sums: Mapping[str, int]) -> bytes:
+    """The file's length and header."""
+    tensors = {
+        each.name: {
+            "dtype": safetensors_name(each.dtype),
+            "shape": list(each.shape),
+            "data_offsets": [each.start, each.stop],
         }
-        rows[name], digests[name] = [part.rows.start, part.rows.stop], " ".join(found)
-        content += pieces
-        at += len(data)
+        for each in laid
+    }
+    this = {
+        "format": FORMAT,
+        "rank": rank,
+        "num_shards": layout.num_shards,
+        "num_replicas": layout.num_replicas,
+        "piece_bytes": PIECE_BYTES,
+    }
     metadata = {
         "format": "pt",
         "point": point,
-        "part": _text(
-            {
-                "format": FORMAT,
-                "rank": rank,
-                "num_shards": layout.num_shards,
-                "num_replicas": layout.num_replicas,
-                "piece_bytes": PIECE_BYTES,
-            }
-        ),
-        "rows": _text(rows),
-        "pieces": _text(digests),
+        "part": _text(this),
+        "rows": _text({each.name: [each.rows.start, each.rows.stop] for each in laid}),
+        "pieces": _text({each.name: " ".join(each.digests) for each in laid}),
         "sums": _text({group: f"{total:032x}" for group, total in sorted(sums.items())}),
     }
     text = orjson.dumps({_METADATA: metadata, **tensors})
     text += b" " * (-(LENGTH_BYTES + len(text)) % _ALIGN_BYTES)
-    header = len(text).to_bytes(LENGTH_BYTES, "little") + text
-    return PartFile(
-        path=part_path(rank, layout.world_size),
-        header=header,
-        content=(memoryview(header), *content),
-        sums=sums,
-    )
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def part_sum(part: PartRows, check: Callable[[], None] = goes_on) -> int:

@@ -16,7 +16,7 @@ import orjson
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.parts.part_file import PartRows, goes_on, make_part, write_part
 from orchestrator.planning.state_layout import Layout, Place, StateTensor
-from orchestrator.records import FileEntry, NodePlace
+from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage
 
 

@@ -20,7 +20,7 @@ from typing import Protocol
 from orchestrator.errors import StorageError
 from orchestrator.parts.part_job import PartCancelled, PartJob, PartWritten, answer_of, job_line, perform
 from orchestrator.parts.writer import CANCELLED, GROWS
-from orchestrator.records import FileEntry, NodePlace
+from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage
 
 # A smaller part takes a thread some milliseconds; a process takes 60 MB, and 0.3 s of CPU to start.
@@ -52,9 +52,9 @@ class PartWriter:
     """Writes one part after the other, in a process that starts with the first large one. Safe to use from
     threads.
 
-    Where that process dies, the save at hand fails, and the next one starts another; after three deaths
-    without a part in between parts are written in a thread of this process, which slows training down:
-    `say` hears of it once. A rank that dies takes the process with it.
+    Where that process dies, or cannot be started, the save at hand fails, and the next one starts another;
+    after three times without a part in between parts are written in a thread of this process, which slows
+    training down: `say` hears of it once. A rank that dies takes the process with it.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class PartWriter:
             raise PartCancelled(CANCELLED)
 
     def _in_process(self, task: _Task) -> PartWritten:
-        process = self._process or self._started()
+        process = self._process or self._begun()
         assert process.stdin is not None
         assert process.stdout is not None
         with suppress(OSError):  # what cannot be sent shows where the answer is read
@@ -173,20 +173,37 @@ class PartWriter:
         self._deaths = 0
         return answer_of(line)
 
+    def _begun(self) -> subprocess.Popen[bytes]:
+        try:
+            return self._started()
+        except OSError as error:
+            how = f"could not be started: {error.strerror or error}"
+            self._count_death(how)
+            raise StorageError(
+                f"the process that writes this rank's part of a resume point {how}; the save is given up, "
+                "and the next one tries again: see the limits of processes and open files here, and whether "
+                "memory runs out"
+            ) from error
+
     def _started(self) -> subprocess.Popen[bytes]:
         # it finds what this process finds, and what lies in the current folder
         places = [*(path for path in sys.path if path), os.getcwd()]
         theirs, ours = os.pipe()
         os.set_blocking(ours, False)  # whoever cancels waits for nobody
-        process = subprocess.Popen(  # noqa: S603  this Python, and a module of ours
-            [sys.executable, "-P", "-m", _WRITER, self._storage.root, str(os.getpid()), str(theirs)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=(theirs,),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
-            start_new_session=True,  # Ctrl-C is for the rank, which saves once more
-        )
-        os.close(theirs)
+        try:
+            process = subprocess.Popen(  # noqa: S603  this Python, and a module of ours
+                [sys.executable, "-P", "-m", _WRITER, self._storage.root, str(os.getpid()), str(theirs)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=(theirs,),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
+                start_new_session=True,  # Ctrl-C is for the rank, which saves once more
+            )
+        except OSError:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
         with self._lock:
             self._process, self._cancels = process, ours
             self._tell_cancelled()
@@ -200,19 +217,22 @@ class PartWriter:
     def _died(self, process: subprocess.Popen[bytes]) -> StorageError:
         self._end(process)
         code = process.returncode
-        self._deaths += 1
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        self._count_death(how)
+        return StorageError(
+            f"the process {process.pid} that wrote this rank's part of a resume point {how}; the save is "
+            "given up, and the next one starts another process: if it happens again, see whether memory runs "
+            "out"
+        )
+
+    def _count_death(self, how: str) -> None:
+        self._deaths += 1
         if self._deaths == _MOST_DEATHS:
             self._say(
                 f"the process that writes this rank's part of resume points died {_MOST_DEATHS} times in a "
                 f"row (the last one {how}); parts are written by a thread from now on, which slows training "
                 "during a save: see the worker's log, and whether memory runs out"
             )
-        return StorageError(
-            f"the process {process.pid} that wrote this rank's part of a resume point {how}; the save is "
-            "given up, and the next one starts another process: if it happens again, see whether memory runs "
-            "out"
-        )
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:

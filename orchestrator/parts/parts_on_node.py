@@ -12,7 +12,7 @@ from typing import Protocol
 from orchestrator.errors import StorageError
 from orchestrator.parts.node_folder import expanded, make_node, place_in
 from orchestrator.parts.part_job import PartCancelled
-from orchestrator.records import FileEntry, NodePlace
+from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage
 
 

@@ -19,7 +19,7 @@ from orchestrator.parts.node_folder import NodesHere, NodeStore
 from orchestrator.parts.node_server import Home
 from orchestrator.parts.part_job import PartCancelled
 from orchestrator.planning.node_parts import keeper
-from orchestrator.records import FileEntry, NodePlace
+from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.store import Listed, ObjectFacts
 
 HOLDS_S = 30.0  # how long it is believed what nodes said of themselves

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.records import StepRange
+from orchestrator.records.batches import StepRange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from orchestrator.planning.data_end import KnownEpochs
-from orchestrator.records import Cursor, SourceCursor
+from orchestrator.records.cursor import Cursor, SourceCursor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

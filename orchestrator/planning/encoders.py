@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from orchestrator.records import Cursor, SourceCursor
+from orchestrator.records.cursor import Cursor, SourceCursor
 
 Place = tuple[int, int, int, int]
 """(epoch, block, window, record in the window's order): where a document stands in its source's stream."""

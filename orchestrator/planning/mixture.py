@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from decimal import Decimal
 
-from orchestrator.records import MixtureShare
+from orchestrator.records.cursor import MixtureShare
 
 __all__ = ["Mixture", "MixtureShare", "whole_weights"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.records import NodeParts, NodePlace
+from orchestrator.records.points import NodeParts, NodePlace
 
 _NAMED = 8  # of many nodes or files a message names so many
 

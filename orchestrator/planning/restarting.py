@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from orchestrator.planning.skipping import LATEST
-from orchestrator.records import Cursor, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig

@@ -7,8 +7,7 @@ returns one.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -17,22 +16,30 @@ from orchestrator import html_text
 from orchestrator.json_form import encode
 from orchestrator.planning.batches import (
     Remaining,
-    idle_share,
-    micro_batches_per_rank,
     next_range,
-    num_micro_batches,
     rebase_step,
     remaining,
 )
 from orchestrator.planning.data_end import KnownEpochs, epochs_of, nothing_left
 from orchestrator.planning.data_seen import PlannedSkip, SourceSeen, sources_seen
+from orchestrator.planning.differences import (
+    OF_A_SOURCE,
+    Difference,
+    differences,
+    names_of_sources,
+    refusals,
+    value_text,
+    with_defaults,
+)
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, choose_next
-from orchestrator.planning.identity import RunIdentity, compare, or_anew
+from orchestrator.planning.identity import RunIdentity, compare
 from orchestrator.planning.manifests import SourceLists
 from orchestrator.planning.restarting import RestartDecision, SourceChange
+from orchestrator.planning.resume_notes import end_notes, world_size_notes
 from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
 from orchestrator.planning.skipping import Skip, SkipDecision
-from orchestrator.records import Cursor, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
@@ -54,21 +61,6 @@ class PointInfo:
     budgets: Budgets
     encoders: tuple[EncoderSpan, ...] = ()
     sources: tuple[SourceLists, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """A field whose value is not the point's; `rule` says what a resume may do with it: same, may_change or
-    free.
-    """
-
-    field: str
-    old: Any
-    new: Any
-    rule: str
-
-    def __str__(self) -> str:
-        return f"{self.field}: {value_text(self.old)} -> {value_text(self.new)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,27 +180,28 @@ def plan_resume(
     what to do; a stop that is already reached is no refusal but a resume with nothing remaining. Raises
     `ConfigError` for a schedule without an end.
     """
-    old = _with_defaults(old_flat) if old_flat is not None else config.flat()
-    different = differences(old, config.flat(), rules, restart.sources)
-    refused = list(refusals(different, point.name if point else "", identities is not None))
-    if identities is not None:
-        refused += _identity_refusals(identities, config, old_flat)
-    refused += [each.refusal for each in (skip, restart) if each.refusal]
-    refused += _both(skip, lists)
-    refused += _pack_refusals(config, point)
-    refused = [f"{config.run.run_uri}: {text}" for text in refused]  # which run, where several are at work
     cursor = point.cursor if point else Cursor()
+    old = with_defaults(old_flat) if old_flat is not None else config.flat()
+    different = differences(old, config.flat(), rules, restart.sources)
+    refused = [
+        f"{config.run.run_uri}: {text}"  # which run, where several are at work
+        for text in (
+            *refusals(different, point.name if point else "", identities is not None),
+            *_identity_refusals(identities, config, old_flat),
+            *(each.refusal for each in (skip, restart) if each.refusal),
+            *_both(skip, lists),
+            *_pack_refusals(config, point),
+        )
+    ]
     spans, encoder = _spans(point, identities), None
     if spans:
         encoder, missing = choose_next(spans, config.data.encoder, cursor, installed or {})
         refused += missing
         different = _with_encoders_named(different, spans[-1].encoder, encoder)
+        if encoder != spans[-1].encoder:
+            epochs = None  # of other tokens
     budgets = budgets_for(config, point.budgets if point else None, cursor)
-    data_tokens = 0 if point is not None and nothing_left(config.flat(), cursor) else None
-    if encoder is not None and encoder != spans[-1].encoder:
-        epochs = None  # of other tokens
-    if epochs is not None and skip.request is None:
-        data_tokens = epochs.left(epochs_of(config.flat()), cursor)
+    data_tokens = _data_left(config, point, epochs if skip.request is None else None)
     left = _remaining(config, cursor, budgets, data_tokens)
     return ResumePlan(
         action="refuse" if refused else "resume" if point else "start",
@@ -225,7 +218,10 @@ def plan_resume(
         lr_after=learning_rate(config.train, budgets, _place(config, point, budgets)),
         differences=different,
         refusals=tuple(refused),
-        notes=(*_world_size_notes(config, point), *_end_notes(epochs, data_tokens)),
+        notes=(
+            *world_size_notes(config, point.world_size if point else None),
+            *end_notes(epochs, data_tokens),
+        ),
         data_tokens=data_tokens,
         budgets=budgets,
         encoders=spans,
@@ -293,100 +289,17 @@ def step_label(point: PointInfo | None, global_batch_size: int, seq_len: int) ->
     return rebase_step(point.cursor.consumed_tokens, global_batch_size, seq_len)
 
 
-def differences(
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    rules: Mapping[str, str],
-    restarted: Collection[str] = (),
-) -> tuple[Difference, ...]:
-    """The fields that differ between two flat configurations, by name; what one of them lacks is None there.
-
-    `rules` maps a dotted path to its resume rule; a field that has none must stay the same. Fields of a
-    source are named by it (`data.sources.web.weight`); a source that only one of them has is a field of its
-    own (`data.sources.web`), which may change, as may the fields of a source that is `restarted`. The order
-    of sources means nothing. Also a `train.precision` that is the weights' own type must stay, for a point's
-    weights would have to be rounded.
-    """
-    names = _names(old), _names(new)
-    both = names[0] & names[1]
-    old, new = _by_source(old, both), _by_source(new, both)
-
-    def rule(name: str) -> str:
-        if name.startswith(_OF_A_SOURCE):
-            source, _, of_it = name.removeprefix(_OF_A_SOURCE).rpartition(".")
-            free = of_it in _CHANGING or name.removeprefix(_OF_A_SOURCE) in names[0] ^ names[1]
-            anew = source in restarted and of_it != "loss"
-            return "may_change" if free or anew else "same"
-        pure = name == "train.precision" and "pure_bf16" in (old.get(name), new.get(name))
-        return "same" if pure else rules.get(name, "same")
-
-    return tuple(
-        Difference(field=name, old=old.get(name), new=new.get(name), rule=rule(name))
-        for name in sorted({*old, *new})
-        if old.get(name) != new.get(name)
-    )
-
-
-_OF_A_SOURCE = "data.sources."
-_CHANGING = ("weight", "max_epochs")
-
-
-def _names(flat: Mapping[str, Any]) -> set[str]:
-    return {each["name"] for each in flat.get("data.sources") or ()}
-
-
-def _by_source(flat: Mapping[str, Any], both: Collection[str]) -> dict[str, Any]:
-    """With each field of the sources that `both` have, and each other source, as a field of its own; a single
-    one's weight means nothing.
-    """
-    found = dict(flat)
-    sources = found.pop("data.sources", None) or []
-    for each in sources:
-        prefix = f"{_OF_A_SOURCE}{each['name']}"
-        if each["name"] not in both:
-            found[prefix] = each["path"]
-            continue
-        untold = ("name",) if len(sources) > 1 else ("name", "weight")
-        found |= {f"{prefix}.{name}": value for name, value in each.items() if name not in untold}
-    return found
-
-
-def refusals(different: Iterable[Difference], point: str, content_known: bool) -> tuple[str, ...]:
-    """One text for each difference that no resume may make; `point` is its name, or empty without a point.
-
-    A field that names something whose content decides (a path) is not refused when contents are compared too
-    (`content_known`).
-    """
-    subject = f"resume point {point}" if point else "the run"
-    return tuple(
-        f"{subject} was made with {d.field}={value_text(d.old)}, the job asks for {value_text(d.new)}; "
-        f"keep {d.field}={value_text(d.old)}, {or_anew(d.field)}or start a new run under another run.name"
-        for d in different
-        if d.rule == "same" and not (content_known and is_content(d))
-    )
-
-
-def is_content(difference: Difference) -> bool:
-    """Whether only names of contents differ: another path to a tokenizer, or to a source."""
-    name = difference.field
-    return name == "data.tokenizer" or (name.startswith(_OF_A_SOURCE) and name.endswith(".path"))
-
-
-def _with_defaults(old_flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A field that did not exist yet when the point was made had what is its default now."""
-    from orchestrator.config.schema import field_rules, in_todays_fields
-
-    defaults = {rule.path: rule.default for rule in field_rules() if not rule.required}
-    return {**defaults, **in_todays_fields(old_flat)}
-
-
 def _identity_refusals(
-    identities: tuple[RunIdentity, RunIdentity], config: JobConfig, old_flat: Mapping[str, Any] | None
+    identities: tuple[RunIdentity, RunIdentity] | None,
+    config: JobConfig,
+    old_flat: Mapping[str, Any] | None,
 ) -> tuple[str, ...]:
+    if identities is None:
+        return ()
     old, new = identities
     if old_flat is not None:  # the differences have named the settings already, but of sources that come back
-        back = _names(config.flat()) - _names(old_flat)
-        prefixes = tuple(f"{_OF_A_SOURCE}{name}." for name in back)
+        back = names_of_sources(config.flat()) - names_of_sources(old_flat)
+        prefixes = tuple(f"{OF_A_SOURCE}{name}." for name in back)
         of_these = {name: value for name, value in new.settings.items() if name.startswith(prefixes)}
         new = replace(new, settings=old.settings | of_these)
     return compare(old, new, accept_changed=config.resume.accept_changed)
@@ -407,33 +320,11 @@ def _pack_refusals(config: JobConfig, point: PointInfo | None) -> Iterator[str]:
             )
 
 
-def _world_size_notes(config: JobConfig, point: PointInfo | None) -> Iterator[str]:
-    """How the global batch lies on the workers (data rule 16), with the fewest and the most of them."""
-    train, cluster = config.train, config.cluster
-    num_micro = num_micro_batches(train.global_batch_size, train.micro_batch_size)
-    for world in sorted({cluster.start_workers, cluster.max_workers}):
-        idle = idle_share(num_micro, world)
-        yield (
-            f"world size {world}: a step of {train.global_batch_size} samples is cut into {num_micro} "
-            f"micro-batches of at most {train.micro_batch_size}, up to "
-            f"{micro_batches_per_rank(num_micro, world)} for a worker; workers are idle for {idle:.0%} of it"
-        )
-    worlds = {cluster.start_workers, cluster.max_workers} - {point.world_size if point else 0}
-    if point is not None and worlds:
-        fast = train.is_fast(cluster.use_gpu)
-        yield (
-            f"the point was saved at world size {point.world_size}; at another one losses and weights "
-            + ("differ in their last bits (numerics: fast)" if fast else "stay the same, to the last bit")
-        )
-
-
-def _end_notes(epochs: KnownEpochs | None, data_tokens: int | None) -> Iterator[str]:
-    if epochs is not None and data_tokens is not None:
-        left = f"{data_tokens:,} more tokens" if data_tokens else "no more tokens"
-        yield (
-            f"the data hold {left}: an epoch of source {epochs.source} has {epochs.tokens:,} tokens, which "
-            f"is known since attempt {epochs.attempt} reached the end of the data"
-        )
+def _data_left(config: JobConfig, point: PointInfo | None, epochs: KnownEpochs | None) -> int | None:
+    """Positions that the data still hold; None: not known."""
+    if epochs is not None:
+        return epochs.left(epochs_of(config.flat()), point.cursor if point else Cursor())
+    return 0 if point is not None and nothing_left(config.flat(), point.cursor) else None
 
 
 def _remaining(
@@ -461,8 +352,3 @@ def _place(config: JobConfig, point: PointInfo | None, budgets: Budgets) -> int:
     batch, seq_len = config.train.global_batch_size, config.pack.seq_len
     first = next_range(0, 0, batch, seq_len, budgets.stop_tokens, budgets.stop_samples)
     return first.num_tokens if first else 0
-
-
-def value_text(value: Any) -> str:
-    """A value of the configuration as JSON has it (null, true); a text without its quotes."""
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from orchestrator.errors import ConfigError
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig

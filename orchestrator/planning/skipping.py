@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.records import Cursor, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from blake3 import blake3
 
-from orchestrator.records import TensorEntry
+from orchestrator.records.points import TensorEntry
 from orchestrator.storage.sealed import canonical
 
 

@@ -19,7 +19,9 @@ from typing import Any, Protocol, TypeVar
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
-from orchestrator.records import StateKey, StillWaiting, Vote
+from orchestrator.records.membership import StillWaiting
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
     DeletePoints,
@@ -86,6 +88,7 @@ class Commits:
         self._machine, self._committer, self._journal = machine, committer, journal
         self._listener, self._storage_limit_s = listener, storage_limit_s
         self._fails = False  # the newest save failed for storage's sake, which the user knows
+        self._lost: StateKey | None = None  # the newest save of an older attempt that nobody decided
         # One thread for everything that waits for storage: its operations stay in order and the calls of
         # members are answered meanwhile.
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="storage")
@@ -117,6 +120,20 @@ class Commits:
             self.notify_soon(VoteCast(vote=vote, now_s=time.monotonic()))
         await asyncio.wait([answer], timeout=wait_s)
         return answer.result() if answer.done() else StillWaiting()
+
+    def lost(self, key: StateKey) -> None:
+        """The save of `key` was begun under an older attempt of this launch, and its coordinator is gone: if
+        it is no point, it is given up. A copy changes nothing.
+        """
+        newest = max((each for each in (self._lost, self.newest and self.newest.key) if each), default=None)
+        if newest is None or key > newest:
+            self._lost = key
+            self._in_background(partial(self._give_up_lost, key))
+
+    async def _give_up_lost(self, key: StateKey) -> None:
+        reason = "the coordinator ended before it was decided, and another one has taken over"
+        async with self.lock:
+            await self._answer(GiveUp(key=key, ranks=(), reason=reason))
 
     def notify_soon(self, event: Event) -> None:
         """`notify`, without waiting for it."""
@@ -217,7 +234,7 @@ class Commits:
         if isinstance(action, Acknowledge) and not action.late:
             await self._note_commit(action.key)
         if isinstance(action, GiveUp) and not action.late:
-            retry_s = self.retries.given_up(action.by_storage, time.monotonic())
+            retry_s = self.retries.given_up(time.monotonic())
             self._journal.event(
                 EventKind.SAVE_GIVEN_UP,
                 point=action.key.point_name,

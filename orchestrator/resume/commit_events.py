@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.records import StateKey, StepRecord, Vote
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey, StepRecord
 
 
 # ---------------------------------------------------------------------- events

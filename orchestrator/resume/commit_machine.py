@@ -1,5 +1,5 @@
-"""When a save becomes a resume point, when its voters are answered, and when older points go: a pure machine
-from events to actions.
+"""When a save becomes a resume point, and when its voters are answered: a pure machine from events to
+actions. Which older points go then, `kept_points.py` decides.
 
 It does no input or output and knows no clock but the times in its events; `store_actions` carries the store's
 actions out, the coordinator the answers. membership rules 7 and 13 to 16.
@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
     Action,
@@ -19,7 +19,6 @@ from orchestrator.resume.commit_events import (
     ClaimChecked,
     CommitWritten,
     Deleted,
-    DeletePoints,
     DiscardSave,
     Event,
     Failed,
@@ -32,14 +31,13 @@ from orchestrator.resume.commit_events import (
     PartGrows,
     Tick,
     Verified,
-    VerifyPoint,
     VoteCast,
     VoterGone,
     WriteCommit,
 )
 from orchestrator.resume.departures import ALL_SILENT, NOBODY_LEFT, Departures
-from orchestrator.resume.points import disagreement, newest_first, parse_point_name
-from orchestrator.resume.retention import held_point, spared, to_delete, to_verify
+from orchestrator.resume.kept_points import KeptPoints
+from orchestrator.resume.points import disagreement
 from orchestrator.resume.save import UNDER_WAY, Save, Stage, first_of, set_of
 
 CHECK_EVERY_S = 5.0  # how often to look for a newer claim when nothing else makes one look (rule 11)
@@ -54,11 +52,8 @@ LOST = (
 class CommitMachine:
     """The state of one attempt's saves; `on` returns the next state and what to do.
 
-    `points` are the points on the lineage (at first those that the claim inherited), oldest first, `losses`
-    their mean losses as far as known, which with `keep_every` and `keep_best` spare some; `pinned` is the
-    claim's parent if that is a point of this run. `vote_limit_s` is how long a save may stand still: no rank
-    votes, or says that more of its part is written.
-    `quarantined` are the points that somebody marked as damaged, as of the last question about claims.
+    `kept` are the points on the lineage. `vote_limit_s` is how long a save may stand still: no rank votes, or
+    says that more of its part is written.
     `departures` says of each generation of which a vote may still come who has left it; `discarding` are the
     saves that were given up, with the set of ranks that may still be writing into them.
 
@@ -77,17 +72,8 @@ class CommitMachine:
     """
 
     attempt: int
-    keep_latest: int
+    kept: KeptPoints
     vote_limit_s: float
-    keep_every: int | None = None
-    keep_best: int = 0
-    losses: Mapping[str, float | None] = field(default_factory=dict)
-    points: tuple[str, ...] = ()
-    pinned: str | None = None
-    verified: frozenset[str] = frozenset()
-    quarantined: frozenset[str] = frozenset()
-    verifying: frozenset[str] = frozenset()
-    deleting: frozenset[str] = frozenset()
     generation: int = 0
     parents: Mapping[int, StateKey | None] = field(default_factory=dict)
     departures: Mapping[int, Departures] = field(default_factory=dict)
@@ -114,7 +100,7 @@ class CommitMachine:
 
     def outdates(self, generation: int, parent: StateKey | None) -> bool:
         """Whether a generation with this parent would leave out a point that was acknowledged."""
-        newest = parse_point_name(self.points[-1]) if self.points else None
+        newest = self.kept.newest
         if newest is None or newest.attempt != self.attempt:
             return False
         parents = {**self.parents, generation: parent}
@@ -218,7 +204,7 @@ class CommitMachine:
             newer = f"attempt {self.attempt + 1} of this run exists: another launch has taken it over"
             reason = newer if event.newer else f"{event.lost}: {LOST}"
             return dataclasses.replace(self, fenced=True), (Fence(reason=reason),)
-        return dataclasses.replace(self, quarantined=event.quarantined)._cleared(event.key)
+        return dataclasses.replace(self, kept=self.kept.marked(event.quarantined))._cleared(event.key)
 
     def _cleared(self, key: StateKey | None) -> tuple[CommitMachine, tuple[Action, ...]]:
         """No newer claim exists."""
@@ -233,16 +219,15 @@ class CommitMachine:
         if not self._is_at(key, Stage.CHECKING):
             return self, ()
         ranks = self.saves[key].ranks
-        points = tuple(newest_first([*self.points, key.point_name])[::-1])
-        after = dataclasses.replace(self._decided({key: None}), points=points)
+        after = dataclasses.replace(self._decided({key: None}), kept=self.kept.with_point(key.point_name))
         after, actions = after._prune(new_point=True)
         return after, (Acknowledge(key=key, ranks=ranks), *actions)
 
     def _commit_written(self, event: CommitWritten) -> tuple[CommitMachine, tuple[Action, ...]]:
         if not self._is_at(event.key, Stage.WRITING):
             return self, ()
-        losses = {**self.losses, event.key.point_name: event.mean_loss}
-        after = dataclasses.replace(self, losses=losses)
+        kept = self.kept.with_loss(event.key.point_name, event.mean_loss)
+        after = dataclasses.replace(self, kept=kept)
         return after._move(event.key, Stage.CHECKING), (CheckNewerClaim(key=event.key),)
 
     def _failed(self, event: Failed) -> tuple[CommitMachine, tuple[Action, ...]]:
@@ -256,13 +241,11 @@ class CommitMachine:
             f"generation {event.generation} formed while the COMMIT of {self.under_way} was under way"
         )
         assert not self.outdates(event.generation, event.parent), (
-            f"{event} leaves out point {self.points[-1]}"
+            f"{event} leaves out point {self.kept.names[-1]}"
         )
         parents = {**self.parents, event.generation: event.parent}
         after = dataclasses.replace(self, generation=event.generation, parents=parents)._pruned()
-        keys = {name: parse_point_name(name) for name in self.points}
-        on_path = tuple(name for name, key in keys.items() if key is not None and after._on_path(key))
-        after = dataclasses.replace(after, points=on_path)  # the others are orphans, which nobody counts
+        after = dataclasses.replace(after, kept=self.kept.on_path(after._on_path))
         return after._give_up_all({key: AFTER for key in after.saves if not after._on_path(key)})
 
     def _pruned(self) -> CommitMachine:
@@ -298,43 +281,18 @@ class CommitMachine:
             generation, step = parent.generation, parent.step
         return step is None or key.step <= step
 
-    # ---- retention
+    # ---- points
     def _prune(self, new_point: bool) -> tuple[CommitMachine, tuple[Action, ...]]:
-        """Delete what is not needed; after a new point also read back what would release the pinned one. A
-        point that is marked as damaged stays, and counts for nothing.
-        """
-        points = tuple(name for name in self.points if name not in self.quarantined)
-        pinned = held_point(self.points, self.pinned, self.quarantined)
-        busy = self.deleting | self.verifying  # a point that is being read back is not deleted meanwhile
-        also = spared(points, self.keep_every, self.keep_best, self.losses)
-        unneeded = to_delete(points, self.keep_latest, pinned, self.verified, also)
-        names = tuple(name for name in unneeded if name not in busy)
-        wanted = to_verify(points, self.keep_latest, pinned, self.verified) if new_point else []
-        check = [name for name in wanted if name not in busy]
-        after = dataclasses.replace(
-            self, deleting=self.deleting.union(names), verifying=self.verifying.union(check)
-        )
-        delete = (DeletePoints(names=names),) if names else ()
-        return after, (*delete, *(VerifyPoint(name=name) for name in check))
+        kept, actions = self.kept.prune(new_point)
+        return dataclasses.replace(self, kept=kept), actions
 
     def _verified(self, event: Verified) -> tuple[CommitMachine, tuple[Action, ...]]:
-        after = dataclasses.replace(self, verifying=self.verifying - {event.name})
-        if not event.healthy:
-            return after, ()
+        after = dataclasses.replace(self, kept=self.kept.read_back(event.name, event.healthy))
         # Reading back takes long: what was asked before it says nothing about claims any more.
-        return dataclasses.replace(after, verified=self.verified | {event.name}), (CheckNewerClaim(key=None),)
+        return after, (CheckNewerClaim(key=None),) if event.healthy else ()
 
     def _deleted(self, event: Deleted) -> tuple[CommitMachine, tuple[Action, ...]]:
-        deleting = self.deleting.difference(event.names, event.failed)
-        points = tuple(name for name in self.points if name not in event.names)
-        losses = {name: loss for name, loss in self.losses.items() if name not in event.names}
-        return dataclasses.replace(
-            self,
-            points=points,
-            deleting=deleting,
-            verified=self.verified.intersection(points),
-            losses=losses,
-        ), ()
+        return dataclasses.replace(self, kept=self.kept.deleted(event)), ()
 
     # ---- time
     def _tick(self, event: Tick) -> tuple[CommitMachine, tuple[Action, ...]]:

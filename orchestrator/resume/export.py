@@ -18,13 +18,14 @@ from typing import Any
 
 import orjson
 
-from orchestrator.config.schema import ModelConfig, in_todays_fields
+from orchestrator.config.stored import in_todays_fields
+from orchestrator.config.train_sections import ModelConfig
 from orchestrator.data.frozen import TOKENIZER_FOLDER, read_frozen
 from orchestrator.data.tokens.tokenizer_files import examine, id_of
 from orchestrator.errors import RefusedError, ResumePointError, StorageError
 from orchestrator.history.claim_files import now_text
 from orchestrator.json_form import encode
-from orchestrator.records import SavedTensor
+from orchestrator.records.points import SavedTensor
 from orchestrator.resume.export_files import FORMAT, MARKER, Exported
 from orchestrator.resume.point_tensors import PointTensors
 from orchestrator.resume.points import Point

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from orchestrator.errors import OrchestratorError
 from orchestrator.json_form import decode
-from orchestrator.records import FileEntry
+from orchestrator.records.points import FileEntry
 from orchestrator.resume.points import newest_first
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import unseal

@@ -22,7 +22,9 @@ from orchestrator.parts.part_file import FOLDER, FORMAT
 from orchestrator.parts.reading import PointReader
 from orchestrator.planning.state_layout import Layout
 from orchestrator.planning.weights_sum import weights_sum
-from orchestrator.records import Cursor, FileEntry, StateKey, Vote
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.points import FileEntry, Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.resume import points, verify
 from orchestrator.resume.points import (
     COMMIT,

@@ -13,7 +13,7 @@ from orchestrator.parts.dtypes import num_bytes
 from orchestrator.parts.manifest import MODEL, PartDamage
 from orchestrator.parts.reading import BytesTarget, PointReader, Wanted
 from orchestrator.planning.weights_digest import weights_digest
-from orchestrator.records import SavedTensor, TensorChunk, TensorEntry
+from orchestrator.records.points import SavedTensor, TensorChunk, TensorEntry
 from orchestrator.resume.points import Damage
 from orchestrator.resume.store import RunStore
 

@@ -21,7 +21,9 @@ from orchestrator.parts.documents import PARTS
 from orchestrator.parts.part_file import part_path
 from orchestrator.planning.node_parts import gathered
 from orchestrator.planning.weights_sum import MODULUS
-from orchestrator.records import Cursor, FileEntry, NodeParts, StateKey, Vote
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.points import FileEntry, NodeParts, Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.storage.sealed import canonical
 
 COMMIT, CURSOR, CONFIG, RNG = "COMMIT", "cursor.json", "config.json", "rng.json"

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 
-from orchestrator.records import StateKey, Vote
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey
 
 
 class Stage(Enum):

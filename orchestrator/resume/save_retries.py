@@ -1,4 +1,4 @@
-"""When another save is tried after one that storage kept from becoming a point: a pure machine over times.
+"""When another save is tried after one that did not become a point: a pure machine over times.
 
 It knows neither what was to be saved nor how long a run may go on without a save.
 """
@@ -9,10 +9,14 @@ FIRST_S, MOST_S = 5.0, 320.0
 
 
 class SaveRetries:
-    """Saves that fail one after the other are tried again after 5, 10, 20, ... 320 s, and from then on every
-    320 s; one that is committed ends that. All times are seconds of one monotonic clock.
+    """Saves that are given up one after the other are tried again after 5, 10, 20, ... 320 s, and from then
+    on every 320 s; one that is committed ends that. All times are seconds of one monotonic clock.
 
-    Guarantees: each failure leads to one try at most, `due` says so once, and none is due after a commit.
+    Why a save was given up makes no difference: what it would have kept is kept by none, and the next that is
+    due by itself may be an hour away.
+
+    Guarantees: each save that is given up leads to one try, `due` says so once, and none is due after a
+    commit.
     """
 
     def __init__(self) -> None:
@@ -24,12 +28,8 @@ class SaveRetries:
         """When the next try is due; None: none is."""
         return self._next
 
-    def given_up(self, by_storage: bool, now: float) -> float | None:
-        """A save was given up. In how many seconds another one is tried; None where storage did not fail:
-        then the next that is due is the next one.
-        """
-        if not by_storage:
-            return None
+    def given_up(self, now: float) -> float:
+        """A save was given up. In how many seconds another one is tried."""
         wait_s, self._wait_s = self._wait_s, min(2 * self._wait_s, MOST_S)
         self._next = now + wait_s
         return wait_s

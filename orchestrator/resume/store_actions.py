@@ -14,7 +14,7 @@ from orchestrator.faults import Hook, no_fault
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.json_form import encode
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     CheckNewerClaim,
     ClaimChecked,

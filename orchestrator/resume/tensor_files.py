@@ -14,7 +14,7 @@ import orjson
 from blake3 import blake3
 
 from orchestrator.parts.dtypes import SAFETENSORS, num_bytes
-from orchestrator.records import FileEntry
+from orchestrator.records.points import FileEntry
 from orchestrator.storage.files import Storage
 
 SHARD_BYTES = 5 * 10**9

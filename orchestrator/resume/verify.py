@@ -21,7 +21,8 @@ from orchestrator.parts.manifest import MODEL, Manifest, PartDamage
 from orchestrator.parts.part_file import FORMAT, part_path
 from orchestrator.parts.reading import PointReader
 from orchestrator.planning.weights_sum import weights_sum
-from orchestrator.records import Cursor, FileEntry
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.points import FileEntry
 from orchestrator.resume import points
 from orchestrator.resume.points import COMMIT, CONFIG, CURSOR, DOCUMENTS, RNG, Commit, Damage
 from orchestrator.storage.files import Storage

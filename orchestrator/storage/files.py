@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from blake3 import blake3
 
 from orchestrator.errors import StorageError
-from orchestrator.records import FileEntry
+from orchestrator.records.points import FileEntry
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.disk import AppendHandle, Disk
 from orchestrator.storage.local_store import LocalStore

@@ -19,15 +19,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from orchestrator.errors import ElasticError, OrchestratorError
 from orchestrator.json_form import decode, encode
-from orchestrator.records import (
-    ControlRequests,
-    Cursor,
-    GenerationView,
-    MemberState,
-    StateKey,
-    StepRecord,
-    Vote,
-)
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import ControlRequests, GenerationView, MemberState
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.torchrun.store_rendezvous import StoreRendezvous
 
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.attempt_journal import note_beginning, write_down_end
-from orchestrator.coordinator.ended_by import ended_by
-from orchestrator.coordinator.launch_machine import end_text
+from orchestrator.coordinator.ended_by import end_text, ended_by
 from orchestrator.coordinator.measuring import measured
 from orchestrator.coordinator.requests import Answered, Requests, heard_sentence
 from orchestrator.elastic.cause import first_cause
@@ -34,10 +33,14 @@ from orchestrator.history.journal import JournalWriter
 from orchestrator.history.request_files import SAVE, STOP, Request, RequestFiles
 from orchestrator.json_form import encode
 from orchestrator.launch import start as starting
-from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.points import Vote
+from orchestrator.records.run_status import RunStatus
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_driver import Commits, in_daemon_thread
 from orchestrator.resume.commit_events import GenerationFormed, PartFailed, Tick
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.resume.pin_watch import PinWatch, note_pins
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
@@ -83,16 +86,15 @@ class RankZeroRecorder:
         self._journal = JournalWriter(
             store.storage, number, job.run.name, run_id=attempt.run_id, listener=self._metrics
         )
-        machine = CommitMachine(
-            attempt=number,
+        kept = KeptPoints(
             keep_latest=job.resume.keep_latest,
             keep_every=job.resume.keep_every,
             keep_best=job.resume.keep_best,
+            names=attempt.inherited,
             losses=attempt.losses,
-            vote_limit_s=VOTE_LIMIT_S,
-            points=attempt.inherited,
             pinned=point.name if point else None,
         )
+        machine = CommitMachine(attempt=number, kept=kept, vote_limit_s=VOTE_LIMIT_S)
         rng = starting.rng_document(job)
         committer = PointCommitter(
             store, self._journal, number, job.flat(), rng, time.monotonic, self._fault, attempt.run_id

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.cluster.machine import process_state
+from orchestrator.config.loading import load_config
 from orchestrator.config.redaction import command_line
-from orchestrator.config.schema import JobConfig, load_config
-from orchestrator.coordinator.launch_machine import end_text
+from orchestrator.config.schema import JobConfig
+from orchestrator.coordinator.ended_by import end_text
 from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ConfigError, OrchestratorError, RefusedError, ResourceError, text_of
 from orchestrator.faults import hook
@@ -41,7 +42,7 @@ from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.manifests import Reading
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import GroupMember, Held, Stall
+from orchestrator.records.run_status import GroupMember, Held, RunStatus, Stall
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.run_file import folder_on_nodes
 from orchestrator.resume.store import RunStore
@@ -133,11 +134,7 @@ def _lead(
     """Rank 0: decides whether and how the run goes on, claims it, and records it."""
     store = RunStore(storage)
     with rendezvous.reporting_failure("decision"):
-        if lacks := starting.check_writable(storage):
-            progress.say(f"note: {lacks}")
-        _require_one_disk(rendezvous, job.resume.node_folder)
-        starting.require_run_id(store.read_run(), job)
-        require_loggers(job.monitor.loggers)
+        _require_group(rendezvous, job, store, progress.say)
         spec, plan, watched = _look(store, job, storage, progress.say)
         if looking_ahead.reached(plan):
             rendezvous.publish("decision", None)
@@ -157,12 +154,10 @@ def _lead(
     for note in spec.notes:
         progress.say(f"note: {note}")
     announcing.announce(progress.say, job, attempt, plan)
-    places = [json.loads(rendezvous.store.get(f"place/{rank}")) for rank in range(rendezvous.world_size)]
-    members = [GroupMember(rank=rank, host=host, pid=pid) for rank, (host, pid) in enumerate(places)]
     with (
         dashboard_beside(job, storage.root, progress),
         exporting(store, attempt.number, job.resume.export_every, progress.say),
-        _shown(progress, recorder, job.monitor.progress_s, members),
+        _shown(progress, recorder, job.monitor.progress_s, _members(rendezvous)),
     ):
         outcome = _train(
             rendezvous,
@@ -175,14 +170,36 @@ def _lead(
             fault_plan,
             parallel.num_shards,
         )
-    status = recorder.status()
+    _say_end(job, attempt.budgets, outcome, recorder.status(), progress.say)
+    return outcome
+
+
+def _require_group(
+    rendezvous: StoreRendezvous, job: JobConfig, store: RunStore, say: Callable[[str], None]
+) -> None:
+    """Raises what refuses the start before the run is looked at."""
+    if lacks := starting.check_writable(store.storage):
+        say(f"note: {lacks}")
+    _require_one_disk(rendezvous, job.resume.node_folder)
+    starting.require_run_id(store.read_run(), job)
+    require_loggers(job.monitor.loggers)
+
+
+def _members(rendezvous: StoreRendezvous) -> list[GroupMember]:
+    """Where each rank lives, as it has said."""
+    places = [json.loads(rendezvous.store.get(f"place/{rank}")) for rank in range(rendezvous.world_size)]
+    return [GroupMember(rank=rank, host=host, pid=pid) for rank, (host, pid) in enumerate(places)]
+
+
+def _say_end(
+    job: JobConfig, budgets: Budgets, outcome: Outcome, status: RunStatus, say: Callable[[str], None]
+) -> None:
     why = ""
     if outcome.reason == "done":
-        why = f": {announcing.why_done(job, attempt.budgets, status.last_step)}"
+        why = f": {announcing.why_done(job, budgets, status.last_step)}"
     step, trained = outcome.key.step if outcome.key else 0, status.last_step is not None
-    progress.say(f"{end_text(outcome.reason, step, trained=trained)}{why}")
-    progress.say(f"newest resume point: {job.run.run_uri}/points/{status.newest_point}")
-    return outcome
+    say(f"{end_text(outcome.reason, step, trained=trained)}{why}")
+    say(f"newest resume point: {job.run.run_uri}/points/{status.newest_point}")
 
 
 def _follow(rendezvous: StoreRendezvous, job: JobConfig, storage: Storage, fault_plan: str) -> Outcome | None:
@@ -239,9 +256,16 @@ def _require_memory(job: JobConfig) -> ParallelChoice:
     """Into how many parts the state is cut, if the ranks on this machine have memory for it; each reads the
     data itself, which is not counted. Raises `ResourceError`.
     """
-    from orchestrator.launch.capacity import Workers, capacity_problems, choose_parallel
+    from orchestrator.launch.capacity import (
+        Workers,
+        capacity_problems,
+        choose_parallel,
+        without_memory_points,
+    )
+    from orchestrator.launch.known_shape import with_known_shape
     from orchestrator.launch.machine_facts import machines_here
 
+    job = without_memory_points(with_known_shape(job))
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     world_size = int(os.environ.get("WORLD_SIZE", str(num_ranks)))
     workers = Workers(num_workers=num_ranks, world_size=world_size, with_feed=False)

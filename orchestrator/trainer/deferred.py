@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_flatten, tree_map
 
+from orchestrator.trainer.ties import shared_buffers_kept
+
 _EMPTY = {
     "aten::empty",
     "aten::empty_strided",
@@ -69,10 +71,11 @@ def defer(build: Callable[[], nn.Module]) -> DeferredModel:
     notes = _Notes()
     with notes, _LooksReal(notes):
         model = build()
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and notes.knows(buffer):
-                module._buffers[name] = notes.value_of(buffer)
+    with shared_buffers_kept(model):
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and notes.knows(buffer):
+                    module._buffers[name] = notes.value_of(buffer)
     return DeferredModel(model, notes)
 
 

@@ -25,7 +25,7 @@ from orchestrator.trainer.state import MODEL, Item, own_tensors
 from orchestrator.trainer.weight_files import INDEX, SINGLE, StoredTensor, is_point, stored_tensors
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import ModelConfig
+    from orchestrator.config.train_sections import ModelConfig
 
 BUFFER_BYTES = 8 << 20
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from orchestrator.config.schema import ModelConfig
+    from orchestrator.config.train_sections import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.planning import batches
-from orchestrator.records import BatchSlice
+from orchestrator.records.batches import BatchSlice
 from orchestrator.trainer.model import NO_LOSS
 
 

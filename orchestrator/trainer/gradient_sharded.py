@@ -23,6 +23,8 @@ from orchestrator.trainer.model import loss_sum, seed_micro_batch
 from orchestrator.trainer.sharded_state import ShardedState
 from orchestrator.trainer.step_summary import fixed_point
 
+_BARE_ROWS = "mixed torch.Tensor and DTensor"  # torch's words for rows that are computed with as they lie
+
 
 class ShardedGradient:
     """Every rank runs the same number of micro-batches, empty ones at the end, because each has collectives
@@ -83,6 +85,13 @@ class ShardedGradient:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            if _BARE_ROWS in str(error):
+                raise TrainingError(
+                    "the model computes with weights of a block whose forward pass it does not call, so that "
+                    f"they were not gathered ({error}); call the modules of its torch.nn.ModuleList "
+                    "themselves, keep such weights outside of it, or set train.parallel=replicate "
+                    "(docs/howto/shards.md)"
+                ) from error
             if not raised_by_collective(error):
                 raise  # the model's own error
             if is_mismatch(error):

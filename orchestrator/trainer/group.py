@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from orchestrator.planning.state_layout import Layout
-from orchestrator.records import LOAD, PHASE_LIMITS_S, GenerationView
+from orchestrator.records.membership import GenerationView
 from orchestrator.trainer.gloo_sockets import GlooSockets
+from orchestrator.trainer.phases import LOAD, PHASE_LIMITS_S
 from orchestrator.trainer.reshard import Pending
 
 _VERDICT, _ALL_HERE, _CALLED_OFF = "verdict", b"all here", b"called off"

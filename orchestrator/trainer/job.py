@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import Cursor, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import ModelConfig, ResumeConfig, TrainConfig
+    from orchestrator.config.schema import ResumeConfig
+    from orchestrator.config.train_sections import ModelConfig, TrainConfig
 
 DONE, STOPPED, LEFT = "done", "stopped", "left"  # reasons of an outcome
 
@@ -24,7 +26,7 @@ class TrainJob:
 
     `forming_limit_s`: how long a group may take to form. `collective_limit_s`: how long a collective waits at
     the least for a peer that says nothing; five times the last step if that is more, and
-    `records.PHASE_LIMITS_S` where a peer may be loading or saving, and in the very first step.
+    `phases.PHASE_LIMITS_S` where a peer may be loading or saving, and in the very first step.
     `document_attention`: tokens attend to their own document alone.
     `num_shards`: into how many parts the state is cut (`planning.state_layout.layout_of`); 1: replicate.
     `until_tokens`: the launch stops after the step that reaches so many, whatever the budgets allow.

@@ -15,15 +15,14 @@ from torch import Tensor
 
 from orchestrator.errors import ResumePointError
 from orchestrator.parts.manifest import Manifest, Name, PartDamage, damaged
-from orchestrator.parts.part_file import PartRows, make_part, part_sum, write_part
-from orchestrator.parts.part_job import PartWritten
+from orchestrator.parts.part_file import PartRows, part_sum
 from orchestrator.parts.part_writer import Placed
 from orchestrator.parts.pieces import Target
 from orchestrator.parts.reading import BytesTarget, PointReader, Wanted
 from orchestrator.planning.state_layout import Layout, written_rows
 from orchestrator.planning.weights_digest import weights_digest
 from orchestrator.planning.weights_sum import weights_sum
-from orchestrator.records import SavedTensor, TensorChunk, TensorEntry
+from orchestrator.records.points import SavedTensor, TensorChunk, TensorEntry
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.state import MODEL, Item, tensor_bytes
 
@@ -64,19 +63,8 @@ def saved_tensors(items: Iterable[Item]) -> tuple[SavedTensor, ...]:
     )
 
 
-def write_share(
-    items: Sequence[Item], point: str, layout: Layout, rank: int, storage: Storage
-) -> PartWritten:
-    """Writes this rank's part of the point, whole and durable: of `items`, which are all that it holds, those
-    rows that it writes (`planning.state_layout.written_rows`). Raises `StorageError`.
-    """
-    rows = written_rows([item.whole for item in items], layout, rank)
-    parts = [_rows(item, its) for item, its in zip(items, rows, strict=True) if its]
-    made = make_part(point, layout, rank, parts)
-    return PartWritten(entry=write_part(storage, point, made), sums=made.sums)
-
-
-def _rows(item: Item, rows: range) -> PartRows:
+def rows_of(item: Item, rows: range) -> PartRows:
+    """Rows of the whole tensor that this member holds, as a part has them."""
     tensor = item.tensor
     if item.whole.shape:
         tensor = tensor[rows.start - item.first_row : rows.stop - item.first_row]
@@ -96,13 +84,13 @@ def share_sum(items: Sequence[Item], layout: Layout, rank: int) -> int:
     whole model (`weights_sum`).
     """
     written = written_rows([item.whole for item in items], layout, rank)
-    shares = [_rows(item, rows) for item, rows in zip(items, written, strict=True) if rows]
+    shares = [rows_of(item, rows) for item, rows in zip(items, written, strict=True) if rows]
     return sum(part_sum(share) for share in shares if share.tensor.group == MODEL)
 
 
 def sum_of(item: Item) -> int:
     """The sum of the rows that this member holds of a tensor (`planning.weights_sum`)."""
-    return part_sum(_rows(item, _held(item)))
+    return part_sum(rows_of(item, _held(item)))
 
 
 def digest_of_format_1(items: Iterable[Item]) -> str:

@@ -17,23 +17,10 @@ from orchestrator.planning.digest import batch_digest
 from orchestrator.planning.memory import memory_every_steps
 from orchestrator.planning.schedule import learning_rate
 from orchestrator.planning.weights_sum import weights_sum
-from orchestrator.records import (
-    BETWEEN,
-    FEED_WAIT,
-    FORMING,
-    LOAD,
-    REFORM,
-    SAVE,
-    STEP,
-    STOP,
-    BatchSlice,
-    Cursor,
-    GenerationView,
-    MemberState,
-    StateKey,
-    StepRange,
-    StepRecord,
-)
+from orchestrator.records.batches import BatchSlice, StepRange
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView, MemberState
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.trainer.gradient import cut
 from orchestrator.trainer.group import GenerationEnded, Group, collective
 from orchestrator.trainer.job import DONE, LEFT, STOPPED, Outcome, TrainJob
@@ -43,7 +30,8 @@ from orchestrator.trainer.memory_point import MemoryPoints
 from orchestrator.trainer.model import NO_LOSS, pick_device, set_determinism
 from orchestrator.trainer.parallel import state_and_gradient
 from orchestrator.trainer.peak_memory import peak_memory_bytes
-from orchestrator.trainer.save_triggers import SaveTriggers, carried_out
+from orchestrator.trainer.phases import BETWEEN, FEED_WAIT, FORMING, LOAD, STEP
+from orchestrator.trainer.save_triggers import REFORM, SAVE, STOP, SaveTriggers, carried_out
 from orchestrator.trainer.saver import Saver
 from orchestrator.trainer.saving import Unsaved, await_saves
 from orchestrator.trainer.state_sync import Prepared, agree, apply_prepared
@@ -94,6 +82,7 @@ class _Trainer:
         self._has_stepped = False
         self._all_warm = False  # every member of the group has done a step in its process
         self._end_of_data = False
+        self._num_busy = 0  # ranks that held a save when the last step was made
         self._waited_s = 0.0  # for the batch
         self._step_began = time.monotonic()
         self._triggers = SaveTriggers(
@@ -316,6 +305,7 @@ class _Trainer:
         record = summary.record(prepared.key, prepared.cursor, prepared.lr, ended=time.time())
         self._keep(view, record, summary.acknowledged)
         self._memory.applied(self._state, sealed=summary.num_whole == view.world_size)
+        self._num_busy = summary.num_busy
         return carried_out(summary.control, summary.num_busy)
 
     def _reduce(self, view: GenerationView, batch: BatchSlice) -> tuple[int | None, float]:
@@ -349,9 +339,10 @@ class _Trainer:
     def _control(self, view: GenerationView, label: int) -> tuple[int, int]:
         """The control and the acknowledged step for the summary; only rank 0's are used."""
         wanted = self._membership.control_requests(view)
-        # what is due waits until this rank is free, so that it keeps no re-form from happening; a request is
-        # repeated until the first vote has been heard of
-        due = self._saver.is_free and self._triggers.due(label, time.monotonic())
+        # what is due waits until this rank is free, and with a re-form until all were, so that it keeps none
+        # from happening; a request is repeated until the first vote has been heard of
+        free = self._saver.is_free and not (wanted.reform and self._num_busy)
+        due = free and self._triggers.due(label, time.monotonic())
         control = (
             (SAVE if due or wanted.save else 0)
             | (STOP if wanted.stop else 0)

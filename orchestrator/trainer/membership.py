@@ -14,17 +14,11 @@ from typing import Protocol
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.records import (
-    BatchSlice,
-    ControlRequests,
-    Cursor,
-    GenerationView,
-    MemberState,
-    StateKey,
-    StepRange,
-    StepRecord,
-    Vote,
-)
+from orchestrator.records.batches import BatchSlice, StepRange
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import ControlRequests, GenerationView, MemberState
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey, StepRecord
 
 STORE_TIMEOUT_S = 10.0
 
@@ -88,7 +82,7 @@ class Membership(Protocol):
         """
 
     def phase(self, name: str) -> None:
-        """What this member does from now on (one of `records.PHASE_LIMITS_S`), so that the others know how
+        """What this member does from now on (one of `phases.PHASE_LIMITS_S`), so that the others know how
         long to wait for it; never blocks.
         """
 

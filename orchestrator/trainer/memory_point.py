@@ -20,7 +20,8 @@ from torch._C._distributed_c10d import Store
 from orchestrator.faults import Hook
 from orchestrator.planning.neighbours import neighbours
 from orchestrator.planning.state_layout import StateTensor, flat_shard
-from orchestrator.records import GenerationView, HeldShard, Source, StateKey
+from orchestrator.records.membership import GenerationView, HeldShard, Source
+from orchestrator.records.steps import StateKey
 from orchestrator.trainer.group import GenerationEnded, collective
 from orchestrator.trainer.lending import LentCopy, Marks
 from orchestrator.trainer.memory_slots import MemorySlots

@@ -25,9 +25,10 @@ from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.fetched import small_files
 from orchestrator.storage.open import open_storage
 from orchestrator.trainer.document_attention import document_inputs
+from orchestrator.trainer.ties import shared_buffers_kept
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import ModelConfig
+    from orchestrator.config.train_sections import ModelConfig
 
 NO_LOSS = -100  # the label of a position that is no target
 SETTINGS, GENERATION = "config.json", "generation_config.json"
@@ -82,11 +83,11 @@ def build_model(
     torch.manual_seed(seed)
     dtype = weights_dtype(precision)
     if config.factory is not None:
-        model = _from_factory(config).to(dtype)
+        model = _moved(_from_factory(config), dtype)
     else:
         settings, attention = transformers_settings(config, device.type, invariant)
         model = _from_transformers(config, settings, dtype, attention)
-    return model.to(device).train()
+    return _moved(model, device).train()
 
 
 def bare_model(config: ModelConfig, precision: str, seed: int, device: torch.device) -> nn.Module:
@@ -111,7 +112,7 @@ def first_model(
         settings, attention = transformers_settings(config, device.type, invariant)
     model = build_model(config, precision, seed, torch.device("cpu"), invariant)
     model = fill(config, model, settings, attention, weights_dtype(precision))
-    return model.to(device).train()
+    return _moved(model, device).train()
 
 
 def weights_dtype(precision: str) -> torch.dtype:
@@ -150,6 +151,12 @@ def _from_factory(config: ModelConfig) -> nn.Module:
     except (ImportError, AttributeError, TypeError) as error:
         raise _not_callable(config, error) from error
     return made_by_factory(config, model)
+
+
+def _moved(model: nn.Module, to: torch.device | torch.dtype) -> nn.Module:
+    """The same model there, or of that type; what is tied stays tied."""
+    with shared_buffers_kept(model):
+        return model.to(to)
 
 
 def _not_callable(config: ModelConfig, error: Exception) -> ConfigError:

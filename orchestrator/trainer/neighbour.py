@@ -23,7 +23,8 @@ from typing import Any, Protocol
 from xxhash import xxh3_128
 
 from orchestrator.json_form import decode, encode
-from orchestrator.records import HeldShard, StateKey
+from orchestrator.records.membership import HeldShard
+from orchestrator.records.steps import StateKey
 from orchestrator.trainer.lending import Lender, LentCopy, Offer
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from orchestrator.trainer.reshard import tensor_as_bytes
 from orchestrator.trainer.weight_files import StoredTensor, stored_tensors
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import ModelConfig
+    from orchestrator.config.train_sections import ModelConfig
 
 
 def open_model(

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from enum import Enum
 
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 
 
 class Stage(Enum):

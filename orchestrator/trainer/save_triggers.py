@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from orchestrator.records import REFORM, SAVE
+# control bits that rank 0 adds to the summary of a step
+SAVE, STOP, REFORM = 1, 2, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

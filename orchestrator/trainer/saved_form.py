@@ -28,7 +28,7 @@ from orchestrator.trainer.model import (
 from orchestrator.trainer.state import own_tensors, tensor_bytes
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import ModelConfig
+    from orchestrator.config.train_sections import ModelConfig
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]  # name → (torch's name of the type, shape)
 

@@ -21,7 +21,9 @@ from orchestrator.faults import Hook
 from orchestrator.parts.part_job import JobPart, PartJob, PartWritten
 from orchestrator.parts.part_writer import PartWriter
 from orchestrator.planning.state_layout import Layout, flat_part
-from orchestrator.records import GenerationView, SavedTensor, StateKey, StepRecord, Vote
+from orchestrator.records.membership import GenerationView
+from orchestrator.records.points import SavedTensor, Vote
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.trainer.loading import dtype_name, saved_tensors
 from orchestrator.trainer.membership import Membership
 from orchestrator.trainer.save_slot import (

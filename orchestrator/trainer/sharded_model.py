@@ -7,7 +7,7 @@ It knows modules and meshes; nothing of optimizers, steps, configuration or stor
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
+
+from orchestrator.trainer.ties import shared_buffers_kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,14 +49,14 @@ def skeleton_of(model: nn.Module) -> nn.Module:
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """What is gathered and reduced at a time, beside the rest: the children of the `nn.ModuleList` that has
-    most parameters. None where there is no such list, or where one of its blocks shares a parameter with
-    another or with the rest.
+    most parameters, and in place of a child that only holds modules (a list of lists) those. None where there
+    is no such list, or where one of its blocks shares a parameter with another or with the rest.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     largest = max(lists, key=_num_elements, default=None)
     if largest is None or not _num_elements(largest):
         return []
-    blocks = [block for block in largest if next(block.parameters(), None) is not None]
+    blocks = [block for block in _computed(largest) if next(block.parameters(), None) is not None]
     owners: dict[int, set[int]] = {}
     inside = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
     for module in model.modules():
@@ -76,7 +78,8 @@ def shard_model(skeleton: nn.Module, mesh: DeviceMesh, device: torch.device, how
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device=device)  # any values in the buffers, too
+    with shared_buffers_kept(model):
+        model.to_empty(device=device)  # any values in the buffers, too
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
@@ -106,6 +109,15 @@ def local_rows(parameter: Tensor) -> Tensor:
     with torch.no_grad():  # else it would be a view that autograd knows
         rows: Tensor = parameter.to_local()  # type: ignore[attr-defined]
     return rows
+
+
+def _computed(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The modules that are called: a container without a forward pass is not, what is in it is."""
+    for module in modules:
+        if type(module).forward is not nn.Module.forward:
+            yield module
+        else:
+            yield from _computed(module.children())
 
 
 def _num_elements(module: nn.Module) -> int:

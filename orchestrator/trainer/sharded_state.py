@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from orchestrator.errors import ConfigError
 from orchestrator.planning.state_layout import Layout, held_rows, layout_of
-from orchestrator.records import Cursor, HeldShard, Source, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import HeldShard, Source
+from orchestrator.records.steps import StateKey
 from orchestrator.trainer.deferred import DeferredModel, defer
 from orchestrator.trainer.first_rows import fill_rows
 from orchestrator.trainer.model import bare_model, first_model
@@ -28,7 +30,7 @@ from orchestrator.trainer.state import MODEL, Item, OwnRows, TrainState, own_ten
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from orchestrator.config.schema import ModelConfig, TrainConfig
+    from orchestrator.config.train_sections import ModelConfig, TrainConfig
     from orchestrator.trainer.group import Group
 
 _CPU = torch.device("cpu")

@@ -80,7 +80,7 @@ class StagingBuffer:
     def reserve(self, num_bytes: int) -> None:
         """Makes room for so many bytes and has each page of it written to, in the thread, so that the first
         copy costs what every other does. Only while nobody reads the buffer. Where the machine has no room,
-        what is staged next fails.
+        what is staged next tries once more, and fails if there is none then.
         """
         if num_bytes > self._reserved:
             self._reserved = num_bytes
@@ -122,6 +122,18 @@ class StagingBuffer:
             )
             self._pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
+    def _make_again(self) -> None:
+        """If there was no room before."""
+        if self._shared.numel() >= self._reserved:
+            return
+        try:
+            self._make(self._reserved)
+        except (OSError, RuntimeError) as error:  # of mmap, of torch
+            raise StorageError(
+                f"there is no room for a staging buffer of {self._reserved} bytes in shared memory "
+                f"({error}); give the workers more memory"
+            ) from error
+
     def _release(self) -> None:
         if self._stream is not None and self._pinned is self._shared and self._shared.numel():
             _cuda_runtime().cudaHostUnregister(self._shared.data_ptr())
@@ -137,11 +149,7 @@ class StagingBuffer:
     ) -> None:
         try:
             begun()
-            if self._shared.numel() < self._reserved:
-                raise StorageError(
-                    f"there was no room for a staging buffer of {self._reserved} bytes in shared memory; "
-                    "give the workers more memory"
-                )
+            self._make_again()
             targets = [_view(self._pinned, place, source) for place, source in copies]
             self._into(targets, [source for _, source in copies], staging, ready)
             staging.read.set()

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from orchestrator.errors import TrainingError
 from orchestrator.planning.state_layout import Layout, StateTensor
-from orchestrator.records import Cursor, HeldShard, Source, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import HeldShard, Source
+from orchestrator.records.steps import StateKey
 from orchestrator.trainer.model import build_model, first_model
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import ModelConfig, TrainConfig
+    from orchestrator.config.train_sections import ModelConfig, TrainConfig
     from orchestrator.trainer.group import Group
 
 MODEL, OPTIMIZER = "model", "optimizer"

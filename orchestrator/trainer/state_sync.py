@@ -14,7 +14,9 @@ from torch import Tensor
 
 from orchestrator.errors import TrainingError
 from orchestrator.faults import Hook
-from orchestrator.records import Cursor, GenerationView, Source, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView, Source
+from orchestrator.records.steps import StateKey
 from orchestrator.trainer.group import GenerationEnded, Group, collective
 from orchestrator.trainer.loading import StateFiles
 from orchestrator.trainer.reshard import DigestError, Resharding, tensor_as_bytes

@@ -6,7 +6,7 @@ Pure; it knows no group and no clock.
 
 from __future__ import annotations
 
-from orchestrator.records import PHASE_LIMITS_S, SAVE_WAIT
+from orchestrator.trainer.phases import PHASE_LIMITS_S, SAVE_WAIT
 
 COMPILE_LIMIT_S = 1800.0  # of a step in which blocks may be compiled: the first, and any with a new shape
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from orchestrator.records import BatchSlice, Cursor, StateKey, StepRecord
+from orchestrator.records.batches import BatchSlice
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey, StepRecord
 
 FRACTION_BITS = 24  # of the loss in fixed point
 _LOSS_LIMIT = 1 << 61  # of a micro-batch; a larger sum is taken for a broken one

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.schema import ModelConfig
+from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.paused_gc import paused_gc
 from orchestrator.trainer.known_keys import require_known_keys

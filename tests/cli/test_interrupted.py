@@ -46,7 +46,12 @@ def interrupt_at(patch: pytest.MonkeyPatch, place: str, call: int) -> None:
         ("verify example", "orchestrator.monitor.verifying:Verifying._row", 0, ": `verify RUN --resume`"),
         ("audit example", "orchestrator.monitor.walk:PartWalk._difference", 3, ": 3 of 12 steps, up to"),
         ("export example out", "orchestrator.storage.files:Storage.create", 0, ""),
-        ("replay example --step 9", "orchestrator.launch.replay:_Walk._step", 0, ": nothing of it is left"),
+        (
+            "replay example --step 9",
+            "orchestrator.launch.retraining:Retraining._step",
+            0,
+            ": nothing of it is left",
+        ),
         ("watch example", "orchestrator.monitor.run:Run._view", 0, ": the run is as it was"),
         ("watch example --json", "orchestrator.monitor.run:Run._view", 0, ": the run is as it was"),
         ("logs example -f", "orchestrator.monitor.logs:LogFollower.read", 1, ": the run is as it was"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.cli.tables import audit_lines, plan_lines
 from orchestrator.launch.api import plan
-from orchestrator.planning.resume_plan import Difference
+from orchestrator.planning.differences import Difference
 
 
 def report(final: int | None, all_final: bool = False) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import ray
 
 from orchestrator.cluster import connection
 from orchestrator.cluster.connection import ClusterConnection
-from orchestrator.config.schema import load_config
+from orchestrator.config.loading import load_config
 from orchestrator.errors import ElasticError
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"

@@ -28,9 +28,9 @@ from orchestrator.cluster.connection import _HELPERS, ClusterConnection, _RayHea
 from orchestrator.cluster.node_groups import remove_orphaned_placement_groups
 from orchestrator.cluster.private_ray import PrivatePart
 from orchestrator.cluster.ray_state import ray_says
-from orchestrator.config.schema import load_config
+from orchestrator.config.loading import load_config
 from orchestrator.errors import ResourceError
-from orchestrator.records import MemberInfo
+from orchestrator.records.run_status import MemberInfo
 
 ROOT = Path(__file__).resolve().parents[2]
 Delete = Callable[[PrivatePart], str]

@@ -15,15 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.config.field_rules import field_rules, resume_table
+from orchestrator.config.loading import as_job, load_config, parse_config
 from orchestrator.config.problems import OTHER_NAMES
-from orchestrator.config.schema import (
-    as_job,
-    field_rules,
-    load_config,
-    nested,
-    parse_config,
-    resume_table,
-)
+from orchestrator.config.stored import nested
 from orchestrator.errors import ConfigError
 from tests.test_deployments import JOBS
 
@@ -460,7 +455,7 @@ def test_what_shapes_the_stream_stays_and_what_shapes_batches_may_change() -> No
 
 def test_the_table_for_the_readme_is_made_from_the_declarations() -> None:
     printed = subprocess.run(
-        [sys.executable, "-m", "orchestrator.config.schema"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "orchestrator.config.field_rules"], capture_output=True, text=True, check=True
     ).stdout
     assert printed == resume_table() + "\n"
     rows = printed.splitlines()[2:]
@@ -470,7 +465,7 @@ def test_the_table_for_the_readme_is_made_from_the_declarations() -> None:
 
 def test_reading_a_config_imports_neither_ray_nor_torch() -> None:
     code = (
-        f"import sys, orchestrator.config.schema as c; c.load_config({str(QUICKSTART)!r}); "
+        f"import sys, orchestrator.config.loading as c; c.load_config({str(QUICKSTART)!r}); "
         "sys.exit(any(m in sys.modules for m in ('ray', 'torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from orchestrator.config.field_rules import field_rules
 from orchestrator.config.redaction import HIDDEN, command_line, redacted, redacted_override, redacted_text
-from orchestrator.config.schema import field_rules
 
 CANARY = "c4n4ry-9f31"
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.schema import field_rules, in_todays_fields, parse_config
+from orchestrator.config.field_rules import field_rules
+from orchestrator.config.loading import parse_config
+from orchestrator.config.stored import in_todays_fields
 from orchestrator.errors import ConfigError
+from orchestrator.planning.differences import differences
 from orchestrator.planning.identity import stream_settings
-from orchestrator.planning.resume_plan import differences
 
 RULES = {rule.path: rule.rule for rule in field_rules()}
 

@@ -23,19 +23,14 @@ from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.lineage import Lineage, effective_history
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
-from orchestrator.records import (
-    ControlRequests,
-    Cursor,
-    GenerationView,
-    JoinRequest,
-    MemberInfo,
-    RunOver,
-    StateKey,
-    StepRecord,
-    Vote,
-)
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest, RunOver
+from orchestrator.records.points import Vote
+from orchestrator.records.run_status import MemberInfo
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume import commit_events as commit
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.resume.points import newest_first
 
 Content = tuple[tuple[int, int], ...]
@@ -260,7 +255,9 @@ class World:
             answered=self.answered,
         )
         commits = self.commits_class(
-            attempt=number, keep_latest=self.keep, vote_limit_s=1e9, points=tuple(names), pinned=point
+            attempt=number,
+            kept=KeptPoints(keep_latest=self.keep, names=tuple(names), pinned=point),
+            vote_limit_s=1e9,
         )
         return Coordinator(attempt=number, launch=launch, machine=machine, commits=commits, newest=key)
 
@@ -658,7 +655,7 @@ class World:
             self.deliver_vote(member, what)
         elif kind == "failed save":
             assert isinstance(what, StateKey), what
-            machine.voted()
+            machine.voted(what)
             member.reporting = None
             member.voted = None if self.in_background and member.voted == what else member.voted
             size = len(self.groups[what.attempt, what.generation].views)
@@ -685,7 +682,7 @@ class World:
             return
         group = self.groups[key.attempt, key.generation]
         self.take(iter(member.records.values()))
-        self.coordinator.machine.voted()
+        self.coordinator.machine.voted(key)
         vote = Vote(
             key=key,
             rank=group.views[member.name].rank,

@@ -33,16 +33,8 @@ from orchestrator.history.request_files import STOP_NOW, Request
 from orchestrator.history.segment_log import GrowingSegments
 from orchestrator.launch.progress import Progress
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import (
-    GenerationView,
-    GroupMember,
-    JoinRequest,
-    MemberInfo,
-    Refusal,
-    RunOver,
-    RunStatus,
-    StillWaiting,
-)
+from orchestrator.records.membership import GenerationView, JoinRequest, Refusal, RunOver, StillWaiting
+from orchestrator.records.run_status import GroupMember, MemberInfo, RunStatus
 from orchestrator.resume import save_retries
 from orchestrator.resume.commit_events import DeletePoints, Tick
 from orchestrator.resume.store import RunStore

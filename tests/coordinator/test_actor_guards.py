@@ -19,7 +19,8 @@ from orchestrator.elastic.formation import RendezvousSettings
 from orchestrator.errors import FencedError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
-from orchestrator.records import GenerationView, StateKey, StillWaiting
+from orchestrator.records.membership import GenerationView, StillWaiting
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage

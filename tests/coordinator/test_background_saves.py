@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from orchestrator.coordinator.places import Places
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
     Action,
@@ -31,6 +31,7 @@ from orchestrator.resume.commit_events import (
     WriteCommit,
 )
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.kept_points import KeptPoints
 from tests.resume.quick_storage import tell_machine
 from tests.resume.samples import key
 from tests.resume.test_commit_machine import vote
@@ -234,7 +235,7 @@ def search(
     there = places(1)
     for rank, name in enumerate(MEMBERS):
         there.answered(name, 1, rank)
-    made = World(machine=machine(attempt=1, keep_latest=3, vote_limit_s=60), places=there)
+    made = World(machine=machine(attempt=1, kept=KeptPoints(keep_latest=3), vote_limit_s=60), places=there)
     first = tell(made, GenerationFormed(generation=1, parent=None))
     seen, queue, wrong = {first.identity}, deque([first]), set()
     while queue and not (wrong and stop_at_first):

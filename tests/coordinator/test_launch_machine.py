@@ -17,7 +17,9 @@ from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.planning.schedule import Budgets, Length
-from orchestrator.records import Cursor, HeldShard, Source, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import HeldShard, Source
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import VoterGone
 from tests.coordinator.test_actor import JOIN, LAUNCH
 from tests.resume.samples import key, record
@@ -171,8 +173,7 @@ def test_the_user_of_a_launch_hears_who_asks_for_what_and_what_is_not_done() -> 
 
 
 def test_of_a_request_that_is_answered_at_once_the_user_hears_only_what_became_of_it() -> None:
-    machine = one_of_two()
-    machine.last_step = None
+    machine = one_of_two(trained=False)
     said = [action.text for action in machine.asked(asked(SAVE, "ann@desk")) if isinstance(action, Say)]
     refused = "refused: no step is trained yet, so there is nothing to save"
     assert said == [f"ann@desk asks for: save · {refused}"]

@@ -15,7 +15,8 @@ from orchestrator.coordinator.launch_machine import LaunchMachine
 from orchestrator.coordinator.requests import Answered, Requests
 from orchestrator.elastic.formation import LeaveOut
 from orchestrator.elastic.storage_trouble import StorageTrouble
-from orchestrator.records import MemberInfo, StateKey, StepRecord
+from orchestrator.records.run_status import MemberInfo
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_events import Action as CommitAction
 from orchestrator.resume.commit_events import DiscardSave, VoterGone
 from orchestrator.resume.commit_machine import CommitMachine
@@ -111,7 +112,7 @@ class AsksOnlyWhoForms(LaunchMachine):
     """Nobody looks after a group that trains."""
 
     def to_ask(self, committing: bool, now: float) -> list[MemberInfo]:
-        return super().to_ask(committing, self._heard)
+        return super().to_ask(committing, self._steps.heard_at)
 
 
 class SavesForEver(LaunchMachine):

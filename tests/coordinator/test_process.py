@@ -18,7 +18,8 @@ from orchestrator.coordinator.process import CoordinatorProcess
 from orchestrator.history.claim_files import RESTARTED, START
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
-from orchestrator.records import GenerationView, Refusal, RunOver, RunStatus, StillWaiting
+from orchestrator.records.membership import GenerationView, Refusal, RunOver, StillWaiting
+from orchestrator.records.run_status import RunStatus
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage

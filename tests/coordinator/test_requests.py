@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestrator.coordinator.requests import SAVE_AGAIN_S, Answered, Requests
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 
 
 def key(step: int, generation: int = 1) -> StateKey:

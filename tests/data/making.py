@@ -13,11 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data.packing.samples import Sample, open_samples
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from tests.data import reference
 

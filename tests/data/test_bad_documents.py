@@ -18,7 +18,7 @@ from orchestrator.data.packing.samples import open_samples
 from orchestrator.data.sources import line_numbers
 from orchestrator.data.sources.input_file import LocalFile
 from orchestrator.errors import BadDocumentError, DataError
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from tests.data.making import job, samples, spec_of
 
 Make = Callable[..., dict[str, Any]]

@@ -12,10 +12,11 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from orchestrator.data.sources.documents import Conversation, Prompted
 from orchestrator.data.tokens.chat_template import UnrenderableError
-from orchestrator.data.tokens.encoder import Encoder, EncoderChoice, choose_encoder, installed_version
+from orchestrator.data.tokens.encoder import Encoder, choose_encoder, installed_version
 from orchestrator.data.tokens.masked import MaskedEncoder
 from orchestrator.data.tokens.tokenizer_files import examine, fetch
 from orchestrator.errors import ConfigError, DataError
+from orchestrator.planning.encoders import EncoderChoice
 
 SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>"]
 SPECIALS += [

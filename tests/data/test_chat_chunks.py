@@ -20,9 +20,9 @@ from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chunks import tokenize_records
 from orchestrator.data.tokens.encoders import Encoders
+from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE, TokenChunk, WindowTask
 from orchestrator.data.tokens.tokenizer_files import examine, fetch
 from orchestrator.errors import BadDocumentError, DataError
-from orchestrator.records import BAD, EMPTY, PIECE, TokenChunk, WindowTask
 from tests.data.making import job, spec_of
 from tests.data.test_chat import CHATML_TAGGED, LLAMA_2, SPECIALS, byte_level, chat, saved
 
@@ -181,7 +181,7 @@ def test_what_is_learnt_is_part_of_the_runs_identity(tmp_path: Path, tiny_config
     found = []
     for change in ({}, {"content": "chat"}, {"content": "chat", "loss": "last"}):
         asked = tiny_config({"data.sources": [{**source, **change}], "data.tokenizer": name})
-        from orchestrator.config.schema import parse_config
+        from orchestrator.config.loading import parse_config
         from orchestrator.planning.identity import stream_settings
 
         found.append(stream_settings(parse_config(asked).flat()))

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, normalizers
 
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources.documents import Conversation
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.errors import DataError
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from tests.data.test_chat import (
     CHATML,
     CHATML_TAGGED,

@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import orchestrator
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data import user_code
 from orchestrator.data.first_records import check_first_records
 from orchestrator.data.preparing import prepare_data, prepare_trained

@@ -18,11 +18,10 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.tokens import fast
+from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS
 from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.data.tokens.encoder import (
-    ADVERSARIAL_TEXTS,
     Encoder,
-    EncoderChoice,
     Pieces,
     SpecialTexts,
     choose_encoder,
@@ -37,7 +36,8 @@ from orchestrator.data.tokens.tokenizer_files import (
     ids_around,
 )
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
-from orchestrator.records import Cursor
+from orchestrator.planning.encoders import EncoderChoice
+from orchestrator.records.cursor import Cursor
 from tests.data.making import job, samples, some_texts, spec_of, write_corpus
 
 Make = Callable[..., dict[str, Any]]

@@ -18,7 +18,7 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.encoder import Encoder, installed_version
 from orchestrator.errors import ConfigError
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, encoder_of_epoch, with_encoder
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from tests.data.making import job, samples, some_texts, spec_of, write_corpus
 

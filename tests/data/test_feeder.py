@@ -22,18 +22,25 @@ import pytest
 import ray
 from ray._private.state import actors  # the public state API needs a dashboard
 
-from orchestrator.config.schema import parse_config
-from orchestrator.data.feed.feeder import Feeder, FeederStats, RayFeed, Reopen, pinned, start_feeder
+from orchestrator.config.loading import parse_config
+from orchestrator.data.feed.feed_notes import FeederStats
+from orchestrator.data.feed.feeder import Feeder
+from orchestrator.data.feed.feeder_actor import pinned, start_feeder
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.feed.opening import source_windows
+from orchestrator.data.feed.pipeline_thread import PipelineThreads, Taker
+from orchestrator.data.feed.remote_feed import RayFeed, Reopen
 from orchestrator.data.feed.slots import SLOTS_AHEAD
 from orchestrator.data.later_lists import Found, Listed
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources.file_rows import FileRow, Files
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.token_chunk import WindowTask
 from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError, FeedError, FencedError
-from orchestrator.records import BatchSlice, Cursor, GenerationView, SourceCursor, StepRange, WindowTask
+from orchestrator.records.batches import BatchSlice, StepRange
+from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.membership import GenerationView
 from orchestrator.storage.files import Storage
 from tests.conftest import TinyConfig
 from tests.data.making import job, some_texts, write_corpus
@@ -432,10 +439,18 @@ def test_a_pipeline_that_gets_no_cpu_ends_in_a_stated_error(spec: DataSpec, shar
     ray.kill(hog)
 
 
+class NoThreads(PipelineThreads):
+    """Nobody reads."""
+
+    def start(self, pipeline: int, taker: Taker) -> None: ...
+
+
 class FeederWithoutPipeline(Feeder):
     """Its tokenizers are the test, and so is its clock."""
 
-    def _read(self, pipeline: Any, loop: Any) -> None: ...
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._threads = NoThreads(self._threads._settings)
 
 
 def test_who_decodes_up_to_a_cursor_for_hours_does_not_stand_still_until_nothing_is_heard(
@@ -513,7 +528,7 @@ def test_an_answer_that_is_not_urgent_waits_for_more_steps_and_never_for_what_ca
             if slot > given:
                 assert await feeder.slot(1, slot) is not None
                 given = slot
-            await feeder._take(1, slot, chunk)
+            await feeder.take(1, slot, chunk)
             slot += chunk.ends_window
             for _ in range(20):
                 await asyncio.sleep(0)
@@ -561,12 +576,12 @@ def test_a_pipeline_that_does_not_get_over_the_place_before_is_begun_anew_once(
         await feeder.open("launch", (1, 2), cursor)
         waiting = [asyncio.create_task(feeder.slot(1, slot)) for slot in range(1, 6)]
         if says_so:
-            await feeder._failed_pipeline(1, RuntimeError("its chunks are lost"))
+            await feeder.pipeline_failed(1, RuntimeError("its chunks are lost"))
         assert None in await asyncio.gather(*waiting)
         assert await feeder.slot(1, 1) is None, "that pipeline is over"
         assert await feeder.slot(2, 0) == next(spec.tasks_from(cursor, "stdlib"))
-        await feeder._failed_pipeline(1, RuntimeError("it comes late"))
-        await feeder._failed_pipeline(2, RuntimeError("not because of a place before"))
+        await feeder.pipeline_failed(1, RuntimeError("it comes late"))
+        await feeder.pipeline_failed(2, RuntimeError("not because of a place before"))
         return await feeder.get("launch", (1, 2), (following(cursor, 8),), 0, 1, MICRO)
 
     monkeypatch.setattr("orchestrator.data.feed.feeder.ARRIVAL_S", 600.0 if says_so else 0.0)
@@ -601,7 +616,7 @@ def test_while_the_list_of_the_next_epoch_is_made_ranks_get_what_is_there(
         for chunk in of_run.chunks(Cursor()):
             if chunk.epoch:
                 break
-            assert await feeder._take(1, 0, chunk)
+            assert await feeder.take(1, 0, chunk)
             if chunk.ends_block:
                 break
         shares = await feeder.get("launch", (1, 1), (following(Cursor(), 8),), 0, 1, MICRO)

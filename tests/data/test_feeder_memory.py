@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.data_memory import Case, run_case, words
-from orchestrator.config.schema import parse_config
-from orchestrator.data.feed.feeder import RayFeed
+from orchestrator.config.loading import parse_config
 from orchestrator.data.feed.memory import MemoryShares, memory_of
+from orchestrator.data.feed.remote_feed import RayFeed
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sample_corpus import train_tokenizer
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import FeedError
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from tests.conftest import TinyConfig
 from tests.data.test_feeder import assert_stream, feeder, train, view
 

@@ -18,14 +18,14 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS
 from orchestrator.data.tokens.encoder import Encoder, choose_encoder
 from orchestrator.data.tokens.foreign import NATIVE, from_sentencepiece, from_tiktoken_file
 from orchestrator.data.tokens.tokenizer_files import examine, fetch, ids_around
 from orchestrator.errors import ConfigError
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from tests.data.making import job, some_texts, write_corpus
 from tests.data.test_chat import CHATML_TAGGED

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.schema import FORMAT_NAMES
+from orchestrator.config.data_sections import FORMAT_NAMES
 from orchestrator.data.first_records import check_first_records
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.documents import BadRecordError, Content, Conversation, Document, Prompted

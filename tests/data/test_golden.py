@@ -20,12 +20,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from orchestrator.data.packing.packer import Run
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.sources.documents import Content
-from orchestrator.data.sources.manifest import FileRow, Files, Manifest, freeze
+from orchestrator.data.sources.file_rows import FileRow
+from orchestrator.data.sources.manifest import Files, Manifest, freeze
 from orchestrator.data.spec import DataSpec
 from orchestrator.planning import record_keys
 from orchestrator.planning.digest import batch_digest, sample_digest, token_hasher
 from orchestrator.planning.order import ORDER_VERSION, block_at, window_order
-from orchestrator.records import Cursor, SourceCursor, StepRange
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor, SourceCursor
 from tests.data.making import job, samples, spec_of
 
 Make = Callable[..., dict[str, Any]]

@@ -18,7 +18,8 @@ import pytest
 from huggingface_hub import constants, utils
 
 import orchestrator
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data.preparing import prepare_data, prepare_trained
 from orchestrator.data.sources import footers, hub_datasets
 from orchestrator.data.sources.hub_datasets import split_hub

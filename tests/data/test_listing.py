@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources.file_facts import look_at
 from orchestrator.data.sources.listing import list_files

@@ -21,7 +21,7 @@ from orchestrator.data.loading.loader import Loader
 from orchestrator.data.loading.sample_stream import SampleStream
 from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError, FeedError, RefusedError
 from orchestrator.json_form import decode
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from tests.data.making import plain, some_texts, write_corpus
 
 Make = Callable[..., dict[str, Any]]

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.packing.stream import Stream
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sample_corpus import train_tokenizer
@@ -32,8 +32,9 @@ from orchestrator.data.sources.manifest import freeze
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens import chunk_writer
+from orchestrator.data.tokens.token_chunk import EMPTY, TokenChunk
 from orchestrator.errors import BadDocumentError
-from orchestrator.records import EMPTY, Cursor, TokenChunk
+from orchestrator.records.cursor import Cursor
 from tests.data.making import job, plain, samples, spec_of
 from tests.traced import traced
 

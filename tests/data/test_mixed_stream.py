@@ -17,20 +17,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.packing.samples import Sample, draw_step, open_samples
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.settings import MixtureSettings, StreamSettings
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import FeedError
 from orchestrator.json_form import decode, encode
 from orchestrator.monitor.reference_mixture import MixtureRule, ReferenceMixture
 from orchestrator.planning.batches import next_range
 from orchestrator.planning.identity import RunIdentity, compare
 from orchestrator.planning.mixture import whole_weights
-from orchestrator.records import PIECE, Cursor, SourceCursor, StepRange, TokenChunk
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.storage.files import Storage
 from tests.data.making import plain, some_texts, spec_of, write_corpus
 

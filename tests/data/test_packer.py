@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.settings import StreamSettings
+from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE, TokenChunk
 from orchestrator.errors import DataError, FeedError
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.digest import sample_digest
-from orchestrator.records import BAD, EMPTY, PIECE, Cursor, SourceCursor, StepRange, TokenChunk
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor, SourceCursor
 
 ONE = StreamSettings(num_epochs=1)
 

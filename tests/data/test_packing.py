@@ -14,20 +14,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.schema import JobConfig, field_rules, parse_config
+from orchestrator.config.field_rules import field_rules
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.packing.arrangement import best_fit, few_packs
 from orchestrator.data.packing.samples import Sample, draw_step, open_samples
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.settings import MixtureSettings, StreamSettings
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.planning.batches import next_range
 from orchestrator.planning.identity import stream_settings
 from orchestrator.planning.order import pack_order
 from orchestrator.planning.resume_plan import PointInfo, plan_resume
 from orchestrator.planning.schedule import budgets_for
-from orchestrator.records import BAD, EMPTY, PIECE, Cursor, SourceCursor, StateKey, TokenChunk
+from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.steps import StateKey
 from tests.data.making import plain, some_texts, spec_of, write_corpus
 
 Make = Callable[..., dict[str, Any]]

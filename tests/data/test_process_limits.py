@@ -19,7 +19,7 @@ from orchestrator.data.process_limits import ProcessLimits, limit_process
 from orchestrator.data.sources import readers
 from orchestrator.data.sources.windows import Window
 from orchestrator.errors import DataError
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from tests.conftest import TinyConfig
 from tests.data.making import job, plain, samples, spec_of
 from tests.data.test_memory import plan_of

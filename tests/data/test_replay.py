@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.feed.open_blocks import OpenBlocks
 from orchestrator.data.feed.opening import Opening, expected_windows
 from orchestrator.data.feed.replay import MIN_STEPS, ReplayBuffer
@@ -22,8 +22,10 @@ from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.sources.windows import Window
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chunks import tokenize_block, tokenize_window
+from orchestrator.data.tokens.token_chunk import WindowTask
 from orchestrator.errors import DataIdentityError, FeedError
-from orchestrator.records import Cursor, SourceCursor, StepRange, WindowTask
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor, SourceCursor
 from tests.conftest import TinyConfig
 
 SEQ_LEN, BATCH = 32, 8

@@ -16,8 +16,8 @@ import pytest
 
 from orchestrator.data.feed import slots as machine
 from orchestrator.data.feed.slots import NoTask, Slots, SourceWindows
+from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import DataIdentityError, FeedError
-from orchestrator.records import TokenChunk, WindowTask
 
 HISTORIES = 1000
 Place = tuple[str, int, int, int, int]  # source, epoch, block, window, number of the chunk

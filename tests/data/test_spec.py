@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data import later_lists, preparing
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources.listing import list_files
@@ -23,7 +24,7 @@ from orchestrator.data.sources.manifest import freeze, from_parquet, to_parquet
 from orchestrator.data.tokens.encoder import Encoder
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
 from orchestrator.planning.identity import compare
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from tests.data.making import job, plain, samples, some_texts, write_corpus
 

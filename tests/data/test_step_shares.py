@@ -16,7 +16,8 @@ from orchestrator.data.feed.replay import ReplayBuffer
 from orchestrator.data.packing.runs import PackedRun, Run
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.errors import FeedError
-from orchestrator.records import Cursor, StepRange
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor
 
 SEQ_LEN = 6
 

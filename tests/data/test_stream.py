@@ -13,14 +13,15 @@ import pytest
 import xxhash
 
 import orchestrator
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.data.packing.stream import Stream
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError
 from orchestrator.json_form import decode, encode
-from orchestrator.records import Cursor, SourceCursor, StepRange
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor, SourceCursor
 from tests.data.making import expected, job, plain, samples, some_texts, spec_of, write_corpus
 
 Make = Callable[..., dict[str, Any]]

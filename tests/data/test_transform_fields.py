@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 import pytest
 from blake3 import blake3
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data.first_records import check_first_records
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.settings import StreamSettings
@@ -35,7 +36,7 @@ from orchestrator.data.sources.windows import OrderedWindow, Window, read_window
 from orchestrator.errors import ConfigError, DataError
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.identity import compare
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from tests.data import format_writers, reference
 from tests.data.format_writers import Record, write_files

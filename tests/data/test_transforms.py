@@ -24,13 +24,14 @@ from orchestrator.data import transforms as transforms_module
 from orchestrator.data.preparing import prepare_data, prepare_trained
 from orchestrator.data.sources.documents import BadRecordError, Conversation
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED
 from orchestrator.data.transforms import Transforms, find_transform, first_difference
 from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataIdentityError
 from orchestrator.json_form import decode, encode
 from orchestrator.launch.api import plan
 from orchestrator.planning import record_keys
 from orchestrator.planning.identity import compare
-from orchestrator.records import BAD, EMPTY, FILTERED, Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from tests.data import made_transforms, reference
 from tests.data.making import job, plain, samples, some_texts, spec_of, write_corpus

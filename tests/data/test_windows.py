@@ -27,7 +27,7 @@ from orchestrator.data.sources.records_in_memory import split_lines
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.errors import DataError, DataIdentityError
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from tests.data.making import job, spec_of, write_corpus
 
 Range = Callable[[InputFile, int, int, int], tuple[int, bytes]]

@@ -11,7 +11,7 @@ from orchestrator.data.feed.work import SignsOfWork, WorkReports
 from orchestrator.data.sources.windows import read_windows
 from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.errors import DataIdentityError
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from tests.conftest import TinyConfig
 from tests.data.making import job, some_texts, spec_of, write_corpus
 

@@ -29,7 +29,8 @@ from orchestrator.elastic.formation import (
     StopRun,
 )
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.records import GenerationView, HeldShard, JoinRequest, Source, StateKey
+from orchestrator.records.membership import GenerationView, HeldShard, JoinRequest, Source
+from orchestrator.records.steps import StateKey
 from tests.elastic.shared_rendezvous import SharedRendezvous, shared
 
 Identity = tuple[int, int]  # (attempt, generation)

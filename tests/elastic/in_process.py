@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError
 from orchestrator.elastic import supervisor
 from orchestrator.elastic.policy import Limits, NodeFacts
 from orchestrator.elastic.supervisor import Launch, Supervisor
-from orchestrator.records import RunStatus
+from orchestrator.records.run_status import RunStatus
 from tests.trainer import launch as launches
 
 LIMITS = Limits(

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from orchestrator.elastic.holdings import Holding, memory_point_to_keep, newest_complete
 from orchestrator.planning.neighbours import neighbours
-from orchestrator.records import HeldShard, Source, StateKey
+from orchestrator.records.membership import HeldShard, Source
+from orchestrator.records.steps import StateKey
 from orchestrator.trainer.memory_slots import MemorySlots
 
 

@@ -15,7 +15,9 @@ from orchestrator.elastic.holdings import Holding, held_by_all, newest_complete
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.planning.neighbours import neighbours
 from orchestrator.planning.state_layout import Layout
-from orchestrator.records import Cursor, HeldShard, JoinRequest, Source, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import HeldShard, JoinRequest, Source
+from orchestrator.records.steps import StateKey
 from tests.elastic.test_rendezvous import form, key, rendezvous, request, started
 
 KEY = key(1, 7)

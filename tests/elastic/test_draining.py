@@ -21,7 +21,9 @@ from orchestrator.elastic.draining import (
 )
 from orchestrator.elastic.formation import Waiting
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.records import Cursor, HeldShard, JoinRequest, Source, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import HeldShard, JoinRequest, Source
+from orchestrator.records.steps import StateKey
 from tests.elastic.test_rendezvous import ATTEMPT, form, key, only, rendezvous, request
 
 # ---- what to do

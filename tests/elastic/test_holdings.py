@@ -19,7 +19,8 @@ from orchestrator.elastic.holdings import CompleteState, Holding, newest_complet
 from orchestrator.elastic.parent_state import ParentStateSelection
 from orchestrator.planning.neighbours import neighbours
 from orchestrator.planning.state_layout import Layout
-from orchestrator.records import Source, StateKey
+from orchestrator.records.membership import Source
+from orchestrator.records.steps import StateKey
 from tests.elastic.test_rendezvous import key, request
 
 Rule = Callable[[Iterable[Holding], StateKey | None], CompleteState | None]

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.records import HeldShard, Source, StateKey
+from orchestrator.records.membership import HeldShard, Source
+from orchestrator.records.steps import StateKey
 from orchestrator.trainer.memory_slots import MemorySlots, Slot
 from tests.elastic.memory_point_model import Bounds, search
 

@@ -19,7 +19,9 @@ from orchestrator.elastic.formation import (
 )
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.errors import FencedError
-from orchestrator.records import Cursor, GenerationView, JoinRequest, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView, JoinRequest
+from orchestrator.records.steps import StateKey
 
 ATTEMPT = 3
 
@@ -798,6 +800,20 @@ def test_a_save_is_requested_until_it_is_answered_and_only_once():
     machine.request_save("s2")
     machine.save_answered("s1")
     assert machine.control_requests(ATTEMPT, 1, 0).save
+
+
+def test_a_save_that_a_reform_does_not_need_comes_after_it():
+    machine = started("ab")
+    machine.request_save("s1")
+    machine.join(request("c"), 5.0)
+    machine.tick(5.5)
+    wanted = machine.control_requests(ATTEMPT, 1, 0)
+    assert (wanted.save, wanted.reform) == (False, True), "c would wait until nobody holds a save"
+    for member in "ab":
+        machine.join(request(member, key(1, 7), leaves=1), 6.0)
+    form(machine, 6.0)
+    wanted = machine.control_requests(ATTEMPT, 2, 0)
+    assert (wanted.save, wanted.reform) == (True, False)
 
 
 def test_a_member_that_finishes_ends_the_generation_and_the_others_have_their_time_to_come():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from orchestrator.elastic.roster import Roster
-from orchestrator.records import GroupMember, JoinRequest, Loss, MemberInfo
+from orchestrator.records.membership import JoinRequest
+from orchestrator.records.run_status import GroupMember, Loss, MemberInfo
 
 
 def request(member: str, pid: int, leaves: tuple[int, int] | None = None, idle_s: float = 0.0) -> JoinRequest:

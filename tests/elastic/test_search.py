@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 
-from orchestrator.elastic.formation import Action, Form, NewestPoint, RendezvousSettings
+from orchestrator.elastic.formation import Action, Form, RendezvousSettings
 from orchestrator.elastic.holdings import held_by_all, newest_complete
+from orchestrator.elastic.next_formation import Continued
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.records import ControlRequests, JoinRequest, Source, StateKey
+from orchestrator.records.membership import ControlRequests, JoinRequest, Source
 from tests.elastic.group_model import Rules, search
-
-Choice = tuple[StateKey | None, str | None, NewestPoint | None]
 
 
 @pytest.fixture(autouse=True)
@@ -36,19 +35,19 @@ class ByStepAlone(Rendezvous):
     it.
     """
 
-    def _newest(self, requests: Iterable[JoinRequest]) -> Choice:
+    def _newest(self, requests: Sequence[JoinRequest]) -> Continued:
         held = [(r.key.step, r.member, r.key) for r in requests if r.key is not None]
         if held:
             _, member, key = max(held, key=lambda h: h[:2])
-            return key, member, None
+            return Continued(parent=key, source=member, point=None)
         return super()._newest(())
 
 
 class PointsIgnored(Rendezvous):
     """While any member holds a state, a newer committed point is forgotten."""
 
-    def _newest(self, requests: Iterable[JoinRequest]) -> Choice:
-        requests, point = list(requests), self._states.point
+    def _newest(self, requests: Sequence[JoinRequest]) -> Continued:
+        point = self._states.point
         if any(r.key is not None for r in requests):
             self._states.point = None
         found = super()._newest(requests)
@@ -59,7 +58,7 @@ class PointsIgnored(Rendezvous):
 class AttemptsIgnored(Rendezvous):
     """States of two attempts are compared by generation and step."""
 
-    def _newest(self, requests: Iterable[JoinRequest]) -> Choice:
+    def _newest(self, requests: Sequence[JoinRequest]) -> Continued:
         held = [(r.key.generation, r.key.step, r.member, r.key) for r in requests if r.key is not None]
         if not held:
             return super()._newest(())
@@ -71,20 +70,20 @@ class AttemptsIgnored(Rendezvous):
             generation,
             step,
         ):
-            return self._states.point.key, None, self._states.point
-        return key, member, None
+            return Continued(parent=self._states.point.key, source=None, point=self._states.point)
+        return Continued(parent=key, source=member, point=None)
 
 
 class FirstShard(Rendezvous):
     """Whoever holds any shard of the greatest key holds the state."""
 
-    def _newest(self, requests: Iterable[JoinRequest]) -> Choice:
-        held = held_by_all(list(requests))
+    def _newest(self, requests: Sequence[JoinRequest]) -> Continued:
+        held = held_by_all(requests)
         best = max(held, key=lambda h: h.key, default=None)
         point = self._states.point
         if best is None or (point is not None and point.key > best.key):
             return super()._newest(())
-        return best.key, best.member, None
+        return Continued(parent=best.key, source=best.member, point=None)
 
 
 class KeepsNewest(Rendezvous):

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.elastic.stall import StallWatch
-from orchestrator.records import Cursor, RunStatus, StepRecord
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.run_status import RunStatus
+from orchestrator.records.steps import StepRecord
 
 
 def status(step: int | None, step_s: float = 0.5, **other: object) -> RunStatus:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.history.lineage import Claim, ClaimParent, GenerationStart
-from orchestrator.records import StateKey, StepRecord
+from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
+from orchestrator.records.steps import StateKey, StepRecord
 
 
 def claim(number, launch="one"):

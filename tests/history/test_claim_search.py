@@ -17,7 +17,7 @@ from orchestrator.history.claims import ClaimParent
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.history.lineage import effective_history
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
     Action,
@@ -31,6 +31,7 @@ from orchestrator.resume.commit_events import (
     VoteCast,
 )
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import PointCommitter
@@ -78,7 +79,7 @@ class World:
     def identity(self) -> tuple[object, ...]:
         """What the search compares; the machine's other parts follow from these."""
         saves = tuple((s.key, s.stage) for s in self.machine.saves.values())
-        rest = (self.machine.points, self.machine.deleting, self.machine.verified)
+        rest = (self.machine.kept.names, self.machine.kept.deleting, self.machine.kept.verified)
         todo = tuple(
             (type(a), getattr(a, "key", None), getattr(a, "name", None), getattr(a, "names", None))
             for a in self.todo
@@ -123,7 +124,7 @@ def first_world(protocol: Protocol) -> World:
     for step in range(1, max(STEPS) + 1):
         journal.step(record(key(step)))
     journal.flush()
-    machine = protocol.machine(attempt=1, keep_latest=KEEP, vote_limit_s=60)
+    machine = protocol.machine(attempt=1, kept=KeptPoints(keep_latest=KEEP), vote_limit_s=60)
     for event in (GenerationFormed(generation=1, parent=None),):
         machine, _ = machine.on(event)
     return World(files=frozenset(disk.files().items()), machine=machine)

@@ -8,7 +8,8 @@ from orchestrator.history.claims import ORIGIN, ClaimParent, ForkedFrom, Origin
 from orchestrator.history.lineage import Lineage, effective_chain, effective_history
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import Cursor, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey
 from tests.history.histories import claim, record, start
 
 CURSOR = Cursor(consumed_samples=40, consumed_tokens=400, target_tokens=400)

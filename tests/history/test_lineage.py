@@ -8,17 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.history.lineage import (
-    Claim,
-    ClaimParent,
-    GenerationStart,
-    Lineage,
-    effective_chain,
-    effective_history,
-    require_sound,
-)
+from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
+from orchestrator.history.lineage import Lineage, effective_chain, effective_history, require_sound
 from orchestrator.json_form import decode, encode
-from orchestrator.planning.resume_plan import Difference
+from orchestrator.planning.differences import Difference
 from orchestrator.planning.schedule import Budgets, Length
 from tests.history.histories import MOVES, claim, key, play, record, start
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.schema import JobConfig, as_job, parse_config
+from orchestrator.config.loading import as_job, parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.measuring import measured
 from orchestrator.coordinator.survey import survey

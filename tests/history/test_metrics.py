@@ -19,7 +19,7 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.metric_log import MetricLog, TensorBoard
 from orchestrator.history.metrics import METRICS, PER_STEP, Meter, Sample
-from orchestrator.records import StateKey, StepRecord
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.storage.files import Storage
 
 STEP_TOKENS = 64

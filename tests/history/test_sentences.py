@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.history import sentences
-from orchestrator.records import GroupChange, GroupMember, Held, Loss, Stall
+from orchestrator.records.run_status import GroupChange, GroupMember, Held, Loss, Stall
 
 ONE = GroupMember(rank=1, host="10.0.0.7", pid=22506)
 KILLED = Loss(worker=ONE, reason="killed (SIGKILL)")

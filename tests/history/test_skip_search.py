@@ -20,7 +20,8 @@ from orchestrator.history.skips import SkipAt, skip_claims
 from orchestrator.planning import skipping
 from orchestrator.planning.schedule import Budgets
 from orchestrator.planning.skipping import LATEST, Skip, SkipClaim, SkipDecision, SkipRequest
-from orchestrator.records import Cursor, StateKey, StepRecord
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey, StepRecord
 
 BATCH = 4
 SEEDS = 120

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.schema import JobConfig, ResumeConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig, ResumeConfig
 from orchestrator.coordinator.choosing import choose_point
 from orchestrator.coordinator.forking import describe, found_run
 from orchestrator.coordinator.survey import survey

@@ -212,6 +212,48 @@ def test_a_plan_that_knows_no_machine_refuses_nothing_and_says_so() -> None:
     assert "judged by this machine: m0: 256.0 GiB; the memory of GPUs is not known here" in notes
 
 
+@pytest.mark.parametrize("model", ["model={factory: 'a:b'}", "model={config: {model_type: deepseek_v3}}"])
+def test_a_plan_says_that_nobody_knows_how_large_the_model_is(model: str) -> None:
+    known = KnownMachines(machines=tuple(machines(1, 64)), source="here")
+    notes, problems = memory_plan(job(model), known)
+    assert problems == []
+    assert notes[0].startswith("the size of the model is not known before it is built")
+    (of_auto,) = [note for note in notes if note.startswith("train.parallel=auto")]
+    assert "is replicate: the size of the model is not known" in of_auto
+    assert "set train.parallel=shard" in of_auto
+    notes, _ = memory_plan(job(model, "train.parallel=shard"), known)
+    assert notes[0].startswith("the size of the model is not known before it is built")
+
+
+@pytest.mark.parametrize(
+    ("shards", "said"), [("{shard: 2, replicate: 4}", False), ("{shard: 2, replicate: 2}", True)]
+)
+def test_a_plan_says_how_often_the_state_is_held_where_that_is_not_what_was_asked_for(
+    shards: str, *, said: bool
+) -> None:
+    notes, _ = memory_plan(job(SEVEN_B, f"train.parallel={shards}", "cluster.num_workers=8"), KnownMachines())
+    text = "which is for 4 workers; of the 8 of cluster.num_workers: 4 times the state in 2 parts"
+    assert any(text in note for note in notes) == said
+    notes, _ = memory_plan(job(SEVEN_B, "train.parallel=shard", "cluster.num_workers=8"), KnownMachines())
+    assert not any("asks for" in note for note in notes)
+
+
+def test_a_plan_warns_of_so_few_workers_left_that_none_could_hold_its_part() -> None:
+    known = KnownMachines(machines=tuple(machines(8, 64)), source="here")
+    asked = job(SEVEN_B, "train.parallel=shard", "cluster.num_workers=8", NO_POINTS)
+    notes, problems = memory_plan(asked, known)
+    assert problems == []
+    (note,) = [note for note in notes if note.startswith("warning: if only")]
+    few = next(n for n in range(7, 0, -1) if needs_of(asked, None, n).worker_bytes > 64 * GIB)
+    assert 1 <= few < 7
+    assert f"if only {few} of 8 workers are left" in note
+    assert f"cluster.num_workers=[{few + 1}, 8]" in note
+    waits = job(SEVEN_B, "train.parallel=shard", f"cluster.num_workers=[{few + 1}, 8]", NO_POINTS)
+    for other, there in ((waits, known), (asked, KnownMachines())):
+        notes, _ = memory_plan(other, there)
+        assert not any(note.startswith("warning: if only") for note in notes)
+
+
 @pytest.mark.parametrize(("number", "said"), [(1, True), (2, False)])
 def test_a_plan_says_that_on_one_machine_memory_points_do_not_outlive_it(number: int, *, said: bool) -> None:
     known = KnownMachines(machines=tuple(machines(number, 512)), source="here")

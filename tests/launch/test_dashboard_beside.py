@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.launch.dashboard_beside import dashboard_beside
 from orchestrator.launch.progress import Progress
 

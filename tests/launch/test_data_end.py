@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.coordinator.ended_by import THE_BUDGET, THE_DATA
 from orchestrator.launch import looking_ahead
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from tests.data.making import some_texts, write_corpus
 from tests.launch.test_skip import SkippingRun, survey_newest
 

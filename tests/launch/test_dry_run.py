@@ -13,7 +13,8 @@ import pytest
 
 import orchestrator
 from orchestrator.cli.commands import main
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.errors import ConfigError, OrchestratorError, ResourceError, StorageError
 from orchestrator.launch import start as starting
 from orchestrator.launch.api import dry_run
@@ -132,7 +133,7 @@ def test_a_pretrained_model_with_fewer_ids_than_the_tokenizer_is_refused_with_bo
 ) -> None:
     import torch
 
-    from orchestrator.config.schema import ModelConfig
+    from orchestrator.config.train_sections import ModelConfig
     from orchestrator.trainer.model import build_model
 
     small = build_model(ModelConfig(config=GEMMA2), "float32", 0, torch.device("cpu"), True)

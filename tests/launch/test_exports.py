@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from orchestrator.history.journal import JournalWriter
 from orchestrator.launch.exports import due, exporting
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.export_files import find_exports, read_marker
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore

@@ -21,7 +21,7 @@ from orchestrator.launch import claiming
 from orchestrator.launch import fork as forks
 from orchestrator.launch.which_point import Wanted
 from orchestrator.monitor.run import Run
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import disk
 from orchestrator.storage.files import Storage
@@ -143,8 +143,10 @@ def test_a_fork_without_a_point_of_its_own_says_what_became_of_its_parents(
     wanted = str(runner.folder / "points" / first.point_name)
     fork = Forked(runner, **{"from": wanted})
     job, spec = fork.config(), fork.prepared()
-    with pytest.raises(KeyboardInterrupt), killed_before_the_parent_file(), claiming.claimed(
-        fork.store, job, spec, 0
+    with (
+        pytest.raises(KeyboardInterrupt),
+        killed_before_the_parent_file(),
+        claiming.claimed(fork.store, job, spec, 0),
     ):
         pass
     texts = {"gone": "gone or damaged .*COMMIT is missing", "damaged": "gone or damaged .*digest"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.errors import ConfigError, RefusedError
 from orchestrator.launch.api import dry_run
 from orchestrator.launch.claiming import claimed

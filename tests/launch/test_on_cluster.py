@@ -11,7 +11,7 @@ import pytest
 from orchestrator.launch.announcing import trained_again
 from orchestrator.launch.ending import next_commands, say_end
 from orchestrator.launch.progress import Progress
-from orchestrator.records import RunStatus
+from orchestrator.records.run_status import RunStatus
 from tests.elastic.test_stall import status
 from tests.launch.test_start import Runner
 

@@ -25,7 +25,7 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.launch import stop_signals
 from orchestrator.launch.on_cluster import _note_feeder_death, _shower
 from orchestrator.launch.progress import Progress
-from orchestrator.records import GroupMember, Loss, RunStatus
+from orchestrator.records.run_status import GroupMember, Loss, RunStatus
 from orchestrator.storage.files import Storage
 from tests.elastic.in_process import Handle
 from tests.elastic.test_stall import status

@@ -14,17 +14,16 @@ from orchestrator.errors import ElasticError, StorageError
 from orchestrator.launch import remote_membership
 from orchestrator.launch.generation_end import GenerationEnd
 from orchestrator.launch.remote_membership import Place, RemoteMembership, UnansweredError
-from orchestrator.records import (
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import (
     ControlRequests,
-    Cursor,
     GenerationView,
     JoinRequest,
     MemberState,
     RunOver,
-    StateKey,
-    StepRecord,
     StillWaiting,
 )
+from orchestrator.records.steps import StateKey, StepRecord
 from tests.resume.samples import key, record
 
 BLANK = MemberState(

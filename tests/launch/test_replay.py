@@ -19,7 +19,7 @@ from orchestrator.cli.commands import main
 from orchestrator.errors import ConfigError, RefusedError, ResumePointError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
-from orchestrator.launch import replay as replaying
+from orchestrator.launch import retraining
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.model import loss_sum
 from tests.torchrun.ranks import Ranks
@@ -153,7 +153,7 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(
 def test_a_replay_says_how_far_it_is_and_not_at_every_step(
     example: Path, monkeypatch: pytest.MonkeyPatch, every_s: float, told: bool
 ) -> None:
-    monkeypatch.setattr(replaying, "SAY_EVERY_S", every_s)
+    monkeypatch.setattr(retraining, "SAY_EVERY_S", every_s)
     said: list[str] = []
     found = orchestrator.open(example).replay(10, say=said.append)
     assert found.steps_compared == 0, "a point stands there"

@@ -16,7 +16,7 @@ from orchestrator.launch import rewind as rewinding
 from orchestrator.launch.rewind import RewindPlan
 from orchestrator.launch.which_point import Wanted
 from orchestrator.monitor.run import Run
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from tests.launch.test_start import Runner, files, runner  # noqa: F401  a fixture
 
 

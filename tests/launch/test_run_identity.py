@@ -15,7 +15,7 @@ from orchestrator.coordinator.survey import survey
 from orchestrator.errors import FencedError, OrchestratorError, RefusedError, ResumePointError, StorageError
 from orchestrator.faults import no_fault
 from orchestrator.launch import claiming
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.store import RunStore
 from orchestrator.torchrun.recorder import RankZeroRecorder
 from tests.launch.test_start import LIMIT_S, Runner

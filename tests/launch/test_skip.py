@@ -15,7 +15,8 @@ import pytest
 
 import orchestrator
 from orchestrator.cli.tables import plan_lines
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator import begin_launch as beginning
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.attempt_journal import note_beginning
@@ -32,7 +33,9 @@ from orchestrator.launch import announcing, claiming, looking_ahead
 from orchestrator.launch import start as starting
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.planning.resume_plan import ResumePlan
-from orchestrator.records import BatchSlice, Cursor, StateKey, StepRange, StepRecord
+from orchestrator.records.batches import BatchSlice, StepRange
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import note_committed
 from orchestrator.storage.files import Storage

@@ -31,7 +31,7 @@ from orchestrator.monitor import audit
 from orchestrator.monitor.audit_run import AuditRun, StepsCompared
 from orchestrator.planning import manifests
 from orchestrator.planning.manifests import ListSpan
-from orchestrator.records import BatchSlice
+from orchestrator.records.batches import BatchSlice
 from orchestrator.storage.files import Storage
 from tests.launch.test_skip import BATCH, SEQ_LEN, SkippingRun
 

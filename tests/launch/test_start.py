@@ -16,7 +16,8 @@ import pytest
 
 import orchestrator
 from orchestrator.cluster.machine import Process
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.attempt_journal import note_beginning
 from orchestrator.coordinator.continue_launch import continue_launch
@@ -34,7 +35,7 @@ from orchestrator.launch import start as starting
 from orchestrator.monitor.run import Run
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import StateKey, StepRecord
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.fates import Fates
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.store import RunStore

@@ -29,7 +29,7 @@ from orchestrator.launch import rewind as rewinding
 from orchestrator.launch.which_point import Wanted
 from orchestrator.monitor import run as monitor
 from orchestrator.monitor.run import Run
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import DeletePoints, WriteCommit
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.retention import to_delete

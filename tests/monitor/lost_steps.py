@@ -9,7 +9,7 @@ import pytest
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.monitor.run import Run
 from orchestrator.monitor.views.run_views import RunViews
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 

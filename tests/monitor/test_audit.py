@@ -20,7 +20,7 @@ import pytest
 
 import orchestrator
 from orchestrator.cli.commands import main
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.coordinator import survey as survey_module
 from orchestrator.coordinator.survey import survey
 from orchestrator.data import later_lists
@@ -45,7 +45,9 @@ from orchestrator.monitor.audit import audit_history
 from orchestrator.monitor.reference_packing import ReferencePacker, Samples
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.order import block_at
-from orchestrator.records import Cursor, SourceCursor, StateKey, StepRange, StepRecord
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.data.making import some_texts, write_corpus

@@ -20,13 +20,14 @@ from orchestrator.coordinator.survey import survey
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.sources import windows as sources
 from orchestrator.monitor import audit_run
-from orchestrator.monitor.audit import HowToAudit, audit_history
+from orchestrator.monitor.audit import audit_history
 from orchestrator.monitor.audit_processes import AuditProcessError, AuditProcesses, InThisProcess
-from orchestrator.monitor.audit_run import AuditRun
+from orchestrator.monitor.audit_run import AuditRun, HowToAudit
 from orchestrator.monitor.audit_tasks import Found, Task
 from orchestrator.monitor.history_parts import history_of
 from orchestrator.monitor.reference_packing import ReferencePacker, Samples
-from orchestrator.records import Cursor, StepRecord
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StepRecord
 from tests.data.making import some_texts, write_corpus
 from tests.monitor.test_audit import (
     TrainedRun,

@@ -13,16 +13,17 @@ import pytest
 
 import orchestrator
 from orchestrator.cli.commands import main
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.coordinator.survey import survey
 from orchestrator.data.tokens import chunks
 from orchestrator.data.tokens.encoder import Encoder
 from orchestrator.errors import RefusedError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.monitor import audit_run
-from orchestrator.monitor.audit import HowToAudit, audit_history
+from orchestrator.monitor.audit import audit_history
+from orchestrator.monitor.audit_run import HowToAudit
 from orchestrator.planning.encoders import EncoderSpan
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from tests.data.making import some_texts
 from tests.data.test_encoder_change import FAST, SLOW, save_tokenizer
 from tests.monitor.test_audit import TrainedRun, made_in

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources import windows as sources
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.token_chunk import PIECE
 from orchestrator.monitor.epoch_checksum import EpochChecksums
 from orchestrator.monitor.file_checksum import checksum_files
 from orchestrator.planning.order import block_at, window_order
-from orchestrator.records import PIECE, Cursor
+from orchestrator.records.cursor import Cursor
 from tests.conftest import TinyConfig
 from tests.data.making import job, some_texts, spec_of, write_corpus
 from tests.monitor.test_reference_packing import hand_made

@@ -19,7 +19,7 @@ from orchestrator.history.claims import ClaimParent
 from orchestrator.monitor import run as history
 from orchestrator.monitor import tail
 from orchestrator.monitor.run import Run
-from orchestrator.records import SourceCursor
+from orchestrator.records.cursor import SourceCursor
 from orchestrator.resume.commit_events import DeletePoints
 from orchestrator.resume.store_actions import PointCommitter
 from orchestrator.storage.files import Storage

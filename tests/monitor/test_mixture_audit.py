@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.packing.packer import Packer, Run
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.launch import start as starting
 from orchestrator.planning.mixture import Mixture
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from tests.data.making import some_texts, write_corpus
 from tests.monitor.test_audit import TrainedRun
 

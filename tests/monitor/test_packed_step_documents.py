@@ -20,7 +20,7 @@ from orchestrator.coordinator.survey import survey
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.monitor import reference_windows, tracing_windows
 from orchestrator.monitor.tracing_windows import TracingWindows
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from tests.data.making import some_texts, write_corpus
 from tests.data.test_chat import CHATML_TAGGED, byte_level, saved
 from tests.launch.test_skip import SkippingRun, survey_newest

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.data.packing import window_packer
+from orchestrator.data.packing import packed_window, window_packer
 from orchestrator.data.packing.step_samples import StepSamples
+from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.monitor.reference_packing import Samples
 from orchestrator.monitor.reference_windows import ReferenceWindows
 from orchestrator.monitor.trained_documents import TrainedDocuments
-from orchestrator.records import Cursor, SourceCursor, TokenChunk
+from orchestrator.records.cursor import Cursor, SourceCursor
 from tests.data.making import some_texts, write_corpus
 from tests.data.test_packing import WINDOWS, chunks_of, documents, draw_all, settings_of
 from tests.monitor.test_audit import TrainedRun
@@ -139,12 +140,12 @@ def test_what_the_packer_does_wrong_is_found_in_its_step_and_what_both_do_in_the
 
 
 def documents_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = window_packer.stretches
-    monkeypatch.setattr(window_packer, "stretches", lambda lengths, seq_len: right(lengths, seq_len - 1))
+    right = packed_window.stretches
+    monkeypatch.setattr(packed_window, "stretches", lambda lengths, seq_len: right(lengths, seq_len - 1))
 
 
 def packs_are_in_the_order_of_filling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_packer, "pack_order", lambda num, *_: np.arange(num))
+    monkeypatch.setattr(packed_window, "pack_order", lambda num, *_: np.arange(num))
 
 
 def a_resume_takes_a_pack_again(monkeypatch: pytest.MonkeyPatch) -> None:

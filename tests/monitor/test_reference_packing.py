@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.monitor import (
     audit,
@@ -37,7 +38,8 @@ from orchestrator.monitor.epoch_checksum import EpochChecksums
 from orchestrator.monitor.file_checksum import checksum_files
 from orchestrator.monitor.reference_packing import ReferencePacker, Samples
 from orchestrator.monitor.trained import TrainedTokens
-from orchestrator.records import BAD, EMPTY, PIECE, Cursor, SourceCursor, StepRange, TokenChunk
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor, SourceCursor
 from tests.conftest import TinyConfig
 from tests.data.making import expected, job, plain, samples, some_texts, spec_of, write_corpus
 
@@ -71,7 +73,7 @@ def packer_at(spec: DataSpec, cursor: Cursor) -> ReferencePacker:
 )
 def test_the_audit_imports_nothing_of_the_trainers_packer(module) -> None:
     names = ("stream", "packer", "segments", "step_samples", "samples", "runs", "chunk_order")
-    names += ("window_packer", "arrangement")
+    names += ("window_packer", "packed_window", "pack_place", "arrangement")
     packing = {f"orchestrator.data.packing.{name}" for name in names}
     packing |= {f"orchestrator.data.feed.{name}" for name in ("opening", "replay")}
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))

@@ -17,8 +17,7 @@ from orchestrator.coordinator.survey import survey
 from orchestrator.data.sources import frozen_list
 from orchestrator.data.sources.fragments import load_plan
 from orchestrator.errors import ConfigError, RefusedError, StorageError
-from orchestrator.launch.doctor import BucketFacts
-from orchestrator.launch.doctor_bucket import judge_bucket
+from orchestrator.launch.doctor_bucket import BucketFacts, judge_bucket
 from orchestrator.launch.doctor_facts import look_at_storage
 from orchestrator.monitor.dashboard.app import make_app
 from orchestrator.storage.buckets import forget_buckets

@@ -26,7 +26,7 @@ from orchestrator.monitor import tail, verdict, view_text
 from orchestrator.monitor.run import Run
 from orchestrator.monitor.view_text import status_lines
 from orchestrator.monitor.views.words import count
-from orchestrator.records import JoinRequest
+from orchestrator.records.membership import JoinRequest
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from tests.launch.test_start import Runner, runner  # noqa: F401  a fixture

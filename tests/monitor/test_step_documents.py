@@ -19,7 +19,7 @@ from orchestrator.cli.commands import main
 from orchestrator.cli.tables import samples_lines
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.monitor.tracing_packer import TracingPacker
-from orchestrator.records import Cursor, SourceCursor
+from orchestrator.records.cursor import Cursor, SourceCursor
 from tests.data.making import job, some_texts, spec_of, write_corpus
 from tests.launch.test_skip import SkippingRun
 from tests.monitor.test_audit import TrainedRun

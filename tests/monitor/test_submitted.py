@@ -8,7 +8,7 @@ import pytest
 
 import orchestrator
 from orchestrator.cli.commands import main
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.errors import ConfigError, RefusedError, ResourceError
 
 ON_GPUS = {"cluster.use_gpu": True, "train.numerics": "fast"}

@@ -14,9 +14,10 @@ from orchestrator.data.packing.packer import Packer
 from orchestrator.data.sources.documents import Described
 from orchestrator.data.sources.windows import OrderedWindow
 from orchestrator.data.tokens import chunks
+from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.data.transforms import Output
 from orchestrator.errors import DataIdentityError
-from orchestrator.records import Cursor, TokenChunk
+from orchestrator.records.cursor import Cursor
 from tests.data.format_writers import write_files
 from tests.data.making import write_corpus
 from tests.data.test_transform_fields import some_records

@@ -18,7 +18,8 @@ from orchestrator.parts.part_file import write_part
 from orchestrator.parts.parts_on_node import PartsOnNode
 from orchestrator.parts.reached_nodes import ReachedNodes
 from orchestrator.planning.state_layout import Layout
-from orchestrator.records import StateKey, Vote
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.run_file import folder_on_nodes
 from orchestrator.resume.store import RunStore
 from tests.parts.samples import part_of, saved

@@ -18,7 +18,7 @@ from orchestrator.parts.manifest import Manifest, Name
 from orchestrator.parts.part_file import PartFile, PartRows, make_part, write_part
 from orchestrator.parts.part_job import JobPart, PartJob
 from orchestrator.planning.state_layout import Layout, Place, StateTensor, written_rows
-from orchestrator.records import SavedTensor, TensorChunk, TensorEntry
+from orchestrator.records.points import SavedTensor, TensorChunk, TensorEntry
 from orchestrator.storage.files import Storage
 
 POINT = "00000010-a0001-g0001"

@@ -13,7 +13,8 @@ from orchestrator.parts import part_writer
 from orchestrator.parts.part_job import JobPart, PartJob, PartWritten, perform
 from orchestrator.parts.part_writer import PartWriter
 from orchestrator.planning.state_layout import Layout, flat_part, layout_of
-from orchestrator.records import StateKey, Vote
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.parts.samples import DTYPES, STATE, bytes_of, saved

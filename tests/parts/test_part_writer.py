@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,28 @@ def test_after_three_deaths_in_a_row_a_thread_writes_and_it_is_said_once(rank: R
         rank.writer.write(wrong(rank.job())).result(LIMIT_S)
     rank.write()
     assert len(rank.said) == 1
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """Nothing more can be opened by this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open("/dev/null", os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_that_cannot_be_started_costs_the_save_and_the_next_one_starts_it(rank: Rank) -> None:
+    job = rank.job()
+    with no_more_files(), pytest.raises(StorageError, match="could not be started: Too many open files"):
+        rank.writer.write(job).result(LIMIT_S)
+    rank.write()
+    assert rank.writer.process_id is not None
+    assert rank.said == []
 
 
 def test_what_cannot_be_written_is_said_and_is_no_death(rank: Rank) -> None:

@@ -1,6 +1,7 @@
 """A small job's configuration for the plan's tests; its files need not exist."""
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 
 
 def job(*overrides: str) -> JobConfig:

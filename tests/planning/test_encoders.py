@@ -10,7 +10,7 @@ from orchestrator.planning.encoders import (
     encoder_at,
     with_encoder,
 )
-from orchestrator.records import Cursor, SourceCursor
+from orchestrator.records.cursor import Cursor, SourceCursor
 
 FAST, NEWER, SLOW = (
     EncoderChoice(name=n, version=v)

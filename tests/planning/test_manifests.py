@@ -13,7 +13,7 @@ import pytest
 from orchestrator.json_form import decode, encode
 from orchestrator.planning import manifests
 from orchestrator.planning.manifests import ListSpan, SourceLists, Wanted, first_sources, moved, next_sources
-from orchestrator.records import Cursor, SourceCursor
+from orchestrator.records.cursor import Cursor, SourceCursor
 
 Next = Callable[..., tuple[SourceLists, ...]]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from orchestrator.monitor.reference_mixture import MixtureRule, ReferenceMixture
 from orchestrator.planning.mixture import Mixture, whole_weights
-from orchestrator.records import MixtureShare
+from orchestrator.records.cursor import MixtureShare
 
 WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(
     lambda weights: {"abcdef"[i]: weight for i, weight in enumerate(weights)}

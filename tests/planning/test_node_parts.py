@@ -7,7 +7,7 @@ from itertools import chain, combinations, product
 import pytest
 
 from orchestrator.planning.node_parts import gathered, keeper, missing, missing_text, places_of
-from orchestrator.records import NodePlace
+from orchestrator.records.points import NodePlace
 
 NODES = [
     NodePlace(id=f"{n:032x}", host=f"gpu-{n}", address=f"10.0.0.{n}", folder="/nvme/run") for n in (1, 2, 3)

@@ -5,14 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.config.schema import field_rules, parse_config
+from orchestrator.config.field_rules import field_rules
+from orchestrator.config.loading import parse_config
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.batches import rebase_step
 from orchestrator.planning.data_end import KnownEpochs
 from orchestrator.planning.identity import RunIdentity, stream_settings
 from orchestrator.planning.resume_plan import PointInfo, plan_resume
 from orchestrator.planning.schedule import budgets_for
-from orchestrator.records import Cursor, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey
 from tests.planning.jobs import job
 
 STEP = 16 * 256
@@ -232,14 +234,21 @@ def test_another_encoder_is_told_with_both_versions_and_its_name_in_place_of_aut
         (("cluster.num_workers=6",), ("world size 6: a step", "up to 1 for a worker", "idle for 33% of it")),
         (
             ("cluster.num_workers=[2,3]",),
-            ("size 2", "size 3", "up to 2", "for 33%", "the last bit"),
+            (
+                "size 2",
+                "size 3",
+                "up to 2",
+                "for 33%",
+                "the last bit, while train.parallel=auto is replicate",
+            ),
         ),
+        (("cluster.num_workers=3", "train.numerics=invariant"), ("the same, to the last bit\n",)),
         (("cluster.num_workers=3", "train.numerics=fast"), ("differ in their last bits",)),
         (("cluster.num_workers=3", "cluster.use_gpu=true"), ("differ in their last bits",)),
     ],
 )
 def test_the_notes_say_how_the_batch_lies_on_the_workers(overrides, texts):
-    found = "\n".join(resumed(*overrides).notes)
+    found = "".join(f"{note}\n" for note in resumed(*overrides).notes)
     assert all(text in found for text in texts), found
     assert ("saved at world size 2" in found) is (overrides != ("cluster.num_workers=2",))
     assert "the point" not in "\n".join(decide(BEFORE, None).notes)

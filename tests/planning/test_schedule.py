@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from orchestrator.errors import ConfigError
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.schedule import Budgets, Length, Rate, budgets_for, learning_rate
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from tests.planning.jobs import job
 
 STEP = 16 * 256  # positions of one step of `job()`

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.history.journal import JournalWriter
-from orchestrator.records import StateKey, Vote
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
     Event,
@@ -17,6 +18,7 @@ from orchestrator.resume.commit_events import (
     VoteCast,
 )
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import PointCommitter
@@ -47,10 +49,8 @@ class Coordinator:
         name = inherited[-1] if inherited else None
         self.machine = CommitMachine(
             attempt=attempt,
-            keep_latest=keep_latest,
+            kept=KeptPoints(keep_latest=keep_latest, names=tuple(inherited), pinned=name),
             vote_limit_s=60,
-            points=tuple(inherited),
-            pinned=name,
         )
         rng = {"rule": "none"}
         self.committer = PointCommitter(store, self.journal, attempt, CONFIG, rng, lambda: 3.5, **more)

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.planning.state_layout import layout_of
-from orchestrator.records import Cursor, StateKey, Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.loading import saved_tensors, write_share
 from orchestrator.trainer.state import TrainState
+from tests.trainer.saved_states import commit_state
 
 CPU = torch.device("cpu")
 VOCABULARY = 40
@@ -67,26 +68,16 @@ def commit(
 ) -> Point:
     """The state as a committed point."""
     key = StateKey(attempt=attempt, generation=1, step=step)
-    votes = []
-    for rank in range(world_size):
-        layout = layout_of(world_size, 1)
-        written = write_share(state.items(), key.point_name, layout, rank, store.storage)
-        votes.append(
-            Vote(
-                key=key,
-                rank=rank,
-                world_size=world_size,
-                cursor=Cursor(),
-                optimizer_steps=state.optimizer_steps,
-                files=(written.entry,),
-                tensors=saved_tensors(state.items()) if rank == 0 else (),
-                save_blocked_s=0.0,
-                records=(),
-                layout=(layout.num_shards, layout.num_replicas),
-                sums=written.sums,
-            )
-        )
-    return store.commit_point(votes, config.flat(), {"rule": "none"}, None)
+    layout, shares = layout_of(world_size, 1), [state.items()] * world_size
+    return commit_state(
+        store,
+        key,
+        layout,
+        shares,
+        optimizer_steps=state.optimizer_steps,
+        config=config.flat(),
+        rng={"rule": "none"},
+    )
 
 
 def store_at(folder: Path) -> RunStore:

@@ -9,7 +9,9 @@ from orchestrator.history.journal import JournalWriter
 from orchestrator.parts.manifest import state_tensor
 from orchestrator.parts.part_file import PartRows, make_part, write_part
 from orchestrator.planning.state_layout import Layout
-from orchestrator.records import Cursor, FileEntry, SavedTensor, SourceCursor, StateKey, StepRecord, Vote
+from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.points import FileEntry, SavedTensor, Vote
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage

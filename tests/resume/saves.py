@@ -10,7 +10,8 @@ from orchestrator.parts.manifest import Name, PartDamage
 from orchestrator.parts.part_file import write_part
 from orchestrator.parts.reading import BytesTarget, PointReader, Wanted
 from orchestrator.planning.state_layout import Layout
-from orchestrator.records import FileEntry, StateKey, Vote
+from orchestrator.records.points import FileEntry, Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.points import (
     COMMIT,

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.records import FileEntry, SavedTensor, StateKey, Vote
+from orchestrator.records.points import FileEntry, SavedTensor, Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
     Action,
@@ -33,6 +34,7 @@ from orchestrator.resume.commit_events import (
     WriteCommit,
 )
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.resume.points import parse_point_name
 from tests.resume.samples import cursor, key, record
 
@@ -60,7 +62,9 @@ def machine(
 ) -> CommitMachine:
     """A machine whose first generation has formed; it continues the pinned point."""
     new = CommitMachine(
-        attempt=attempt, keep_latest=keep_latest, vote_limit_s=60, points=points, pinned=pinned
+        attempt=attempt,
+        kept=KeptPoints(keep_latest=keep_latest, names=points, pinned=pinned),
+        vote_limit_s=60,
     )
     parent = parse_point_name(pinned) if pinned else None
     return run(new, GenerationFormed(generation=1, parent=parent))[0]
@@ -97,7 +101,7 @@ def test_a_save_is_flushed_checked_committed_checked_and_only_then_acknowledged(
     assert actions == [CheckNewerClaim(key=P)]
     state, actions = run(state, ClaimChecked(key=P, newer=False))
     assert actions == [Acknowledge(key=P, ranks=(0, 1))]
-    assert state.points == (P.point_name,)
+    assert state.kept.names == (P.point_name,)
 
 
 @pytest.mark.parametrize("written", [False, True])
@@ -343,7 +347,7 @@ def test_old_points_go_after_the_answer_and_the_pinned_one_after_two_verified() 
     state, actions = run(state, Tick(now_s=50.0), ClaimChecked(key=None, newer=False))
     assert actions == [], "what is being deleted is not deleted twice"
     state, _ = run(state, Deleted(names=(pinned,), failed=(names[0],)))
-    assert state.points == names
+    assert state.kept.names == names
     assert run(state, ClaimChecked(key=None, newer=False))[1] == [DeletePoints(names=(names[0],))]
 
 
@@ -366,17 +370,19 @@ def test_a_damaged_point_does_not_release_the_pinned_one() -> None:
         state, _ = committed(state, key(step))
     state, actions = run(state, Verified(name=key(20).point_name, healthy=False))
     assert actions == []
-    assert pinned in state.points
+    assert pinned in state.kept.names
 
 
 def test_points_that_the_group_went_back_behind_are_counted_no_more() -> None:
     old = [key(step, attempt=1) for step in (5, 10, 15)]
     state = CommitMachine(
-        attempt=2, keep_latest=1, vote_limit_s=60, points=tuple(at.point_name for at in old), pinned=None
+        attempt=2,
+        kept=KeptPoints(keep_latest=1, names=tuple(at.point_name for at in old)),
+        vote_limit_s=60,
     )
     state, _ = run(state, GenerationFormed(generation=1, parent=key(12, attempt=1)))
-    assert state.points == (old[0].point_name, old[1].point_name), "members brought step 12, not 15"
+    assert state.kept.names == (old[0].point_name, old[1].point_name), "members brought step 12, not 15"
     state, _ = run(state, GenerationFormed(generation=2, parent=old[0]))
-    assert state.points == (old[0].point_name,), "all members were lost, and 10 could not be read"
+    assert state.kept.names == (old[0].point_name,), "all members were lost, and 10 could not be read"
     state, _ = run(state, GenerationFormed(generation=3, parent=None))
-    assert state.points == ()
+    assert state.kept.names == ()

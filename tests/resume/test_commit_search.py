@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
     Action,
@@ -31,6 +31,7 @@ from orchestrator.resume.commit_events import (
     WriteCommit,
 )
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.save import UNDER_WAY, Save, Stage
 from tests.resume.samples import key
@@ -193,7 +194,7 @@ def hangs(world: World, saves: Saves) -> bool:
 
 def search(machine: type[CommitMachine], saves: Saves, stop_at_first: bool = False) -> tuple[int, set[str]]:
     """The number of states, and what went wrong in any of them."""
-    state = machine(attempt=1, keep_latest=3, vote_limit_s=60)
+    state = machine(attempt=1, kept=KeptPoints(keep_latest=3), vote_limit_s=60)
     first = tell(World(machine=state), GenerationFormed(generation=1, parent=None))
     seen, queue, wrong = {first.identity}, deque([first]), set()
     while queue and not (wrong and stop_at_first):

@@ -17,7 +17,7 @@ from orchestrator.errors import ResumePointError, StorageError
 from orchestrator.history.claim_files import START, UNREADABLE, AttemptEnd, UnreadableFile
 from orchestrator.history.claims import Claim, ClaimParent
 from orchestrator.json_form import decode
-from orchestrator.records import FileEntry
+from orchestrator.records.points import FileEntry
 from orchestrator.resume.points import COMMIT, DOCUMENTS, files_digest
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore

@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from orchestrator.errors import ResumePointError
 from orchestrator.json_form import decode
-from orchestrator.records import FileEntry
+from orchestrator.records.points import FileEntry
 from orchestrator.resume.points import COMMIT, DOCUMENTS, PARTS, files_digest
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage

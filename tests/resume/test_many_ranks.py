@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.parts.part_file import FOLDER, part_path
 from orchestrator.planning.state_layout import Layout, layout_of
-from orchestrator.records import FileEntry, SavedTensor, Vote
+from orchestrator.records.points import FileEntry, SavedTensor, Vote
 from orchestrator.resume.commit_events import (
     Acknowledge,
     ClaimChecked,
@@ -19,6 +19,7 @@ from orchestrator.resume.commit_events import (
     WriteCommit,
 )
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.resume.points import COMMIT
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
@@ -72,7 +73,7 @@ def disk_with_parts() -> ModelDisk:
 def test_a_save_of_ten_thousand_ranks_is_small_and_quickly_decided(layout: Layout) -> None:
     store = RunStore(Storage("/run", disk_with_parts(), no_sleep))
     votes = [vote(rank, layout) for rank in range(NUM_RANKS)]
-    machine = CommitMachine(attempt=3, keep_latest=3, vote_limit_s=600.0, points=(), pinned=None)
+    machine = CommitMachine(attempt=3, kept=KeptPoints(keep_latest=3), vote_limit_s=600.0)
     machine, _ = machine.on(GenerationFormed(generation=7, parent=None))
     began = time.process_time()
     for each in votes:

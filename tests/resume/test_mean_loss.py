@@ -19,6 +19,7 @@ from orchestrator.resume.commit_events import (
     JournalDurable,
 )
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.storage.files import Storage
 from tests.resume.samples import key, record, start
 from tests.resume.test_commit_machine import cast
@@ -55,7 +56,8 @@ def test_the_mean_is_that_of_the_steps_on_the_path_since_the_point_before(tmp_pa
     ],
 )
 def test_the_machine_keeps_every_nth_point_and_the_best_ones(keep: dict[str, int], left: list[int]) -> None:
-    machine = CommitMachine(attempt=1, keep_latest=2, vote_limit_s=60.0, **keep)  # type: ignore[arg-type]
+    kept = KeptPoints(keep_latest=2, **keep)  # type: ignore[arg-type]
+    machine = CommitMachine(attempt=1, kept=kept, vote_limit_s=60.0)
     machine, _ = machine.on(GenerationFormed(generation=1, parent=None))
     there = list[str]()
     for step, loss in zip((10, 20, 30, 40, 50, 60), (9.0, 2.0, 8.0, 1.0, 7.0, 6.0), strict=True):
@@ -74,4 +76,4 @@ def test_the_machine_keeps_every_nth_point_and_the_best_ones(keep: dict[str, int
                     there = [name for name in there if name not in action.names]
                     machine, _ = machine.on(Deleted(names=action.names, failed=()))
     assert there == [key(step).point_name for step in left]
-    assert {*machine.losses} == {*there}, "it remembers no point that is gone"
+    assert {*machine.kept.losses} == {*there}, "it remembers no point that is gone"

@@ -22,7 +22,8 @@ from orchestrator.parts.part_job import PartCancelled
 from orchestrator.parts.part_writer import PartWriter
 from orchestrator.parts.parts_on_node import PartsOnNode
 from orchestrator.planning.state_layout import Layout
-from orchestrator.records import FileEntry, NodePlace, StateKey
+from orchestrator.records.points import FileEntry, NodePlace
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.fates import Fates
 from orchestrator.resume.leftovers import remove_leftovers
 from orchestrator.resume.points import COMMIT, Point

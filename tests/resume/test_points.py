@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ResumePointError
-from orchestrator.records import StateKey, Vote
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.points import COMMIT, disagreement
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage

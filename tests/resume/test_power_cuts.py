@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.parts.part_file import FOLDER
 from orchestrator.planning.state_layout import Layout, layout_of
-from orchestrator.records import FileEntry
+from orchestrator.records.points import FileEntry
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.verify import point_path
 from orchestrator.storage.files import Storage

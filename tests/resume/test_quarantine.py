@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from orchestrator.errors import ResumePointError
 from orchestrator.resume.commit_events import Acknowledge, ClaimChecked, DeletePoints, GenerationFormed
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.resume.points import Damage
 from orchestrator.resume.retention import held_point, to_delete
 from orchestrator.resume.store import RunStore
@@ -118,11 +119,10 @@ def test_retention_keeps_the_newest_whole_points_and_what_a_start_would_fall_bac
 ) -> None:
     state = CommitMachine(
         attempt=1,
-        keep_latest=keep_latest,
+        kept=KeptPoints(
+            keep_latest=keep_latest, names=tuple(names), pinned=pinned, verified=frozenset(verified)
+        ),
         vote_limit_s=60,
-        points=tuple(names),
-        pinned=pinned,
-        verified=frozenset(verified),
     )
     state, _ = run(state, GenerationFormed(generation=1, parent=key(10)))
     asked = ClaimChecked(key=None, newer=False, quarantined=frozenset(marked))
@@ -150,6 +150,7 @@ def test_a_mark_made_while_the_run_trains_saves_the_older_whole_point() -> None:
     state = machine(keep_latest=1, points=names, pinned=None)
     plain, actions = committed(state, key(10))
     assert actions == [Acknowledge(key=key(10), ranks=(0, 1)), DeletePoints(names=names)]
-    marked = dataclasses.replace(plain, points=names, deleting=frozenset())
+    kept = dataclasses.replace(plain.kept, names=names, deleting=frozenset())
+    marked = dataclasses.replace(plain, kept=kept)
     asked = ClaimChecked(key=None, newer=False, quarantined=frozenset(names[1:]))
     assert run(marked, asked)[1] == [], "the newest is marked, so that the older one is the newest whole one"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     Action,
     Event,
@@ -20,6 +20,7 @@ from orchestrator.resume.commit_events import (
     VoterGone,
 )
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.kept_points import KeptPoints
 from tests.resume.samples import key
 from tests.resume.test_commit_machine import cast, machine, run
 
@@ -115,7 +116,7 @@ STEPS = st.lists(
 
 def differs(kind: type[CommitMachine], steps: list[tuple[int, str, int, bool]]) -> bool:
     """Whether a tick gives up other saves than a list of dates says."""
-    state, now = kind(attempt=1, keep_latest=3, vote_limit_s=LIMIT_S), 0
+    state, now = kind(attempt=1, kept=KeptPoints(keep_latest=3), vote_limit_s=LIMIT_S), 0
     state, _ = run(state, GenerationFormed(generation=1, parent=None))
     news, voted, over = dict[StateKey, int](), set[tuple[StateKey, int]](), set[StateKey]()
     for wait, what, who, second in steps:

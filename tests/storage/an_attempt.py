@@ -14,7 +14,7 @@ from orchestrator.history.claims import ClaimParent
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.history.lineage import Lineage, effective_history
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import PartFailed
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 import orchestrator
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.survey import survey
 from orchestrator.faults import FaultPlan
 from orchestrator.history.journal_reader import read_journal

@@ -12,7 +12,7 @@ from ray._private import worker
 from ray._private.node import Node
 
 from orchestrator.cluster.connection import ClusterConnection
-from orchestrator.config.schema import load_config
+from orchestrator.config.loading import load_config
 
 pytestmark = pytest.mark.system
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"

@@ -15,7 +15,10 @@ import pytest
 from torch.distributed import TCPStore
 
 from orchestrator.errors import ElasticError
-from orchestrator.records import Cursor, MemberState, StateKey, StepRecord, Vote
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import MemberState
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage

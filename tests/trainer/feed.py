@@ -10,7 +10,9 @@ import numpy as np
 
 from orchestrator.planning.batches import ceil_div, rank_samples
 from orchestrator.planning.digest import sample_digest
-from orchestrator.records import BatchSlice, Cursor, GenerationView, SourceCursor, StepRange
+from orchestrator.records.batches import BatchSlice, StepRange
+from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.membership import GenerationView
 
 POISON = 63  # never made by the formula: see `poisoned_sample`
 VOCABULARY = 64

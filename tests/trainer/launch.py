@@ -29,16 +29,11 @@ from orchestrator.history.claims import ClaimParent
 from orchestrator.history.journal_reader import Journal, read_journal
 from orchestrator.launch.remote_membership import UnansweredError
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import (
-    ControlRequests,
-    Cursor,
-    GenerationView,
-    JoinRequest,
-    RunStatus,
-    StateKey,
-    StepRecord,
-    Vote,
-)
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest
+from orchestrator.records.points import Vote
+from orchestrator.records.run_status import RunStatus
+from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 

@@ -20,7 +20,7 @@ import torch._dynamo  # noqa: F401  DDP needs it; the server imports it once for
 import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-from orchestrator.config.schema import parse_config
+from orchestrator.config.loading import parse_config
 from orchestrator.errors import StorageError
 from orchestrator.launch.remote_membership import Place, RemoteMembership
 from orchestrator.planning.schedule import budgets_for

@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from orchestrator.coordinator.places import Places
-from orchestrator.records import REFORM, SAVE, STOP, StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
     Action,
@@ -34,9 +34,10 @@ from orchestrator.resume.commit_events import (
     WriteCommit,
 )
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.trainer import save_slot
 from orchestrator.trainer.save_slot import Answered, Begin, CallOff, SaveSlot, Staged, Stopped, Written
-from orchestrator.trainer.save_triggers import SaveTriggers, carried_out
+from orchestrator.trainer.save_triggers import REFORM, SAVE, STOP, SaveTriggers, carried_out
 from tests.resume.quick_storage import tell_machine
 from tests.resume.test_commit_machine import vote
 
@@ -160,7 +161,7 @@ def search(rules: Rules, limit: int = 3_000_000) -> Result:
 def first_world(rules: Rules) -> World:
     """Two members begin generation 1 from nothing."""
     places = Places(1)
-    machine, _ = CommitMachine(attempt=1, keep_latest=9, vote_limit_s=60).on(
+    machine, _ = CommitMachine(attempt=1, kept=KeptPoints(keep_latest=9), vote_limit_s=60).on(
         GenerationFormed(generation=1, parent=None)
     )
     members = []

@@ -17,9 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore
 
+from orchestrator.errors import TrainingError
 from orchestrator.planning import batches
 from orchestrator.planning.state_layout import held_rows
-from orchestrator.records import Cursor, GenerationView, StateKey, StepRange
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView
+from orchestrator.records.steps import StateKey
 from orchestrator.trainer.gradient import Gradient, cut
 from orchestrator.trainer.gradient_ddp import FastGradient
 from orchestrator.trainer.gradient_invariant import InvariantGradient
@@ -38,8 +42,9 @@ SEQ_LEN = 8
 
 
 class Odd(nn.Module):
-    """Five rows that four shards cannot share, a frozen weight, a buffer that is saved and one that is not, a
-    weight that nobody uses, one list of blocks, and a table that is also the head.
+    """Five rows that four shards cannot share, a frozen weight, a buffer that is saved and one that is not,
+    two that both blocks have, a weight that nobody uses, one list of blocks, and a table that is also the
+    head.
     """
 
     def __init__(self) -> None:
@@ -52,12 +57,29 @@ class Odd(nn.Module):
         self.head.weight = self.table.weight
         self.register_buffer("shift", torch.empty(5).uniform_())
         self.register_buffer("scale", torch.full((5,), 2.0), persistent=False)
+        angles, halves = torch.empty(5).uniform_(0.5, 1.5), torch.full((5,), 0.5)
+        for block in self.blocks:
+            block.register_buffer("angles", angles)
+            block.register_buffer("halves", halves, persistent=False)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         hidden = self.table(input_ids) * self.frozen + self.shift
         for block in self.blocks:
-            hidden = hidden + block(hidden)
+            hidden = hidden + block(hidden * block.angles) * block.halves
         return self.head(hidden * self.scale)
+
+
+class Bypassing(nn.Module):
+    """Uses the weights of its blocks without calling them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 5)
+        self.blocks = nn.ModuleList(nn.Linear(5, 5, bias=False) for _ in range(9))
+        self.head = nn.Linear(5, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(input_ids) @ sum(block.weight for block in self.blocks))
 
 
 def resizing() -> nn.Module:
@@ -240,6 +262,17 @@ def in_each_layout(
         with formed(store, view_of(own, world_size, generation)) as group:
             found[world_size, num_shards] = trained_in_group(job, states[num_shards], group, steps)
     return found
+
+
+def refused_step(rank: int, store: TCPStore, job: TrainJob) -> str:
+    """What ends the first step of a sharded member that is alone."""
+    state = ShardedState(job.model, job.train, CPU, None)
+    with formed(store, view_of(rank, 1)) as group, state.within():
+        try:
+            trained_in_group(job, state, group, 1)
+        except TrainingError as error:
+            return str(error)
+    return ""
 
 
 def first_weights(rank: int, store: TCPStore, job: TrainJob) -> dict[str, torch.Tensor]:

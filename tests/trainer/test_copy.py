@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from orchestrator.records import Cursor, GenerationView, ShardSource, Source, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView, ShardSource, Source
+from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.group import GenerationEnded, Group
 from orchestrator.trainer.state import TrainState

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from orchestrator.config.schema import ModelConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.planning.batches import next_range
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 from orchestrator.trainer.document_attention import (
     document_inputs,
     document_mask,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.trainer.job import DONE, LEFT
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members

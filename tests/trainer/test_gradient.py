@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.planning.batches import num_micro_batches, rank_run
-from orchestrator.records import Cursor, StepRange
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor
 from orchestrator.trainer.gradient import Gradient, cut, scale
 from orchestrator.trainer.gradient_ddp import FastGradient
 from orchestrator.trainer.gradient_invariant import InvariantGradient, TreeSum, finish_tree, tree_nodes

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from orchestrator.records import StateKey, StepRecord
+from orchestrator.records.steps import StateKey, StepRecord
 from tests.elastic.in_process import Driver
 from tests.trainer.launch import SETTINGS, Launch
 from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job

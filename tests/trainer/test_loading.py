@@ -17,12 +17,14 @@ from orchestrator.errors import ResumePointError
 from orchestrator.parts.manifest import Manifest
 from orchestrator.planning.state_layout import Layout, StateTensor, held_rows, layout_of
 from orchestrator.planning.weights_sum import weights_sum
-from orchestrator.records import Cursor, FileEntry, SavedTensor, StateKey, TensorChunk, Vote
+from orchestrator.records.points import FileEntry, SavedTensor, TensorChunk
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.loading import digest_of, load, saved_tensors, sum_of, write_share
+from orchestrator.trainer.loading import digest_of, load, sum_of
 from orchestrator.trainer.state import Item
+from tests.trainer.saved_states import commit_state
 
 KEY = StateKey(attempt=1, generation=1, step=1)
 LAYOUTS = [layout_of(1, 1), layout_of(3, 1), layout_of(4, None), layout_of(4, 2), layout_of(7, None)]
@@ -61,24 +63,7 @@ def items_of(whole: dict[tuple[str, str], torch.Tensor], layout: Layout, rank: i
 
 def save(folder: Path, layout: Layout, items: Sequence[Sequence[Item]]) -> str:
     """Commits a point; the digest of its weights."""
-    store, votes = RunStore(Storage(str(folder))), []
-    for rank, mine in enumerate(items):
-        written = write_share(mine, KEY.point_name, layout, rank, store.storage)
-        vote = Vote(
-            key=KEY,
-            rank=rank,
-            world_size=layout.world_size,
-            cursor=Cursor(),
-            optimizer_steps=1,
-            files=(written.entry,),
-            tensors=() if rank else saved_tensors(mine),
-            save_blocked_s=0.0,
-            records=(),
-            layout=(layout.num_shards, layout.num_replicas),
-            sums=written.sums,
-        )
-        votes.append(vote)
-    return store.commit_point(votes, {}, {}, None).commit.weights_digest
+    return commit_state(RunStore(Storage(str(folder))), KEY, layout, items).commit.weights_digest
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

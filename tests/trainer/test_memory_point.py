@@ -19,7 +19,9 @@ from xxhash import xxh3_128
 from orchestrator.elastic.holdings import Holding, newest_complete
 from orchestrator.json_form import encode
 from orchestrator.planning.state_layout import Layout, StateTensor, held_rows
-from orchestrator.records import Cursor, GenerationView, HeldShard, Source, StateKey
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView, HeldShard, Source
+from orchestrator.records.steps import StateKey
 from orchestrator.trainer.group import GenerationEnded
 from orchestrator.trainer.lending import LentCopy
 from orchestrator.trainer.memory_point import MemoryPoints

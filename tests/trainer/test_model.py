@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from orchestrator.config.schema import ModelConfig
+from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError, ResourceError, TrainingError
 from orchestrator.launch.needs import count_parameters
 from orchestrator.trainer.model import (
@@ -298,6 +298,25 @@ def test_the_count_that_a_start_goes_by_is_that_of_the_model_but_for_its_norms_a
         "pad_token_id": 0,
         **said,
     }
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
+    assert count_parameters(shape) == sum(p.numel() for p in model.parameters() if p.ndim > 1)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"n_embd": 96, "n_layer": 3, "vocab_size": 100, "n_positions": 32, "n_inner": 96},
+        {"hidden_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 7},
+        {"tie_word_embeddings": False},
+    ],
+    ids=["nothing", "its own names", "the usual names", "untied"],
+)
+def test_the_count_of_a_gpt2_is_that_of_the_model_but_for_its_norms_and_biases(said: dict[str, int]) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"model_type": "gpt2", **said}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
     assert count_parameters(shape) == sum(p.numel() for p in model.parameters() if p.ndim > 1)

@@ -11,7 +11,7 @@ import signal
 import pytest
 
 from orchestrator.coordinator import launch_machine
-from orchestrator.records import MemberInfo
+from orchestrator.records.run_status import MemberInfo
 from tests.trainer.launch import WAIT_S, Launch
 from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
 from tests.trainer.test_kills import assert_same_training, killed, let_in

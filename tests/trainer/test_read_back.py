@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.config.schema import ModelConfig, TrainConfig
+from orchestrator.config.train_sections import ModelConfig, TrainConfig
 from orchestrator.planning.state_layout import held_rows
 from orchestrator.planning.weights_sum import MODULUS
 from orchestrator.resume.committed import CommittedFiles

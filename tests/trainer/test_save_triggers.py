@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.records import REFORM, SAVE, STOP
-from orchestrator.trainer.save_triggers import SaveTriggers, carried_out
+from orchestrator.trainer.save_triggers import REFORM, SAVE, STOP, SaveTriggers, carried_out
 
 EVERY_5 = SaveTriggers(every_steps=5, every_minutes=None, since_s=0.0)
 EVERY_2_MINUTES = SaveTriggers(every_steps=None, every_minutes=2.0, since_s=100.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,7 +15,10 @@ import torch
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.faults import no_fault
 from orchestrator.parts.part_writer import PartWriter
-from orchestrator.records import Cursor, GenerationView, StateKey, Vote
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView
+from orchestrator.records.points import Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Pieces
 from orchestrator.trainer.saver import STOP_LIMIT_S, Saver
@@ -80,4 +84,18 @@ def test_a_part_that_nobody_wants_any_more_and_that_does_not_end_ends_the_member
     assert coordinator.reports == ["the save was given up"]
     saver.poll(state)
     assert saver.is_free
+    saver.close()
+
+
+def test_the_buffer_is_there_and_warm_before_the_first_save(tmp_path: Path) -> None:
+    membership: Any = Coordinator()
+    saver = Saver(membership, PartWriter(Storage(str(tmp_path)), print), torch.device("cpu"), no_fault)
+    state = new_state(steps=1)
+    state.key, state.cursor = StateKey(attempt=1, generation=1, step=1), Cursor()
+    saver.prepare(state, 0)
+    buffer = saver._buffer
+    buffer._thread.submit(lambda: None).result(LIMIT_S)
+    assert buffer.num_bytes >= sum(item.tensor.nbytes for item in state.items())
+    pages = 512 * os.stat(buffer.path).st_blocks  # what was never written to has none
+    assert pages >= buffer.num_bytes
     saver.close()

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.config.schema import ModelConfig
+from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.model import build_model
 from orchestrator.trainer.sharded_model import blocks_of, skeleton_of
 from orchestrator.trainer.sharded_state import ShardedState
 from orchestrator.trainer.state import TrainState
 from tests.trainer.member import tiny_job
-from tests.trainer.sharded import Odd, Trained, alone, first_weights, in_each_layout, on_ranks
+from tests.trainer.sharded import Odd, Trained, alone, first_weights, in_each_layout, on_ranks, refused_step
 
 # (world size, number of shards): replicate, FSDP2, HSDP; later ones after earlier ones in the same processes
 LAYOUTS = [(1, None), (2, 1), (3, None), (4, 1), (4, 2), (4, None), (2, None), (3, 2), (2, 2)]
@@ -91,6 +91,29 @@ def test_the_blocks_are_the_children_of_the_largest_list_unless_they_share_weigh
     model.blocks[0][0].bias = model.frozen
     assert blocks_of(model) == []
     assert blocks_of(nn.Linear(2, 2)) == []
+
+
+def test_in_place_of_a_block_that_is_only_a_container_what_is_in_it_is_a_block():
+    model = Odd()
+    inner = [nn.ModuleDict({"one": nn.Linear(5, 9)}), nn.ModuleList([nn.Linear(9, 9), nn.Identity()])]
+    model.blocks = nn.ModuleList([inner[0], nn.ModuleList([inner[1]]), nn.Linear(9, 5)])
+    assert blocks_of(model) == [inner[0]["one"], inner[1][0], model.blocks[2]]
+
+
+def test_buffers_that_modules_share_are_one_wherever_the_model_goes():
+    odd = ModelConfig(factory=ODD["model__factory"])
+    for device, precision in (("cpu", "pure_bf16"), ("meta", "float32")):
+        first, second = build_model(odd, precision, 7, torch.device(device), invariant=False).blocks
+        assert first.angles is second.angles
+        assert first.halves is second.halves
+
+
+def test_weights_of_a_block_that_is_not_called_stop_the_run_in_words():
+    bypassing = {"model__factory": "tests.trainer.sharded:Bypassing"}
+    job = tiny_job(train__numerics="fast", train__parallel="shard", **bypassing)
+    (said,) = on_ranks(1, refused_step, job)
+    assert "weights of a block whose forward pass it does not call" in said
+    assert "set train.parallel=replicate" in said
 
 
 def test_compiling_blocks_that_there_are_not_is_refused():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.store import RunStore
 from orchestrator.trainer.job import TrainJob
 from tests.trainer.launch import Launch

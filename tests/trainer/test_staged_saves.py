@@ -115,6 +115,26 @@ def test_files_stay_while_a_rank_that_joined_anew_writes_into_a_save_that_was_gi
     assert_same_training(launch, unbroken)
 
 
+def test_a_rank_that_still_writes_what_nobody_wants_keeps_nobody_from_joining(tmp_path, unbroken):
+    plans = {
+        "a": Plan(hold=("step_begin", 5)),
+        "b": Plan(hold=("save_part_written", 2)),
+        "c": Plan(full_disk_at=2),
+    }
+    with members(tmp_path, ["a", "b", "c"], plans, job=EVERY_2) as group:
+        launch = group.launch
+        launch.wait_for(lambda: all(launch.held(name) is not None for name in "ab"))
+        launch.wait_for(lambda: any("was given up" in text for text in launch.status().warnings))
+        group.start("d")
+        launch.wait_for(lambda: launch.waits("d"))
+        launch.release("a")  # a save is due at every step from here on, and b has no room for one
+        launch.wait_for(lambda: len(launch.views) == 2)
+        launch.release("b")
+        group.finish()
+    assert launch.views[1].world_size == 4
+    assert_same_training(launch, unbroken)
+
+
 def test_a_coordinator_that_dies_while_parts_are_written_costs_that_save_alone(tmp_path, unbroken):
     plans = {name: Plan(hold=("staged", 2)) for name in "ab"}
     with members(tmp_path, ["a", "b"], plans, job=EVERY_2) as group:

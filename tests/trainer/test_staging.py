@@ -3,14 +3,17 @@ when it is read and not before."""
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from orchestrator.errors import StorageError
 from orchestrator.planning.state_layout import Layout, Place, StateTensor, flat_part
 from orchestrator.trainer.staging import StagingBuffer
 from orchestrator.trainer.state import tensor_bytes
@@ -123,6 +126,31 @@ def test_who_writes_to_the_source_waits_for_the_copy_and_not_for_what_follows(bu
     goes_on.set()
     staging.done.result(LIMIT_S)
     assert content(buffer, copies) == [bytes(4000)]
+
+
+@contextmanager
+def no_more_memory() -> Iterator[None]:
+    """Nothing large can be mapped by this process any more."""
+    (size,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmSize")]
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1024 * int(size.split()[1]) + (16 << 20), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def test_where_there_was_no_room_that_save_fails_and_the_next_one_has_it(buffer: StagingBuffer) -> None:
+    stage(buffer, [torch.zeros(4)])
+    large = [torch.ones(16 << 20)]
+    copies = placed(large)
+    with no_more_memory():
+        buffer.reserve(64 << 20)
+        staging = buffer.stage(copies, nothing, nothing)
+        staging.wait()
+        with pytest.raises(StorageError, match="no room for a staging buffer of 67108864 bytes"):
+            staging.done.result(LIMIT_S)
+    stage(buffer, large)
 
 
 def test_a_copy_that_fails_says_so_and_keeps_nobody_waiting(buffer: StagingBuffer) -> None:

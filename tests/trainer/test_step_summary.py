@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.records import BatchSlice, Cursor, StepRange
+from orchestrator.records.batches import BatchSlice, StepRange
+from orchestrator.records.cursor import Cursor
 from orchestrator.trainer.step_summary import NUM_SLOTS, RankContribution, StepSummary, fixed_point
 
 DIGESTS = st.integers(0, 2**64 - 1)

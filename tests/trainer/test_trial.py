@@ -11,7 +11,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from orchestrator.config.schema import JobConfig, ModelConfig, nested, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
+from orchestrator.config.stored import nested
+from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.planning.resume_plan import plan_resume
 from orchestrator.trainer.known_keys import require_known_keys

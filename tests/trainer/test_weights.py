@@ -13,13 +13,14 @@ from safetensors import safe_open
 
 from orchestrator.errors import ResumePointError, StorageError
 from orchestrator.planning.state_layout import layout_of
-from orchestrator.records import Cursor, StateKey, Vote
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.loading import digest_of, load, saved_tensors, write_share
+from orchestrator.trainer.loading import digest_of, load
 from orchestrator.trainer.state import TrainState
 from tests.trainer.member import tiny_job
+from tests.trainer.saved_states import commit_state, write_share
 
 KEY = StateKey(attempt=1, generation=1, step=1)
 POINT = KEY.point_name
@@ -40,16 +41,9 @@ def new_state(steps: int = 0) -> TrainState:
 def save(state: TrainState, folder: Path, world_size: int, key: StateKey = KEY) -> str:
     """Commits a point of the state, saved by so many ranks; the digest of its weights."""
     store, layout, items = RunStore(Storage(str(folder))), layout_of(world_size, 1), state.items()
-    votes = []
-    for rank in range(world_size):
-        written = write_share(items, key.point_name, layout, rank, store.storage)
-        vote = Vote(
-            key=key, rank=rank, world_size=world_size, cursor=Cursor(), optimizer_steps=key.step,
-            files=(written.entry,), tensors=() if rank else saved_tensors(items), save_blocked_s=0.0,
-            records=(), layout=(layout.num_shards, layout.num_replicas), sums=written.sums,
-        )  # fmt: skip
-        votes.append(vote)
-    return store.commit_point(votes, {}, {}, None).commit.weights_digest
+    return commit_state(
+        store, key, layout, [items] * world_size, optimizer_steps=key.step
+    ).commit.weights_digest
 
 
 def files_of(folder: Path) -> CommittedFiles:

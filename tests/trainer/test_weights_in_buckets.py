@@ -13,7 +13,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from orchestrator.config.schema import JobConfig, ModelConfig
+from orchestrator.config.schema import JobConfig
+from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError, OrchestratorError, ResumePointError, StorageError
 from orchestrator.resume.export import export_point
 from orchestrator.resume.init_weights import weights_identity, weights_sentence

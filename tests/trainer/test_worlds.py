@@ -10,7 +10,7 @@ import pytest
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW
 from orchestrator.monitor.asking import Asking
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.store import RunStore
 from orchestrator.trainer.job import LEFT
 from tests.trainer.feed import FormulaFeed

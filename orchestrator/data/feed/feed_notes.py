@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from orchestrator.data.packing.step_samples import StepSamples
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 
 CURSOR_TOKENS = 1 << 28
 # of what `OrderedWindow.place` and the reader of a record say

@@ -10,35 +10,35 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import closing, suppress
-from itertools import count
-from typing import Any, TypeVar
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 import ray
 
-from orchestrator.cluster.data_share import before_loading
-from orchestrator.cluster.ray_inventory import DATASET_THREADS
+from orchestrator.data.feed.epoch_lists import EpochLists
 from orchestrator.data.feed.feed_notes import FeederStats, FeedLog, FeedNotes
 from orchestrator.data.feed.flight import Admission
 from orchestrator.data.feed.memory import MemoryShares
 from orchestrator.data.feed.opening import Opening
-from orchestrator.data.feed.remote_feed import RayFeed, Reopen
+from orchestrator.data.feed.pipeline_thread import (
+    SLOTS_PER_DATASET,
+    PipelineSettings,
+    PipelineThreads,
+    num_pipeline_threads,
+)
+from orchestrator.data.feed.remote_feed import Reopen
 from orchestrator.data.feed.replay import TOGETHER_BYTES, HeldStep
 from orchestrator.data.feed.slots import NoTask
 from orchestrator.data.feed.work import SignsOfWork
 from orchestrator.data.packing.step_samples import StepShare
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import DataIdentityError, FeedError, FencedError, OrchestratorError
-from orchestrator.paused_gc import paused_gc
-from orchestrator.records import Cursor, StepRange, TokenChunk, WindowTask
-
-__all__ = ["FeedNotes", "Feeder", "FeederStats", "RayFeed", "Reopen", "feeder_name", "start_feeder"]
-
-Result = TypeVar("Result")
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor
 
 # A window that was begun so often kills its tokenizer each time.
 MAX_EXECUTIONS = 4
@@ -48,12 +48,6 @@ STALL_S = 600.0
 # A pipeline that goes on at another place gets so long to be done with the slots of the place before, a chunk
 # of each at most. Ray may wait for ever for chunks that were lost with their machine.
 ARRIVAL_S = 60.0
-# One dataset runs over so many slots, then the next one starts: Ray lists a dataset's inputs in advance.
-SLOTS_PER_DATASET = 256
-# What the threads of a pipeline are called: ours, and Ray Data's.
-_PIPELINE_THREADS = ("pipeline-", DATASET_THREADS)
-# Waiting calls at one time: the ranks' and the tokenizers'.
-MAX_CALLS = 20_000
 # An answer for later steps waits so long for more of them, once its first one is there: each costs the feeder
 # and Ray two milliseconds, however little is in it.
 LINGER_S = 0.1
@@ -87,8 +81,16 @@ class Feeder:
         self._spec: DataSpec = ray.get(self._reference)
         self._num_tokenizers, self._replay_bytes, self._stall_s = num_tokenizers, replay_bytes, stall_s
         self._now, self._work = now, SignsOfWork(stall_s, now)
-        self._where = (tokenizer_node, tokenizer_cpus)
-        self._slots_per_dataset = slots_per_dataset
+        self._threads = PipelineThreads(
+            PipelineSettings(
+                spec=self._reference,
+                num_tokenizers=num_tokenizers,
+                slots_per_dataset=slots_per_dataset,
+                tokenizer_node=tokenizer_node,
+                tokenizer_cpus=tokenizer_cpus,
+                limits=None if memory is None else memory.limits,
+            )
+        )
         self._generation = (0, 0)
         self._run: Opening | None = None
         # the number of the pipeline that runs, if one does: it goes on from place to place
@@ -98,10 +100,9 @@ class Feeder:
         self._changed = asyncio.Condition()
         self._opens = self._waits = 0
         self._wait_s = 0.0
-        self._threads: list[threading.Thread] = []
         # kept here: the loop itself does not keep them
         self._arrivals: asyncio.Task[None] | None = None
-        self._lists: dict[tuple[str, int], asyncio.Task[None]] = {}  # those that are being made
+        self._lists = EpochLists(self._spec)
         self._feed_log = FeedLog()
 
     # -------------------------------------------------------------------------------- for ranks
@@ -205,17 +206,14 @@ class Feeder:
             bytes_passed=self._work.bytes_passed,
             waits=self._waits,
             wait_s=self._wait_s,
-            pipeline_threads=sum(
-                thread.name.startswith(_PIPELINE_THREADS) for thread in threading.enumerate()
-            ),
+            pipeline_threads=num_pipeline_threads(),
         )
 
     async def close(self) -> None:
         """Ends the pipeline and waits until its thread is gone; the feeder is blank afterwards."""
         self._run = self._pipeline = None
         await self._notify()
-        for thread in self._threads:
-            await asyncio.to_thread(thread.join)
+        await self._threads.joined()
 
     # -------------------------------------------------------------------------------- for tokenizers
     async def slot(self, pipeline: int, slot: int) -> WindowTask | None:
@@ -225,7 +223,7 @@ class Feeder:
         async with self._changed:
             while (run := self._run_of(pipeline, slot)) is not None:
                 task = run.begin(slot)
-                self._make_lists(run)
+                self._lists.make(run.awaited, partial(self._listed, run))
                 if task is not NoTask.NOT_YET:
                     break
                 await self._changed.wait()
@@ -300,25 +298,10 @@ class Feeder:
             self._end(error)
             return True
 
-    def _make_lists(self, run: Opening) -> None:
-        """Lists of epochs that come next are made in a thread: of a hundred thousand files one takes seconds,
-        and the ranks go on with what is there.
-        """
-        for source, epoch in run.awaited:
-            if (source, epoch) not in self._lists:
-                self._lists[source, epoch] = asyncio.create_task(self._make_list(run, source, epoch))
-
-    async def _make_list(self, run: Opening, source: str, epoch: int) -> None:
-        wrong = None
-        try:
-            await asyncio.to_thread(self._spec.plan_of, source, epoch)
-        except OrchestratorError as error:
-            wrong = error
-        except Exception as error:  # noqa: BLE001  the ranks must hear of it
-            text = "".join(traceback.format_exception(error))
-            wrong = FeedError(f"the files of source {source} could not be listed for epoch {epoch}:\n{text}")
+    async def _listed(self, run: Opening, source: str, epoch: int, wrong: OrchestratorError | None) -> None:
+        """The list of an epoch was made, or could not be."""
         async with self._changed:
-            del self._lists[source, epoch]
+            self._lists.done(source, epoch)
             self._work.note()
             if wrong is not None and self._run is run:
                 self._end(wrong)
@@ -332,6 +315,43 @@ class Feeder:
     def _running(self, pipeline: int) -> Opening | None:
         """The run that this pipeline serves, unless it is over."""
         return self._run if pipeline == self._pipeline and self._error is None else None
+
+    # -------------------------------------------------------------------------------- for the thread
+    async def goes_on(self, pipeline: int) -> bool:
+        """Whether this pipeline has more to read; if not, it is none any more."""
+        run = self._running(pipeline)
+        if run is not None and run.over:
+            self._pipeline = None
+        return run is not None and not run.over
+
+    async def take(self, pipeline: int, slot: int, chunk: TokenChunk | None) -> bool:
+        """Hands over a chunk, or a slot without one, once a chunk is wanted; False: none will be any
+        more.
+        """
+        async with self._changed:
+            while (run := self._running(pipeline)) is not None and not run.wants:
+                await self._changed.wait()
+            if run is None:
+                return False
+            if chunk is not None and run.slots.has(slot):
+                self._feed_log.differences(chunk.encoder_differences)
+            run.take(slot, chunk)
+            self._work.note()
+            self._changed.notify_all()
+            return await self.goes_on(pipeline)
+
+    async def pipeline_failed(self, pipeline: int, error: Exception) -> None:
+        """Whatever ended it, the ranks must hear of it."""
+        text = "".join(traceback.format_exception(error))
+        ours = (
+            error
+            if isinstance(error, OrchestratorError)
+            else FeedError(f"the data pipeline ended: {error}\n{text}")
+        )
+        async with self._changed:
+            run = self._running(pipeline)
+            if run is not None and not self._start_anew(run):
+                self._end(ours)
 
     # -------------------------------------------------------------------------------- inside
     def _fenced(self, launch: str) -> FencedError:
@@ -398,9 +418,11 @@ class Feeder:
         no list is being made for them.
         """
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._stall_s if self._lists else max(0.0, self._work.left_s(since))):
+            async with asyncio.timeout(
+                self._stall_s if self._lists.making else max(0.0, self._work.left_s(since))
+            ):
                 await self._changed.wait()
-        return bool(self._lists) or self._work.left_s(since) > 0
+        return self._lists.making or self._work.left_s(since) > 0
 
     async def _let_others(self) -> None:
         """Gives the lock to those that wait for it, once: a step takes milliseconds, and tokenizers stand
@@ -471,66 +493,7 @@ class Feeder:
         """The one before it, if any, ends by itself: its tokenizers are refused and its thread goes."""
         self._num_pipelines += 1
         self._pipeline = self._num_pipelines
-        reader = threading.Thread(
-            target=self._read,
-            args=(self._pipeline, asyncio.get_running_loop()),
-            name=f"pipeline-{self._pipeline}",
-            daemon=True,
-        )
-        self._threads = [thread for thread in self._threads if thread.is_alive()] + [reader]
-        reader.start()
-
-    def _read(self, pipeline: int, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs in a thread of its own: one dataset after the other, chunk by chunk as they are wanted, to the
-        end of data or of the pipeline.
-        """
-
-        def call(what: Coroutine[Any, Any, Result]) -> Result:
-            return asyncio.run_coroutine_threadsafe(what, loop).result()
-
-        try:
-            before_loading()
-            with paused_gc():
-                from orchestrator.data.feed.pipeline import read_chunks
-
-            feeder, limit = ray.get_runtime_context().current_actor, self._slots_per_dataset
-            for first in count(0, limit):  # how many slots there will be nobody knows
-                if not call(self._goes_on(pipeline)):
-                    return
-                slots = range(first, first + limit)
-                limits = None if self._memory is None else self._memory.limits
-                items = read_chunks(
-                    self._reference, feeder, pipeline, slots, self._num_tokenizers, *self._where, limits
-                )
-                with closing(items):
-                    for slot, chunk in items:
-                        if not call(self._take(pipeline, slot, chunk)):
-                            return
-        except Exception as error:  # noqa: BLE001  whatever it is, the ranks must hear of it
-            call(self._failed_pipeline(pipeline, error))
-
-    async def _goes_on(self, pipeline: int) -> bool:
-        """Whether this pipeline has more to read; if not, it is none any more."""
-        run = self._running(pipeline)
-        if run is not None and run.over:
-            self._pipeline = None
-        return run is not None and not run.over
-
-    async def _take(self, pipeline: int, slot: int, chunk: TokenChunk | None) -> bool:
-        """Hands over a chunk, or a slot without one, once a chunk is wanted; False: none will be any
-        more.
-        """
-        async with self._changed:
-            while (run := self._running(pipeline)) is not None and not run.wants:
-                await self._changed.wait()
-            if run is None:
-                return False
-            if chunk is not None and run.slots.has(slot):
-                self._feed_log.differences(chunk.encoder_differences)
-            run.take(slot, chunk)
-            self._work.note()
-            self._changed.notify_all()
-            return await self._goes_on(pipeline)
+        self._threads.start(self._pipeline, self)
 
     async def _await_arrival(self, run: Opening) -> None:
         """Gives the pipeline `ARRIVAL_S` to come to the slots of `run`, else starts another one."""
@@ -553,74 +516,3 @@ class Feeder:
         self._start(run.steps.next_cursor, with_pipeline=False)
         self._changed.notify_all()
         return True
-
-    async def _failed_pipeline(self, pipeline: int, error: Exception) -> None:
-        text = "".join(traceback.format_exception(error))
-        ours = (
-            error
-            if isinstance(error, OrchestratorError)
-            else FeedError(f"the data pipeline ended: {error}\n{text}")
-        )
-        async with self._changed:
-            run = self._running(pipeline)
-            if run is not None and not self._start_anew(run):
-                self._end(ours)
-
-
-def feeder_name(launch: str) -> str:
-    """The actor's name within the launch's namespace."""
-    return f"feeder-{launch}"
-
-
-def start_feeder(
-    launch: str,
-    spec: DataSpec,
-    *,
-    num_tokenizers: int,
-    replay_bytes: int,
-    stall_s: float = STALL_S,
-    slots_per_dataset: int = SLOTS_PER_DATASET,
-    tokenizer_node: str | None = None,
-    tokenizer_cpus: float = 1.0,
-    memory: MemoryShares | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Any:
-    """Creates the launch's feeder and returns its handle; it lives as long as the handle's owner. `options`:
-    more for Ray's `.options`. `tokenizer_node`: where its tokenizers run while that node lives;
-    `tokenizer_cpus`: logical CPUs that each of them takes. It uses none itself. `memory`: what each part of
-    the feed may hold; None: what the data rules bound alone.
-
-    `spec` goes into Ray's object store once, and from there to the feeder and to every tokenizer; it must fit
-    there, and each of these processes holds it in memory.
-    """
-    wanted: dict[str, Any] = {
-        "name": feeder_name(launch),
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_task_retries": 0,  # the ranks ask again themselves
-        "max_concurrency": MAX_CALLS,
-        **(options or {}),
-    }
-
-    arguments = (
-        num_tokenizers,
-        replay_bytes,
-        stall_s,
-        slots_per_dataset,
-        tokenizer_node,
-        tokenizer_cpus,
-        memory,
-    )
-    return ray.remote(Feeder).options(**wanted).remote(launch, pinned(spec), *arguments)
-
-
-def pinned(spec: DataSpec) -> bytes:
-    """Puts it into Ray's object store, where it stays as long as this process is connected, and returns a
-    small value that leads to it.
-
-    A reference that is pickled on its own pins what it refers to. As an argument of the actor it would not,
-    and an actor that is started again needs its arguments once more; in the actor's class, where Ray
-    keeps things, too, there is room for 95 MiB.
-    """
-    value: bytes = ray.cloudpickle.dumps(ray.put(spec))  # type: ignore[no-untyped-call]
-    return value

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
-from orchestrator.records import TokenChunk
+from orchestrator.data.tokens.token_chunk import TokenChunk
 
 # Of an entry of a chunk: its columns as they lie in the object store, and what the packer notes of it.
 BYTES_AN_ENTRY = 112

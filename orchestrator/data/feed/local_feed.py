@@ -15,8 +15,11 @@ from orchestrator.data.feed.replay import HeldStep, ReplayBuffer
 from orchestrator.data.packing.samples import draw_step
 from orchestrator.data.packing.stream import Stream
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.errors import FeedError
-from orchestrator.records import BatchSlice, Cursor, GenerationView, StepRange, TokenChunk
+from orchestrator.records.batches import BatchSlice, StepRange
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView
 
 # Chunks of about a million tokens that wait for the packer.
 CHUNKS_AHEAD = 2

@@ -11,7 +11,7 @@ from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.windows import Window, read_windows
 from orchestrator.data.tokens.chunks import Passed
-from orchestrator.records import WindowTask
+from orchestrator.data.tokens.token_chunk import WindowTask
 
 # One block of a source at a time, of so many sources. An open one keeps its file and its decoder's state.
 MAX_OPEN = 8

@@ -16,10 +16,12 @@ from orchestrator.data.packing.stream import Stream
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.fragments import SourcePlan, decoded_bytes
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import FeedError
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.order import block_at
-from orchestrator.records import Cursor, StepRange, TokenChunk, WindowTask
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor
 
 if TYPE_CHECKING:
     from orchestrator.data.feed.memory import MemoryShares

@@ -31,8 +31,8 @@ from orchestrator.data.sources.windows import Window
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chunks import tokenize_window
 from orchestrator.data.tokens.encoders import Encoders
+from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import FeedError, OrchestratorError
-from orchestrator.records import TokenChunk, WindowTask
 
 # One slot per tokenizer at a time: a slot that Ray repeats after a kill can then never stand after one that
 # waits for room, which would wait for ever. The feeder's look-ahead hides the gap between two slots.

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.planning.batches import rank_samples
-from orchestrator.records import Cursor, StepRange
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor
 
 # Shares that are there are answered together up to this: through Ray's object store an answer costs the
 # feeder over a millisecond, whatever its size.

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import DataIdentityError, FeedError
-from orchestrator.records import TokenChunk, WindowTask
 
 # Windows that are given and not delivered: this many more than there are tokenizers, and one that is taken.
 SLOTS_AHEAD = 1

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from orchestrator.data.packing.samples import Sample, draw_samples, draw_step
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.planning.batches import next_range
-from orchestrator.records import Cursor, SourceCursor, TokenChunk
+from orchestrator.records.cursor import Cursor, SourceCursor
 
 
 class Drawing:

@@ -15,7 +15,7 @@ from orchestrator.data.loading.state import state_of
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import RefusedError
 from orchestrator.planning.restarting import RestartRequest
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 
 if TYPE_CHECKING:
     from torch.utils.data import IterableDataset

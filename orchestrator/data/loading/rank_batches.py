@@ -10,7 +10,7 @@ import numpy as np
 from orchestrator.data.packing.runs import NO_LOSS, PAD_TOKEN, PADDING
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.planning.batches import micro_batches_per_rank, num_micro_batches, rank_samples
-from orchestrator.records import Int32Array
+from orchestrator.records.arrays import Int32Array
 
 Tensors = Literal["numpy", "torch"]
 Batch = dict[str, Any]

@@ -20,10 +20,11 @@ from orchestrator.json_form import encode
 from orchestrator.planning.manifests import SourceLists, Wanted, moved, next_sources, order_of
 from orchestrator.planning.restarting import RestartRequest, restart_request, source_changes
 from orchestrator.planning.skipping import LATEST
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import JobConfig, SourceConfig
+    from orchestrator.config.data_sections import SourceConfig
+    from orchestrator.config.schema import JobConfig
     from orchestrator.data.spec import DataSpec
 
 # of a hash, so that JSON readers everywhere take it for a whole number

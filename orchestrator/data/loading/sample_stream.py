@@ -16,7 +16,7 @@ from orchestrator.data.loading.state import StreamState, continue_from, read_sta
 from orchestrator.data.packing.samples import Sample
 from orchestrator.data.tokens.encoder import TOKENIZERS
 from orchestrator.errors import RefusedError
-from orchestrator.records import Cursor
+from orchestrator.records.cursor import Cursor
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig

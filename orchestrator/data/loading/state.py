@@ -16,7 +16,7 @@ from orchestrator.planning.encoders import AUTO, EncoderChoice, EncoderSpan
 from orchestrator.planning.identity import OF_A_SOURCE, RunIdentity, compare
 from orchestrator.planning.manifests import SourceLists
 from orchestrator.planning.restarting import RestartRequest, files_text, restart_text
-from orchestrator.records import Cursor, SourceCursor
+from orchestrator.records.cursor import Cursor, SourceCursor
 
 VERSION = 1
 _NAMES_DIGITS = 16

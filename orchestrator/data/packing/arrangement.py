@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.records import Int64Array
+from orchestrator.records.arrays import Int64Array
 
 # From so many packs in a window on, best-fit decreasing fills 98 % and more of them (data rule 21).
 MIN_PACKS = 64

@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 from orchestrator.data.packing.segments import Counts
 from orchestrator.data.settings import BAD_SHARE_RECORDS, StreamSettings
+from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.errors import DataError, FeedError
-from orchestrator.records import SourceCursor, TokenChunk
+from orchestrator.records.cursor import SourceCursor
 
 
 class ChunkOrder:

@@ -16,9 +16,11 @@ from orchestrator.data.packing.runs import Run
 from orchestrator.data.packing.segments import Before, Counts, Segment, counts_at, without_entries
 from orchestrator.data.packing.unfinished import UnfinishedDocument
 from orchestrator.data.settings import StreamSettings
+from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.errors import DataIdentityError
 from orchestrator.planning.digest import add_tokens, token_hasher
-from orchestrator.records import Int32Array, Int64Array, SourceCursor, TokenChunk
+from orchestrator.records.arrays import Int32Array, Int64Array
+from orchestrator.records.cursor import SourceCursor
 
 __all__ = ["Packer", "Run"]
 

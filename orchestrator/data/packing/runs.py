@@ -6,11 +6,12 @@ It knows no chunk and no cursor; the packers make it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.records import BoolArray, Int32Array, Int64Array
+from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
 
 NO_LOSS, PADDING, PAD_TOKEN = -100, -1, 0
 Rows = tuple[Int32Array, Int32Array, Int32Array]  # inputs, labels, document ids (num_samples, seq_len)
@@ -154,6 +155,26 @@ class PackedRun:
             labels[target[~self.loss[source + 1]]] = NO_LOSS
         shape = (num, seq_len)
         return inputs.reshape(shape), labels.reshape(shape), documents.reshape(shape)
+
+
+def joined(runs: Sequence[PackedRun], seq_len: int) -> PackedRun:
+    """One run of all of them."""
+    if len(runs) == 1:
+        return runs[0]
+    if not runs:
+        none = np.empty(0, np.int64)
+        return PackedRun(
+            seq_len=seq_len, tokens=np.empty(0, np.int32), sizes=none, firsts=np.zeros(1, np.int64)
+        )
+    masked = any(run.loss is not None for run in runs)
+    every = [np.ones(len(run.tokens), np.bool_) if run.loss is None else run.loss for run in runs]
+    return PackedRun(
+        seq_len=seq_len,
+        tokens=np.concatenate([run.tokens for run in runs]),
+        sizes=np.concatenate([run.sizes for run in runs]),
+        firsts=np.cumsum([0, *np.concatenate([np.diff(run.firsts) for run in runs])]),
+        loss=np.concatenate(every) if masked else None,
+    )
 
 
 def _document_numbers(starts: Int64Array, num_samples: int, seq_len: int) -> Int32Array:

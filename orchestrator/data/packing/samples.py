@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.packing.stream import Stream
-from orchestrator.records import Cursor, Int32Array, StepRange, TokenChunk
+from orchestrator.data.tokens.token_chunk import TokenChunk
+from orchestrator.records.arrays import Int32Array
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec

@@ -10,18 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.records import (
-    BAD,
-    EMPTY,
-    FILTERED,
-    HELD_OUT,
-    PIECE,
-    BoolArray,
-    Int32Array,
-    Int64Array,
-    SourceCursor,
-    TokenChunk,
-)
+from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk
+from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
+from orchestrator.records.cursor import SourceCursor
 
 Counts = tuple[int, int, int, int, int, int]  # documents, empty, bad, special texts, filtered, held out
 
@@ -49,6 +40,19 @@ def counted(counts: Counts) -> dict[str, Any]:
         "filtered_documents": filtered,
         "held_out_documents": held_out,
     }
+
+
+def counts_after(before: Counts, chunk: TokenChunk) -> Counts:
+    """The counts after a chunk."""
+    documents, empty, bad, special, filtered, held_out = before
+    return (
+        documents + int(((chunk.kind == PIECE) & (chunk.last_piece == 1)).sum()),
+        empty + int((chunk.kind == EMPTY).sum()),
+        bad + int((chunk.kind == BAD).sum()),
+        special + int(chunk.special_texts.sum()),
+        filtered + int((chunk.kind == FILTERED).sum()),
+        held_out + int((chunk.kind == HELD_OUT).sum()),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from orchestrator.data.packing.samples import draw_step
-from orchestrator.records import Cursor, StepRange
+from orchestrator.records.batches import StepRange
+from orchestrator.records.cursor import Cursor
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec

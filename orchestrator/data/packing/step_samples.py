@@ -16,7 +16,9 @@ import numpy as np
 from orchestrator.data.packing.runs import PackedRun, Run
 from orchestrator.errors import FeedError
 from orchestrator.planning.digest import batch_digest
-from orchestrator.records import BatchSlice, Cursor, Int32Array, StepRange
+from orchestrator.records.arrays import Int32Array
+from orchestrator.records.batches import BatchSlice, StepRange
+from orchestrator.records.cursor import Cursor
 
 Arrays = tuple[Int32Array, Int32Array, Int32Array, Int32Array]
 _NAMES = ("source_numbers", "input_ids", "labels", "document_ids")

@@ -8,7 +8,8 @@ from __future__ import annotations
 from copy import copy
 
 from orchestrator.planning.digest import add_tokens, token_hasher
-from orchestrator.records import Int32Array, SourceCursor
+from orchestrator.records.arrays import Int32Array
+from orchestrator.records.cursor import SourceCursor
 
 
 class UnfinishedDocument:

@@ -17,7 +17,7 @@ from orchestrator.data.sources.column_schema import is_text
 from orchestrator.data.sources.documents import BadRecordError, Content, utf8_text
 from orchestrator.data.sources.line_records import Batch
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Records, Values, Whole
-from orchestrator.records import Int64Array
+from orchestrator.records.arrays import Int64Array
 
 # Values are handed on in stretches of about so many bytes.
 BATCH_BYTES = 4 << 20

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.data.sources.in_threads import stretches_in_threads
-from orchestrator.records import Int64Array
+from orchestrator.records.arrays import Int64Array
 
 # A storage that says of a file what it is in this time is asked by one thread.
 QUICK_STAT_S = 50e-6

@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from orchestrator.data.sources.arrow_arrays import arrow_array
 from orchestrator.errors import DataIdentityError
-from orchestrator.records import Int64Array
+from orchestrator.records.arrays import Int64Array
 
 VERSION = 1
 # Rows are turned into Python objects by so many at a time.

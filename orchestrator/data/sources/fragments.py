@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.data.sources.compressed import COMPRESSED
-from orchestrator.data.sources.formats import Cut, format_of
+from orchestrator.data.sources.formats import format_of
+from orchestrator.data.sources.formats.base import Cut
 from orchestrator.data.sources.frozen_list import read_list
 from orchestrator.data.sources.manifest import Manifest
-from orchestrator.records import Int64Array
+from orchestrator.records.arrays import Int64Array
 from orchestrator.storage.files import Storage
 
 # Compressed text is reckoned at so many times its size.

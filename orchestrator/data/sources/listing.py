@@ -24,7 +24,7 @@ from orchestrator.data.sources.matches import Matches, RealFile, real_file, spli
 from orchestrator.data.sources.object_stores import is_remote, split_uri
 from orchestrator.data.sources.remote_files import RemoteMatches, remote_matches
 from orchestrator.errors import ConfigError
-from orchestrator.records import Int64Array
+from orchestrator.records.arrays import Int64Array
 
 _NAMED = 5
 # What a dataset's files are called by.

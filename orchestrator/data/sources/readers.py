@@ -12,14 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchestrator.data.sources.compressed import DAMAGE
-from orchestrator.data.sources.formats import Cut, format_of
+from orchestrator.data.sources.formats import format_of
+from orchestrator.data.sources.formats.base import Cut
 from orchestrator.data.sources.fragments import FilePart, SourcePlan
 from orchestrator.data.sources.input_file import InputFile, open_input
 from orchestrator.data.sources.manifest import require_unchanged
 from orchestrator.data.sources.records_in_memory import Records
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.planning.restarting import restart_text
-from orchestrator.records import Int64Array
+from orchestrator.records.arrays import Int64Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

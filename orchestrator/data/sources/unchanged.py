@@ -22,7 +22,7 @@ from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.planning.restarting import files_text, restart_text
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import SourceConfig
+    from orchestrator.config.data_sections import SourceConfig
 
 
 def compare_files(

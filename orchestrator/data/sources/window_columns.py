@@ -12,7 +12,7 @@ import numpy as np
 
 from orchestrator.data.sources.readers import Part
 from orchestrator.data.sources.records_in_memory import Lines, Values
-from orchestrator.records import BoolArray, Int32Array, Int64Array
+from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
 
 # Beside a record of so many bytes its 12 in the arrays are few; where records are shorter in the mean, or a
 # part has fewer of them, they are taken one by one.

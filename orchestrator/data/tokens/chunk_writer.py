@@ -16,9 +16,10 @@ from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.tokens.encoder import Encoder, UnencodableTextError
 from orchestrator.data.tokens.masked import MaskedPiece
+from orchestrator.data.tokens.token_chunk import BAD, PIECE, TokenChunk, WindowTask
 from orchestrator.data.tokens.tokenizer_files import UNKNOWN_TEXT
 from orchestrator.errors import DataError
-from orchestrator.records import BAD, PIECE, BoolArray, Int32Array, Int64Array, TokenChunk, WindowTask
+from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
 
 # Text is encoded in batches of about so many bytes, or of so many entries; the fixed cost of a call vanishes
 # in it. A chunk has at most about so many entries: there may be many without any token.

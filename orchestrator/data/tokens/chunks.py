@@ -14,28 +14,24 @@ import numpy as np
 from orchestrator.data.settings import CHECK_ONE_IN, StreamSettings
 from orchestrator.data.sources.documents import (
     FIELD_SETTINGS,
+    BadRecordError,
     Conversation,
     Described,
     Document,
     Prompted,
+    WrongFieldError,
     bare,
 )
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.window_columns import TextRun
-from orchestrator.data.sources.windows import (
-    BadRecordError,
-    OrderedWindow,
-    Window,
-    WrongFieldError,
-    read_windows,
-)
+from orchestrator.data.sources.windows import OrderedWindow, Window, read_windows
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.data.tokens.chunk_writer import ChunkWriter, unencodable
 from orchestrator.data.tokens.encoder import GIGATOKEN, Pieces, UnencodableTextError, difference_text
 from orchestrator.data.tokens.encoders import Encoders
+from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk, WindowTask
 from orchestrator.data.transforms import Output, Transforms, first_difference, utf8_size
 from orchestrator.errors import BadDocumentError, DataError, DataIdentityError
-from orchestrator.records import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk, WindowTask
 
 # So many bytes of records are taken at once: about what a call of the encoder takes.
 _RUN_BYTES = 1 << 20

@@ -20,7 +20,7 @@ from orchestrator.data.tokens.foreign import SENTENCEPIECE, TIKTOKEN, load_nativ
 from orchestrator.data.tokens.tokenizer_files import UNKNOWN_TEXT, NativeModel, TokenizerModel
 from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.planning.encoders import EncoderChoice
-from orchestrator.records import Int32Array, Int64Array
+from orchestrator.records.arrays import Int32Array, Int64Array
 
 GIGATOKEN, TOKENIZERS = "gigatoken", "tokenizers"
 

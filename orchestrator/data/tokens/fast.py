@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from orchestrator.data.process_limits import process_limits
 from orchestrator.data.tokens.large_json import without_special_tokens
-from orchestrator.records import Int32Array
+from orchestrator.records.arrays import Int32Array
 
 # gigatoken remembers every word that it has seen, about 100 bytes for each: the object is made anew when the
 # process has grown by so much since it was made, or after so much text (UTF-8 bytes) where that is not known.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.schema import NAME
+from orchestrator.config.declaring import NAME
 from orchestrator.errors import RefusedError, StorageError
 from orchestrator.history.finding_files import VERIFY, verify_result
 from orchestrator.history.request_files import asker

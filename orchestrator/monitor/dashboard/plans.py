@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
+from orchestrator.config.stored import in_todays_fields, nested
 from orchestrator.coordinator.choosing import choose_among, decide, rewind_text, up_to
 from orchestrator.coordinator.data_end import find_known_epochs
 from orchestrator.coordinator.forking import point_info
@@ -28,7 +30,7 @@ from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedErr
 from orchestrator.history.beginnings import beginning_of
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.json_form import encode
-from orchestrator.launch.looking_ahead import feed_memory, with_memory
+from orchestrator.launch.looking_ahead import feed_memory, said_of_files, with_memory
 from orchestrator.launch.machine_facts import noted_machines
 from orchestrator.launch.start import read_frozen_data
 from orchestrator.monitor.dashboard.runs import OpenRun
@@ -104,7 +106,7 @@ class Planner:
             found = decide(
                 store, job, point, data.identities, data=data.spec, skip=skip, here=here, epochs=epochs
             )
-            found = _completed(job, found, data, damages, refused, point)
+            found = _completed(store, job, found, data, damages, refused, point)
             if data.spec is not None:
                 # not this machine's: the dashboard may run where no worker does
                 found = with_memory(job, noted_machines(store), found)
@@ -208,6 +210,7 @@ def _readable(store: RunStore, name: str) -> Point | None:
 
 
 def _completed(
+    store: RunStore,
     job: JobConfig,
     found: ResumePlan,
     data: _Data,
@@ -218,7 +221,7 @@ def _completed(
     """With what `orchestrator.launch.api.plan` adds."""
     notes = [f"warning: {damage}; falling back to an older resume point" for damage in damages]
     if point is not None and not refused:
-        notes.append("sizes of the point's files are right; the start verifies their digests, too")
+        notes.append(said_of_files(store, point))
     refusals = (*refused, *found.refusals, *data.refusals)
     memory = () if data.spec is None else (feed_memory(job, data.spec),)
     return replace(

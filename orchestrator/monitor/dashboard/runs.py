@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from orchestrator.config.schema import NAME
+from orchestrator.config.declaring import NAME
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.monitor.dashboard.answers import UNANSWERABLE, Problem, RouteError, not_found
 from orchestrator.monitor.missing import missing_text
@@ -22,6 +22,7 @@ from orchestrator.monitor.views.lanes import Fork
 from orchestrator.monitor.views.lines import UnreadableError
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.monitor.views.summary import sentence
+from orchestrator.parts.node_storage import with_nodes
 from orchestrator.resume.run_file import RUN_FILE
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
@@ -141,7 +142,7 @@ class Runs:
             if known is not None and known[0] == stamp:
                 return known[1]
             uri = join(self.root, name)
-            store = RunStore(self._storage.beside(uri))
+            store = RunStore(with_nodes(self._storage.beside(uri)))
             views = RunViews(store, self._clock)
             run = OpenRun(name=name, uri=uri, store=store, views=views)
             self._open[name] = (stamp, run)

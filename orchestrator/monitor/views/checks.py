@@ -137,8 +137,8 @@ def _save(facts: Facts, s: dict[str, Any], now: float) -> Iterator[Check]:
 
 
 def _last_save(facts: Facts, s: dict[str, Any], now: float) -> Iterator[Check]:
-    """Only where the newest save of the attempt that trains failed because of storage, and no point came
-    after it.
+    """Only where the newest save of the attempt that trains was given up, another one is to be tried, and no
+    point came after it.
     """
     failed = facts.events("save given up")
     point = s["point"]

@@ -22,7 +22,7 @@ from orchestrator.history.journal import GENERATION, STEP, check_copy
 from orchestrator.json_form import decode
 from orchestrator.monitor.views.arrays import Array, Growing
 from orchestrator.monitor.views.lines import Chunk, JournalLines, Line, UnreadableError
-from orchestrator.records import StepRecord
+from orchestrator.records.steps import StepRecord
 from orchestrator.storage.files import Storage
 
 INTS = ("step", "consumed_samples", "consumed_tokens", "target_tokens")

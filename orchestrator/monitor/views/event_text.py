@@ -9,7 +9,7 @@ from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import GENERATION
 from orchestrator.json_form import decode
-from orchestrator.records import GroupChange
+from orchestrator.records.run_status import GroupChange
 
 Fields = dict[str, Any]
 

@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.config.declaring import NAME
 from orchestrator.config.redaction import redacted, redacted_text
-from orchestrator.config.schema import NAME
 from orchestrator.coordinator.forking import PARENT_OF_FORK
 from orchestrator.history.claim_files import RESTARTED
 from orchestrator.history.claims import ORIGIN, ClaimParent
 from orchestrator.monitor.views.facts import Facts
 from orchestrator.monitor.views.path import FATES, LOST, REWOUND, Piece
 from orchestrator.monitor.views.points_table import by_name
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.points import parse_point_name
 
 LIMIT = 500

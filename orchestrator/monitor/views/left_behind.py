@@ -17,7 +17,7 @@ from orchestrator.history.claims import GenerationId
 from orchestrator.monitor.views.arrays import Array
 from orchestrator.monitor.views.columns import Columns, Generation
 from orchestrator.monitor.views.path import Path
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 
 Chain = list[tuple[GenerationId, float]]  # the generations that a state came through, and up to which step
 

@@ -18,7 +18,7 @@ from orchestrator.history.claims import Claim, ClaimParent, GenerationId
 from orchestrator.history.lineage import Lineage, Segment, discontinuity, effective_chain
 from orchestrator.monitor.views.arrays import Array, Growing
 from orchestrator.monitor.views.columns import Columns
-from orchestrator.records import StateKey, StepRecord
+from orchestrator.records.steps import StateKey, StepRecord
 
 HISTORY, LOST, REWOUND = 0, 1, 2
 FATES = ("history", "lost", "rewound")

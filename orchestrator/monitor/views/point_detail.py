@@ -9,8 +9,9 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from orchestrator.config.field_rules import field_rules
 from orchestrator.config.redaction import redacted
-from orchestrator.config.schema import field_rules, in_todays_fields
+from orchestrator.config.stored import in_todays_fields
 from orchestrator.errors import RefusedError, ResumePointError, StorageError
 from orchestrator.json_form import encode
 from orchestrator.monitor.views.facts import Facts, short
@@ -23,7 +24,7 @@ from orchestrator.monitor.views.points_table import (
     newest_healthy,
     table,
 )
-from orchestrator.planning.resume_plan import differences as planned_differences
+from orchestrator.planning.differences import differences as planned_differences
 from orchestrator.resume.points import Point, parse_point_name
 
 NEAR = 50  # steps that the loss at a point is the mean of

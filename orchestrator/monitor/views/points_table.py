@@ -16,7 +16,7 @@ from orchestrator.history.finding_files import VERIFY
 from orchestrator.monitor.views.columns import Event
 from orchestrator.monitor.views.facts import Facts, stamp
 from orchestrator.monitor.views.files import PointFacts
-from orchestrator.records import StateKey
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.fates import Fates, point_fates
 from orchestrator.resume.points import newest_first, parse_point_name
 

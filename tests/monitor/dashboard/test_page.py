@@ -17,8 +17,7 @@ import pytest
 import orchestrator
 from benchmarks.made_run import write_run
 from orchestrator.errors import OrchestratorError
-from orchestrator.monitor.dashboard.plans import WhatIf
-from orchestrator.monitor.dashboard.reading import Planner
+from orchestrator.monitor.dashboard.plans import Planner, WhatIf
 from orchestrator.monitor.dashboard.runs import Runs
 from orchestrator.monitor.missing import missing_text
 from orchestrator.storage.files import Storage

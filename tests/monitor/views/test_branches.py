@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data.spec import DataSpec
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.launch import start as starting

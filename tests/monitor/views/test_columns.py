@@ -17,7 +17,7 @@ from orchestrator.monitor.views import path
 from orchestrator.monitor.views.columns import Columns, read_columns
 from orchestrator.monitor.views.lines import JournalLines, UnreadableError
 from orchestrator.monitor.views.path import HISTORY, LOST, REWOUND
-from orchestrator.records import StepRecord
+from orchestrator.records.steps import StepRecord
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage

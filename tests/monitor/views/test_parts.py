@@ -12,7 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.data.spec import DataSpec
 from orchestrator.elastic.roster import Roster
 from orchestrator.history.event_kinds import EventKind
@@ -226,7 +227,7 @@ def test_the_death_of_the_feeder_is_the_last_fault_and_no_failure_of_the_group(l
     assert failures["value"] == "0"
 
 
-def test_a_save_that_storage_failed_is_a_check_until_a_point_or_another_attempt_comes(live: LiveRun) -> None:
+def test_a_save_that_failed_is_a_check_until_a_point_or_another_attempt_comes(live: LiveRun) -> None:
     views = views_of(live)
 
     def last_save() -> list[tuple[str, str, str]]:
@@ -249,7 +250,7 @@ def test_a_save_that_storage_failed_is_a_check_until_a_point_or_another_attempt_
     fails(0.0)
     assert last_save() == [("warn", "failed, next try: as soon as all workers are free", "disk full")]
     fails(None)
-    assert last_save() == [], "a worker was lost: that is no trouble with storage"
+    assert last_save() == [], "nothing is tried again, as in earlier versions when a worker was lost"
     fails(3600.0)
     live.save(live.live)
     assert last_save() == []

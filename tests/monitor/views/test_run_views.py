@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.begin_launch import begin_launch
 from orchestrator.coordinator.survey import survey
 from orchestrator.data.spec import DataSpec

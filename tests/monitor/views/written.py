@@ -9,7 +9,7 @@ from random import Random
 
 from orchestrator.history.journal import JournalWriter
 from orchestrator.json_form import encode
-from orchestrator.records import StepRecord
+from orchestrator.records.steps import StepRecord
 from orchestrator.resume.run_file import RUN_FILE
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage

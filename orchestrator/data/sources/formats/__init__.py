@@ -1,6 +1,6 @@
 """The formats by name: a file each, named after it, which gives it as `FORMAT`.
 
-A format is added by its file, and by its name in `config.schema.FormatName`.
+A format is added by its file, and by its name in `config.data_sections.FormatName`.
 """
 
 from __future__ import annotations

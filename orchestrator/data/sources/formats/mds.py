@@ -29,7 +29,7 @@ from orchestrator.data.sources.input_file import open_input
 from orchestrator.data.sources.line_records import Batch
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Made, Whole, packed
 from orchestrator.errors import ConfigError, DataError
-from orchestrator.records import Int64Array
+from orchestrator.records.arrays import Int64Array
 
 if TYPE_CHECKING:
     from orchestrator.data.sources.file_rows import FileRow

@@ -1,0 +1,170 @@
+"""The sections `data` and `pack`: which documents, in which order, as which tokens and samples."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+
+from pydantic import AfterValidator, Field
+
+from orchestrator.config.declaring import NAME, FunctionName, Section, free, may_change, one_of, same
+
+FormatName = Literal[
+    "jsonl",
+    "lines",
+    "text",
+    "parquet",
+    "csv",
+    "tsv",
+    "arrow",
+    "hf_dataset",
+    "webdataset",
+    "mds",
+    "cbor",
+    "python",
+]
+FORMAT_NAMES: tuple[str, ...] = get_args(FormatName)
+# The text of a token, never a word that may be meant for true or false.
+TokenText = Annotated[str, Field(pattern="[^A-Za-z]")]
+
+
+class SourceConfig(Section):
+    """One entry of `data.sources`."""
+
+    name: Annotated[str, same("letters, digits, `.`, `_`, `-`, not starting with `.`", pattern=NAME)]
+    """Name of the source; part of the order's key."""
+    path: Annotated[str | tuple[str, ...], same("a path or glob, or a list of them", min_length=1)]
+    """File, folder or glob, or a list of them, relative to the current directory; of format `python` the
+    `package.module:function` that returns the records.
+    """
+    format: Annotated[FormatName, same(one_of(FORMAT_NAMES))]
+    """What the files are: a document is a record, in `lines` a line, in `text` a file; `python`: no files."""
+    content: Annotated[Literal["text", "chat", "prompt"], same("text, chat or prompt")] = "text"
+    """What a record holds: a text, the messages of a chat, or a prompt with its completion."""
+    text_field: Annotated[str, same("the name of a field", min_length=1)] = "text"
+    """Field that holds the text; dots lead into a record's inner fields (`meta.body`)."""
+    messages_field: Annotated[str, same("the name of a field", min_length=1)] = "messages"
+    """Field that holds the list of messages (`content: chat`)."""
+    prompt_field: Annotated[str, same("the name of a field", min_length=1)] = "prompt"
+    """Field that holds what is given (`content: prompt`)."""
+    completion_field: Annotated[str, same("the name of a field", min_length=1)] = "completion"
+    """Field that holds what is to follow (`content: prompt`)."""
+    loss: Annotated[Literal["assistant", "last", "all"], same("assistant, last or all")] = "assistant"
+    """What is learnt of a chat (of a prompt with its completion): the assistant's turns (the completion), the
+    last of them, or all.
+    """
+    weight: Annotated[float | None, may_change("a number > 0, or null", gt=0)] = None
+    """Share in the mixture of several sources; null for all: by the sources' bytes."""
+    max_epochs: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
+    """Passes over this source; null: `data.num_epochs`."""
+    transforms: Annotated[
+        tuple[FunctionName, ...] | None, same("a list of package.module:function, or null")
+    ] = None
+    """Functions between its records and their tokens; null: `data.transforms`, a list takes their place."""
+    transform_fields: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        AfterValidator(lambda names: tuple(sorted(names))),  # written in any order they are the same
+        same("a list of names of fields"),
+    ] = ()
+    """Further fields of its records that its transforms see; dots lead into inner ones (`meta.lang`)."""
+    holdout: Annotated[float | None, same("a number >= 0 and < 1, or null", ge=0, lt=1)] = None
+    """Share of its records that is held out; null: `data.holdout`."""
+
+
+class DataConfig(Section):
+    """Which documents, in which order, as which tokens."""
+
+    sources: Annotated[
+        tuple[SourceConfig, ...],
+        same("a list of {name, path, format, text_field, weight, max_epochs}", min_length=1),
+    ]
+    """The sources: name, path or glob, format, content, the fields that hold it, weight, max_epochs,
+    transforms, transform_fields, holdout.
+    """
+    transforms: Annotated[tuple[FunctionName, ...], same("a list of package.module:function")] = ()
+    """Functions that a document passes between its record and its tokens, in this order: each makes of it a
+    document, several, or none.
+    """
+    holdout: Annotated[float, same("a number >= 0 and < 1", ge=0, lt=1)] = 0.0
+    """Share of the records that is never trained; `open_stream(part="holdout")` reads it."""
+    tokenizer: Annotated[str, same("a folder, a bucket's URI or a hub name", min_length=1)]
+    """Tokenizer: a folder, a bucket's URI or a hub name; its content is frozen with the run."""
+    shuffle: Annotated[Literal["block", "none"], same("block or none")] = "block"
+    """`block`: a keyed permutation of blocks and of the records inside windows; `none`: the files' order."""
+    seed: Annotated[int, same("a whole number >= 0", ge=0)] = 0
+    """Seed of the documents' order."""
+    num_epochs: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = 1
+    """Passes over the data; null: until a stop in `train`."""
+    on_end: Annotated[Literal["stop", "drop", "repeat"] | None, may_change("stop, drop, repeat or null")] = (
+        None
+    )
+    """Several sources, when one has come to its end: `stop` before the first sample that it cannot fill,
+    `drop` it and go on with the others, `repeat` it (unless it has `max_epochs`); null: `stop` with weights,
+    `drop` without.
+    """
+    weight_by: Annotated[Literal["tokens", "samples"], may_change("tokens or samples")] = "tokens"
+    """What the weights are shares of."""
+    refresh: Annotated[Literal["epoch"] | None, may_change("epoch or null")] = None
+    """`epoch`: the sources' files are listed anew for each epoch, when its turn comes; null: new files stay
+    out.
+    """
+    num_tokenizers: Annotated[int, free("a whole number >= 1", ge=1)] = 2
+    """Processes that read and tokenize; each takes a logical CPU if the workers leave so many, else none."""
+    bos: Annotated[
+        Literal["auto"] | bool | TokenText, same("auto, true or false, or a token such as <|endoftext|>")
+    ] = "auto"
+    """A BOS token before every document; `auto`: where the tokenizer itself adds one; or the token's text."""
+    eos: Annotated[bool | TokenText, same("true or false, or a token such as <|endoftext|>")] = True
+    """An EOS token after every document (of a chat only what its template writes); or the token's text, where
+    the tokenizer does not declare which it is.
+    """
+    special_tokens_in_text: Annotated[Literal["text", "parse", "stop"], same("text, parse or stop")] = "text"
+    """Special tokens written out in a document: plain text, parsed as special, or a stop."""
+    on_bad_document: Annotated[Literal["stop", "skip"], same("stop or skip")] = "stop"
+    """A document that cannot be read: stop, or count and skip it."""
+    max_bad_share: Annotated[float, may_change("a number from 0 to 1", ge=0, le=1)] = 0.01
+    """Share of bad documents above which the run stops under `on_bad_document: skip`."""
+    window_bytes: Annotated[int, same("a whole number >= 1, in bytes", ge=1)] = 16 << 20
+    """Documents are permuted within windows of at most this many decoded bytes."""
+    fragment_bytes: Annotated[int, same("a whole number >= 1, in bytes", ge=1)] = 2 << 20
+    """Size of the pieces that files are read in, in bytes."""
+    memory_bytes: Annotated[int | None, free("a whole number >= 1, in bytes, or null", ge=1)] = None
+    """Bound of the memory of feeder, tokenizers and the tokens between them, in bytes; null: what is usual
+    for the other settings, which `plan` prints with its parts.
+    """
+    replay_bytes: Annotated[int, free("a whole number >= 1, in bytes", ge=1)] = 256 << 20
+    """Bound of the feeder's memory for batches that may be asked for again, in bytes."""
+    encoder: Annotated[
+        Literal["auto", "gigatoken", "tokenizers"], may_change("auto, gigatoken or tokenizers")
+    ] = "auto"
+    """Library that encodes, another one from the next whole document on; `auto`: the run's own, at first
+    gigatoken where it agrees with tokenizers.
+    """
+
+
+class PackConfig(Section):
+    """How tokens become samples."""
+
+    mode: Annotated[Literal["concat", "bestfit", "pad"], same("concat, bestfit or pad")] = "concat"
+    """`concat`: one stream cut at any place; every token but the first is a target once. `bestfit`: whole
+    documents side by side, those of a window packed into as few samples as best-fit decreasing finds. `pad`:
+    a document per sample.
+    """
+    seq_len: Annotated[int, may_change("a whole number >= 1", ge=1)]
+    """Tokens per sample; under `bestfit` and `pad` it cannot change while packs of a window are taken."""
+    long_document: Annotated[Literal["stop", "split", "skip"], same("stop, split or skip")] = "stop"
+    """What happens to a document that no sample holds (`bestfit`, `pad`): the run stops, it is cut into
+    stretches of `seq_len`, or it is skipped and counted.
+    """
+    max_long_share: Annotated[float, may_change("a number from 0 to 1", ge=0, le=1)] = 0.5
+    """Share of a source's documents that no sample holds above which the run stops under
+    `long_document: skip`.
+    """
+    document_attention: Annotated[bool | None, may_change("true, false, or null")] = None
+    """Whether tokens attend to their own document alone, with positions that begin at each; null: under
+    `bestfit`.
+    """
+
+    @property
+    def attends_by_document(self) -> bool:
+        """`document_attention` with its default made."""
+        return self.mode == "bestfit" if self.document_attention is None else self.document_attention

@@ -1,0 +1,122 @@
+"""From a YAML file or a mapping, and `key=value` overrides, to one frozen `JobConfig`; or to all that is
+wrong with it, at once.
+
+It reads no file but the configuration itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from orchestrator.config.between_fields import cross_field_problems
+from orchestrator.config.field_rules import field_rules
+from orchestrator.config.problems import describe
+from orchestrator.config.schema import JobConfig
+from orchestrator.config.text import Problem, Reading, apply_overrides, read_mapping, read_yaml
+from orchestrator.errors import ConfigError
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """The configuration in the YAML file `path` with the overrides `section.field=value` set on top.
+
+    Relative paths stay as written: they are relative to the current directory. Raises `ConfigError` with
+    every problem, one per line.
+    """
+    return _finish(*_read(path), overrides)
+
+
+def parse_config(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
+    """The same for a mapping made in Python, or read back from a `config.json`."""
+    return _finish(*_read(mapping), overrides)
+
+
+def as_job(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """A job by whatever names it (itself, a mapping, a YAML file), with the overrides set on top."""
+    if isinstance(config, str | Path):
+        return load_config(config, overrides)
+    if isinstance(config, Mapping):
+        return parse_config(config, overrides)
+    if not isinstance(config, JobConfig):
+        raise ConfigError(
+            f"a job is given as the path of a YAML file, a mapping or a JobConfig, not as {config!r}"
+        )
+    return parse_config(config.to_json(), overrides) if overrides else config
+
+
+def as_data_job(
+    config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()
+) -> JobConfig:
+    """The same for whoever only reads its data: what that does not need may be left out, which is `run`,
+    `model`, `train.lr`, and a stop where the data have no end.
+    """
+    if not isinstance(config, str | Path | Mapping):
+        return as_job(config, overrides)
+    reading, title = _read(config)
+    for section, fields in _UNREAD_BY_DATA.items():
+        given = reading.value.setdefault(section, {})
+        if isinstance(given, dict) and (section != "model" or not given):
+            given |= {name: value for name, value in fields.items() if name not in given}
+    return _finish(reading, title, overrides)
+
+
+# what stands in for a field that nobody reads
+_UNREAD_BY_DATA: Mapping[str, Mapping[str, Any]] = {
+    "run": {"name": "stream"},
+    "model": {"factory": "no:model"},
+    "train": {"lr": 1.0, "max_tokens": 1 << 62},
+}
+
+
+def _read(config: Mapping[str, Any] | str | Path) -> tuple[Reading, str]:
+    """What stands in a mapping or a YAML file, and how messages name it."""
+    if isinstance(config, Mapping):
+        return read_mapping(config), "configuration"
+    try:
+        text = Path(config).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{config}: cannot be read as a UTF-8 text: {error}; give the path of a YAML file"
+        ) from error
+    return read_yaml(text), str(config)
+
+
+def _finish(reading: Reading, title: str, overrides: Sequence[str]) -> JobConfig:
+    """Validate what was read. The rules inside a field are pydantic's, those between fields are our own."""
+    if isinstance(overrides, str) or not isinstance(overrides, Sequence):
+        what = "the text " if isinstance(overrides, str) else ""
+        raise ConfigError(
+            f'overrides is {what}{overrides!r}; give a list of "key=value", e.g. ["train.lr=3e-4"]'
+        )
+    if reading.unread:
+        raise ConfigError(_message(reading, title))
+    apply_overrides(reading, overrides)
+    config = None
+    try:
+        # by way of JSON: strict there means exact types, while a list still makes a tuple
+        config = JobConfig.model_validate_json(json.dumps(reading.value, allow_nan=False))
+    except ValidationError as error:
+        named = {problem.path for problem in reading.problems}
+        reading.problems += [p for p in describe(error, reading.value, JobConfig) if p.path not in named]
+    rules = {rule.path: rule for rule in field_rules()}
+    reading.problems += cross_field_problems(reading, {path: rule.default for path, rule in rules.items()})
+    if reading.problems or config is None:
+        raise ConfigError(_message(reading, title))
+    return config
+
+
+def _message(reading: Reading, title: str) -> str:
+    lines = [_problem_line(problem, reading) for problem in reading.problems]
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    return "\n".join([f"{title}: {count}", *(f"  {line}" for line in lines)])
+
+
+def _problem_line(problem: Problem, reading: Reading) -> str:
+    path = ".".join(map(str, problem.path))
+    place = reading.place(problem.path)
+    text = f"{path} {problem.text}" if path else problem.text
+    return f"{text} ({place})" if place and place not in text else text

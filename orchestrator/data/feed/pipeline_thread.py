@@ -1,0 +1,124 @@
+"""The thread that reads a pipeline beside the feeder's event loop: one dataset after the other, each chunk
+when it is wanted.
+
+It knows no step and no rank: what is wanted, and for how long, it asks the feeder. Ray Data is loaded in the
+thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol, TypeVar
+
+import ray
+
+from orchestrator.cluster.data_share import before_loading
+from orchestrator.cluster.ray_inventory import DATASET_THREADS
+from orchestrator.data.process_limits import ProcessLimits
+from orchestrator.data.tokens.token_chunk import TokenChunk
+from orchestrator.paused_gc import paused_gc
+
+Result = TypeVar("Result")
+
+# One dataset runs over so many slots, then the next one starts: Ray lists a dataset's inputs in advance.
+SLOTS_PER_DATASET = 256
+# What the threads of a pipeline are called: ours, and Ray Data's.
+_PIPELINE_THREADS = ("pipeline-", DATASET_THREADS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSettings:
+    """What every pipeline of a feeder is: `spec` is a reference to the `DataSpec`; the rest as in
+    `pipeline.read_chunks`.
+    """
+
+    spec: Any
+    num_tokenizers: int
+    slots_per_dataset: int
+    tokenizer_node: str | None
+    tokenizer_cpus: float
+    limits: ProcessLimits | None
+
+
+class Taker(Protocol):
+    """Who takes what a pipeline reads, on the event loop that started its thread."""
+
+    async def goes_on(self, pipeline: int) -> bool:
+        """Whether this pipeline has more to read; if not, it is none any more."""
+
+    async def take(self, pipeline: int, slot: int, chunk: TokenChunk | None) -> bool:
+        """Hands over a chunk, or a slot without one, once a chunk is wanted; False: none will be any more."""
+
+    async def pipeline_failed(self, pipeline: int, error: Exception) -> None:
+        """It ended with `error`."""
+
+
+class PipelineThreads:
+    """The threads of one feeder: one reads, those before it may be on their way out."""
+
+    def __init__(self, settings: PipelineSettings) -> None:
+        self._settings = settings
+        self._threads: list[threading.Thread] = []
+
+    def start(self, pipeline: int, taker: Taker) -> None:
+        """Reads the pipeline of this number for `taker`, which lives on the running loop."""
+        reader = threading.Thread(
+            target=read_pipeline,
+            args=(self._settings, pipeline, taker, asyncio.get_running_loop()),
+            name=f"pipeline-{pipeline}",
+            daemon=True,
+        )
+        self._threads = [thread for thread in self._threads if thread.is_alive()] + [reader]
+        reader.start()
+
+    async def joined(self) -> None:
+        """Returns when all of them are gone."""
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+
+
+def read_pipeline(
+    settings: PipelineSettings, pipeline: int, taker: Taker, loop: asyncio.AbstractEventLoop
+) -> None:
+    """Reads to the end of data or of the pipeline, in the calling thread. Raises nothing: whatever goes wrong
+    `taker` hears.
+    """
+
+    def call(what: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(what, loop).result()
+
+    try:
+        before_loading()
+        with paused_gc():
+            from orchestrator.data.feed.pipeline import read_chunks
+
+        feeder, limit = ray.get_runtime_context().current_actor, settings.slots_per_dataset
+        for first in count(0, limit):  # how many slots there will be nobody knows
+            if not call(taker.goes_on(pipeline)):
+                return
+            items = read_chunks(
+                settings.spec,
+                feeder,
+                pipeline,
+                range(first, first + limit),
+                settings.num_tokenizers,
+                settings.tokenizer_node,
+                settings.tokenizer_cpus,
+                settings.limits,
+            )
+            with closing(items):
+                for slot, chunk in items:
+                    if not call(taker.take(pipeline, slot, chunk)):
+                        return
+    except Exception as error:  # noqa: BLE001  whatever it is, the ranks must hear of it
+        call(taker.pipeline_failed(pipeline, error))
+
+
+def num_pipeline_threads() -> int:
+    """How many threads of pipelines this process has, ours and Ray Data's."""
+    return sum(thread.name.startswith(_PIPELINE_THREADS) for thread in threading.enumerate())

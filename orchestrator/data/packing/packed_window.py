@@ -1,0 +1,192 @@
+"""One window of whole documents in packs, for `bestfit` and `pad`: which documents it has, which of them are
+too long, and which go together.
+
+Pure: it knows no chunk but those of its window, and nothing of what was taken before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from orchestrator.data.packing.arrangement import best_fit, stretches
+from orchestrator.data.packing.runs import PackedRun
+from orchestrator.data.settings import BAD_SHARE_RECORDS, StreamSettings
+from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
+from orchestrator.errors import DataError
+from orchestrator.planning.order import pack_order
+from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
+from orchestrator.records.cursor import SourceCursor
+
+PathOf = Callable[[int, int], str]  # (epoch, a file's number in its list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """The documents of a window that have a target, in order."""
+
+    tokens: Int32Array  # of all documents
+    loss: BoolArray | None  # like tokens
+    begin: Int64Array  # (num_documents,) of each one's tokens
+    length: Int64Array  # (num_documents,)
+    file: Int32Array  # (num_documents,)
+    place: Int64Array  # (num_documents,)
+    unpacked: int  # documents without a target
+
+
+def documents_of(chunks: Sequence[TokenChunk]) -> Documents:
+    """Those of a whole window."""
+
+    def column(name: str) -> Any:
+        return np.concatenate([getattr(chunk, name) for chunk in chunks])
+
+    is_piece = column("kind") == PIECE
+    new = column("piece")[is_piece] == 0
+    number = np.cumsum(new) - 1
+    length = np.bincount(number, weights=column("num_tokens")[is_piece]).astype(np.int64)
+    begin = np.cumsum(length) - length
+    tokens, loss, targets = column("tokens"), None, np.maximum(length - 1, 0)
+    if any(chunk.loss is not None for chunk in chunks):
+        every = [np.ones(len(c.tokens), np.bool_) if c.loss is None else c.loss for c in chunks]
+        loss = np.concatenate(every)
+        before = np.concatenate([[0], np.cumsum(loss)])
+        targets = before[begin + length] - before[np.minimum(begin + 1, begin + length)]
+    kept = targets > 0
+    return Documents(
+        tokens=tokens,
+        loss=loss,
+        begin=begin[kept],
+        length=length[kept],
+        file=column("file")[is_piece][new][kept],
+        place=column("place")[is_piece][new][kept],
+        unpacked=int((~kept).sum()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packs:
+    """A window's packs in the order in which they are taken, as stretches of its tokens."""
+
+    begin: Int64Array  # (num_stretches,) of each one's tokens
+    size: Int64Array  # (num_stretches,) positions of each
+    firsts: Int64Array  # (num_packs + 1,) number of each pack's first stretch, and of all
+    long_documents: tuple[str, ...]  # that are skipped: where, and why
+
+    @property
+    def num(self) -> int:
+        """Packs."""
+        return len(self.firsts) - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedWindow:
+    """A window that has come to its end, and the cursors at its begin and behind it."""
+
+    begin: SourceCursor  # `packs` is 0
+    end: SourceCursor
+    documents: Documents
+    packs: Packs
+    reasons: tuple[str, ...]  # of bad documents
+
+    def run(self, start: int, stop: int, seq_len: int) -> PackedRun:
+        """Its packs [start, stop), in arrays of their own."""
+        firsts = self.packs.firsts[start : stop + 1]
+        begin, size = (a[firsts[0] : firsts[-1]] for a in (self.packs.begin, self.packs.size))
+        num = size + 1  # tokens
+        at = np.repeat(begin - (np.cumsum(num) - num), num) + np.arange(int(num.sum()))
+        loss = self.documents.loss
+        return PackedRun(
+            seq_len=seq_len,
+            tokens=self.documents.tokens[at],
+            sizes=size,
+            firsts=firsts - firsts[0],
+            loss=None if loss is None else loss[at],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowPacking:
+    """How the windows of a source are packed: samples have `seq_len` positions."""
+
+    source: str
+    settings: StreamSettings
+    seq_len: int
+    path_of: PathOf
+
+    def packed(
+        self, begin: SourceCursor, end: SourceCursor, documents: Documents, reasons: tuple[str, ...]
+    ) -> PackedWindow:
+        """The window between these cursors; the counts of documents in no pack are added to `end`. `reasons`:
+        why documents of it are bad.
+
+        Raises `DataError` if a document is too long (`pack.long_document: stop`), or too many are (`skip`).
+        """
+        kept, long_documents = self._kept(documents, begin.epoch)
+        document, first, size = stretches(documents.length[kept], self.seq_len)
+        packs = self._together(size, begin)
+        order = np.array([number for pack in packs for number in pack], np.int64)
+        end = replace(
+            end,
+            unpacked_documents=begin.unpacked_documents + documents.unpacked,
+            long_documents=begin.long_documents + len(long_documents),
+        )
+        self._judge_long_share(end, ends_epoch=end.epoch != begin.epoch)
+        return PackedWindow(
+            begin=begin,
+            end=end,
+            documents=documents,
+            packs=Packs(
+                begin=(documents.begin[kept][document] + first)[order],
+                size=size[order],
+                firsts=np.cumsum([0, *map(len, packs)]),
+                long_documents=long_documents,
+            ),
+            reasons=reasons,
+        )
+
+    def _kept(self, documents: Documents, epoch: int) -> tuple[BoolArray, tuple[str, ...]]:
+        """Which documents go into packs, and of those that are too long, where and why."""
+        if self.settings.long_document == "split":
+            return documents.length > 1, ()
+        long = documents.length > self.seq_len + 1
+        long_documents = tuple(self._long(documents, int(number), epoch) for number in np.flatnonzero(long))
+        if long_documents and self.settings.long_document != "skip":
+            raise DataError(
+                f"{long_documents[0]}; set pack.long_document=split or skip in a new run (another "
+                "run.name), or make pack.seq_len larger"
+            )
+        return ~long, long_documents
+
+    def _together(self, size: Int64Array, begin: SourceCursor) -> list[list[int]]:
+        """The numbers of the stretches in each pack, in the order in which packs are taken."""
+        settings = self.settings
+        if settings.pack_mode != "bestfit":
+            return [[number] for number in range(len(size))]
+        packs = best_fit(size, self.seq_len)
+        place = (begin.block, begin.window, settings.seed, self.source, begin.epoch, settings.shuffle)
+        return [packs[number] for number in pack_order(len(packs), *place).tolist()]
+
+    def _judge_long_share(self, end: SourceCursor, *, ends_epoch: bool) -> None:
+        """At the ends of windows, as the share of bad documents is: wherever the stream was opened."""
+        if self.settings.held_out:
+            return  # a few records, of a run whose other ones are judged
+        long, seen, most = end.long_documents, end.documents, self.settings.max_long_share
+        if (ends_epoch or seen >= BAD_SHARE_RECORDS) and long > most * seen:
+            raise DataError(
+                f"{long:,} of the first {seen:,} documents of source {self.source} are longer than a sample "
+                f"of pack.seq_len={self.seq_len:,} holds and are skipped (pack.long_document=skip), more "
+                f"than pack.max_long_share={most}: the run would be trained on the others alone; make "
+                "pack.seq_len larger, set pack.long_document=split in a new run (another run.name), or allow "
+                "a larger share"
+            )
+
+    def _long(self, documents: Documents, number: int, epoch: int) -> str:
+        """Says of a document that it is too long."""
+        path, place = self.path_of(epoch, int(documents.file[number])), int(documents.place[number])
+        return (
+            f"{path}: the document at {place} (source {self.source}) has {documents.length[number]:,} "
+            f"tokens, a sample of pack.seq_len={self.seq_len:,} holds {self.seq_len + 1:,}"
+        )

@@ -1,0 +1,97 @@
+"""The next generation, once it is known who is in and what it continues: ranks, givers of each shard, the
+memory point that is kept.
+
+Pure; who is in, `candidates.py` chose, and which state is the newest, `parent_state.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from orchestrator.elastic.formation import Formation, Generation, NewestPoint
+from orchestrator.elastic.holdings import CompleteState, complete, held_by_all, memory_point_to_keep
+from orchestrator.elastic.parent_state import ParentStateSelection
+from orchestrator.records.membership import JoinRequest, ShardSource
+from orchestrator.records.steps import StateKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Continued:
+    """What a generation continues: the state `parent` (None: from nothing), which the member `source` has
+    some or all of, or else the point `point`.
+    """
+
+    parent: StateKey | None
+    source: str | None
+    point: NewestPoint | None
+
+
+def continued(
+    requests: Sequence[JoinRequest], states: ParentStateSelection, current: Generation | None
+) -> Continued:
+    """The newest state (rule 1) over these members and the newest point. Of the members that have a part
+    of it one that trains it, if there is any.
+    """
+    parent, point = states.newest(requests)
+    if parent is None or point is not None:
+        return Continued(parent=parent, source=None, point=point)
+    holders = {r.member for r in requests if r.key == parent} or {
+        h.member for h in held_by_all(requests) if h.key == parent
+    }
+    return Continued(parent=parent, source=_by_rank(holders, None, current)[0], point=None)
+
+
+def next_formation(
+    chosen: Sequence[JoinRequest],
+    what: Continued,
+    states: ParentStateSelection,
+    current: Generation | None,
+    *,
+    attempt: int,
+    generation: int,
+    probe_ports: bool,
+    save_only: bool,
+) -> Formation:
+    """`generation` of `attempt`, of the members `chosen`, after `current`."""
+    held = held_by_all(chosen)
+    state = complete([h for h in held if h.key == what.parent]) if what.source else None
+    known = set(current.members) if current is not None else set()
+    names = {r.member for r in chosen}
+    members = _by_rank(names, what.source, current)
+    point = what.point
+    return Formation(
+        attempt=attempt,
+        generation=generation,
+        members=members,
+        parent=what.parent,
+        source=what.source,
+        point=point.name if point else None,
+        cursor=state.cursor if state else point.cursor if point else None,
+        step=states.label(what.parent, point),
+        newcomers=tuple(sorted(names - known)) if names & known else (),
+        probe_ports=probe_ports,
+        save_only=save_only,
+        sources=_by_ranks(state, members) if state else (),
+        keep=memory_point_to_keep(held, states.floor),
+    )
+
+
+def _by_rank(members: Iterable[str], source: str | None, current: Generation | None) -> tuple[str, ...]:
+    """The source first, the others by their rank in the current generation, then by name."""
+    ranks = current.ranks if current is not None else {}
+    return tuple(sorted(members, key=lambda m: (m != source, ranks.get(m, len(ranks)), m)))
+
+
+def _by_ranks(state: CompleteState, members: Sequence[str]) -> tuple[tuple[ShardSource, ...], ...]:
+    """Who can give each shard, by rank instead of by name."""
+    rank = {member: number for number, member in enumerate(members)}
+    return tuple(
+        tuple(
+            sorted(
+                (ShardSource(rank=rank[h.member], source=h.source) for h in of_one),
+                key=lambda s: (s.source, s.rank),
+            )
+        )
+        for of_one in state.holders
+    )

@@ -1,0 +1,148 @@
+"""A run's history around a step, as a replay needs it: the point to begin at, the steps from there, and with
+what each attempt trained. The run is only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
+from orchestrator.config.stored import in_todays_fields, nested
+from orchestrator.coordinator.survey import Survey, survey
+from orchestrator.errors import ResumePointError
+from orchestrator.history.claims import ClaimParent
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.skips import skips_of
+from orchestrator.launch.which_point import Position, Wanted, place, wanted_place
+from orchestrator.planning.manifests import SourceLists, moved
+from orchestrator.planning.schedule import Budgets
+from orchestrator.records.cursor import Cursor
+from orchestrator.resume.points import Point
+from orchestrator.resume.store import RunStore
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Regime:
+    """What the steps of an attempt are trained with."""
+
+    config: JobConfig
+    budgets: Budgets
+    sources: tuple[SourceLists, ...]  # which lists it reads
+
+    def trains_as(self, other: Regime) -> bool:
+        """Whether the same steps come out of both."""
+        sections = ("data", "pack", "model", "train")
+        same = all(getattr(self.config, each) == getattr(other.config, each) for each in sections)
+        return same and (self.budgets, self.sources) == (other.budgets, other.sources)
+
+
+class History:
+    """A run's history around a step: where to begin, the steps from there, and with what each was trained."""
+
+    def __init__(self, store: RunStore, wanted: Wanted) -> None:
+        self.store, self.seen = store, survey(store)
+        points = _readable(store, self.seen)
+        self.target = _target(self.seen, wanted, points)
+        self._at_target = [p for p in points if place(p).tokens == self.target.tokens]
+        self.begin = self._begin(points)
+        tokens = place(self.begin).tokens if self.begin else 0
+        self.records = [
+            r for r in self.seen.lineage.records if tokens < r.consumed_tokens <= self.target.tokens
+        ]
+        self._skips = skips_of(self.seen.lineage)
+        self._regimes: dict[int, Regime] = {}
+        self._configs = {
+            event.attempt: event.fields["config"]
+            for event in self.seen.journal.events
+            if event.kind == EventKind.ATTEMPT
+        }
+
+    def carried(self, cursor: Cursor, sources: tuple[SourceLists, ...]) -> Cursor:
+        """Where the step after `cursor` begins: behind what the history skips there, in the lists that its
+        attempt reads.
+        """
+        for at in self._skips:
+            cursor = at.skip.carry(cursor)
+        return moved(sources, cursor)
+
+    def regime(self, attempt: int) -> Regime:
+        """Of an attempt that has trained. Raises `ResumePointError` where its files are gone."""
+        if attempt not in self._regimes:
+            parent, config = self.store.read_parent(attempt), self._configs.get(attempt)
+            if not isinstance(parent, ClaimParent) or config is None:
+                raise ResumePointError(
+                    f"{self.store.storage.root}: attempt {attempt} cannot be replayed, its parent file or "
+                    "the begin of "
+                    "its journal is gone; restore them"
+                )
+            flat = {**in_todays_fields(config), "resume.from": "latest"}
+            self._regimes[attempt] = Regime(
+                config=parse_config(nested(flat)),
+                budgets=parent.budgets or Budgets(),
+                sources=parent.sources,
+            )
+        return self._regimes[attempt]
+
+    def first_regime(self) -> Regime:
+        """Of the first step to train, or, where there is none, of the one after the target."""
+        return self.regime(self.records[0].attempt if self.records else self.next_attempt())
+
+    def next_attempt(self) -> int:
+        """That which trained the step after the target, or would."""
+        after = [r for r in self.seen.lineage.records if r.consumed_tokens > self.target.tokens]
+        return after[0].attempt if after else max(self._configs)
+
+    def expected_digest(self) -> str | None:
+        """What the run recorded of the weights at the target."""
+        if self._at_target:
+            return self._at_target[-1].commit.weights_digest
+        keys = {
+            (r.attempt, r.generation, r.step)
+            for r in self.seen.lineage.records
+            if r.consumed_tokens == self.target.tokens
+        }
+        for event in self.seen.journal.events:
+            found = event.fields
+            if (
+                event.kind == EventKind.STATE_DIGEST
+                and (event.attempt, found["generation"], found["step"]) in keys
+            ):
+                return str(found["weights_digest"])
+        return None
+
+    def _begin(self, points: Sequence[Point]) -> Point | None:
+        """The newest whole point at or before the target; None: the first weights."""
+        damages = []
+        for point in sorted(points, key=lambda each: place(each).tokens, reverse=True):
+            if place(point).tokens > self.target.tokens:
+                continue
+            if not (found := self.store.verify_point(point.name)):
+                return point
+            damages += found
+        run = self.store.read_run()
+        if run is not None and run.forked_from is not None:
+            listed = "; ".join(map(str, damages)) or "there is none"
+            raise ResumePointError(
+                f"step {self.target.step}: no whole resume point of this fork lies at or before it: {listed}"
+            )
+        return None
+
+
+def _readable(store: RunStore, seen: Survey) -> list[Point]:
+    """The points of the history whose documents can be read; the others serve no replay."""
+    found = []
+    for name in seen.points:
+        with suppress(ResumePointError):
+            found.append(store.read_point(name))
+    return found
+
+
+def _target(seen: Survey, wanted: Wanted, points: Sequence[Point]) -> Position:
+    if wanted.step == 0 and not any(point.key.step == 0 for point in points):
+        return Position(step=0, samples=0, tokens=0)
+    found = wanted_place(wanted, seen.lineage.records, points)
+    assert found is not None, "no point is named"
+    return found

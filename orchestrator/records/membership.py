@@ -1,0 +1,163 @@
+"""What a member brings when it asks to train with others, and what the coordinator answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey, StepRecord
+
+
+class Source(IntEnum):
+    """Where a member has a shard of a state, the one that is given first of two: what needs no further copy,
+    then what lies in its own memory, then what it keeps for a neighbour.
+    """
+
+    LIVE = 0  # the tensors that it trains
+    PREPARED = 1  # as good as live where another member is (membership rules 3 and 5): the state before with
+    # the reduced gradient of this step, or rows that came when a generation was about to agree on its state
+    STAGED = 2  # its own memory point
+    NEIGHBOUR = 3  # a neighbour's memory point
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldShard:
+    """A member can give shard `shard` of the `num_shards` of the state `key`; under replicate there is one.
+
+    Only a whole copy is one: it is taken off the member's list before its first byte is overwritten, and put
+    on it after the last byte has come and was verified. `cursor` is that of the state; None where it is not
+    known, as with a prepared step.
+    """
+
+    key: StateKey
+    shard: int
+    num_shards: int
+    source: Source
+    cursor: Cursor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardSource:
+    """A member of the group that can give a shard of the parent's state, and where it has it."""
+
+    rank: int
+    source: Source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberState:
+    """What a member brings when it joins.
+
+    `key`, `cursor`: the state it trains (None: blank). `leaves`: (attempt, generation) it was in, None at
+    first. `prepared`: the step whose summary it waited for. `saving`: the newest save that it began and did
+    not report as failed: its vote or its report may be still to come, and until then it may be writing its
+    part; every older one is settled so. `records`: all that were not acknowledged. `reason`: why the last
+    generation ended, for the journal. `holdings`: all that it can give, the state it trains included; empty:
+    nothing but the whole of that.
+    """
+
+    key: StateKey | None
+    cursor: Cursor | None
+    leaves: tuple[int, int] | None
+    prepared: StateKey | None
+    saving: StateKey | None
+    records: tuple[StepRecord, ...]
+    reason: str
+    holdings: tuple[HeldShard, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinRequest:
+    """A member asks to be in the next generation. `key` is its state's key, None when blank.
+
+    `leaves` is the (attempt, generation) it was in, None for a newcomer. `prepared` is the key of the step
+    that it had entered the summary of without learning the result (its reduced gradient is kept):
+    `StateKey(step = key.step + 1)` in the generation it leaves. `holdings`: see `MemberState`.
+    """
+
+    member: str
+    launch: str
+    actor_id: str
+    node_id: str
+    host: str
+    port: int
+    key: StateKey | None
+    leaves: tuple[int, int] | None
+    prepared: StateKey | None
+    cursor: Cursor | None
+    records: tuple[StepRecord, ...] = ()
+    reason: str = ""
+    pid: int = 0  # of the member's process, so that its node's agent can kill it when it is left out
+    idle_s: float = 0.0  # how long ago its last step was done when it asked; 0 for a newcomer
+    unreached: tuple[str, ...] = ()  # members whose ports it tried in vain, when its last view said `probe`
+    saving: StateKey | None = None  # see `MemberState`
+    holdings: tuple[HeldShard, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationView:
+    """One membership of the training group, as one member sees it. `parent` is the state or point it
+    continues (None: from nothing).
+
+    `source_rank` holds the parent's state in memory (None: everybody loads `point`, or builds the initial
+    state when that is None too). A member whose own key equals the parent, or that is `prepared` for exactly
+    that step, holds its shard of the parent.
+
+    `sources[s]` are all who can give shard s of the parent, `Source` by `Source`, of len(sources) shards;
+    empty where `source_rank` is None. `keep` is a memory point that is complete among the members: its copies
+    are not to be overwritten before a newer one is whole on every rank. `nodes[rank]` is a number
+    for the node of each rank, `own_host` the host under which the others reach this member.
+    """
+
+    attempt: int
+    generation: int
+    rank: int
+    world_size: int
+    members: tuple[str, ...]
+    host: str  # of rank 0's store
+    port: int
+    parent: StateKey | None
+    source_rank: int | None
+    point: str | None
+    cursor: Cursor | None
+    step: int  # the label of the last step done
+    launch: str
+    # not empty: form nothing, but try these (host, port) of all members, by rank, and join again
+    probe: tuple[tuple[str, int], ...] = ()
+    sources: tuple[tuple[ShardSource, ...], ...] = ()
+    keep: StateKey | None = None
+    nodes: tuple[int, ...] = ()
+    own_host: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControlRequests:
+    """What the coordinator wants of a running generation. `ended`: this generation is over (also: not one of
+    mine, join again).
+    """
+
+    ended: bool
+    save: bool
+    stop: bool
+    reform: bool
+    acknowledged_step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """The coordinator's answer to a member that may not take part: it exits."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StillWaiting:
+    """The coordinator's answer to a call that it cannot answer yet: it lives, ask again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOver:
+    """The coordinator's answer to a member that joins when the run has ended: it leaves."""
+
+    reason: str

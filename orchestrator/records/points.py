@@ -1,0 +1,113 @@
+"""What a resume point is made of: files, the nodes they lie on, tensors, and the ranks' votes for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey, StepRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileEntry:
+    """A file of a point: path relative to the point's folder, size, blake3 of its bytes (64 hex digits); of a
+    rank's part blake3 of its header, which guards the rest (`parts.part_file`).
+    """
+
+    path: str
+    bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodePlace:
+    """A folder on the disk of one node, in which parts of points lie (`resume.node_folder`): `id` is what the
+    folder's own node.json says (32 hex digits), `folder` its absolute path there. Host and address are for
+    people.
+    """
+
+    id: str
+    host: str
+    address: str
+    folder: str
+
+    def __str__(self) -> str:
+        return f"{self.host} ({self.address})" if self.address else self.host
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeParts:
+    """Whose parts of a point lie on a node: the ranks that `wrote` theirs there, and those of which it has
+    `copies`.
+    """
+
+    node: NodePlace
+    wrote: tuple[int, ...]
+    copies: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorChunk:
+    """Where a box of a tensor lies: `offsets` and `sizes` in the whole tensor, `file` relative to the point,
+    `digest` (blake3) of its bytes.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """A tensor of a point of format 1 under its `name` (also its key in the safetensors file); `group` is
+    `model` or `optimizer`.
+    """
+
+    name: str
+    group: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[TensorChunk, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedTensor:
+    """A tensor of a point of format 2 as a whole: which rows of it lie in which file follows from the layout
+    of the save (`planning.state_layout`). `sharded`: its rows are divided among the shards. `dtype` is
+    torch's name.
+    """
+
+    group: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sharded: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vote:
+    """One rank's statement that its part of the save of `key` is written and synced. All ranks' votes of one
+    save agree in all but rank, files, sums, tensors.
+
+    `files` is the one file of this rank (`parts.part_file`), `layout` is (num_shards, num_replicas), `sums`
+    says to each group the sum of the rows in that file (`planning.weights_sum`). Rank 0 alone lists the
+    tensors of the whole state, in the order by which `planning.state_layout` divides them. `part_s`: from the
+    begin of the save to this vote. `nodes` are those on whose disks the file lies, the rank's own first;
+    empty where it lies in the run's storage.
+    """
+
+    key: StateKey
+    rank: int
+    world_size: int
+    cursor: Cursor
+    optimizer_steps: int
+    files: tuple[FileEntry, ...]
+    tensors: tuple[SavedTensor, ...]
+    save_blocked_s: float
+    records: tuple[StepRecord, ...]  # the voter's unacknowledged step records
+    peak_memory_bytes: int = 0  # of the voter's process so far (`trainer.peak_memory`); 0: not known
+    layout: tuple[int, int] | None = None
+    part_s: float = 0.0
+    sums: dict[str, int] = field(default_factory=dict)
+    nodes: tuple[NodePlace, ...] = ()

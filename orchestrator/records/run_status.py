@@ -1,0 +1,111 @@
+"""How a launch stands, as the coordinator tells it: who trains, how the group changed, where it stalls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StepRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberInfo:
+    """Where a member lives, for whoever has to kill it or to ask whether it lives."""
+
+    member: str
+    actor_id: str  # Ray's, "" outside it
+    node_id: str
+    pid: int
+    host: str = ""  # its address; "" where an older version did not note it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupMember:
+    """A worker as people name it: its rank in the newest generation that it was in (None: in none yet), its
+    host's address ("": not known) and its process (0: not known).
+    """
+
+    rank: int | None
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """A worker that ended without having been asked to, and why."""
+
+    worker: GroupMember
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupChange:
+    """How a generation differs from the one before it: who was lost, who came, how long nobody trained.
+
+    `wanted`: how many workers the launch aims at. `step` is the label of the last step done, `step_before` of
+    the newest that was known to be done before: if that is greater, the steps between are trained again.
+    `paused_s` counts from the newest step that the generation before finished, else from when that one was
+    formed, to the forming; None where nobody trained before. `reason` says why the generation before ended,
+    as a survivor saw it ("": nobody trained before). `restarted`: by a coordinator that was restarted.
+    """
+
+    attempt: int
+    generation: int
+    world_size: int
+    wanted: int
+    step: int
+    step_before: int
+    lost: tuple[Loss, ...]
+    joined: tuple[GroupMember, ...]
+    paused_s: float | None
+    reason: str
+    restarted: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """A worker of a group that stands still. `state`: what its process does
+    (`cluster.machine.process_state`); None: its node's agent did not answer.
+    """
+
+    worker: GroupMember
+    state: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stall:
+    """Nobody finished a step for `quiet_s`; `median_s` is the usual step. `held`: all workers, looked at."""
+
+    quiet_s: float
+    median_s: float
+    held: tuple[Held, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStatus:
+    """What the coordinator reports to the supervisor: counts, the last step, the newest committed point, and
+    how the run ended if it did. `warnings` are texts for the user, each reported once.
+
+    `ended` is None while it runs, else `done`, `stopped` or `failed`; `reason` says why. `version` changes
+    whenever anything else does.
+    """
+
+    version: int
+    attempt: int
+    generation: int
+    world_size: int
+    last_step: StepRecord | None
+    newest_point: str | None
+    committed: Cursor  # of that point, zeros without one
+    waiting_since: float | None  # seconds that the run has been below its minimum
+    ended: str | None
+    reason: str
+    left_out: tuple[MemberInfo, ...]
+    members: tuple[MemberInfo, ...]  # by rank
+    failures: tuple[tuple[int, str], ...]  # (step, what) of every failure of this launch
+    warnings: tuple[str, ...] = ()  # saves given up, damage found, trouble with storage
+    stopping: bool = False
+    changes: tuple[GroupChange, ...] = ()  # generations that were formed
+    lost: tuple[Loss, ...] = ()  # since the newest generation was formed
+    notices: tuple[str, ...] = ()  # what else the user must hear: who asked for a save or a stop
+    pid: int = 0  # of the coordinator's process

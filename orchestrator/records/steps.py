@@ -1,0 +1,53 @@
+"""One optimizer step: the state that it leaves, and what the journal keeps of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class StateKey:
+    """Identity of one training state, ordered: (attempt, generation in which its holder last agreed on state,
+    step).
+    """
+
+    attempt: int
+    generation: int
+    step: int
+
+    @property
+    def point_name(self) -> str:
+        """The name of the resume point of this state, e.g. `00000480-a0003-g0007`."""
+        return f"{self.step:08d}-a{self.attempt:04d}-g{self.generation:04d}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One optimizer step as the journal keeps it. Counts are after the step; `loss` is the mean over the
+    step's target tokens (nats); `digest` is the sum modulo 2^64 of the trained samples' digests (16 hex
+    digits). `ended` is when the step was applied, in seconds since 1970 (UTC) by the clock of the rank that
+    brought the record, which is rank 0 unless that died. `peak_memory_bytes` is the most that a rank's
+    process had taken by then (`trainer.peak_memory`). Both are None in records written before they were
+    noted.
+    """
+
+    attempt: int
+    generation: int
+    step: int
+    consumed_samples: int
+    consumed_tokens: int
+    target_tokens: int
+    loss: float
+    grad_norm: float
+    lr: float
+    digest: str
+    step_s: float
+    data_wait_s: float
+    save_blocked_s: float
+    ended: float | None = None
+    peak_memory_bytes: int | None = None
+
+    @property
+    def key(self) -> StateKey:
+        """Which state this step produced."""
+        return StateKey(attempt=self.attempt, generation=self.generation, step=self.step)

@@ -1,0 +1,98 @@
+"""Which resume points an attempt has on its history, and which of them go: a pure machine, and a part of the
+commit machine (membership rule 16).
+
+It knows no vote and no save: a point is told to it once it is committed. What retention means, `retention.py`
+says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from orchestrator.records.steps import StateKey
+from orchestrator.resume.commit_events import Deleted, DeletePoints, VerifyPoint
+from orchestrator.resume.points import newest_first, parse_point_name
+from orchestrator.resume.retention import held_point, spared, to_delete, to_verify
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptPoints:
+    """The points of one attempt; each method returns the next state, and what to do.
+
+    `names` are those on the lineage (at first those that the claim inherited), oldest first, `losses` their
+    mean losses as far as known, which with `keep_every` and `keep_best` spare some; `pinned` is the claim's
+    parent if that is a point of this run. `quarantined` are the points that somebody marked as damaged, as of
+    the last question about claims; `verifying` and `deleting` what was asked for and not answered.
+
+    Guarantee: none is deleted that is being read back, and none twice.
+    """
+
+    keep_latest: int
+    keep_every: int | None = None
+    keep_best: int = 0
+    names: tuple[str, ...] = ()
+    losses: Mapping[str, float | None] = field(default_factory=dict)
+    pinned: str | None = None
+    verified: frozenset[str] = frozenset()
+    quarantined: frozenset[str] = frozenset()
+    verifying: frozenset[str] = frozenset()
+    deleting: frozenset[str] = frozenset()
+
+    @property
+    def newest(self) -> StateKey | None:
+        """The key of the newest one; None: there is none."""
+        return parse_point_name(self.names[-1]) if self.names else None
+
+    def with_point(self, name: str) -> KeptPoints:
+        """A point was committed."""
+        return dataclasses.replace(self, names=tuple(newest_first([*self.names, name])[::-1]))
+
+    def with_loss(self, name: str, mean_loss: float | None) -> KeptPoints:
+        """The mean loss of the steps before a point that is being committed; None: unknown."""
+        return dataclasses.replace(self, losses={**self.losses, name: mean_loss})
+
+    def on_path(self, is_on: Callable[[StateKey], bool]) -> KeptPoints:
+        """A generation was formed: the points that are not on its path are orphans, which nobody counts."""
+        keys = {name: parse_point_name(name) for name in self.names}
+        kept = tuple(name for name, key in keys.items() if key is not None and is_on(key))
+        return dataclasses.replace(self, names=kept)
+
+    def marked(self, quarantined: frozenset[str]) -> KeptPoints:
+        """These are marked as damaged now."""
+        return dataclasses.replace(self, quarantined=quarantined)
+
+    def prune(self, new_point: bool) -> tuple[KeptPoints, tuple[DeletePoints | VerifyPoint, ...]]:
+        """Deletes what is not needed; after a new point also reads back what would release the pinned one. A
+        point that is marked as damaged stays, and counts for nothing.
+        """
+        points = tuple(name for name in self.names if name not in self.quarantined)
+        pinned = held_point(self.names, self.pinned, self.quarantined)
+        busy = self.deleting | self.verifying  # a point that is being read back is not deleted meanwhile
+        also = spared(points, self.keep_every, self.keep_best, self.losses)
+        unneeded = to_delete(points, self.keep_latest, pinned, self.verified, also)
+        names = tuple(name for name in unneeded if name not in busy)
+        wanted = to_verify(points, self.keep_latest, pinned, self.verified) if new_point else []
+        check = [name for name in wanted if name not in busy]
+        after = dataclasses.replace(
+            self, deleting=self.deleting.union(names), verifying=self.verifying.union(check)
+        )
+        delete = (DeletePoints(names=names),) if names else ()
+        return after, (*delete, *(VerifyPoint(name=name) for name in check))
+
+    def read_back(self, name: str, healthy: bool) -> KeptPoints:
+        """A point was read back."""
+        after = dataclasses.replace(self, verifying=self.verifying - {name})
+        return dataclasses.replace(after, verified=self.verified | {name}) if healthy else after
+
+    def deleted(self, event: Deleted) -> KeptPoints:
+        """Points are gone, or could not be deleted."""
+        names = tuple(name for name in self.names if name not in event.names)
+        return dataclasses.replace(
+            self,
+            names=names,
+            deleting=self.deleting.difference(event.names, event.failed),
+            verified=self.verified.intersection(names),
+            losses={name: loss for name, loss in self.losses.items() if name not in event.names},
+        )

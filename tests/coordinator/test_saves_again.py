@@ -1,0 +1,108 @@
+"""A save that did not become a point is asked for again, whatever kept it from that: storage, a worker that
+was lost, a coordinator that was. The coordinator's own class in this process, without Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.coordinator.actor import Coordinator
+from orchestrator.history.journal_reader import read_journal
+from orchestrator.records.membership import ControlRequests, GenerationView
+from orchestrator.resume import save_retries
+from orchestrator.resume.store import RunStore
+from tests.coordinator.test_actor import JOIN, LAUNCH, coordinator, patient, run, status, store  # noqa: F401
+from tests.resume.samples import key, record, write_vote
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another save is tried without a wait."""
+    monkeypatch.setattr(save_retries, "FIRST_S", 0.0)
+
+
+async def asked_to_save(actor: Coordinator, attempt: int = 1, generation: int = 1) -> ControlRequests:
+    """Returns when the generation is asked for a save."""
+    wanted = await actor.watch(LAUNCH, attempt, generation, None)
+    while not wanted.save:
+        wanted = await actor.watch(LAUNCH, attempt, generation, wanted)
+    return wanted
+
+
+async def two(actor: Coordinator) -> None:
+    await asyncio.gather(actor.join(JOIN), actor.join(replace(JOIN, member="n", port=2)))
+
+
+def given_up(store: RunStore) -> list[tuple[str, float]]:  # noqa: F811
+    events = [event for event in read_journal(store.storage).events if event.kind == "save given up"]
+    return [(event.fields["point"], event.fields["retry_s"]) for event in events]
+
+
+def test_a_report_that_comes_late_is_not_taken_for_the_begin_of_the_save_that_is_asked_for(
+    store: RunStore,  # noqa: F811
+) -> None:
+    async def launch() -> None:
+        actor = coordinator(store, min_workers=2, max_workers=2)
+        await two(actor)
+        await actor.report(LAUNCH, "m", 1, 1, (record(key(1)),))
+        await actor.save_failed(LAUNCH, key(1), 0, 2, "No space left on device")
+        wanted = await asked_to_save(actor)
+        # this rank has just heard that nobody wants its part, and has stopped writing it
+        await actor.save_failed(LAUNCH, key(1), 1, 2, "the save was given up")
+        assert await actor.vote(LAUNCH, write_vote(store.storage, key(1), rank=0, world_size=2)) is False
+        assert (await asked_to_save(actor)) == wanted
+        await actor.report(LAUNCH, "m", 1, 1, (record(key(2)),))
+        votes = (write_vote(store.storage, key(2), rank=rank, world_size=2) for rank in range(2))
+        assert await asyncio.gather(*(actor.vote(LAUNCH, vote) for vote in votes)) == [True, True]
+        assert not (await actor.watch(LAUNCH, 1, 1, wanted)).save, "it was made"
+        await actor.end("stopped", "enough")
+
+    run(launch)
+    assert given_up(store) == [(key(1).point_name, 0.0)]
+
+
+def test_a_save_that_lost_a_worker_is_made_again_before_the_next_one_is_due(store: RunStore) -> None:  # noqa: F811
+    async def launch() -> None:
+        actor = coordinator(store, min_workers=2, max_workers=2)
+        await two(actor)
+        vote = asyncio.create_task(actor.vote(LAUNCH, write_vote(store.storage, key(1), 0, 2)))
+        rejoins = [replace(JOIN, member="n", port=3, leaves=(1, 1)), replace(JOIN, port=4, leaves=(1, 1))]
+        views = await asyncio.gather(*(actor.join(request) for request in rejoins))
+        assert await vote is False, "n never voted"
+        (generation,) = {view.generation for view in views if isinstance(view, GenerationView)}
+        await asked_to_save(actor, generation=generation)
+        told = (await status(actor)).warnings
+        assert sum("rank 1 ended before it had saved its part" in text for text in told) == 1
+        await actor.end("stopped", "enough")
+
+    run(launch)
+    assert given_up(store) == [(key(1).point_name, 0.0)]
+
+
+def test_a_save_that_lost_its_coordinator_is_given_up_by_the_next_one_once_and_made_again(
+    store: RunStore,  # noqa: F811
+) -> None:
+    async def launch() -> None:
+        old = coordinator(store, min_workers=2, max_workers=2)
+        await two(old)
+        votes = [write_vote(store.storage, key(1), rank=rank, world_size=2) for rank in range(2)]
+        await old.report(LAUNCH, "m", 1, 1, (record(key(1)), record(key(2))))
+        assert await asyncio.gather(*(old.vote(LAUNCH, vote) for vote in votes)) == [True, True]
+        for task in old._driver._tasks:
+            task.cancel()
+        new = coordinator(store, min_workers=2, max_workers=2)
+        assert await new.vote(LAUNCH, votes[0]) is False
+        assert await new.vote(LAUNCH, write_vote(store.storage, key(2), 0, 2)) is False, "key(1) is a point"
+        await new.save_failed(LAUNCH, key(2), 1, 2, "its part is cancelled")
+        joins = [replace(JOIN, leaves=(1, 1)), replace(JOIN, member="n", port=2, leaves=(1, 1))]
+        await asyncio.gather(*(new.join(request) for request in joins))
+        await asked_to_save(new, attempt=2)
+        told = (await status(new)).warnings
+        assert sum("another one has taken over" in text for text in told) == 1
+        await new.end("stopped", "enough")
+
+    run(launch)
+    assert given_up(store) == [(key(2).point_name, 0.0)]
