@@ -50,10 +50,10 @@ def read_marker(storage: Storage, folder: str) -> Exported | None:
         content = unseal(storage.read(f"{folder}/{MARKER}" if folder else MARKER))
     except FileNotFoundError:
         return None
-    if isinstance(content, dict) and content.get("format") != FORMAT:
+    found = content.get("format") if isinstance(content, dict) else None
+    if isinstance(found, int) and found > FORMAT:
         raise OrchestratorError(
-            f"has format {content.get('format')}, this version reads {FORMAT}; use the version that wrote "
-            "it, or a later one"
+            f"has format {found}, this version reads {FORMAT}; use the version that wrote it, or a later one"
         )
     return decode(Exported, content, MARKER)
 

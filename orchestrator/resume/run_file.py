@@ -54,9 +54,10 @@ def read_run(storage: Storage) -> RunFile | None:
     """
     try:
         content: dict[str, Any] = unseal(storage.read(RUN_FILE))
-        if isinstance(content, dict) and content.get("format") not in FORMATS:
+        found = content.get("format") if isinstance(content, dict) else None
+        if isinstance(found, int) and found > max(FORMATS):
             raise _LaterFormatError(
-                f"{storage.root}/{RUN_FILE} has format {content.get('format')}, this version reads "
+                f"{storage.root}/{RUN_FILE} has format {found}, this version reads "
                 f"{', '.join(map(str, FORMATS))}; use the version that wrote it, or a later one"
             )
         return decode(RunFile, content, RUN_FILE)
