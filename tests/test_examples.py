@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
+import orjson
+import pyarrow.parquet as pq
 import pytest
 
 import orchestrator
+from orchestrator.data.frozen import read_later
+from orchestrator.errors import OrchestratorError
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.finding_files import FindingFiles
 from orchestrator.history.journal_reader import read_journal
+from orchestrator.history.request_files import RequestFiles
+from orchestrator.parts.node_folder import read_node
+from orchestrator.resume.export_files import find_exports, read_marker
+from orchestrator.resume.quarantine import QuarantineFiles
+from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+from orchestrator.storage.sealed import seal, unseal
 from tests.torchrun.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,3 +108,117 @@ def test_one_changed_byte_of_an_old_point_is_named(example: Path) -> None:
         NEWEST,
         ["parts.json"],
     )
+
+
+# ---- a file of each kind
+@pytest.fixture
+def kinds(tmp_path: Path) -> Storage:
+    """A run of format 2 with a file of each kind that it has not by itself; on the node's disk beside it."""
+    folder = tmp_path / "kinds"
+    shutil.copytree(ROOT / "tests" / "examples" / "format2" / "example", folder)
+    shutil.rmtree(folder / "journal" / "a0003")  # it lies there in pieces
+    shutil.copytree(ROOT / "tests" / "examples" / "kinds" / "run", folder, dirs_exist_ok=True)
+    return Storage(str(folder))
+
+
+def test_a_file_of_each_kind_is_read_as_it_was_first_written(kinds: Storage) -> None:
+    store = RunStore(kinds)
+    run = store.read_run()
+    assert run is not None
+    pins = store.pins()
+    assert {point: hold.reason for point, hold in pins.items()} == {
+        NEWEST: "kept for a paper",
+        REWOUND_TO: "taken again",
+    }
+    request = RequestFiles(kinds, "0123456789abcdef", run.id).read(1)
+    assert request is not None
+    assert (request.what, request.by, request.unreadable) == ("save", "me@host", "")
+    found = FindingFiles(kinds, run.id).all()
+    assert [(each.what, each.attempt, each.unreadable) for each in found] == [
+        ("audit", 3, ""),
+        ("verify", 3, ""),
+    ]
+    assert found[0].result["exactly_once"]
+    mark = QuarantineFiles(kinds).read_mark(REWOUND_TO)
+    assert mark is not None
+    assert [(each.file, each.reason) for each in mark.damages] == [("cursor.json", "is missing")]
+    later = read_later(kinds, "made", "2")
+    assert later is not None
+    assert len(later.manifest.files) == 2
+    assert find_exports(kinds) == ([NEWEST], [])
+    exported = read_marker(kinds, f"exports/{NEWEST}")
+    assert exported is not None
+    assert (exported.point, exported.run_id) == (NEWEST, run.id)
+    events = read_journal(kinds).events
+    assert [event.fields["outcome"] for event in events if event.kind == "end"][-1] == "done"
+    node = read_node(str(ROOT / "tests" / "examples" / "kinds" / "node"))
+    assert node is not None
+    assert (node.host, node.format) == ("gpu-7", 1)
+
+
+def test_every_kind_of_file_that_is_written_has_an_example(kinds: Storage) -> None:
+    root = Path(kinds.root)
+    have = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()} | {"node.json"}
+    text = (ROOT / "docs" / "storage-format.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \|", text.partition("## Fields")[2].partition("A **key**")[0], re.M)
+    assert len(rows) > 15
+    for row in rows:
+        name = row.replace("<node_folder>/", "").replace("0003", "*").replace("000001", "*")
+        pattern = re.sub(r"<\w+>|…", "*", name)
+        assert any(fnmatch(path, pattern) for path in have), f"{row} has no example"
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        ("run.json", lambda content: content.update(format=3)),
+        (f"exports/{NEWEST}/EXPORT", lambda content: content.update(format=2)),
+        (f"points/{NEWEST}/COMMIT", lambda content: content.update(format=3)),
+    ],
+)
+def test_what_a_later_version_wrote_is_refused_with_both_numbers(
+    kinds: Storage, path: str, change: Change
+) -> None:
+    content = unseal(kinds.read(path))
+    change(content)
+    kinds.delete(path)
+    kinds.write(path, seal(content))
+
+    def read() -> object:
+        if path.endswith("EXPORT"):
+            return read_marker(kinds, f"exports/{NEWEST}")
+        return orchestrator.open(kinds.root).list_points()
+
+    with pytest.raises(OrchestratorError, match=r"has format [23], this version reads 1.*the version that"):
+        read()
+
+
+def refusal() -> str:
+    """Why a start would not go on."""
+    try:
+        found = orchestrator.plan("job.yaml", ["train.max_steps=20"])
+    except OrchestratorError as error:
+        return str(error)
+    return "\n".join(found.refusals)
+
+
+def test_a_start_leaves_a_run_of_a_later_version_alone(example: Path) -> None:
+    for name, change in {
+        "run.json": lambda data: seal({**unseal(data), "format": 3}),
+        "manifest/data.json": lambda data: orjson.dumps({**orjson.loads(data), "version": 2}),
+        "attempts/0003.parent.json": lambda data: seal({**unseal(data), "later": 1}),
+    }.items():
+        path = example / "example" / name
+        whole = path.read_bytes()
+        path.write_bytes(change(whole))
+        said = rf"{name}.*(has format 3,|has version 2,|; restore)"
+        assert re.search(said, refusal()), (name, refusal())
+        path.write_bytes(whole)
+    manifest = example / "example" / "manifest" / "made.parquet"
+    table = pq.read_table(manifest)
+    metadata = {**table.schema.metadata, b"version": b"2"}
+    pq.write_table(table.replace_schema_metadata(metadata), manifest)
+    assert re.search("made.parquet.*it has version 2, this version of orchestrator reads 1", refusal())

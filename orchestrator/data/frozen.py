@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import orjson
 
@@ -168,7 +169,7 @@ def frozen_sources(storage: Storage) -> tuple[str, ...] | None:
     if document is None:
         return None
     try:
-        return tuple(decode(DataRecord, orjson.loads(document), _RECORD).manifests)
+        return tuple(_decoded(storage, document).manifests)
     except orjson.JSONDecodeError as error:
         raise DataIdentityError(f"{storage.root}/{_RECORD} is altered: {error}; restore the file") from error
 
@@ -201,6 +202,16 @@ def copy_frozen(source: Storage, target: Storage) -> None:
     _write(target, files, record)
 
 
+def _decoded(storage: Storage, document: bytes) -> DataRecord:
+    content: dict[str, Any] = orjson.loads(document)
+    if isinstance(content, dict) and content.get("version", VERSION) != VERSION:
+        raise DataIdentityError(
+            f"{storage.root}/{_RECORD} has version {content['version']}, this version of orchestrator reads "
+            f"{VERSION}; use the one that wrote it, or a later one"
+        )
+    return decode(DataRecord, content, _RECORD)
+
+
 def _read(storage: Storage, path: str) -> bytes | None:
     try:
         return storage.read(path)
@@ -216,7 +227,7 @@ def read_frozen(storage: Storage) -> FrozenData | None:
     if not storage.exists(_RECORD):
         return None
     try:
-        record = decode(DataRecord, orjson.loads(storage.read(_RECORD)), _RECORD)
+        record = _decoded(storage, storage.read(_RECORD))
         names = [name for name in storage.list(TOKENIZER_FOLDER) if name in FILES]
         tokenizer_files = {name: storage.read(f"{TOKENIZER_FOLDER}/{name}") for name in names}
         paths = {source: manifest_path(source) for source in record.manifests}

@@ -1,7 +1,7 @@
 """A folder on a node's own disk in which parts of points lie (`resume.node_folder`): what it is known by, and
 which of them this machine has.
 
-    <node_folder>/node.json     sealed: id (32 hex digits), host, address, created
+    <node_folder>/node.json     sealed: id (32 hex digits), host, address, created, format
     <node_folder>/<run>-<run_id>/points/<point>/state/…     parts, named as in the run's storage
 
 The id is random and created exclusively: it outlives Ray's nodes, which get a new id whenever they start, and
@@ -30,6 +30,7 @@ from orchestrator.storage.sealed import seal, unseal
 from orchestrator.storage.store import Listed, Readable
 
 NODE = "node.json"
+FORMAT = 1  # of node.json; those without it are of the first
 _ID_BYTES = 16
 _PIECE_BYTES = 8 << 20
 
@@ -42,6 +43,7 @@ class Node:
     host: str
     address: str
     created: str
+    format: int = FORMAT
 
 
 class NodeStore(Readable, Protocol):
@@ -100,9 +102,16 @@ def read_node(folder: str) -> Node | None:
     read: its disk is not here.
     """
     try:
-        return decode(Node, unseal(Storage(folder).read(NODE)), NODE)
+        return _read(Storage(folder))
     except (FileNotFoundError, OrchestratorError):
         return None
+
+
+def _read(storage: Storage) -> Node:
+    node = decode(Node, unseal(storage.read(NODE)), NODE)
+    if node.format != FORMAT:
+        raise OrchestratorError(f"it has format {node.format}, this version reads {FORMAT}")
+    return node
 
 
 def make_node(folder: str, address: str) -> Node:
@@ -119,7 +128,7 @@ def make_node(folder: str, address: str) -> Node:
     if not storage.exists(NODE) and storage.create(NODE, seal(encode(node))):
         return node
     try:
-        return decode(Node, unseal(storage.read(NODE)), NODE)
+        return _read(storage)
     except (FileNotFoundError, OrchestratorError) as error:
         if isinstance(error, StorageError):
             raise

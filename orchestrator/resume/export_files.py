@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orchestrator.errors import OrchestratorError
 from orchestrator.json_form import decode
 from orchestrator.records.points import FileEntry
 from orchestrator.resume.points import newest_first
@@ -49,6 +50,11 @@ def read_marker(storage: Storage, folder: str) -> Exported | None:
         content = unseal(storage.read(f"{folder}/{MARKER}" if folder else MARKER))
     except FileNotFoundError:
         return None
+    found = content.get("format") if isinstance(content, dict) else None
+    if isinstance(found, int) and found > FORMAT:
+        raise OrchestratorError(
+            f"has format {found}, this version reads {FORMAT}; use the version that wrote it, or a later one"
+        )
     return decode(Exported, content, MARKER)
 
 

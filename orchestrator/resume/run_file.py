@@ -6,10 +6,12 @@ It knows nothing of claims and points; what lies beside it without this id is an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from orchestrator.errors import ConfigError, OrchestratorError, ResumePointError, StorageError
 from orchestrator.history.claims import ForkedFrom
 from orchestrator.json_form import decode
+from orchestrator.parts.documents import FORMATS
 from orchestrator.parts.node_folder import run_folder
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.storage.files import Storage
@@ -42,16 +44,27 @@ def folder_on_nodes(storage: Storage) -> str:
     return run_folder(run.name, run.id)
 
 
+class _LaterFormatError(ResumePointError):
+    """A version that is not known here wrote it; nothing is damaged."""
+
+
 def read_run(storage: Storage) -> RunFile | None:
     """The content of run.json; None if there is no such run. Raises `ResumePointError` if it is not as it was
-    written.
+    written, or has a format that this version does not know.
     """
     try:
-        return decode(RunFile, unseal(storage.read(RUN_FILE)), RUN_FILE)
+        content: dict[str, Any] = unseal(storage.read(RUN_FILE))
+        found = content.get("format") if isinstance(content, dict) else None
+        if isinstance(found, int) and found > max(FORMATS):
+            raise _LaterFormatError(
+                f"{storage.root}/{RUN_FILE} has format {found}, this version reads "
+                f"{', '.join(map(str, FORMATS))}; use the version that wrote it, or a later one"
+            )
+        return decode(RunFile, content, RUN_FILE)
     except FileNotFoundError:
         return None
     except OrchestratorError as error:
-        if isinstance(error, StorageError | ConfigError):  # it was not read at all
+        if isinstance(error, StorageError | ConfigError | _LaterFormatError):  # it was not read at all
             raise
         raise ResumePointError(
             f"{storage.root}/{RUN_FILE} is not as it was written: {error}; restore it from a copy, nothing "

@@ -244,6 +244,11 @@ def from_parquet(data: bytes, where: str) -> Manifest:
     try:
         table = pq.ParquetFile(io.BytesIO(data)).read()  # `read_table` would import pandas
         facts = _facts(table.schema)
+        if facts.get("version", str(VERSION)) != str(VERSION):
+            raise ValueError(
+                f"it has version {facts['version']}, this version of orchestrator reads {VERSION}: the one "
+                "that wrote it reads it, or a later one"
+            )
         fields = {name: facts[name] for name in _FACTS}
         manifest = Manifest(files=Files.of_table(table), content=_content(facts), **fields)
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, DataIdentityError) as error:
