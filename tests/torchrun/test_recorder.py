@@ -112,9 +112,13 @@ def test_a_recorder_whose_run_a_newer_launch_has_claimed_writes_nothing_more(run
 
 def test_one_failure_of_the_first_sync_is_told_and_the_group_begins(runner: Runner) -> None:
     disk, said = FailsOnce(), list[str]()
+    before = threading.enumerate()
     made, _ = on_disk(runner, disk, said.append)
     made._over.set()  # no beat that would meet the fault
     made._pulse.join()
+    for beat in threading.enumerate():
+        if beat not in before and beat.name == "heartbeat":
+            beat.join(LIMIT_S)
     disk.times = 1
     assert made.begin(2).attempt == 1
     assert disk.times == 0
