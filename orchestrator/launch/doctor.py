@@ -262,29 +262,8 @@ def _storage(found: StorageFacts | BucketFacts) -> Iterator[Check]:
         yield Check(name="storage", state="bad", value=value, limit="writable", advice=advice)
         return
     yield _folder(found)
-    why = "two launches could work on one run and spoil it; take another file system for run.storage"
-    yield Check(
-        name="exclusive create",
-        state="bad" if not found.exclusive else "ok" if found.hard_links else "warn",
-        value=("one of 8 created it" if found.exclusive else "several created one name")
-        + ("" if found.hard_links else ", without hard links"),
-        limit="exactly one",
-        advice=why
-        if not found.exclusive
-        else ""
-        if found.hard_links
-        else "claims are safe; a crash in the middle of one leaves a torn file, which counts as taken",
-    )
-    yield Check(
-        name="growing file",
-        state="ok" if found.grows else "bad",
-        value="another open sees it grow" if found.grows else "another open does not see what is appended",
-        limit="seen after fsync",
-        advice=""
-        if found.grows
-        else "signs of life are read so: a start would take a run that is alive for dead; mount it without "
-        "caching of attributes and data, or take another file system",
-    )
+    yield _exclusive(found)
+    yield _growing(found)
     yield _measured(
         "fsync",
         found.fsync_s,
@@ -301,8 +280,41 @@ def _storage(found: StorageFacts | BucketFacts) -> Iterator[Check]:
         "a point takes 12 bytes per parameter, and (resume.keep_latest + 1) of them lie there: make room, or "
         "take another run.storage",
     )
+    yield _clock(found)
+
+
+def _exclusive(found: StorageFacts) -> Check:
+    why = "two launches could work on one run and spoil it; take another file system for run.storage"
+    return Check(
+        name="exclusive create",
+        state="bad" if not found.exclusive else "ok" if found.hard_links else "warn",
+        value=("one of 8 created it" if found.exclusive else "several created one name")
+        + ("" if found.hard_links else ", without hard links"),
+        limit="exactly one",
+        advice=why
+        if not found.exclusive
+        else ""
+        if found.hard_links
+        else "claims are safe; a crash in the middle of one leaves a torn file, which counts as taken",
+    )
+
+
+def _growing(found: StorageFacts) -> Check:
+    return Check(
+        name="growing file",
+        state="ok" if found.grows else "bad",
+        value="another open sees it grow" if found.grows else "another open does not see what is appended",
+        limit="seen after fsync",
+        advice=""
+        if found.grows
+        else "signs of life are read so: a start would take a run that is alive for dead; mount it without "
+        "caching of attributes and data, or take another file system",
+    )
+
+
+def _clock(found: StorageFacts) -> Check:
     ahead = abs(found.skew_s) > SKEW_S
-    yield Check(
+    return Check(
         name="clock",
         state="warn" if ahead else "ok",
         value=f"storage is {found.skew_s:+.1f} s from this machine",

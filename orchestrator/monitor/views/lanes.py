@@ -5,7 +5,7 @@ drawn. Lane 0 is the history.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,14 +102,8 @@ def _rows(facts: Facts) -> list[Row]:
 
 
 def _all(facts: Facts) -> list[Row]:
-    claims, on_history = facts.files.claims, facts.path.attempts
-    firsts: dict[int, StateKey | None] = {}
-    generations: dict[int, int] = {}
-    for generation in facts.generations():
-        number = generation.id[0]
-        generations[number] = generations.get(number, 0) + 1
-        if number not in firsts and generation.start is not None:
-            firsts[number] = generation.start.parent
+    claims = facts.files.claims
+    firsts, generations = _firsts_and_generations(facts)
     continued: dict[int, StateKey | None] = {}
     for number in claims:
         parent = facts.parent(number)
@@ -117,51 +111,80 @@ def _all(facts: Facts) -> list[Row]:
     by_attempt: dict[int, list[Piece]] = {}
     for piece in facts.path.pieces:
         by_attempt.setdefault(facts.columns.generations[piece.generation].id[0], []).append(piece)
-    graph = lanes(list(claims), on_history, {n: p.attempt if p else None for n, p in continued.items()})
+    parents = {n: p.attempt if p else None for n, p in continued.items()}
+    graph = lanes(list(claims), facts.path.attempts, parents)
     points, rows = by_name(facts), list[Row]()
     for rail in graph:
         number = rail.attempt
-        claim, parent, end = claims[number], facts.parent(number), facts.end_of(number)
-        state = continued[number]
-        differences = parent.differences if parent is not None else ()
-        after = claims.get(number + 1)
-        rows.append(
-            {
-                "attempt": number,
-                "why": claim.why,
-                "t0": facts.began(number),
-                "t1": facts.wrote(number),
-                "lane": rail.lane,
-                "through": rail.through,
-                "joins": rail.joins,
-                "on_history": number in on_history,
-                **_trained(facts, number, by_attempt.get(number, [])),
-                "generations": generations.get(number, 0),
-                "outcome": end.outcome if end is not None else None,
-                "ended_by": end.by if end is not None else None,
-                "reason": redacted_text(end.reason) if end is not None else "",
-                "parent": state.point_name if state is not None else None,
-                "parent_is_point": state is not None and state.point_name in points,
-                "changes": [
-                    {
-                        "field": d.field,
-                        "old": redacted(d.old, d.field),
-                        "new": redacted(d.new, d.field),
-                        "rule": d.rule,
-                    }
-                    for d in differences
-                    if d.field not in _SKIP
-                ],
-                "forked_from": _forked_from(parent),
-                "host": claim.host or None,
-                "newest": number == facts.files.begun,
-                "next_why": after.why if after is not None else None,
-            }
-        )
+        pieces = by_attempt.get(number, [])
+        row = _row(facts, rail, continued[number], pieces, generations.get(number, 0), points)
+        rows.append(row)
     for i, row in enumerate(rows):
         row["below"] = rows[i + 1]["through"] if i + 1 < len(rows) else []
         row["above"] = rows[i - 1]["through"] if i else []
     return rows
+
+
+def _firsts_and_generations(facts: Facts) -> tuple[dict[int, StateKey | None], dict[int, int]]:
+    """By attempt: what its first generation continued, and how many it had."""
+    firsts: dict[int, StateKey | None] = {}
+    generations: dict[int, int] = {}
+    for generation in facts.generations():
+        number = generation.id[0]
+        generations[number] = generations.get(number, 0) + 1
+        if number not in firsts and generation.start is not None:
+            firsts[number] = generation.start.parent
+    return firsts, generations
+
+
+def _row(
+    facts: Facts,
+    rail: Rail,
+    state: StateKey | None,
+    pieces: list[Piece],
+    num_generations: int,
+    points: Container[str],
+) -> Row:
+    """An attempt that continued `state`, without the lanes beside it."""
+    claims, number = facts.files.claims, rail.attempt
+    claim, parent, end = claims[number], facts.parent(number), facts.end_of(number)
+    after = claims.get(number + 1)
+    return {
+        "attempt": number,
+        "why": claim.why,
+        "t0": facts.began(number),
+        "t1": facts.wrote(number),
+        "lane": rail.lane,
+        "through": rail.through,
+        "joins": rail.joins,
+        "on_history": number in facts.path.attempts,
+        **_trained(facts, number, pieces),
+        "generations": num_generations,
+        "outcome": end.outcome if end is not None else None,
+        "ended_by": end.by if end is not None else None,
+        "reason": redacted_text(end.reason) if end is not None else "",
+        "parent": state.point_name if state is not None else None,
+        "parent_is_point": state is not None and state.point_name in points,
+        "changes": _changes(parent),
+        "forked_from": _forked_from(parent),
+        "host": claim.host or None,
+        "newest": number == facts.files.begun,
+        "next_why": after.why if after is not None else None,
+    }
+
+
+def _changes(parent: ClaimParent | None) -> list[Row]:
+    """The fields of the configuration that differ from those of what was continued."""
+    return [
+        {
+            "field": d.field,
+            "old": redacted(d.old, d.field),
+            "new": redacted(d.new, d.field),
+            "rule": d.rule,
+        }
+        for d in (parent.differences if parent is not None else ())
+        if d.field not in _SKIP
+    ]
 
 
 def _forked_from(parent: ClaimParent | None) -> Row | None:
