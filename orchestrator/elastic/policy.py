@@ -142,6 +142,7 @@ def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
     kept = tuple(g for g in facts.groups if g.node_id in staying)
     missing = limits.max_workers - sum(g.num_workers for g in kept)
     held = sum(node.cpus - node.free_cpus for node in facts.nodes) if facts.has_begun else 0.0
+    held -= limits.cpus_per_worker * sum(g.num_workers for g in facts.groups if g.node_id in live)
     started = placement(stay, kept, limits, missing, held, facts.tokenizer_node)
     expected = sum(g.num_workers for g in kept) + sum(g.num_workers for g in started)
     if expected < limits.min_workers:
@@ -168,18 +169,20 @@ def placement(
 ) -> tuple[StartGroup, ...]:
     """Where `missing` workers go: nodes without a group, the roomiest first, each filled before the next.
 
-    While no group exists the tokenizers may have no CPU: theirs is kept free, on the node `tokenizers_on` or
-    from the least roomy nodes on, but for `held_cpus`, which are theirs then.
+    The tokenizers may have no CPU yet: theirs is kept free, but for `held_cpus`, which are not the workers'
+    and so theirs. On the node `tokenizers_on`; while no group exists also elsewhere, from the least roomy
+    nodes on. The first groups alone do not mean that they have it: Ray gives them theirs seconds later.
     """
     rooms = {node.node_id: node.free_cpus for node in nodes}
     by_room = sorted(nodes, key=lambda n: (-_workers(n, rooms[n.node_id], limits), not n.is_head, n.node_id))
-    if not groups:
-        owed = max(0.0, limits.feed_cpus - held_cpus)
-        chosen = tokenizers_on if tokenizers_on in rooms else tokenizer_node(nodes, limits)
-        for node in sorted(reversed(by_room), key=lambda n: n.node_id != chosen):
-            taken = min(owed, float(int(rooms[node.node_id])))
-            rooms[node.node_id] -= taken
-            owed -= taken
+    owed = max(0.0, limits.feed_cpus - max(0.0, held_cpus))
+    chosen = tokenizers_on if tokenizers_on in rooms or groups else tokenizer_node(nodes, limits)
+    for node in sorted(reversed(by_room), key=lambda n: n.node_id != chosen):
+        if groups and node.node_id != chosen:
+            continue
+        taken = min(owed, float(int(rooms[node.node_id])))
+        rooms[node.node_id] -= taken
+        owed -= taken
     busy = {g.node_id for g in groups}
     decisions = []
     for node in by_room:

@@ -5,22 +5,42 @@ points can be kept there.
 from __future__ import annotations
 
 import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
-from orchestrator.errors import ResourceError
+from ray.exceptions import RayError
+
+from orchestrator.elastic.asked import Asked
+from orchestrator.elastic.policy import NodeFacts
+from orchestrator.errors import ResourceError, StorageError, UnreachableNodeError, text_of
 from orchestrator.launch.needs import gib
 from orchestrator.launch.ray_servers import RayServers
+from orchestrator.parts.folder_checks import ASK_AGAIN_S, FolderChecks
+from orchestrator.parts.node_server import Home
 from orchestrator.parts.node_storage import NodeStorage
-from orchestrator.parts.reached_nodes import ReachedNodes
+from orchestrator.parts.reached_nodes import ReachedNodes, Servers
 
 
 class NodeDisks:
     """Those that one launch reaches, once its driver is connected to Ray."""
 
-    def __init__(self, folder: str | None) -> None:
-        """`folder` is `resume.node_folder`."""
-        self._folder = folder
-        self._servers = RayServers(secrets.token_hex(4), folder)
+    def __init__(
+        self,
+        folder: str | None,
+        servers: Servers | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`folder` is `resume.node_folder`. `servers`: by default actors on Ray's nodes. `say` hears of nodes
+        that come later and cannot keep points.
+        """
+        self._folder, self._say, self._clock = folder, say, clock
+        self._servers = servers or RayServers(secrets.token_hex(4), folder)
         self.nodes = ReachedNodes(self._servers, folder)
+        self._checks = FolderChecks()
+        self._asked: dict[str, Asked[Home]] = {}
 
     def reached_by(self, storage: NodeStorage) -> None:
         """The parts of points are found there from now on, also such as older launches have written."""
@@ -32,7 +52,9 @@ class NodeDisks:
         """
         if self._folder is None:
             return
-        homes = {home.place.id: home for home in self.nodes.require_folders().values()}
+        by_node = self.nodes.require_folders()
+        self._checks = FolderChecks(by_node)
+        homes = {home.place.id: home for home in by_node.values()}
         free = sum(home.free_bytes for home in homes.values())
         if free < needed_bytes:
             listed = ", ".join(f"{home.place}: {gib(home.free_bytes)}" for home in homes.values())
@@ -42,10 +64,37 @@ class NodeDisks:
                 "resume.keep_latest, or take another folder"
             )
 
-    def serve(self) -> None:
-        """Nodes have come, perhaps: each gets its server, which lives as long as this process. Waits for
-        nothing.
+    def with_room(self, nodes: Sequence[NodeFacts]) -> tuple[NodeFacts, ...]:
+        """`nodes` as workers may be placed on them: one whose folder is wrong, which is said, or that has not
+        answered yet has no room. Each gets its server, which lives as long as this process. Waits for
+        nothing; call it again.
         """
-        if self._folder is not None:
-            for node in self._servers.all():
-                self._servers.start(node)
+        if self._folder is None:
+            return tuple(nodes)
+        hosts = {node.node_id: node.host for node in nodes}
+        for node in self._checks.to_ask(hosts, self._clock()):
+            self._asked[node] = Asked(partial(self.nodes.home, node))
+            self._asked[node].ask()
+        for node in [*self._asked]:
+            self._look_for_answer(node, hosts.get(node, ""))
+        held_back = self._checks.held_back(hosts)
+        return tuple(_without_room(node) if node.node_id in held_back else node for node in nodes)
+
+    def _look_for_answer(self, node: str, host: str) -> None:
+        try:
+            if self._asked[node].answer() is None:
+                return
+            self._checks.is_right(node)
+        except UnreachableNodeError:
+            self._checks.is_silent(node)
+        except (ResourceError, StorageError, OSError, RayError) as error:
+            if self._checks.is_wrong(node, text_of(error), self._clock()):
+                self._say(
+                    f"warning: node {host} gets no workers: {text_of(error)}; it is asked again every "
+                    f"{ASK_AGAIN_S:.0f} s"
+                )
+        del self._asked[node]
+
+
+def _without_room(node: NodeFacts) -> NodeFacts:
+    return replace(node, cpus=0.0, gpus=0.0, free_cpus=0.0, free_gpus=0.0)

@@ -98,8 +98,7 @@ def supervise(
 
 
 def _look(disks: NodeDisks) -> tuple[NodeFacts, ...]:
-    disks.serve()  # before workers are started there
-    return node_facts()
+    return disks.with_room(node_facts())
 
 
 def _ask_stop(supervisor: Supervisor, by: str) -> None:

@@ -7,7 +7,6 @@ as the launch), and ends with who made it: the next call makes it anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -51,12 +50,6 @@ class RayServers:
         except (RayError, ValueError) as error:
             self._forget(node)
             return RayAnswer(None, lambda: None, text=f"node {node} takes no call: {error}")
-
-    def start(self, node: str) -> None:
-        """Makes the node's actor, if this process knows none. Does not wait for it."""
-        if node not in self._actors:
-            with suppress(RayError, ValueError):  # the node has gone again
-                self._made(node)
 
     def _made(self, node: str) -> Any:
         there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)

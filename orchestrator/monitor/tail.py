@@ -53,15 +53,17 @@ class Said:
 @dataclass(kw_only=True, slots=True)
 class Tail:
     """What was found, newest first; None where the part that was read does not have it. Lines are plain JSON
-    objects. `gone` are the members that the newest generation has lost since it was formed, `joins` each
-    member's newest join. `fates` are what happened to points (kind and fields), `whole_from` the attempt from
-    which on the journal was read wholly (0: all of it).
+    objects. `gone` are the members that the newest generation has lost since it was formed, or who have left
+    it, `waiting` what was said since of too few workers, `joins` each member's newest join. `fates` are what
+    happened to points (kind and fields), `whole_from` the attempt from which on the journal was read wholly
+    (0: all of it).
     """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     generation: dict[str, Any] | None = None
     wanted: int | None = None
     gone: set[str] = field(default_factory=set)
+    waiting: dict[str, Any] | None = None
     faults: list[dict[str, Any]] = field(default_factory=list)
     joins: dict[str, dict[str, Any]] = field(default_factory=dict)
     point: dict[str, Any] | None = None
@@ -151,6 +153,10 @@ def _take(tail: Tail, kind: str, line: dict[str, Any]) -> None:
     elif kind in LOST and tail.generation is None:
         tail.gone.add(line["member"])
         tail.faults.append(line)
+    elif kind == EventKind.MEMBER_LEFT and tail.generation is None:
+        tail.gone.add(line["member"])  # on purpose: that is no fault
+    elif kind == EventKind.WAITING and tail.generation is None:
+        tail.waiting = tail.waiting or line
     elif kind in _FAULTS and line.get("reason"):
         tail.faults.append(line)
 

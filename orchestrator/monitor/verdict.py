@@ -74,6 +74,11 @@ def verdict(at: Standing) -> str:
     return text + (f"; {missing_text(at.missing)}" if at.missing else "")
 
 
+def there_text(there: int, needed: int) -> str:
+    """Why a run waits for workers (`Standing.there`)."""
+    return f"{there} of at least {needed} workers are there"
+
+
 def level(at: Standing) -> str:
     """ok, warn, bad or idle."""
     if at.state in (FAILED, GONE, UNREADABLE) or at.missing or at.is_bad:

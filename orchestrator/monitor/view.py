@@ -24,6 +24,7 @@ from orchestrator.monitor.verdict import (
     WAITING,
     Risk,
     Standing,
+    there_text,
     verdict,
 )
 from orchestrator.planning.parallel_choice import layout_text
@@ -178,7 +179,8 @@ def view_of(
     )
     generation = tail.generation["generation"] if tail.generation is not None else None
     view = replace(view, quiet_s=quiet_s(view, generation))
-    return replace(view, verdict=verdict(_standing(view, facts, _risk(point, newest) or _all(facts, newest))))
+    standing = _standing(view, facts, tail, _risk(point, newest) or _all(facts, newest))
+    return replace(view, verdict=verdict(standing))
 
 
 def _state(facts: AttemptFacts, tail: Tail) -> str:
@@ -193,10 +195,11 @@ def _state(facts: AttemptFacts, tail: Tail) -> str:
     generation = tail.generation
     if generation is None or generation["attempt"] != facts.number:
         return STARTING
-    return RUNNING if tail.workers else WAITING
+    return RUNNING if tail.workers and tail.waiting is None else WAITING
 
 
-def _standing(view: RunView, facts: AttemptFacts, risk: Risk | None) -> Standing:
+def _standing(view: RunView, facts: AttemptFacts, tail: Tail, risk: Risk | None) -> Standing:
+    waits = tail.waiting
     return Standing(
         state=view.state,
         attempt=view.attempt,
@@ -205,6 +208,7 @@ def _standing(view: RunView, facts: AttemptFacts, risk: Risk | None) -> Standing
         total_steps=view.total_steps,
         workers=view.workers,
         workers_wanted=view.workers_wanted,
+        there=there_text(waits["there"], waits["needed"]) if waits is not None else "",
         quiet_s=view.quiet_s,
         silent_s=facts.watched_s,
         point=view.newest_point,

@@ -63,6 +63,11 @@ class NodeStore(Readable, Protocol):
 class Nodes(Protocol):
     """The nodes that a process reaches, its own among them. Safe to use from threads."""
 
+    @property
+    def advice(self) -> str:
+        """What to do about a part that no node reached from here has; a sentence without its end."""
+        ...
+
     def store(self, place: NodePlace) -> NodeStore | None:
         """What lies in this place; None where it is not reached now."""
         ...
@@ -165,6 +170,14 @@ class NodesHere:
             return expanded(self._folder) if self._folder else ""
         except ResourceError:
             return ""
+
+    @property
+    def advice(self) -> str:
+        """See `Nodes`."""
+        return (
+            "what runs without the cluster reads the disks of this machine only. Give the command on such a "
+            "node; `orchestrator train` on the run's cluster reaches all nodes that live"
+        )
 
     def store(self, place: NodePlace) -> NodeStore | None:
         """See `Nodes`."""

@@ -195,10 +195,7 @@ class NodeStorage(Storage):
             rank = int(path.rpartition("/")[2].partition("-")[0])
             where = " and ".join(f"{place} in {place.folder}" for place in away)
             text = f"resume point {point} needs file {rank} on {where}: it is damaged or gone elsewhere"
-        return UnreachableNodeError(
-            f"{text}. That is out of reach, not damaged: bring the node back and give the command again, or "
-            "go back to an older point with resume.from (`orchestrator points` lists them)"
-        )
+        return UnreachableNodeError(f"{text}. That is out of reach, not damaged: {self._nodes.advice}")
 
     def _missing_text(self, point: str) -> str:
         parts = self.nodes_of(point)

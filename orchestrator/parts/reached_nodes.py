@@ -103,6 +103,14 @@ class ReachedNodes:
         return ReachedNodes, (self._servers, self._folder)
 
     # ---------------------------------------------------------------------- as `Nodes`
+    @property
+    def advice(self) -> str:
+        """See `Nodes`."""
+        return (
+            "bring the node back and give the command again, or go back to an older point with resume.from "
+            "(`orchestrator points` lists them)"
+        )
+
     def store(self, place: NodePlace) -> NodeStore | None:
         """See `Nodes`."""
         if (here := self._here.store(place)) is not None:
@@ -130,6 +138,13 @@ class ReachedNodes:
     def homes(self, *, anew: bool = False) -> Mapping[str, Home]:
         """The folder of each node that answers and has one, by node."""
         return {n: home for n, home in self._asked_homes(anew).items() if isinstance(home, Home)}
+
+    def home(self, node: str) -> Home:
+        """The folder of one node, made where it is missing. Raises `UnreachableNodeError` where it does not
+        answer, `ResourceError` or `StorageError` where it cannot be made.
+        """
+        found: Home = self._servers.call(node, "home").get()
+        return found
 
     def require_folders(self) -> Mapping[str, Home]:
         """As `homes`. Raises `ResourceError` with all nodes on which the folder cannot be made, and where no

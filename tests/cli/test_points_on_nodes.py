@@ -41,6 +41,8 @@ def test_what_is_away_is_named_and_called_neither_healthy_nor_damaged(
     assert text.count(": away\n") == 2
     assert "damaged" not in text.replace("out of reach, not damaged", "")
     assert "needs node" in text
+    assert "Give the command on such a node" in text
+    assert "bring the node back" not in text, "it may be well: nobody asked it from here"
     rows, code = output(["points", run, "--json"], capsys)
     assert code == 0, "nothing is known to be wrong"
     for row, name in zip(json.loads(rows), names, strict=True):

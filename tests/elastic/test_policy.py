@@ -123,6 +123,25 @@ def test_the_tokenizers_cpus_are_kept_free_on_the_node_where_they_were_told_to_r
     )
 
 
+def test_the_tokenizers_cpu_is_no_workers_before_they_have_it_also_when_the_first_groups_exist():
+    """The look after the one that started the first groups, before Ray has given anybody a CPU."""
+    limits = replace(LIMITS, start_workers=2, min_workers=2, num_tokenizers=1)
+    nodes = (node("head", 1, head=True), node("a", 1), node("b", 1))
+    first = decide(facts(nodes, tokenizer_node="head"), limits)
+    assert [d.node_id for d in first if isinstance(d, StartGroup)] == ["a", "b"]
+    both = (group("a", 1), group("b", 1))
+    next_look = decide(facts(nodes, both, has_begun=True, tokenizer_node="head"), limits)
+    assert next_look == (ExpectWorkers(num_workers=2),)
+    # nor when the workers have theirs; and a node that comes is for a worker all the while
+    nodes = (node("head", 1, head=True), node("a", 1, free=0), node("b", 1, free=0), node("c", 1))
+    came = decide(facts(nodes, both, has_begun=True, tokenizer_node="head"), limits)
+    assert [d.node_id for d in came if isinstance(d, StartGroup)] == ["c"]
+    # when they have it, what else is free on their node is for workers
+    nodes = (node("head", 2, free=1, head=True), node("a", 1, free=0), node("b", 1, free=0))
+    roomy = decide(facts(nodes, both, has_begun=True, tokenizer_node="head"), limits)
+    assert [d.node_id for d in roomy if isinstance(d, StartGroup)] == ["head"]
+
+
 def test_too_few_to_train_are_not_started_for_a_group_never_grows():
     limits = replace(LIMITS, min_workers=3)
     assert decide(facts((node("a", 5, free=2),), has_begun=True), limits) == ()

@@ -197,6 +197,24 @@ def test_a_worker_that_died_since_is_not_counted_and_is_the_last_fault(runner: R
     assert view.verdict.startswith("waiting for workers at step 3 of 1,000: 0 of 2 workers are left. If")
 
 
+def test_a_run_below_its_minimum_waits_also_where_a_worker_is_left_and_a_drained_one_is_no_fault(
+    runner: Runner,  # noqa: F811
+) -> None:
+    attempt = Attempt(runner)
+    attempt.begin()
+    attempt.steps(1, 3)
+    attempt.journal.event(EventKind.WAITING, needed=2, there=1, reason="1 of at least 2 members are there")
+    attempt.journal.event(EventKind.MEMBER_LEFT, member="b", reason="its node is about to be taken away")
+    attempt.journal.flush()
+    with attempt.alive():
+        view = run_of(runner).status(LONG_S)
+    assert (view.state, view.workers, view.last_fault) == ("waiting", 1, None)
+    assert view.verdict.startswith(
+        "waiting for workers at step 3 of 1,000: 1 of at least 2 workers are there. If"
+    )
+    assert view.eta_s is None
+
+
 def test_a_run_without_an_end_and_without_a_sign_of_life_is_not_running(runner: Runner) -> None:  # noqa: F811
     point = runner.launch()
     attempt = Attempt(runner)

@@ -99,7 +99,7 @@ def test_where_a_node_and_its_copies_are_gone_the_message_names_both_and_nothing
     with pytest.raises(UnreachableNodeError, match="address of [bc]") as seen:
         store.verify_point(name)
     assert f"resume point {name} needs nodes" in str(seen.value)
-    assert "out of reach, not damaged" in str(seen.value)
+    assert "out of reach, not damaged: bring the node back" in str(seen.value)
     with pytest.raises(UnreachableNodeError, match="of the older ones none is reached either"):
         store.healthy_newest([older, name])
     assert store.verify_point(name, fast=True) == [], "a look without a cluster leaves out what it cannot see"
@@ -168,6 +168,8 @@ def test_a_disk_that_is_not_mounted_has_lost_nothing(disks: Disks) -> None:
 
 class GoesMeanwhile:
     """See `Nodes`: a disk that is taken out after it was found, and before it is read."""
+
+    advice = "put it in again"
 
     def __init__(self, empty: Path) -> None:
         self._answers: list[NodeStore | None] = [LocalStore(str(empty)), None]

@@ -21,6 +21,7 @@ from orchestrator.monitor.verdict import (
     Risk,
     Standing,
     level,
+    there_text,
     verdict,
 )
 from orchestrator.monitor.views import goodput
@@ -101,7 +102,7 @@ def standing(facts: Facts) -> tuple[str, str, float | None]:
         return STARTING, "workers are being started", facts.began(newest) or claimed or facts.created
     waits = waiting_now(facts)
     if waits is not None:
-        return WAITING, f"{waits['there']} of at least {waits['needed']} workers are there", waits["t"]
+        return WAITING, there_text(waits["there"], waits["needed"]), waits["t"]
     return RUNNING, "", facts.began(newest)
 
 
