@@ -85,6 +85,7 @@ FORKED = {
     "tests/trainer/test_first_rows.py",
     "tests/trainer/test_killed_writers.py",
     "tests/trainer/test_kills.py",
+    "tests/trainer/test_kills_anywhere.py",
     "tests/trainer/test_power_loss.py",
     "tests/trainer/test_precision.py",
     "tests/trainer/test_read_back.py",

@@ -223,7 +223,8 @@ def test_every_link_leads_to_a_file_and_a_heading(path: Path) -> None:
         there = (path.parent / target) if target else path
         assert there.is_file(), target
         headings = [
-            h.lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+            re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-")
+            for h in re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
         ]
         assert not heading or heading in headings, f"{target}#{heading}"
 

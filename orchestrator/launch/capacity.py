@@ -282,7 +282,7 @@ def _enough_workers(
     """The fewest workers that fit with a shard each, with memory points or else without; nothing if there are
     no such.
     """
-    first = 2 if num_shards == 1 else (workers.world_size or workers.num_workers) + 1
+    first = (workers.world_size or workers.num_workers) + 1 if num_shards is None else 2
     settings = ["train.parallel=shard"]
     settings += ["train.numerics=fast"] if job.train.numerics == "invariant" else []
     for with_points in (True, False):

@@ -60,8 +60,7 @@ def claimed(
         run = found_run(store, job.run.name, fork, asker())
     if run is None:
         run = store.create_run(job.run.name, spec.identity(), first_weights)
-    first = FORK if run.forked_from is not None else START
-    why = first if not watched else RESUME if not _rewinds(job) else REWIND
+    why = why_claimed(watched, forks=run.forked_from is not None, from_=job.resume.from_)
     with claiming(store, run.id, watched + 1, why, process) as made:
         hook(fault_plan)("claim_made", -1, -1)
         attempt, plan = begin_launch(store, job, made, run, spec, drawn)
@@ -86,8 +85,13 @@ def claiming(
             raise
 
 
-def _rewinds(job: JobConfig) -> bool:
-    return job.resume.from_ != "latest" and not is_folder(job.resume.from_)
+def why_claimed(watched: int, *, forks: bool, from_: str) -> str:
+    """Why a start claims the attempt after `watched` (0: it is the first), as the claim says it. `forks`: the
+    run began as a fork. `from_`: `resume.from`, which only before the first attempt names another run.
+    """
+    if not watched:
+        return FORK if forks else START
+    return RESUME if from_ == "latest" or is_folder(from_) else REWIND
 
 
 def _end_unbegun(store: RunStore, made: Claim, error: BaseException) -> None:

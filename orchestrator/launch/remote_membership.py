@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import queue
-import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 from orchestrator.errors import ElasticError, FencedError, OrchestratorError
 from orchestrator.launch.generation_end import GenerationEnd
 from orchestrator.launch.phase_reports import PhaseReports
+from orchestrator.launch.trying_ports import unreached
 from orchestrator.records.membership import (
     ControlRequests,
     GenerationView,
@@ -40,7 +40,6 @@ COORDINATOR_LIMIT_S = 60.0
 ANSWER_LIMIT_S = 30.0  # a coordinator that lives answers every call within 10 s
 _RETRY_S = 0.1
 _REPORT_EVERY_S = 0.5
-_PROBE_S = 3.0  # how long a port is tried
 _GIVEN_UP_EVERY_S = 5.0  # how often a member that saves asks whether that is still wanted, at most
 _QUESTIONS_PER_S = 200.0  # of all members together: a coordinator answers more than 1,000 calls a second
 _QUIET = ControlRequests(ended=False, save=False, stop=False, reform=False, acknowledged_step=-1)
@@ -133,7 +132,7 @@ class RemoteMembership:
                 request,
                 leaves=(answer.attempt, answer.generation),
                 reason="tried the others' ports",
-                unreached=try_ports(answer),
+                unreached=unreached(answer),
             )
             answer = self._ask("join", request)
         if isinstance(answer, Refusal):
@@ -358,18 +357,3 @@ class RemoteMembership:
             with suppress(queue.Empty):
                 while True:
                     self._ask("digest", self._launch, *self._digests.get_nowait())
-
-
-def try_ports(view: GenerationView) -> tuple[str, ...]:
-    """The members whose stores this one cannot reach, all tried at once, within `_PROBE_S`."""
-
-    def reaches(address: tuple[str, int]) -> bool:
-        try:
-            socket.create_connection(address, timeout=_PROBE_S).close()
-        except OSError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(max_workers=64) as pool:
-        answers = pool.map(reaches, view.probe)
-        return tuple(member for member, answer in zip(view.members, answers, strict=True) if not answer)

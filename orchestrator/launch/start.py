@@ -194,10 +194,17 @@ def freeze(job: JobConfig, storage: Storage, looked_at: DataSpec, attempt: Attem
     if looked_at.tokenizer_folder is None:
         return freeze_data(job, storage, looked_at).made_by(attempt.encoders)
     reading = reading_of(attempt)
-    here = looked_at.tokenizer_folder == join(storage.root, TOKENIZER_FOLDER)  # else a fork's, where it began
-    if not here or looked_at.unwritten or not has_lists(looked_at, reading):
+    if not _is_as_frozen(looked_at, join(storage.root, TOKENIZER_FOLDER), reading):
         looked_at = read_frozen_data(job, storage, reading)
     return looked_at.made_by(attempt.encoders)
+
+
+def _is_as_frozen(looked_at: DataSpec, tokenizer_folder: str, reading: Reading) -> bool:
+    """Whether what was looked at before a claim is what the run has frozen now: made of its own folder (of a
+    fork it was that where the fork began), and with the lists that are read.
+    """
+    here = looked_at.tokenizer_folder == tokenizer_folder
+    return here and not looked_at.unwritten and has_lists(looked_at, reading)
 
 
 def reading_of(attempt: Attempt) -> Reading:

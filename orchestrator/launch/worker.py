@@ -24,6 +24,7 @@ from orchestrator.planning.schedule import Budgets
 
 if TYPE_CHECKING:
     from orchestrator.resume.committed import CommittedFiles
+    from orchestrator.trainer.job import TrainJob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,21 +79,11 @@ def _files(task: WorkerTask, address: str) -> CommittedFiles:
     return CommittedFiles(storage, PartsOnNode(folder, folder_on_nodes(storage), address, task.nodes, say))
 
 
-def train_function(config: dict[str, Any]) -> None:
-    """The Ray Train function of every worker. An error of ours is reported to the coordinator, which ends the
-    run; any other is raised too, so that Ray replaces the process.
-    """
-    task: WorkerTask = config["task"]
-    # Few threads and no telemetry in a process of which a machine runs many.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with paused_gc():
-        from orchestrator.data.feed.remote_feed import RayFeed
-        from orchestrator.faults import hook
-        from orchestrator.launch.remote_membership import Place, RemoteMembership
-        from orchestrator.trainer.job import TrainJob
-        from orchestrator.trainer.loop import train
+def _job(task: WorkerTask) -> TrainJob:
+    """What the loop needs of it."""
+    from orchestrator.trainer.job import TrainJob
 
-    job = TrainJob(
+    return TrainJob(
         model=task.config.model,
         train=task.config.train,
         resume=task.config.resume,
@@ -105,6 +96,22 @@ def train_function(config: dict[str, Any]) -> None:
         num_shards=task.num_shards,
         until_tokens=task.until_tokens,
     )
+
+
+def train_function(config: dict[str, Any]) -> None:
+    """The Ray Train function of every worker. An error of ours is reported to the coordinator, which ends the
+    run; any other is raised too, so that Ray replaces the process.
+    """
+    task: WorkerTask = config["task"]
+    # Few threads and no telemetry in a process of which a machine runs many.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with paused_gc():
+        from orchestrator.data.feed.remote_feed import RayFeed
+        from orchestrator.faults import hook
+        from orchestrator.launch.remote_membership import Place, RemoteMembership
+        from orchestrator.trainer.loop import train
+
+    job = _job(task)
     context = ray.get_runtime_context()
     place = Place(
         actor_id=context.get_actor_id() or "",

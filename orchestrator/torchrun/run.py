@@ -24,10 +24,9 @@ from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.ended_by import end_text
 from orchestrator.elastic.stall import StallWatch
-from orchestrator.errors import ConfigError, OrchestratorError, RefusedError, ResourceError, text_of
+from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.faults import hook
 from orchestrator.history import sentences
-from orchestrator.history.loggers import require_loggers
 from orchestrator.json_form import decode, encode
 from orchestrator.launch import announcing, busy_watch, claiming, looking_ahead, stop_signals
 from orchestrator.launch import start as starting
@@ -35,7 +34,6 @@ from orchestrator.launch.dashboard_beside import dashboard_beside
 from orchestrator.launch.exports import exporting
 from orchestrator.launch.progress import Progress
 from orchestrator.launch.screen import Screen, let_go
-from orchestrator.parts.node_folder import expanded, make_node
 from orchestrator.parts.parts_on_node import NoCopies, PartsOnNode
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.encoders import EncoderSpan
@@ -48,6 +46,7 @@ from orchestrator.resume.run_file import folder_on_nodes
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.torchrun.recorder import RankZeroRecorder
+from orchestrator.torchrun.requirements import require_gpus, require_group, require_memory, say_disk
 from orchestrator.trainer.trial import require_model
 
 if TYPE_CHECKING:
@@ -72,8 +71,8 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
     # the tokenizer's own threads would compete with the ranks for the cores
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if job.cluster.use_gpu:
-        _require_gpus()
-    parallel = _require_memory(job)
+        require_gpus()
+    parallel = require_memory(job)
     if "RANK" not in os.environ:
         raise ConfigError(f"RANK is not set: this is no process of torchrun; {_USAGE}")
     from orchestrator.torchrun.store_rendezvous import meet
@@ -81,7 +80,7 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
     rendezvous = meet()
     place = [socket.gethostname(), os.getpid()]
     rendezvous.store.set(f"place/{rendezvous.rank}", json.dumps(place))
-    _say_disk(rendezvous, job.resume.node_folder)
+    say_disk(rendezvous, job.resume.node_folder)
     if rendezvous.rank != 0:
         return _follow(rendezvous, job, storage, fault_plan)
     with Progress.shown(job.monitor.progress_s) as progress:
@@ -134,7 +133,7 @@ def _lead(
     """Rank 0: decides whether and how the run goes on, claims it, and records it."""
     store = RunStore(storage)
     with rendezvous.reporting_failure("decision"):
-        _require_group(rendezvous, job, store, progress.say)
+        require_group(rendezvous, job, store, progress.say)
         spec, plan, watched = _look(store, job, storage, progress.say)
         if looking_ahead.reached(plan):
             rendezvous.publish("decision", None)
@@ -172,17 +171,6 @@ def _lead(
         )
     _say_end(job, attempt.budgets, outcome, recorder.status(), progress.say)
     return outcome
-
-
-def _require_group(
-    rendezvous: StoreRendezvous, job: JobConfig, store: RunStore, say: Callable[[str], None]
-) -> None:
-    """Raises what refuses the start before the run is looked at."""
-    if lacks := starting.check_writable(store.storage):
-        say(f"note: {lacks}")
-    _require_one_disk(rendezvous, job.resume.node_folder)
-    starting.require_run_id(store.read_run(), job)
-    require_loggers(job.monitor.loggers)
 
 
 def _members(rendezvous: StoreRendezvous) -> list[GroupMember]:
@@ -241,41 +229,6 @@ def _look(
         return spec, plan, watched()
 
 
-def _require_gpus() -> None:
-    import torch
-
-    needed, there = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if needed > there:
-        raise ResourceError(
-            f"cluster.use_gpu=true with {needed} ranks on this machine, but torch sees {there} GPUs; "
-            f"start at most {there} ranks here (--nproc-per-node), or set cluster.use_gpu=false"
-        )
-
-
-def _require_memory(job: JobConfig) -> ParallelChoice:
-    """Into how many parts the state is cut, if the ranks on this machine have memory for it; each reads the
-    data itself, which is not counted. Raises `ResourceError`.
-    """
-    from orchestrator.launch.capacity import (
-        Workers,
-        capacity_problems,
-        choose_parallel,
-        without_memory_points,
-    )
-    from orchestrator.launch.known_shape import with_known_shape
-    from orchestrator.launch.machine_facts import machines_here
-
-    job = without_memory_points(with_known_shape(job))
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    world_size = int(os.environ.get("WORLD_SIZE", str(num_ranks)))
-    workers = Workers(num_workers=num_ranks, world_size=world_size, with_feed=False)
-    here = machines_here(job.cluster.use_gpu)
-    choice = choose_parallel(job, workers, here)
-    if problems := capacity_problems(job, choice.num_shards, workers, here):
-        raise ResourceError("\n".join(problems))
-    return choice
-
-
 def _train(
     rendezvous: StoreRendezvous,
     job: JobConfig,
@@ -322,33 +275,6 @@ def _files(storage: Storage, folder: str | None) -> CommittedFiles:
         return CommittedFiles(storage)
     say = logging.getLogger(__name__).warning
     return CommittedFiles(storage, PartsOnNode(folder, folder_on_nodes(storage), "", NoCopies(), say))
-
-
-def _require_one_disk(rendezvous: StoreRendezvous, folder: str | None) -> None:
-    """Rank 0: raises `RefusedError` where ranks have node folders of their own, for nobody here could reach
-    them all.
-    """
-    if folder is None:
-        return
-    found = [json.loads(rendezvous.store.get(f"disk/{rank}")) for rank in range(rendezvous.world_size)]
-    if wrong := [text for _, text in found if text]:
-        raise ResourceError(f"resume.node_folder={folder} cannot be used: {'; '.join(dict.fromkeys(wrong))}")
-    if (num_disks := len({node for node, _ in found})) > 1:
-        raise RefusedError(
-            f"resume.node_folder={folder}: the {rendezvous.world_size} ranks of this group see {num_disks} "
-            "disks there, and under torchrun no rank reaches another machine's: start the run with "
-            "`orchestrator train` on Ray, on one machine, or without the key"
-        )
-
-
-def _say_disk(rendezvous: StoreRendezvous, folder: str | None) -> None:
-    """Every rank: which disk it sees, for `_require_one_disk`."""
-    if folder is not None:
-        try:
-            said = [make_node(expanded(folder), "").id, ""]
-        except OrchestratorError as error:
-            said = ["", text_of(error)]
-        rendezvous.store.set(f"disk/{rendezvous.rank}", json.dumps(said))
 
 
 @contextmanager

@@ -37,8 +37,9 @@ class ShardedGradient:
 
     def __init__(self, state: ShardedState, seed: int, precision: str, by_document: bool = False) -> None:
         self._state, self._seed, self._by_document = state, seed, by_document
-        # FSDP2 casts to bfloat16 by itself
-        self._precision = "float32" if precision == "bf16" else precision
+        # weights and what goes into blocks FSDP2 casts by itself; beside it autocast, for what meets buffers
+        # of float32, or was computed in it, is no bfloat16 any more
+        self._precision = precision
         self._world_size = 1
 
     def enter(self, rank: int, world_size: int) -> None:

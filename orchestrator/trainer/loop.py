@@ -16,22 +16,22 @@ from orchestrator.planning import batches
 from orchestrator.planning.digest import batch_digest
 from orchestrator.planning.memory import memory_every_steps
 from orchestrator.planning.schedule import learning_rate
-from orchestrator.planning.weights_sum import weights_sum
 from orchestrator.records.batches import BatchSlice, StepRange
-from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView, MemberState
 from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.trainer.coming_steps import coming_ranges, next_range
 from orchestrator.trainer.gradient import cut
 from orchestrator.trainer.group import GenerationEnded, Group, collective
+from orchestrator.trainer.group_digest import group_digest
 from orchestrator.trainer.job import DONE, LEFT, STOPPED, Outcome, TrainJob
-from orchestrator.trainer.loading import StateFiles, digest_of, share_sum
+from orchestrator.trainer.loading import StateFiles
 from orchestrator.trainer.membership import Feed, Membership
 from orchestrator.trainer.memory_point import MemoryPoints
 from orchestrator.trainer.model import NO_LOSS, pick_device, set_determinism
 from orchestrator.trainer.parallel import state_and_gradient
 from orchestrator.trainer.peak_memory import peak_memory_bytes
 from orchestrator.trainer.phases import BETWEEN, FEED_WAIT, FORMING, LOAD, STEP
-from orchestrator.trainer.save_triggers import REFORM, SAVE, STOP, SaveTriggers, carried_out
+from orchestrator.trainer.save_triggers import REFORM, SAVE, STOP, SaveTriggers, asked_for, carried_out
 from orchestrator.trainer.saver import Saver
 from orchestrator.trainer.saving import Unsaved, await_saves
 from orchestrator.trainer.state_sync import Prepared, agree, apply_prepared
@@ -39,9 +39,6 @@ from orchestrator.trainer.step_limit import step_limit_s
 from orchestrator.trainer.step_summary import RankContribution, StepSummary
 
 _log = logging.getLogger(__name__)
-# A feed is notified of so many coming steps, and fetches as many as it has room for: small steps are fetched
-# more at a time, for each answer has its price.
-_STEPS_AHEAD, _SMALL_STEPS_AHEAD, _SMALL_STEPS_TOKENS = 8, 32, 1 << 23
 
 
 def train(
@@ -179,7 +176,7 @@ class _Trainer:
                 raise GenerationEnded("the membership ended it")
             self._memory.check()
             self._saver.poll(self._state)
-            step = None if self._end_of_data else self._next_range(self._state.cursor)
+            step = None if self._end_of_data else next_range(self._job, self._state.cursor)
             batch = None if step is None else self._slice(view, step)
             if batch is None or batch.step.num_samples == 0:
                 return self._finish(group, STOPPED if self._job.stops_at(self._state.cursor) else DONE)
@@ -190,7 +187,7 @@ class _Trainer:
             if control & SAVE:
                 self._save(view)
             if control & STOP:
-                over = self._end_of_data or self._next_range(self._state.cursor) is None
+                over = self._end_of_data or next_range(self._job, self._state.cursor) is None
                 return self._finish(group, DONE if over else STOPPED)
             if control & REFORM:
                 raise GenerationEnded("a re-form at a step boundary was requested")
@@ -215,19 +212,6 @@ class _Trainer:
         self._membership.step_limit(limit_s if self._device.type == "cpu" else 2 * limit_s)
 
     # -------------------------------------------------------------------------------- a step
-    def _next_range(self, cursor: Cursor) -> StepRange | None:
-        job = self._job
-        if job.stops_at(cursor):
-            return None
-        return batches.next_range(
-            cursor.consumed_samples,
-            cursor.consumed_tokens,
-            job.train.global_batch_size,
-            job.seq_len,
-            job.budgets.stop_tokens,
-            job.budgets.stop_samples,
-        )
-
     def _slice(self, view: GenerationView, step: StepRange) -> BatchSlice:
         """This rank's samples of the step; those of the next are fetched meanwhile."""
         micro = self._job.train.micro_batch_size
@@ -239,24 +223,9 @@ class _Trainer:
         self._membership.phase(STEP)
         self._waited_s = time.monotonic() - began
         ends = batch.end_of_data or batch.step.num_samples == 0
-        if not ends and (coming := self._coming_ranges(batch.cursor)):
+        if not ends and (coming := coming_ranges(self._job, batch.cursor)):
             self._feed.prefetch(coming, view.rank, view.world_size, micro)
         return batch
-
-    def _coming_ranges(self, cursor: Cursor) -> list[StepRange]:
-        """The next steps, to the stop, as long as the data do not end; some of them."""
-        found, num_tokens = list[StepRange](), 0
-        while (step := self._next_range(cursor)) is not None:
-            num_tokens += step.num_tokens
-            limit = _SMALL_STEPS_AHEAD if num_tokens <= _SMALL_STEPS_TOKENS else _STEPS_AHEAD
-            if len(found) >= limit:
-                break
-            found.append(step)
-            cursor = Cursor(
-                consumed_samples=cursor.consumed_samples + step.num_samples,
-                consumed_tokens=cursor.consumed_tokens + step.num_tokens,
-            )
-        return found
 
     def _step(self, group: Group, batch: BatchSlice) -> int:
         """Trains and applies the step; gives the summary's control. `TrainingError`: it must not be
@@ -267,24 +236,7 @@ class _Trainer:
         self._faults("gradient_done", label, view.rank)
         lr = learning_rate(job.train, job.budgets, batch.cursor.consumed_tokens)
         key = StateKey(attempt=view.attempt, generation=view.generation, step=label)
-        control, acknowledged = self._control(view, label)
-        contribution = RankContribution(
-            loss=loss,
-            targets=int((batch.labels != NO_LOSS).sum()),
-            samples=batch.stop - batch.start,
-            digest=batch_digest(
-                batch.first_index, batch.source_numbers, batch.input_ids, batch.labels, batch.document_ids
-            ),
-            data_wait_s=self._waited_s,
-            save_blocked_s=self._saver.take_blocked_s(),
-            busy=not self._saver.is_free,
-            whole=self._memory.is_whole,
-            control=control,
-            acknowledged=acknowledged,
-            grad_norm=norm,
-            step_s=time.monotonic() - self._step_began,
-            peak_memory_bytes=peak_memory_bytes(self._device),
-        )
+        contribution = self._contribution(view, batch, loss, norm)
         self._step_began = time.monotonic()
         # from here on the step may be in the history although this rank never hears of it
         self._prepared = Prepared(key=key, cursor=batch.cursor, lr=lr)
@@ -322,6 +274,29 @@ class _Trainer:
         loss = self._gradient.reduce(micros, num_micro, batch.step_targets)
         return loss, self._gradient.clip(job.train.max_grad_norm)
 
+    def _contribution(
+        self, view: GenerationView, batch: BatchSlice, loss: int | None, norm: float
+    ) -> RankContribution:
+        """What this rank adds to the summary of the step."""
+        control, acknowledged = self._control(view, self._label)
+        return RankContribution(
+            loss=loss,
+            targets=int((batch.labels != NO_LOSS).sum()),
+            samples=batch.stop - batch.start,
+            digest=batch_digest(
+                batch.first_index, batch.source_numbers, batch.input_ids, batch.labels, batch.document_ids
+            ),
+            data_wait_s=self._waited_s,
+            save_blocked_s=self._saver.take_blocked_s(),
+            busy=not self._saver.is_free,
+            whole=self._memory.is_whole,
+            control=control,
+            acknowledged=acknowledged,
+            grad_norm=norm,
+            step_s=time.monotonic() - self._step_began,
+            peak_memory_bytes=peak_memory_bytes(self._device),
+        )
+
     def _keep(self, view: GenerationView, new: StepRecord, acknowledged: int) -> None:
         """Keeps a record until it is acknowledged; rank 0 reports it."""
         durable = StateKey(attempt=view.attempt, generation=view.generation, step=acknowledged)
@@ -343,32 +318,16 @@ class _Trainer:
         # from happening; a request is repeated until the first vote has been heard of
         free = self._saver.is_free and not (wanted.reform and self._num_busy)
         due = free and self._triggers.due(label, time.monotonic())
-        control = (
-            (SAVE if due or wanted.save else 0)
-            | (STOP if wanted.stop else 0)
-            | (REFORM if wanted.reform else 0)
-        )
-        return control, wanted.acknowledged_step
+        return asked_for(wanted, due), wanted.acknowledged_step
 
     def _note_digest(self, group: Group) -> None:
-        """Rank 0 says what the weights are, every so many steps. Of a sharded state each member adds its rows
-        up.
-        """
-        state, view = self._state, group.view
-        key, every = state.key, self._job.digest_every_steps
+        """Rank 0 says what the weights are, every so many steps."""
+        key, every = self._state.key, self._job.digest_every_steps
         if key is None or every is None or key.step % every:
             return
-        if state.sharded:
-            own = share_sum(state.items(), state.layout, view.rank)
-            rows = group.gather(
-                [own >> at & 0xFFFFFFFF for at in range(0, 160, 32)], "a digest of the weights"
-            )
-            sums = [sum(part << 32 * number for number, part in enumerate(row)) for row in rows]
-            digest = weights_sum(sums)
-        elif view.rank == 0:
-            digest = digest_of(state.items())
-        if view.rank == 0:
-            self._membership.digest(view, key, digest)
+        digest = group_digest(group, self._state)
+        if digest is not None and group.view.rank == 0:
+            self._membership.digest(group.view, key, digest)
 
     # -------------------------------------------------------------------------------- saves
     def _save(self, view: GenerationView) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from orchestrator.records.membership import ControlRequests
+
 # control bits that rank 0 adds to the summary of a step
 SAVE, STOP, REFORM = 1, 2, 4
 
@@ -48,6 +50,14 @@ class SaveTriggers:
     def first(self, step: int) -> SaveTriggers:
         """This member's first generation goes on from the state of `step`: what was due before is others'."""
         return dataclasses.replace(self, step=step)
+
+
+def asked_for(wanted: ControlRequests, due: bool) -> int:
+    """The control bits that rank 0 adds to a summary: what the coordinator wants of the generation, and a
+    save that is `due`.
+    """
+    save = SAVE if due or wanted.save else 0
+    return save | (STOP if wanted.stop else 0) | (REFORM if wanted.reform else 0)
 
 
 def carried_out(control: int, num_busy: int) -> int:

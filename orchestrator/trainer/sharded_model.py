@@ -56,7 +56,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     largest = max(lists, key=_num_elements, default=None)
     if largest is None or not _num_elements(largest):
         return []
-    blocks = [block for block in _computed(largest) if next(block.parameters(), None) is not None]
+    once = dict.fromkeys(_computed(largest))  # a block may stand in the list several times
+    blocks = [block for block in once if next(block.parameters(), None) is not None]
     owners: dict[int, set[int]] = {}
     inside = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
     for module in model.modules():

@@ -174,6 +174,16 @@ def test_the_fewest_workers_are_indeed_the_fewest() -> None:
     assert capacity_problems(changed, None, Workers(num_workers=2), there)
 
 
+def test_where_replicas_do_not_fit_the_workers_that_are_there_may_do_with_a_shard_each() -> None:
+    there, workers = machines(8, 64), Workers(num_workers=8)
+    replicas = job(SEVEN_B, "train.parallel={shard: 2, replicate: 4}", NO_POINTS)
+    fewest = next(n for n in range(2, 9) if needs_of(replicas, None, n).worker_bytes <= 64 * GIB)
+    assert fewest < 8
+    (problem,) = capacity_problems(replicas, 2, workers, there)
+    assert f"with train.parallel=shard {fewest} workers fit" in problem
+    assert capacity_problems(replicas, None, workers, there) == []
+
+
 def test_a_sharded_job_that_does_not_fit_hears_what_else_would_help() -> None:
     (problem,) = capacity_problems(job(SEVEN_B), None, Workers(num_workers=2), machines(1, 16))
     assert "/ 2 shards" in problem

@@ -1,5 +1,6 @@
 """The writer of parts, as `orchestrator.parts.writer` is started, on storage that fails at one of its calls:
-`FAILING_CALL` is its number, `FAILING_HOW` a name of `How`, `FAILING_MARK` a file that is made first.
+`FAILING_CALL` is its number, `FAILING_HOW` a name of `How`, `FAILING_MARK` a file that is made first. A slow
+call says so into the named pipe `FAILING_STANDS`, and goes on when something comes out of `FAILING_GO`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
 from tests.storage.failing import FailingAppendingStore, Failure, How
 
+STANDS = b"s"
+
 
 class Marked(Failure):
     """Says that it struck, whatever becomes of the process then."""
@@ -21,6 +24,10 @@ class Marked(Failure):
         hit = super().strikes(call)
         if hit:
             Path(os.environ["FAILING_MARK"]).write_text(call, encoding="utf-8")
+        if hit and self.how is How.SLOW:
+            Path(os.environ["FAILING_STANDS"]).write_bytes(STANDS)
+            Path(os.environ["FAILING_GO"]).read_bytes()
+            return False
         return hit
 
 

@@ -1,22 +1,26 @@
-"""The process that writes a rank's part meets storage that fails at each of its calls in turn: a save is
-committed whole or given up, and the next one is whole.
+"""The process that writes a rank's part meets storage that fails, or stands still, at each of its calls in
+turn: a save is committed whole or given up, and the next one is whole.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from orchestrator.errors import StorageError
 from orchestrator.parts import part_writer
-from orchestrator.parts.part_job import JobPart, PartJob, PartWritten, perform
+from orchestrator.parts.part_job import JobPart, PartCancelled, PartJob, PartWritten, perform
 from orchestrator.parts.part_writer import PartWriter
 from orchestrator.planning.state_layout import Layout, flat_part, layout_of
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+from tests.parts.failing_writer import STANDS
 from tests.parts.samples import DTYPES, STATE, bytes_of, saved
 from tests.resume.samples import CONFIG, cursor, key
 from tests.resume.saves import read_state
@@ -24,7 +28,7 @@ from tests.storage.failing import How
 
 LIMIT_S = 60.0
 VICTIM = 1  # the rank whose writer's storage fails
-HOWS = [how for how in How if how is not How.SLOW]  # a writer that stands still: test_killed_writers
+HOWS = [how for how in How if how is not How.SLOW]
 LAYOUTS = {"replicate": layout_of(2, 1), "shard": layout_of(3, None), "hsdp": layout_of(4, 2)}
 
 
@@ -48,6 +52,8 @@ class Group:
         self.folder, self.layout = folder, layout
         self.store = RunStore(Storage(str(folder / "run")))
         self.writer = PartWriter(self.store.storage, lambda text: None, process_from_bytes=0)
+        # while the victim's part is written; whether the save is wanted still
+        self.meanwhile: Callable[[Future[PartWritten]], bool] = lambda done: True
 
     def save(self, at: StateKey) -> bool:
         """Whether it is committed; else it was given up, with a reason that says what to do."""
@@ -58,12 +64,15 @@ class Group:
                 written.append(perform(self.store.storage, job))
                 continue
             done = self.writer.write(job)
+            wanted = self.meanwhile(done)
             error = done.exception(LIMIT_S)
-            if error is None:
+            if not wanted:
+                assert error is None or isinstance(error, PartCancelled), error
+            elif error is None:
                 written.append(done.result())
-                continue
-            assert isinstance(error, StorageError), error
-            assert "; " in str(error), f"{error} does not say what to do"
+            else:
+                assert isinstance(error, StorageError), error
+                assert "; " in str(error), f"{error} does not say what to do"
         if len(written) < self.layout.world_size:
             return False
         votes = [self.vote(at, rank, part) for rank, part in enumerate(written)]
@@ -135,3 +144,66 @@ def test_a_part_whose_storage_fails_at_any_call_is_given_up_and_the_next_one_is_
         while save_twice(failing, tmp_path / f"{how.name}-{call}", LAYOUTS[layout], call, how):
             call += 1
         assert call > 2, "the part is put, and its folder synced"
+
+
+def save_slowly(
+    failing: pytest.MonkeyPatch, folder: Path, layout: Layout, call: int, *, cancelled: bool
+) -> bool:
+    """A save in which the writer stands still in that call, is cancelled there or not, and goes on, and one
+    after it; whether there was such a call.
+    """
+    folder.mkdir()
+    for name in ("STANDS", "GO"):
+        os.mkfifo(folder / name)
+        failing.setenv(f"FAILING_{name}", str(folder / name))
+    failing.setenv("FAILING_MARK", str(folder / "mark"))
+    failing.setenv("FAILING_CALL", str(call))
+    failing.setenv("FAILING_HOW", How.SLOW.name)
+    group, stands = Group(folder, layout), os.open(folder / "STANDS", os.O_RDWR)
+    slow = False
+
+    def meanwhile(done: Future[PartWritten]) -> bool:
+        nonlocal slow
+        done.add_done_callback(lambda _: os.write(stands, b"done"))
+        if slow or os.read(stands, 4) != STANDS:
+            return True
+        slow = True
+        assert not done.done()
+        assert group.store.point_names() == [], "nobody has heard of its part"
+        if cancelled:
+            group.writer.cancel()
+        (folder / "GO").write_bytes(b"go")
+        return not cancelled
+
+    group.meanwhile = meanwhile
+    try:
+        first = group.save(key(10))
+        assert first == (not (slow and cancelled))
+        if slow:
+            assert group.save(key(20)), f"call {call}"
+            group.require_sound([*([key(10)] if first else []), key(20)])
+    finally:
+        group.writer.close()
+        os.close(stands)
+    return slow
+
+
+@pytest.mark.parametrize(
+    ("layout", "cancelled"),
+    [
+        ("hsdp", False),
+        pytest.param("hsdp", True, marks=pytest.mark.chaos),
+        *(
+            pytest.param(layout, cancelled, marks=pytest.mark.chaos)
+            for layout in ("replicate", "shard")
+            for cancelled in (False, True)
+        ),
+    ],
+)
+def test_a_part_whose_storage_is_slow_at_any_call_is_whole_or_cancelled(
+    failing: pytest.MonkeyPatch, tmp_path: Path, layout: str, cancelled: bool
+) -> None:
+    call = 1
+    while save_slowly(failing, tmp_path / str(call), LAYOUTS[layout], call, cancelled=cancelled):
+        call += 1
+    assert call > 2, "the part is put, and its folder synced"

@@ -232,7 +232,7 @@ getattr(importlib.import_module(module), name)()
 ray.init({cluster.address!r}, runtime_env={{"worker_process_setup_hook": {before!r}}}, log_to_driver=False)
 """
     program = (setup if before else "") + (
-        "import sys, json, orchestrator; from orchestrator.config.schema import parse_config; "
+        "import sys, json, orchestrator; from orchestrator.config.loading import parse_config; "
         "sys.executable = sys.argv[3]; "
         "config = parse_config(json.load(open(sys.argv[1]))); "
         "result = orchestrator.train(config, fault_plan=sys.argv[2]); print(result.outcome, result.reason)"

@@ -35,7 +35,7 @@ FROZEN = """
 import os, signal, sys
 from ray._private import worker
 from orchestrator.cluster import connection
-from orchestrator.config.schema import load_config
+from orchestrator.config.loading import load_config
 
 connection.SHUTDOWN_S = 3.0
 with connection.leaving_ray_behind():
@@ -56,7 +56,7 @@ CLOSED = """
 import os, signal, sys
 import ray
 from orchestrator.cluster import connection
-from orchestrator.config.schema import load_config
+from orchestrator.config.loading import load_config
 from orchestrator.launch.stop_signals import stop_on_signals
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have it ignored

@@ -10,7 +10,7 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.errors import ResourceError
 from orchestrator.launch.machine_facts import machines_here
 from orchestrator.launch.needs import needs_of
-from orchestrator.torchrun.run import _require_memory
+from orchestrator.torchrun.requirements import require_memory
 from tests.planning.jobs import job
 
 RANKS = 4
@@ -40,7 +40,7 @@ def test_memory_points_that_torchrun_does_not_make_need_no_memory(monkeypatch: p
     a_layer = worker_bytes(2) - worker_bytes(1)
     one_too_many = (here.memory_bytes // RANKS - worker_bytes(0)) // a_layer + 1
     assert RANKS * worker_bytes(one_too_many) > here.memory_bytes
-    assert _require_memory(sharded(one_too_many)).num_shards is None
+    assert require_memory(sharded(one_too_many)).num_shards is None
     with pytest.raises(ResourceError, match="GiB of memory are needed for 4 workers") as refused:
-        _require_memory(sharded(10 * one_too_many))
+        require_memory(sharded(10 * one_too_many))
     assert "memory_every_steps" not in str(refused.value)

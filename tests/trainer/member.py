@@ -7,8 +7,9 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
@@ -51,6 +52,8 @@ class Plan:
     kill_forming: int | None = None  # the how many-th process group, when all its members have met
     full_disk_at: int | None = None  # the step whose part of a save cannot be written
     node: str | None = None  # where it is; else on a node of its own
+    # stops one after the other, each waited for once the one before it is over: there, at that step or later
+    script: tuple[Moment, ...] = ()
 
 
 def tiny_job(**changes: Any) -> TrainJob:
@@ -147,6 +150,25 @@ class FullDisk(Storage):
         super().put(path, pieces, size)
 
 
+class Script:
+    """Stops of one member, see `Plan.script`; places are passed in any thread."""
+
+    def __init__(self, stops: Sequence[Moment], stand: Callable[[str], None]) -> None:
+        self._left, self._stand = list(stops), stand
+        self._lock, self._stands = threading.Lock(), False
+
+    def pass_by(self, place: str, step: int) -> None:
+        """Stands still if this is the next stop, and nobody stands there already."""
+        with self._lock:
+            if self._stands or not self._left or self._left[0][0] != place or step < self._left[0][1]:
+                return
+            self._stands = True
+        self._stand(place)
+        with self._lock:
+            del self._left[0]
+            self._stands = False
+
+
 def kill_at_call(function: str, number: int) -> None:
     """SIGKILL to this process when it calls a function for the `number`-th time."""
     module, _, name = function.rpartition(".")
@@ -176,10 +198,14 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
     )  # a step is trained again after its summary was lost; what was planned for it happens once
 
     unreached = iter(range(plan.unreachable))
+    script = Script(plan.script, calls.hold)
 
     def fault(place: str, step: int, rank: int) -> None:
         if place == "connecting" and next(unreached, None) is not None:
             raise RuntimeError("the network does not answer")
+        if plan.script and place == "sealed":
+            calls.send("sealed", step)
+        script.pass_by(place, step)
         for what, moment in (("hold", plan.hold), ("hold again", plan.hold_again)):
             if moment == (place, step) and what not in done:
                 done.add(what)
@@ -248,10 +274,11 @@ def members(
     plans: dict[str, Plan] | None = None,
     job: TrainJob | None = None,
     feed: FormulaFeed | None = None,
+    kind: type[Launch] = Launch,
     **launch: Any,
 ) -> Iterator[Members]:
     """A launch with these members started; whatever happens, no process of theirs is left."""
-    group = Members(Launch(folder, first_size=len(names), **launch), job or tiny_job(), feed or FormulaFeed())
+    group = Members(kind(folder, first_size=len(names), **launch), job or tiny_job(), feed or FormulaFeed())
     try:
         for name in names:
             group.start(name, (plans or {}).get(name))

@@ -43,14 +43,15 @@ SEQ_LEN = 8
 
 class Odd(nn.Module):
     """Five rows that four shards cannot share, a frozen weight, a buffer that is saved and one that is not,
-    two that both blocks have, a weight that nobody uses, one list of blocks, and a table that is also the
-    head.
+    two that both blocks have, a weight that nobody uses, one list of blocks, the first of which comes again,
+    and a table that is also the head.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(VOCABULARY, 5)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5)) for _ in "ab")
+        self.blocks.append(self.blocks[0])
         self.frozen = nn.Parameter(torch.empty(5).uniform_(0.5, 1.5), requires_grad=False)
         self.unused = nn.Parameter(torch.empty(3, 2).normal_())
         self.head = nn.Linear(5, VOCABULARY, bias=False)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from orchestrator.trainer.save_triggers import REFORM, SAVE, STOP, SaveTriggers, carried_out
+from orchestrator.records.membership import ControlRequests
+from orchestrator.trainer.save_triggers import REFORM, SAVE, STOP, SaveTriggers, asked_for, carried_out
 
 EVERY_5 = SaveTriggers(every_steps=5, every_minutes=None, since_s=0.0)
 EVERY_2_MINUTES = SaveTriggers(every_steps=None, every_minutes=2.0, since_s=100.0)
@@ -62,3 +65,12 @@ def test_nothing_is_due_where_nothing_is_configured():
 )
 def test_a_save_is_begun_only_where_all_are_free_and_a_reform_with_it_waits(control, num_busy, expected):
     assert carried_out(control, num_busy) == expected
+
+
+@given(st.tuples(*4 * [st.booleans()]))
+def test_rank_0_adds_what_is_wanted_and_what_is_due_and_nothing_else(asked):
+    save, stop, reform, due = asked
+    wanted = ControlRequests(ended=False, save=save, stop=stop, reform=reform, acknowledged_step=0)
+    control = asked_for(wanted, due)
+    assert (bool(control & SAVE), bool(control & STOP), bool(control & REFORM)) == (save or due, stop, reform)
+    assert not control & ~(SAVE | STOP | REFORM)

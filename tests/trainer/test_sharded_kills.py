@@ -144,6 +144,33 @@ def test_hsdp_with_a_whole_replica_left_loses_no_step(tmp_path, calm, alone):
     assert_as_if_nothing_happened(launch, HSDP, calm, alone)
 
 
+@pytest.mark.parametrize(
+    ("names", "parallel", "kills", "worlds"),
+    [
+        ("ab", SHARD, {"b": ("gradient_done", 5)}, [2, 1]),
+        ("abcd", HSDP, {"b": ("gradient_done", 4), "c": ("applied", 6)}, [4, 3, 2]),
+    ],
+    ids=["shard, to the last one", "hsdp, twice"],
+)
+def test_odd_weights_go_through_losses_as_others_do(tmp_path, calm, names, parallel, kills, worlds):
+    """Tied, frozen, unused weights, buffers, blocks of several names, gradients that are always clipped, and
+    micro-batches that do not divide a step.
+    """
+    odd = {
+        "model__factory": "tests.trainer.sharded:Odd",
+        "train__max_grad_norm": 0.1,
+        "train__micro_batch_size": 5,
+    }
+    job = job_of(REPLICATE, **{**odd, "train__numerics": "invariant"})
+    alone = losses(run_to_end(tmp_path / "alone", 1, job=job))
+    plans = {name: Plan(kill=moment) for name, moment in kills.items()}
+    launch, dead = run_with(tmp_path / "killed", names, plans, parallel, **odd)
+    assert dead == set(kills)
+    assert [view.world_size for view in launch.views] == worlds
+    assert all(view.point is None and view.parent is not None for view in launch.views[1:])
+    assert_as_if_nothing_happened(launch, parallel, calm, alone, **odd)
+
+
 def test_hsdp_without_a_whole_replica_goes_on_from_a_memory_point(tmp_path, calm, alone):
     """Both holders of one shard are lost, who are not neighbours of each other (`neighbours` gives c's copy
     to d and a's to b).

@@ -49,15 +49,20 @@ def test_training_goes_on_while_parts_are_written_and_no_other_save_begins(tmp_p
 
 
 def test_a_step_waits_for_the_copy_of_the_state_that_it_changes(tmp_path, unbroken):
-    with members(tmp_path, ["a", "b"], {"a": Plan(hold=("staging_begun", 2))}, job=EVERY_2) as group:
+    calm = run_to_end(tmp_path / "calm", 1, job=EVERY_2)
+    plans = {"a": Plan(hold=("staging_begun", 2)), "b": Plan(hold=("applied", 3))}
+    with members(tmp_path / "run", ["a", "b"], plans, job=EVERY_2) as group:
         launch = group.launch
-        launch.wait_for(lambda: launch.held("a") is not None)
-        # b has its copy, and has applied step 3; it waits for a in step 4
+        # b has its copy, and has applied step 3; a has that step's summary, and waits for its own copy
+        launch.wait_for(lambda: all(launch.held(name) is not None for name in "ab"))
         launch.wait_for(lambda: "00000002-a0001-g0001" in launch._votes)
         assert {vote.rank for vote in launch._votes["00000002-a0001-g0001"].values()} == {1}
         launch.release("a")
+        launch.release("b")
         group.finish()
     assert saved(launch)[0] == (1, 2)
+    first = "00000002-a0001-g0001"
+    assert launch.points[first].state_digest == calm.points[first].state_digest, "nothing of a later step"
     assert_same_training(launch, unbroken)
 
 

@@ -72,7 +72,7 @@ def test_a_model_that_can_be_built_is_tried_without_its_weights(config):
 def test_a_process_without_torch_stays_without_it(warm):
     program = (
         "import json, sys; sys.executable = sys.argv.pop(1); "
-        "from orchestrator.config.schema import parse_config; "
+        "from orchestrator.config.loading import parse_config; "
         "from orchestrator.trainer.trial import try_model; "
         "print(try_model(parse_config(json.load(sys.stdin))).num_embeddings, "
         "[m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"

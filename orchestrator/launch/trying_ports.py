@@ -1,0 +1,28 @@
+"""Which members of a group this one cannot reach (membership rule 18).
+
+It knows no coordinator and no group; what follows from it is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+from orchestrator.records.membership import GenerationView
+
+_PROBE_S = 3.0  # how long a port is tried
+
+
+def unreached(view: GenerationView) -> tuple[str, ...]:
+    """The members whose stores this one cannot reach, all tried at once, within `_PROBE_S`."""
+
+    def reaches(address: tuple[str, int]) -> bool:
+        try:
+            socket.create_connection(address, timeout=_PROBE_S).close()
+        except OSError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        answers = pool.map(reaches, view.probe)
+        return tuple(member for member, answer in zip(view.members, answers, strict=True) if not answer)

@@ -1,0 +1,97 @@
+"""What a group under torchrun needs before it begins: a GPU for each rank, memory, a run's folder, one disk.
+
+Each machine's ranks look at their machine; what all ranks must agree on, rank 0 judges. Importing it loads no
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from orchestrator.config.schema import JobConfig
+from orchestrator.errors import OrchestratorError, RefusedError, ResourceError, text_of
+from orchestrator.history.loggers import require_loggers
+from orchestrator.launch import start as starting
+from orchestrator.parts.node_folder import expanded, make_node
+from orchestrator.resume.store import RunStore
+
+if TYPE_CHECKING:
+    from orchestrator.planning.parallel_choice import ParallelChoice
+    from orchestrator.torchrun.store_rendezvous import StoreRendezvous
+
+
+def require_gpus() -> None:
+    """Raises `ResourceError` if this machine has fewer GPUs than ranks."""
+    import torch
+
+    needed, there = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if needed > there:
+        raise ResourceError(
+            f"cluster.use_gpu=true with {needed} ranks on this machine, but torch sees {there} GPUs; "
+            f"start at most {there} ranks here (--nproc-per-node), or set cluster.use_gpu=false"
+        )
+
+
+def require_memory(job: JobConfig) -> ParallelChoice:
+    """Into how many parts the state is cut, if the ranks on this machine have memory for it; each reads the
+    data itself, which is not counted. Raises `ResourceError`.
+    """
+    from orchestrator.launch.capacity import (
+        Workers,
+        capacity_problems,
+        choose_parallel,
+        without_memory_points,
+    )
+    from orchestrator.launch.known_shape import with_known_shape
+    from orchestrator.launch.machine_facts import machines_here
+
+    job = without_memory_points(with_known_shape(job))
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    world_size = int(os.environ.get("WORLD_SIZE", str(num_ranks)))
+    workers = Workers(num_workers=num_ranks, world_size=world_size, with_feed=False)
+    here = machines_here(job.cluster.use_gpu)
+    choice = choose_parallel(job, workers, here)
+    if problems := capacity_problems(job, choice.num_shards, workers, here):
+        raise ResourceError("\n".join(problems))
+    return choice
+
+
+def say_disk(rendezvous: StoreRendezvous, folder: str | None) -> None:
+    """Every rank: which disk it sees, for `require_group`."""
+    if folder is not None:
+        try:
+            said = [make_node(expanded(folder), "").id, ""]
+        except OrchestratorError as error:
+            said = ["", text_of(error)]
+        rendezvous.store.set(f"disk/{rendezvous.rank}", json.dumps(said))
+
+
+def require_group(
+    rendezvous: StoreRendezvous, job: JobConfig, store: RunStore, say: Callable[[str], None]
+) -> None:
+    """Rank 0: raises what refuses the start before the run is looked at."""
+    if lacks := starting.check_writable(store.storage):
+        say(f"note: {lacks}")
+    _require_one_disk(rendezvous, job.resume.node_folder)
+    starting.require_run_id(store.read_run(), job)
+    require_loggers(job.monitor.loggers)
+
+
+def _require_one_disk(rendezvous: StoreRendezvous, folder: str | None) -> None:
+    """Rank 0: raises `RefusedError` where ranks have node folders of their own, for nobody here could reach
+    them all.
+    """
+    if folder is None:
+        return
+    found = [json.loads(rendezvous.store.get(f"disk/{rank}")) for rank in range(rendezvous.world_size)]
+    if wrong := [text for _, text in found if text]:
+        raise ResourceError(f"resume.node_folder={folder} cannot be used: {'; '.join(dict.fromkeys(wrong))}")
+    if (num_disks := len({node for node, _ in found})) > 1:
+        raise RefusedError(
+            f"resume.node_folder={folder}: the {rendezvous.world_size} ranks of this group see {num_disks} "
+            "disks there, and under torchrun no rank reaches another machine's: start the run with "
+            "`orchestrator train` on Ray, on one machine, or without the key"
+        )

@@ -1,0 +1,311 @@
+"""SIGKILL of one rank, of a rank and the neighbour that keeps its copy, of all ranks, and of the coordinator,
+at every place of a step, a save, a neighbour's copy and a re-forming, under replicate, FSDP2 and HSDP.
+
+All cells of that table are made from `CASES`. Each ends in the losses and the state of runs that nobody
+disturbs, to the last bit, and nearly in those of one process; what was lost on the way is no more than is
+promised, and every point that was committed is read back. `make test` has a few cells, `make chaos` all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.coordinator.survey import survey
+from orchestrator.faults import FaultPlan
+from orchestrator.planning.neighbours import neighbours
+from orchestrator.records.steps import StepRecord
+from orchestrator.resume.store import RunStore
+from orchestrator.trainer.job import TrainJob
+from tests.trainer.killable import KillableLaunch
+from tests.trainer.launch import Launch
+from tests.trainer.member import Members, Plan, members, run_to_end
+from tests.trainer.test_read_back import read_back
+from tests.trainer.test_sharded_kills import (  # noqa: F401  fixtures
+    END,
+    HSDP,
+    REPLICATE,
+    SHARD,
+    Segments,
+    alone,
+    calm,
+    job_of,
+    killed,
+    segments_of,
+)
+
+LAYOUTS = {"replicate": REPLICATE, "fsdp2": SHARD, "hsdp": HSDP}
+SAVED = 3
+GATE = ("step_begin", SAVED + 1)  # all stand there until that save is committed
+# where one is lost first: all know of a memory point, and no point is newer
+SEALED_GATE = ("sealed", 2)
+HALVES = ("state_half_sent", "state_half_received")  # who passes these depends on the layouts
+PHASES = {  # places, and from which step on
+    "step": (("step_begin", "gradient_done", "summary_received", "applied"), 5),
+    "save": (("staging_begun", "staged", "save_part_written"), 2 * SAVED),
+    "neighbour copy": (("memory_staged", "neighbour_half_sent", "sealed"), 4),
+    "joining": (("connecting", "resharding", *HALVES, "state_agreed", "joined"), 0),
+    "losing": (("connecting", "resharding", *HALVES, "state_agreed", "joined"), 0),
+}
+REFORMS = ("joining", "losing")  # somebody comes, or is lost: the others form a group
+ONE, NEIGHBOURS, ALL, COORDINATOR = "one rank", "a rank and its neighbour", "all ranks", "the coordinator"
+# places of the coordinator itself
+OWN = {
+    "votes_complete": "save",
+    "commit_sent": "save",
+    "generation_journalled": "joining",
+    "claim_made": "joining",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Who is killed when a rank stands at a place of a phase; the coordinator also at its own places. `node`:
+    all ranks are there, so that a neighbour borrows the copies; else each is on one of its own.
+    """
+
+    layout: str
+    phase: str
+    place: str
+    who: str
+    node: str | None = None
+
+    def __str__(self) -> str:
+        where = f" on {self.node}" if self.node else ""
+        return f"{self.layout}{where}, {self.who}, {self.phase}: {self.place}"
+
+    @property
+    def job(self) -> TrainJob:
+        numerics = "invariant" if self.layout == "replicate" else "fast"
+        every = None if self.phase == "losing" else SAVED
+        return job_of(LAYOUTS[self.layout], train__numerics=numerics, resume__every_steps=every)
+
+    @property
+    def loses_no_step(self) -> bool:
+        """All of the state is on somebody who is left, whatever has become of the group meanwhile."""
+        if self.who == COORDINATOR:  # and before it perhaps a rank
+            return self.layout != "fsdp2" or self.phase != "losing"
+        if self.layout == "replicate":
+            return self.who != ALL
+        return self.layout == "hsdp" and self.who in (ONE, NEIGHBOURS) and self.phase not in REFORMS
+
+
+CASES = [
+    Case(layout=layout, phase=phase, place=place, who=who)
+    for layout in LAYOUTS
+    for phase, (places, _) in PHASES.items()
+    for place in places
+    # nobody lacks anything after a loss where all have all of it
+    if not (phase == "losing" and place in HALVES and layout == "replicate")
+    for who in (ONE, NEIGHBOURS, ALL, COORDINATOR)
+]
+CASES += [
+    Case(layout=layout, phase=phase, place=place, who=COORDINATOR)
+    for layout in LAYOUTS
+    for place, phase in OWN.items()
+]
+CASES += [
+    replace(case, node="one machine")
+    for case in CASES
+    if case.layout == "fsdp2" and case.phase in ("neighbour copy", "losing")
+]
+IN_EVERY_TEST = {
+    Case(layout="hsdp", phase="neighbour copy", place="neighbour_half_sent", who=COORDINATOR),
+    Case(layout="fsdp2", phase="losing", place="state_half_received", who=ONE),
+    Case(layout="fsdp2", phase="joining", place="generation_journalled", who=COORDINATOR),
+    Case(layout="replicate", phase="save", place="save_part_written", who=NEIGHBOURS),
+}
+
+
+@contextmanager
+def killable(folder: Path, case: Case, names: str, plans: dict[str, Plan], faults: str) -> Iterator[Members]:
+    with members(folder, list(names), plans, case.job, kind=KillableLaunch, fault_plan=faults) as group:
+        try:
+            yield group
+        finally:
+            group.launch.close()  # type: ignore[attr-defined]
+
+
+class Kill:
+    """One case, carried out."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case = case
+        self.victims, self.expected = set[str](), set[str]()
+        self.sealed, self.loads = -1, -1
+        folder.mkdir(exist_ok=True)
+        self._armed = FaultPlan(folder=str(folder / "faults"))
+        (folder / "faults").mkdir()
+        if case.place in OWN:
+            self._armed = self._armed.kill("armed by the test").kill(case.place, after=0)
+
+    def run(self, folder: Path) -> Launch:
+        """To the end."""
+        case, names = self.case, "abcd"
+        gate = SEALED_GATE if case.phase == "losing" else GATE
+        plans = {name: Plan(script=(gate, *self._stop(name)), node=case.node) for name in names}
+        with killable(folder / "run", case, names, plans, self._armed.to_json()) as self.group:
+            self.launch: KillableLaunch = self.group.launch  # type: ignore[assignment]
+            self._wait_for_held(set(names))
+            if case.phase == "losing":
+                self._kill({"d"})
+                names = "abc"
+            else:
+                self.launch.wait_for(lambda: bool(self.launch.points))
+            if case.phase == "joining":
+                self.group.start("e", Plan(script=self._stop("e"), node=case.node))
+                self.launch.wait_for(lambda: self.launch.waits("e"))
+                names = "abcde"
+            self._go_on(names)
+            self.group.finish()
+            assert killed(self.group) == self.expected
+            assert self.launch.wait_for_end().ended == "done"
+            return self.launch
+
+    def _stop(self, name: str) -> tuple[tuple[str, int], ...]:
+        """Where it stands still in the phase, if it does."""
+        case = self.case
+        stops = name == "b" or case.who == ALL or (case.who == NEIGHBOURS and name == "c")
+        if case.place in OWN or not (stops or self._any_first):
+            return ()
+        return ((case.place, PHASES[case.phase][1]),)
+
+    @property
+    def _any_first(self) -> bool:
+        """Whether it is decided there who comes to that place."""
+        return self.case.place in HALVES and self.case.phase == "joining" and self.case.layout != "fsdp2"
+
+    def _go_on(self, names: str) -> None:
+        """All pass the gate, and the kill happens."""
+        case, launch = self.case, self.launch
+        if case.place in OWN:
+            self._kill_coordinator_there(names)
+            return
+        stopping = {name for name in names if self._stop(name)}
+        for name in names.replace("e", ""):
+            launch.release(name)
+        if case.place in HALVES:  # one is enough: others may wait for it elsewhere
+            self._wait_for(lambda: any(launch.held(name) for name in stopping))
+            first = next(name for name in names if launch.held(name))
+        else:
+            self._wait_for_held(stopping)
+            first = "b"
+        self.sealed = launch.sealed
+        if case.who == COORDINATOR:
+            launch.kill_coordinator()
+        else:
+            self._kill({ONE: {first}, NEIGHBOURS: {first, keeper(first)}, ALL: set(names)}[case.who])
+        launch.let_all_pass(set(names) - self.expected)
+        if case.who == ALL:
+            self.group.join_all()
+            for name in "fghi":
+                self.group.start(name, Plan(node=case.node))
+
+    def _kill_coordinator_there(self, names: str) -> None:
+        """At a place of its own, to which it comes when the members go on, or when it begins anew."""
+        launch = self.launch
+        (Path(self._armed.folder) / "fault-0").touch()
+        if self.case.place == "claim_made":
+            launch.kill_coordinator()
+        launch.let_all_pass(set(names))
+        self._wait_for(lambda: self._armed.struck() == [0, 1])
+
+    def _wait_for_held(self, names: set[str]) -> None:
+        self._wait_for(lambda: all(self.launch.held(name) for name in names))
+
+    def _wait_for(self, what: Callable[[], bool]) -> None:
+        """It comes while they train."""
+        self.launch.wait_for(lambda: what() or bool(self.launch.outcomes))
+        assert what(), f"the run ended before {self.case}"
+
+    def _kill(self, names: set[str]) -> None:
+        for name in names:
+            self.group.processes[name].kill()
+        for name in names:
+            self.group.processes[name].join()
+        self.launch.wait_for(lambda: names <= self.launch._gone)
+        self.expected |= names
+
+
+def keeper(name: str, names: str = "abcd") -> str:
+    """Who keeps the copies of this member; of one that came later any other."""
+    at = names.find(name)
+    return names[neighbours([f"node-{each}" for each in names])[at]] if at >= 0 else names[0]
+
+
+def history(launch: Launch) -> list[StepRecord]:
+    """What storage says was trained."""
+    return list(survey(RunStore(launch.storage)).lineage.records)
+
+
+def worlds_of(launch: Launch) -> Segments:
+    """Which world trained up to which step. One that forms again as it was changes no bit."""
+    segments = segments_of(launch.views)
+    later = (*segments[1:], (0, END))
+    return tuple(each for each, after in zip(segments, later, strict=True) if each[0] != after[0])
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """One process under the numerics that give the same bits everywhere."""
+    return run_to_end(tmp_path_factory.mktemp("exact"), 1, job=job_of(REPLICATE, train__numerics="invariant"))
+
+
+def assert_as_undisturbed(case: Case, launch: Launch, calm: Any, alone: list[float], exact: Launch) -> None:  # noqa: F811
+    found, digest = history(launch), launch.last_point().state_digest
+    one = sorted(exact.records.values(), key=lambda record: record.step)
+    assert [(r.step, r.digest) for r in found] == [(r.step, r.digest) for r in one], "the same samples"
+    if case.layout == "replicate":
+        assert [(r.loss, r.grad_norm, r.lr) for r in found] == [(r.loss, r.grad_norm, r.lr) for r in one]
+        assert digest == exact.last_point().state_digest
+        return
+    losses, expected = calm("hsdp" if case.layout == "hsdp" else SHARD, worlds_of(launch))
+    assert [r.loss for r in found] == losses
+    assert digest == expected
+    assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def assert_no_more_is_lost_than_promised(kill: Kill) -> None:
+    launch, case = kill.launch, kill.case
+    steps = sorted(record.step for record in launch.records.values())
+    later = launch.views[1:]
+    if case.loses_no_step:
+        assert steps == list(range(1, END + 1)), "no step was trained twice"
+        assert all(view.point is None for view in later), "storage is the last resort"
+    elif case.who in (ONE, COORDINATOR):
+        assert all(view.step >= kill.sealed for view in later), "not before the memory point"
+        assert all(view.point is None or view.step > kill.sealed for view in later)
+    if case.phase != "losing":
+        assert all(view.step >= SAVED for view in later), "not before the newest point"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=str(c), marks=[] if c in IN_EVERY_TEST else pytest.mark.chaos) for c in CASES],
+)
+def test_a_kill_anywhere_ends_in_the_run_that_nobody_disturbed(
+    tmp_path: Path,
+    calm: Any,  # noqa: F811
+    alone: list[float],  # noqa: F811
+    exact: Launch,
+    case: Case,
+) -> None:
+    kill = Kill(case, tmp_path)
+    launch = kill.run(tmp_path)
+    assert kill.launch.deaths == (0 if case.who != COORDINATOR else 2 if case.place == "claim_made" else 1)
+    assert_as_undisturbed(case, launch, calm, alone, exact)
+    assert_no_more_is_lost_than_promised(kill)
+    assert read_back(launch.storage, case.job.model, case.job.train) >= 1
+
+
+def test_every_cell_of_the_table_has_a_case() -> None:
+    for layout in LAYOUTS:
+        for phase in PHASES:
+            for who in (ONE, NEIGHBOURS, ALL, COORDINATOR):
+                assert any((c.layout, c.phase, c.who) == (layout, phase, who) for c in CASES)
+    assert IN_EVERY_TEST.issubset(CASES)
