@@ -87,7 +87,8 @@ def _lies(each: Missing) -> str:
     files = _listed([str(rank) for rank in each.ranks])
     one = len(each.ranks) == 1
     where = " and ".join(f"{node} in {node.folder}" for node in each.nodes)
-    return f"{'file' if one else 'files'} {files} {'lies' if one else 'lie'} only on {where}"
+    enough = " (either is enough)" if len(each.nodes) > 1 else ""
+    return f"{'file' if one else 'files'} {files} {'lies' if one else 'lie'} only on {where}{enough}"
 
 
 def _listed(texts: Sequence[str]) -> str:

@@ -57,5 +57,5 @@ def test_the_text_names_the_node_and_its_files() -> None:
     assert missing_text("p", missing(parts, {kept.id})) == (
         "resume point p needs nodes gpu-1 (10.0.0.1) and gpu-3 (10.0.0.3): files 3 and 4 lie only on gpu-1 "
         "(10.0.0.1) in /nvme/run; file 6 lies only on gpu-1 (10.0.0.1) in /nvme/run and gpu-3 (10.0.0.3) in "
-        "/nvme/run"
+        "/nvme/run (either is enough)"
     )
