@@ -5,7 +5,8 @@ It knows slices and shapes; nothing of collectives, the optimizer, membership or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from orchestrator.planning import batches
 from orchestrator.records.batches import BatchSlice
 from orchestrator.trainer.model import NO_LOSS
+
+_PIECE = 1 << 14  # elements whose squares are added in float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +116,20 @@ def forget(parameters: Sequence[nn.Parameter]) -> None:
 def add_losses(total: int | None, loss: int | None) -> int | None:
     """The sum, None if one of them is."""
     return None if total is None or loss is None else total + loss
+
+
+def square_sum(gradients: Iterable[Tensor]) -> float:
+    """The sum of the squares of all elements, to 1e-7 of it: norms of short pieces, in float32, whose squares
+    are added without rounding, so that their order makes no difference. (torch's own norm of a float32 vector
+    on a CPU is 1.3 % too small at 124 million elements, and takes 40 times as long in float64.)
+    """
+    norms: list[Tensor] = []
+    for gradient in gradients:
+        flat = gradient.reshape(-1).float()
+        whole = flat.numel() // _PIECE * _PIECE
+        norms.append(torch.linalg.vector_norm(flat[:whole].view(whole // _PIECE, _PIECE), dim=1))
+        norms.append(torch.linalg.vector_norm(flat[whole:]).view(1))
+    return math.fsum((torch.cat(norms).double() ** 2).tolist()) if norms else 0.0
 
 
 def scale(gradients: Sequence[Tensor | None], norm: float, max_norm: float | None) -> None:

@@ -6,6 +6,7 @@ It knows model, ranks and collectives, nothing else.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from orchestrator.trainer.gradient import MicroBatch, add_losses, empty_micro_batch, forget, scale
+from orchestrator.trainer.gradient import MicroBatch, add_losses, empty_micro_batch, forget, scale, square_sum
 from orchestrator.trainer.group import collective, ended_by
 from orchestrator.trainer.model import loss_sum, seed_micro_batch
 from orchestrator.trainer.step_summary import fixed_point
@@ -71,9 +72,7 @@ class FastGradient:
     def clip(self, max_norm: float | None) -> float:
         """See `Gradient`."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = float(
-            torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in gradients]))
-        )
+        norm = math.sqrt(square_sum(gradients))
         scale(gradients, norm, max_norm)
         return norm
 

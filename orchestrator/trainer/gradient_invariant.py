@@ -5,6 +5,7 @@ The same bits for every division of a step among ranks. It knows model, ranks an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.planning import batches
-from orchestrator.trainer.gradient import MicroBatch, add_losses, forget, scale
+from orchestrator.trainer.gradient import MicroBatch, add_losses, forget, scale, square_sum
 from orchestrator.trainer.group import collective
 from orchestrator.trainer.model import loss_sum, seed_micro_batch
 from orchestrator.trainer.step_summary import fixed_point
@@ -110,7 +111,7 @@ class InvariantGradient:
     def clip(self, max_norm: float | None) -> float:
         """See `Gradient`."""
         assert self._flat is not None, "clip comes after reduce"
-        norm = float(torch.linalg.vector_norm(self._flat))
+        norm = math.sqrt(square_sum([self._flat]))
         scale([p.grad for p in self._parameters], norm, max_norm)
         self._flat = None
         return norm

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from orchestrator.errors import TrainingError
 from orchestrator.planning import batches
-from orchestrator.trainer.gradient import MicroBatch, add_losses, empty_micro_batch, scale
+from orchestrator.trainer.gradient import MicroBatch, add_losses, empty_micro_batch, scale, square_sum
 from orchestrator.trainer.group import collective, ended_by
 from orchestrator.trainer.lost_peer import is_mismatch
 from orchestrator.trainer.model import loss_sum, seed_micro_batch
@@ -63,13 +63,9 @@ class ShardedGradient:
         return loss
 
     def clip(self, max_norm: float | None) -> float:
-        """See `Gradient`. Squares are summed in float64; one sum over the shards of a replica, of which all
-        have the same gradient.
-        """
+        """See `Gradient`. One sum over the shards of a replica, of which all have the same gradient."""
         gradients = self._state.own_gradients()
-        square = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
-        for gradient in gradients:
-            square += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+        square = torch.tensor(square_sum(gradients), dtype=torch.float64, device=gradients[0].device)
         with collective("the norm of the gradient"):
             dist.all_reduce(square, group=self._state.mesh.get_group("shard"))
         norm = math.sqrt(float(square))
