@@ -13,6 +13,8 @@ from blake3 import blake3
 
 from orchestrator.errors import OrchestratorError
 
+FORMAT = 2  # of sealed documents; those of format 1 have no number
+
 
 class SealError(OrchestratorError):
     """The bytes are not what was written; the text says how that shows."""
@@ -24,28 +26,40 @@ def canonical(value: Any) -> bytes:
 
 
 def seal(content: Any) -> bytes:
-    """The document `{"content": …, "digest": blake3 of the canonical content}`, indented, with a last
-    newline.
+    """The document `{"content": …, "digest": blake3 of the canonical content, "format": 2}`, indented, with a
+    last newline.
     """
-    digest = blake3(canonical(content)).hexdigest()
-    options = orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-    return orjson.dumps({"content": content, "digest": digest}, option=options)
+    return _written({"content": content, "digest": _digest(content), "format": FORMAT})
 
 
 def unseal(data: bytes) -> Any:
-    """The content of a sealed document. Raises `SealError` unless the bytes are exactly those that `seal`
-    makes of it.
+    """The content of a sealed document, of this format or an earlier one. Raises `SealError` unless the bytes
+    are exactly those that were made of it.
     """
     try:
         document = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise SealError(f"is not JSON ({error}); {len(data)} bytes") from error
-    if not isinstance(document, dict) or set(document) != {"content", "digest"}:
+    if not isinstance(document, dict) or set(document) - {"format"} != {"content", "digest"}:
         raise SealError("is JSON, but not a sealed document")
-    found = blake3(canonical(document["content"])).hexdigest()
+    found = _digest(document["content"])
     if found != document["digest"]:
         raise SealError(f"has content of digest {found}, the seal says {document['digest']}")
     # Spaces and the spelling of numbers are not content: only this catches a change there.
-    if seal(document["content"]) != data:
+    if _written(document) != data:
         raise SealError("has the content that was sealed, but not the bytes that were written")
+    if document.get("format", FORMAT) != FORMAT:
+        raise SealError(
+            f"is a sealed document of format {document['format']}, this version reads 1 and {FORMAT}; use "
+            "the version that wrote it, or a later one"
+        )
     return document["content"]
+
+
+def _digest(content: Any) -> str:
+    return blake3(canonical(content)).hexdigest()
+
+
+def _written(document: dict[str, Any]) -> bytes:
+    options = orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+    return orjson.dumps(document, option=options)
