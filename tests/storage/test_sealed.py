@@ -1,4 +1,4 @@
-"""Sealed documents: what was sealed comes back, in this form and in the one without a number; nothing else."""
+"""Sealed documents: what was sealed comes back, in this form and in the one without number; nothing else."""
 
 from __future__ import annotations
 
