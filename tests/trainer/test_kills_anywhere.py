@@ -221,7 +221,8 @@ class Kill:
     def _wait_for(self, what: Callable[[], bool]) -> None:
         """It comes while they train."""
         self.launch.wait_for(lambda: what() or bool(self.launch.outcomes))
-        assert what(), f"the run ended before {self.case}"
+        seen = [(view.members, view.step, view.point) for view in self.launch.views]
+        assert what(), f"the run ended before that; its generations were {seen}"
 
     def _kill(self, names: set[str]) -> None:
         for name in names:
