@@ -341,7 +341,7 @@ def test_a_missing_tokenizer_folder_is_named(name: str) -> None:
 
 
 def test_a_folder_without_a_tokenizer_or_with_a_broken_one_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the folder has no tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"there is no tokenizer\.json in it"):
         fetch(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="its files are no tokenizer"):

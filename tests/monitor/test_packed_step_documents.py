@@ -19,6 +19,7 @@ import orchestrator
 from orchestrator.coordinator.survey import survey
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.monitor import reference_windows, tracing_windows
+from orchestrator.monitor.run_data import trained_data
 from orchestrator.monitor.tracing_windows import TracingWindows
 from orchestrator.records.cursor import Cursor
 from tests.data.making import some_texts, write_corpus
@@ -69,7 +70,7 @@ def ids_of_texts(tokenizer_folder: str) -> Ids:
 def check_every_step(run: TrainedRun | SkippingRun, ids_of: Ids, tokenizer_folder: str) -> dict[Any, Any]:
     """Each step's documents against the arrays of the whole stream; how often each input token was seen."""
     opened = orchestrator.open(run.folder)
-    spec = opened._trained_data(survey(run.store))
+    spec = trained_data(run.store, str(run.folder), survey(run.store))
     stream = list(open_samples(spec, Cursor(), SEQ_LEN))
     decoder = Tokenizer.from_file(f"{tokenizer_folder}/tokenizer.json")
     seen: dict[Any, Any] = defaultdict(lambda: np.zeros(0, np.int64))

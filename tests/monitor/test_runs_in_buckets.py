@@ -20,6 +20,7 @@ from orchestrator.errors import ConfigError, RefusedError, StorageError
 from orchestrator.launch.doctor_bucket import BucketFacts, judge_bucket
 from orchestrator.launch.doctor_facts import look_at_storage
 from orchestrator.monitor.dashboard.app import make_app
+from orchestrator.monitor.run_data import trained_data
 from orchestrator.storage.buckets import forget_buckets
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import above, absolute, join, open_storage, split
@@ -223,7 +224,7 @@ def test_a_frozen_list_in_a_bucket_is_read_once_by_a_machine(
     uri = put(folder / "example", f"{bucket}/example")
     run = orchestrator.open(uri)
     assert run.audit(processes=1)["exactly_once"]
-    (plan,) = run._trained_data(survey(run._store)).plans
+    (plan,) = trained_data(run._store, uri, survey(run._store)).plans
     reference = plan.reference
     assert reference is not None
     assert (reference.storage, reference.path) == (uri, "manifest/made.parquet")
