@@ -124,8 +124,9 @@ def test_a_file_taken_once_of_several_paths_is_told(tmp_path: Path, tiny_config:
     write_corpus(tmp_path / "d", some_texts(9), "jsonl")
     (tmp_path / "d" / "self").symlink_to(".")
     (tmp_path / "d" / "link.jsonl").symlink_to("part-0.jsonl")
-    for folder in (None, tmp_path / "run", tmp_path / "run"):
-        spec = prepare_data(job(tiny_config, tmp_path / "d", encoder="tokenizers"), Storage(str(folder)))
+    frozen = Storage(str(tmp_path / "run"))
+    for storage in (None, frozen, frozen):
+        spec = prepare_data(job(tiny_config, tmp_path / "d", encoder="tokenizers"), storage)
         assert [row.path for row in spec.plans[0].manifest.files] == [f"part-{i}.jsonl" for i in range(3)]
         assert spec.notes == (
             "source made: 1 of 4 paths lead to files that other paths lead to, e.g. link.jsonl to "
