@@ -1,7 +1,7 @@
-"""Which of a member's phases the coordinator is told, and when: those that others may have to wait for
-(membership rule 23).
+"""Which of its phases a member reports to the coordinator, and when: those that others may have to wait
+for (membership rule 23).
 
-Pure: times are seconds of one monotonic clock. How it is told, and how often, is not known here.
+Pure: times are seconds of one monotonic clock. It knows no call: neither how a report is sent nor how often.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class PhaseReports:
         """For how many seconds the others are to wait for this member, which is in `phase` since `since`;
         None: nothing is to be said. `step_limit_s`: how long its step may last once its generation has ended.
 
-        A step is told at once, because it ends what was told before; another phase when it lasts.
+        A step is reported at once, because it ends the phase that was reported before; another phase only
+        when it lasts.
         """
         new = phase != self.told and (phase == STEP or now - since > LONG_PHASE_S)
         # waiting for the feed ends no generation: the feed has its own limit (rule 23)

@@ -1,7 +1,7 @@
 """Which resume points an attempt has on its history, and which of them go: a pure machine, and a part of the
 commit machine (membership rule 16).
 
-It knows no vote and no save: a point is told to it once it is committed. What retention means, `retention.py`
+It knows no vote and no save: it hears of a point once that is committed. What retention means, `retention.py`
 says.
 """
 

@@ -1,4 +1,4 @@
-"""Which step follows a cursor, and of which of those after it a feed is told.
+"""Which step follows a cursor, and which of those after it are announced to the feed.
 
 Pure: a job's budgets and sizes; it knows neither rank nor feed.
 """
