@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import orjson
 from blake3 import blake3
 
-from orchestrator.errors import OrchestratorError, ResumePointError
+from orchestrator.errors import LaterFormatError, OrchestratorError
 from orchestrator.json_form import decode
 from orchestrator.parts.documents import FORMATS, PARTS, manifest_of
 from orchestrator.parts.format1 import weights_digest_of_format_1
@@ -48,7 +48,9 @@ def point_path(name: str, file: str) -> str:
 
 
 def read_commit(storage: Storage, name: str) -> Commit:
-    """The content of a point's COMMIT, checked in itself. Raises `DamageError`."""
+    """The content of a point's COMMIT, checked in itself. Raises `DamageError`, and `LaterFormatError` where
+    a later version wrote it.
+    """
     assert points.parse_point_name(name) is not None, f"{name!r} is no point's name"
 
     def damage(reason: str) -> DamageError:
@@ -61,12 +63,8 @@ def read_commit(storage: Storage, name: str) -> Commit:
         raise damage("is missing, with the point's whole folder" if gone else "is missing") from error
     except SealError as error:
         raise damage(str(error)) from error
-    written = content.get("format") if isinstance(content, dict) else None
-    if isinstance(written, int) and written not in FORMATS:
-        raise ResumePointError(
-            f"resume point {name} has format {written}, this version reads "
-            f"{', '.join(map(str, FORMATS))}; use the version that wrote it"
-        )
+    if isinstance(content, dict):
+        _require_known(content.get("format"), f"resume point {name}")
     commit = decoded(name, COMMIT, Commit, content)
     if commit.key.point_name != name:
         raise damage(f"is that of point {commit.key.point_name}")
@@ -194,14 +192,33 @@ def check_sizes(storage: Storage, name: str, entries: Sequence[FileEntry]) -> li
 
 
 def read_document(storage: Storage, commit: Commit, file: str) -> dict[str, Any]:
-    """The JSON object that is a point's document, its digest checked. Raises `DamageError`."""
+    """The JSON object that is a point's document, its digest checked; without the number of its format, which
+    those of format 1 lack, but for that of parts.json, which says how to read the rest. Raises `DamageError`,
+    and `LaterFormatError` where a later version wrote it: whoever chooses a point then passes over none.
+    """
+    name = commit.key.point_name
     try:
         found = orjson.loads(read_listed(storage, commit, file))
     except orjson.JSONDecodeError as error:
-        raise DamageError(commit.key.point_name, file, f"is not JSON: {error}") from error
+        raise DamageError(name, file, f"is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise DamageError(commit.key.point_name, file, "is JSON, but no object")
+        raise DamageError(name, file, "is JSON, but no object")
+    if file == PARTS:
+        _require_known(found.get("format"), f"resume point {name}: {file}")
+        return found
+    written = found.pop("format", 1)
+    _require_known(written, f"resume point {name}: {file}")
+    if written not in FORMATS:
+        raise DamageError(name, file, f"has format {written!r}, which is no number of one")
     return found
+
+
+def _require_known(written: Any, what: str) -> None:
+    if isinstance(written, int) and written not in FORMATS:
+        raise LaterFormatError(
+            f"{what} has format {written}, this version reads {', '.join(map(str, FORMATS))}; use the "
+            "version that wrote it, or a later one"
+        )
 
 
 def read_listed(storage: Storage, commit: Commit, file: str) -> bytes:
