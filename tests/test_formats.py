@@ -29,10 +29,11 @@ from orchestrator.history.request_files import RequestFiles
 from orchestrator.json_form import decode
 from orchestrator.launch.which_point import find
 from orchestrator.monitor.views.run_views import RunViews
+from orchestrator.parts.documents import PARTS
 from orchestrator.parts.node_folder import make_node
 from orchestrator.records.points import FileEntry
 from orchestrator.resume.export_files import read_marker
-from orchestrator.resume.points import COMMIT, DOCUMENTS, PARTS, files_digest
+from orchestrator.resume.points import COMMIT, DOCUMENTS, files_digest
 from orchestrator.resume.quarantine import QuarantineFiles
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
