@@ -29,7 +29,7 @@ from orchestrator.history.request_files import RequestFiles
 from orchestrator.json_form import decode
 from orchestrator.launch.which_point import find
 from orchestrator.monitor.views.run_views import RunViews
-from orchestrator.parts.documents import PARTS
+from orchestrator.parts.documents import PARTS, read_manifest
 from orchestrator.parts.node_folder import make_node
 from orchestrator.records.points import FileEntry
 from orchestrator.resume.export_files import read_marker
@@ -212,6 +212,9 @@ def test_a_point_with_a_document_of_a_later_version_is_refused_and_no_older_one_
         text = f"resume point {NEWEST}: {file} has format 3, this version reads 1, 2; use the version that"
         assert text in str(caught.value), number
         assert "restore" not in str(caught.value)
+    if file == PARTS:
+        with pytest.raises(LaterFormatError, match="parts.json has format 3, this version reads 1, 2; use"):
+            read_manifest(numbered, NEWEST)  # what a worker reads
     assert not store.is_quarantined(NEWEST), "nothing is damaged"
     assert choose_point(store, seen, POINTS[2])[0] is not None, "who names an older one may go on from it"
 
@@ -220,6 +223,13 @@ def orchestrator_wanted() -> Any:
     from orchestrator.launch.which_point import Wanted
 
     return Wanted(point="latest")
+
+
+def test_a_worker_that_loads_a_later_versions_point_says_so(numbered: Storage) -> None:
+    path = Path(numbered.root, "points", NEWEST, COMMIT)
+    path.write_bytes(seal({**unseal(path.read_bytes()), "format": 3}))
+    with pytest.raises(LaterFormatError, match=f"{NEWEST} has format 3, this version reads 1, 2; use the"):
+        read_manifest(numbered, NEWEST)
 
 
 @pytest.mark.parametrize("number", ["2", None, [1]])

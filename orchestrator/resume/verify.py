@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import orjson
 from blake3 import blake3
 
-from orchestrator.errors import LaterFormatError, OrchestratorError
+from orchestrator.errors import OrchestratorError
 from orchestrator.json_form import decode
-from orchestrator.parts.documents import FORMATS, PARTS, manifest_of
+from orchestrator.parts.documents import FORMATS, PARTS, manifest_of, require_known
 from orchestrator.parts.format1 import weights_digest_of_format_1
 from orchestrator.parts.manifest import MODEL, Manifest, PartDamage
 from orchestrator.parts.part_file import FORMAT, part_path
@@ -64,7 +64,7 @@ def read_commit(storage: Storage, name: str) -> Commit:
     except SealError as error:
         raise damage(str(error)) from error
     if isinstance(content, dict):
-        _require_known(content.get("format"), f"resume point {name}")
+        require_known(content.get("format"), f"resume point {name}")
     commit = decoded(name, COMMIT, Commit, content)
     if commit.key.point_name != name:
         raise damage(f"is that of point {commit.key.point_name}")
@@ -204,21 +204,13 @@ def read_document(storage: Storage, commit: Commit, file: str) -> dict[str, Any]
     if not isinstance(found, dict):
         raise DamageError(name, file, "is JSON, but no object")
     if file == PARTS:
-        _require_known(found.get("format"), f"resume point {name}: {file}")
+        require_known(found.get("format"), f"resume point {name}: {file}")
         return found
     written = found.pop("format", 1)
-    _require_known(written, f"resume point {name}: {file}")
+    require_known(written, f"resume point {name}: {file}")
     if written not in FORMATS:
         raise DamageError(name, file, f"has format {written!r}, which is no number of one")
     return found
-
-
-def _require_known(written: Any, what: str) -> None:
-    if isinstance(written, int) and written not in FORMATS:
-        raise LaterFormatError(
-            f"{what} has format {written}, this version reads {', '.join(map(str, FORMATS))}; use the "
-            "version that wrote it, or a later one"
-        )
 
 
 def read_listed(storage: Storage, commit: Commit, file: str) -> bytes:
