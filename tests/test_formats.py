@@ -27,7 +27,8 @@ from orchestrator.history.finding_files import FindingFiles
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.history.request_files import RequestFiles
 from orchestrator.json_form import decode
-from orchestrator.launch.which_point import find
+from orchestrator.launch.replay_history import History
+from orchestrator.launch.which_point import Wanted, find
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.parts.documents import PARTS, read_manifest
 from orchestrator.parts.node_folder import make_node
@@ -190,19 +191,19 @@ def test_a_document_of_a_point_has_its_number_and_is_read_without_it_too(
 
 @pytest.mark.parametrize("file", DOCUMENTS)
 def test_a_point_with_a_document_of_a_later_version_is_refused_and_no_older_one_taken(
-    numbered: Storage, file: str, monkeypatch: pytest.MonkeyPatch
+    numbered: Storage, file: str
 ) -> None:
     rewrite(numbered, NEWEST, file, {**content_of(numbered, NEWEST, file), "format": 3, "later": 1})
     store, run = RunStore(numbered), orchestrator.open(numbered.root)
     seen = survey(store, with_steps=False)
-    monkeypatch.chdir(ROOT)
     reads: list[Callable[[], object]] = [
         lambda: store.verify_point(NEWEST),
         lambda: store.verify_point(NEWEST, fast=True),
         lambda: choose_point(store, seen, "latest"),
         lambda: choose_point(store, seen, "latest", fast=True),
         lambda: choose_point(store, seen, NEWEST),
-        lambda: find(store, survey(store), orchestrator_wanted()),
+        lambda: find(store, survey(store), Wanted(point="latest")),
+        lambda: History(store, Wanted(step=10)),
         run.list_points,
         run.verify,
     ]
@@ -217,12 +218,6 @@ def test_a_point_with_a_document_of_a_later_version_is_refused_and_no_older_one_
             read_manifest(numbered, NEWEST)  # what a worker reads
     assert not store.is_quarantined(NEWEST), "nothing is damaged"
     assert choose_point(store, seen, POINTS[2])[0] is not None, "who names an older one may go on from it"
-
-
-def orchestrator_wanted() -> Any:
-    from orchestrator.launch.which_point import Wanted
-
-    return Wanted(point="latest")
 
 
 def test_a_worker_that_loads_a_later_versions_point_says_so(numbered: Storage) -> None:
