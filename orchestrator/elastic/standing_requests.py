@@ -37,7 +37,8 @@ class StandingRequests:
         """What the running generation hears. `save_only`: it was formed for nothing but a save. `reform`:
         others wait to come in, or some wait to leave, with `leaving_saves` after a save. `over`: the run was
         stopped. A stop is also a way to meet again, so it leaves no re-form to be asked for. A re-form waits
-        for the save that is asked for with it: one that it does not need comes after it.
+        for the save that is asked for with it: one that it does not need comes after it, but for the one
+        before a `resize`, for which nobody waits.
         """
         reform = reform and not self.stop
         return ControlRequests(
@@ -46,4 +47,5 @@ class StandingRequests:
             stop=self.stop,
             reform=reform,
             acknowledged_step=0,
+            resize=reform,
         )

@@ -134,7 +134,8 @@ class GenerationView:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlRequests:
     """What the coordinator wants of a running generation. `ended`: this generation is over (also: not one of
-    mine, join again).
+    mine, join again). `resize`: the re-form is planned, to take members in or let them go, so the state is
+    saved before it if that keeps nobody waiting.
     """
 
     ended: bool
@@ -142,6 +143,7 @@ class ControlRequests:
     stop: bool
     reform: bool
     acknowledged_step: int
+    resize: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -314,11 +314,9 @@ class _Trainer:
     def _control(self, view: GenerationView, label: int) -> tuple[int, int]:
         """The control and the acknowledged step for the summary; only rank 0's are used."""
         wanted = self._membership.control_requests(view)
-        # what is due waits until this rank is free, and with a re-form until all were, so that it keeps none
-        # from happening; a request is repeated until the first vote has been heard of
-        free = self._saver.is_free and not (wanted.reform and self._num_busy)
-        due = free and self._triggers.due(label, time.monotonic())
-        return asked_for(wanted, due), wanted.acknowledged_step
+        due = self._triggers.due(label, time.monotonic())
+        control = asked_for(wanted, due=due, is_free=self._saver.is_free, num_busy=self._num_busy)
+        return control, wanted.acknowledged_step
 
     def _note_digest(self, group: Group) -> None:
         """Rank 0 says what the weights are, every so many steps."""

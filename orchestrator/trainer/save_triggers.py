@@ -52,11 +52,16 @@ class SaveTriggers:
         return dataclasses.replace(self, step=step)
 
 
-def asked_for(wanted: ControlRequests, due: bool) -> int:
+def asked_for(wanted: ControlRequests, *, due: bool, is_free: bool, num_busy: int) -> int:
     """The control bits that rank 0 adds to a summary: what the coordinator wants of the generation, and a
-    save that is `due`.
+    save that is `due`, or that comes before a planned re-form. `is_free`: no save of rank 0 is undecided;
+    `num_busy` ranks held one at the step before.
+
+    A save that the coordinator did not ask for waits until rank 0 is free, and with a re-form until all were,
+    so that it keeps none from happening. What the coordinator wants is repeated until its first vote came.
     """
-    save = SAVE if due or wanted.save else 0
+    free = is_free and not (wanted.reform and num_busy)
+    save = SAVE if wanted.save or (free and (due or wanted.resize)) else 0
     return save | (STOP if wanted.stop else 0) | (REFORM if wanted.reform else 0)
 
 

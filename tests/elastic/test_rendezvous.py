@@ -371,8 +371,10 @@ def test_joiners_that_come_together_interrupt_once():
     machine.join(request("c"), 10.15)
     machine.tick(10.3)
     assert not machine.control_requests(ATTEMPT, 1, 0).reform
+    assert not machine.control_requests(ATTEMPT, 1, 0).resize
     machine.tick(10.36)
-    assert machine.control_requests(ATTEMPT, 1, 0).reform
+    wanted = machine.control_requests(ATTEMPT, 1, 0)
+    assert (wanted.reform, wanted.resize, wanted.save) == (True, True, False), "saved, if it costs no time"
     machine.join(request("a", key(1, 9), leaves=1), 10.4)
     made = form(machine, 10.4)
     assert (made.members, made.newcomers, made.parent) == (("a", "b", "c"), ("b", "c"), key(1, 9))
@@ -650,6 +652,7 @@ def test_a_restarted_coordinator_has_the_members_meet_at_a_step_boundary(previou
     machine = rendezvous(expected=2, previous=previous)
     wanted = machine.control_requests(2, 5, 40)
     assert (wanted.ended, wanted.reform, wanted.save, wanted.stop) == (False, True, False, False)
+    assert not wanted.resize, "all who train stay"
     assert wanted.acknowledged_step == 40
     machine.join(older("b", 41), 1.0)
     assert machine.control_requests(2, 5, 40).ended

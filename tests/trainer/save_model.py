@@ -18,6 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from orchestrator.coordinator.places import Places
+from orchestrator.records.membership import ControlRequests
 from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
@@ -37,7 +38,7 @@ from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.trainer import save_slot
 from orchestrator.trainer.save_slot import Answered, Begin, CallOff, SaveSlot, Staged, Stopped, Written
-from orchestrator.trainer.save_triggers import REFORM, SAVE, STOP, SaveTriggers, carried_out
+from orchestrator.trainer.save_triggers import REFORM, SAVE, STOP, SaveTriggers, asked_for, carried_out
 from tests.resume.quick_storage import tell_machine
 from tests.resume.test_commit_machine import vote
 
@@ -351,17 +352,21 @@ def summaries(
     if step > rules.steps:
         yield "the data end", lambda: leaving(world, group)
         return
-    control = SAVE if world.asked or first.triggers.due(step, 0.0) else 0
-    control |= STOP if world.stop else 0
-    control |= REFORM if any(m.life == WAITS for m in world.members) and not world.stop else 0
     busy = sum(not world.members[who].slot.is_free for who in group)
-    obeyed = rules.carried_out(control, busy)
-    yield f"the summary of step {step} reaches all, {obeyed}", lambda: heard(world, group, obeyed, rules)
-    if world.faults and len(group) > 1:
-        less = world._replace(faults=world.faults - 1)
-        for who in group:
-            one = world.members[who].name
-            yield f"the summary of step {step} reaches {one} alone", partial(alone, less, who, obeyed, rules)
+    reform = any(m.life == WAITS for m in world.members) and not world.stop
+    wanted = ControlRequests(
+        ended=False, save=world.asked, stop=world.stop, reform=reform, resize=reform, acknowledged_step=0
+    )
+    asked = partial(asked_for, wanted, due=first.triggers.due(step, 0.0), is_free=first.slot.is_free)
+    # how many were busy at the step before is one of these
+    for obeyed in sorted({rules.carried_out(asked(num_busy=known), busy) for known in range(len(group) + 1)}):
+        did = f"{obeyed} of step {step}"
+        yield f"the summary with {did} reaches all", partial(heard, world, group, obeyed, rules)
+        if world.faults and len(group) > 1:
+            less = world._replace(faults=world.faults - 1)
+            for who in group:
+                one = world.members[who].name
+                yield f"the summary with {did} reaches {one} alone", partial(alone, less, who, obeyed, rules)
 
 
 def alone(world: World, who: int, control: int, rules: Rules) -> World:

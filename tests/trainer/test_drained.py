@@ -62,9 +62,18 @@ def test_a_point_of_the_step_is_committed_and_the_others_go_on_from_it(tmp_path,
     assert causes[1] == "node drained"
 
 
-def test_where_nobody_knew_that_a_save_is_needed_the_group_meets_finds_out_and_saves(tmp_path, calm, alone):  # noqa: F811
+def test_where_nobody_knew_that_a_save_is_needed_the_one_before_the_reform_is_it(tmp_path, calm, alone):  # noqa: F811
     launch = drained_at_5(tmp_path, sharded=False)
-    assert [(view.world_size, view.step) for view in launch.views] == [(3, 0), (3, 5), (2, 6)]
+    assert [(view.world_size, view.step) for view in launch.views] == [(3, 0), (2, 5)]
+    assert launch.views[1].point == StateKey(attempt=1, generation=1, step=5).point_name
+    assert launch.outcomes["c"].reason == LEFT
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+
+
+def test_where_that_one_fails_the_group_meets_finds_out_and_saves_the_next_step(tmp_path, calm, alone):  # noqa: F811
+    launch = drained_at_5(tmp_path, sharded=False, plans={"b": Plan(full_disk_at=5)})
+    assert [(view.world_size, view.step) for view in launch.views[:2]] == [(3, 0), (3, 5)]
+    assert launch.views[-1].world_size == 2
     assert launch.outcomes["c"].reason == LEFT
     assert_as_if_nothing_happened(launch, SHARD, calm, alone)
 

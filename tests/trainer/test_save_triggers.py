@@ -67,10 +67,28 @@ def test_a_save_is_begun_only_where_all_are_free_and_a_reform_with_it_waits(cont
     assert carried_out(control, num_busy) == expected
 
 
-@given(st.tuples(*4 * [st.booleans()]))
-def test_rank_0_adds_what_is_wanted_and_what_is_due_and_nothing_else(asked):
-    save, stop, reform, due = asked
-    wanted = ControlRequests(ended=False, save=save, stop=stop, reform=reform, acknowledged_step=0)
-    control = asked_for(wanted, due)
-    assert (bool(control & SAVE), bool(control & STOP), bool(control & REFORM)) == (save or due, stop, reform)
+@given(st.tuples(*6 * [st.booleans()]), st.integers(0, 2))
+def test_rank_0_adds_what_is_wanted_and_what_is_due_and_nothing_else(asked, num_busy):
+    save, stop, reform, resize, due, is_free = asked
+    wanted = ControlRequests(
+        ended=False, save=save, stop=stop, reform=reform, resize=resize, acknowledged_step=0
+    )
+    control = asked_for(wanted, due=due, is_free=is_free, num_busy=num_busy)
+    assert (bool(control & STOP), bool(control & REFORM)) == (stop, reform)
     assert not control & ~(SAVE | STOP | REFORM)
+    if save:
+        assert control & SAVE, "what the coordinator wants is not forgotten"
+    elif not is_free:
+        assert not control & SAVE
+    elif not (reform and num_busy):
+        assert bool(control & SAVE) == (due or resize)
+
+
+def test_a_planned_reform_has_a_save_before_it_and_waits_for_none() -> None:
+    wanted = ControlRequests(
+        ended=False, save=False, stop=False, reform=True, resize=True, acknowledged_step=0
+    )
+    for is_free, num_busy in [(True, 0), (True, 1), (False, 0), (False, 2)]:
+        control = asked_for(wanted, due=False, is_free=is_free, num_busy=num_busy)
+        all_free = is_free and not num_busy
+        assert carried_out(control, num_busy) == (SAVE | REFORM if all_free else REFORM)

@@ -300,11 +300,15 @@ def test_a_newcomer_receives_its_shard_and_nobody_goes_back(tmp_path, calm, alon
 
 @pytest.mark.parametrize("place", ["resharding", "state_half_sent", "state_half_received"])
 def test_who_dies_while_the_state_is_moved_takes_nothing_from_the_others(tmp_path, calm, alone, place):
-    """The group grows, and a member dies in the middle of it: the shards from before are there still, and
-    what the lost one had lies in its memory point.
+    """The group grows, the save before that fails, and a member dies in the middle of it: the shards from
+    before are there still, and what the lost one had lies in its memory point.
     """
     victim = "d" if place == "state_half_received" else "a"
-    plans = {"b": Plan(hold=("step_begin", 5)), "a": Plan(kill=(place, 5) if victim == "a" else None)}
+    plans = {
+        "b": Plan(hold=("step_begin", 5)),
+        "a": Plan(kill=(place, 5) if victim == "a" else None),
+        "c": Plan(full_disk_at=5),
+    }
     with members(tmp_path, list("abc"), plans, job_of(SHARD)) as group:
         launch = group.launch
         launch.wait_for(lambda: launch.held("b") is not None)
@@ -320,6 +324,26 @@ def test_who_dies_while_the_state_is_moved_takes_nothing_from_the_others(tmp_pat
     # without d all have their shards of step 5; a's shard is as old as its memory point
     assert last.parent is not None
     assert last.parent.step == 5 if victim == "d" else last.parent.step in (2, 4)
+    assert_as_if_nothing_happened(launch, SHARD, calm, alone)
+
+
+def test_the_point_before_a_planned_reform_keeps_its_step_if_that_goes_wrong(tmp_path, calm, alone):
+    moment = ("resharding", 5)
+    plans = {"b": Plan(hold=("step_begin", 5)), "a": Plan(hold=moment, kill=moment)}
+    with members(tmp_path, list("abc"), plans, job_of(SHARD)) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("b") is not None)
+        group.start("d")
+        launch.wait_for(lambda: launch.waits("d"))
+        launch.release("b")
+        launch.wait_for(lambda: launch.held("a") is not None)
+        saved = StateKey(attempt=1, generation=1, step=5)
+        launch.wait_for(lambda: saved.point_name in launch.points)
+        launch.release("a")
+        group.finish()
+        assert killed(group) == {"a"}
+    assert [view.parent for view in launch.views[1:]] == [saved, saved]
+    assert [view.point for view in launch.views] == [None, None, saved.point_name]
     assert_as_if_nothing_happened(launch, SHARD, calm, alone)
 
 
