@@ -79,6 +79,7 @@ FORKED = {
     "tests/system/test_failing_servers.py",
     "tests/system/test_torchrun.py",
     "tests/test_examples.py",
+    "tests/torchrun/test_devices.py",
     "tests/torchrun/test_membership.py",
     "tests/trainer/test_copy.py",
     "tests/trainer/test_drained.py",

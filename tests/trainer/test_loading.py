@@ -23,8 +23,11 @@ from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.loading import digest_of, load, sum_of
+from orchestrator.trainer.staging import StagingBuffer
 from orchestrator.trainer.state import Item
+from tests.devices import PAIRS
 from tests.trainer.saved_states import commit_state
+from tests.trainer.test_staging import content, placed
 
 KEY = StateKey(attempt=1, generation=1, step=1)
 LAYOUTS = [layout_of(1, 1), layout_of(3, 1), layout_of(4, None), layout_of(4, 2), layout_of(7, None)]
@@ -66,27 +69,45 @@ def save(folder: Path, layout: Layout, items: Sequence[Sequence[Item]]) -> str:
     return commit_state(RunStore(Storage(str(folder))), KEY, layout, items).commit.weights_digest
 
 
+def staged(items: Sequence[Item], buffer: StagingBuffer) -> list[Item]:
+    """What lies in the buffer after they were staged."""
+    copies = []
+    for item in items:
+        place = placed([item.tensor])
+        buffer.reserve(item.tensor.nbytes)
+        buffer.stage(place, lambda: None, lambda: None).done.result(60)
+        (data,) = content(buffer, place)
+        copy = torch.frombuffer(bytearray(data), dtype=item.tensor.dtype) if data else item.tensor.cpu()
+        copies.append(dataclasses.replace(item, tensor=copy.reshape(item.tensor.shape)))
+    return copies
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_pairs_of_layouts_give_the_same_bits(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("saved_on", "loaded_on"), PAIRS)
+def test_all_pairs_of_layouts_and_devices_give_the_same_bits(
+    tmp_path: Path, saved_on: torch.device, loaded_on: torch.device, dtype: str
+) -> None:
     whole = whole_tensors(DTYPES[dtype])
-    digests = {digest_of(items_of(whole, layout_of(1, 1), 0))}
+    there = {name: tensor.to(saved_on) for name, tensor in whole.items()}
+    digests = {digest_of(items_of(whole, layout_of(1, 1), 0)), digest_of(items_of(there, layout_of(1, 1), 0))}
+    buffer = StagingBuffer(saved_on)
     for number, saving in enumerate(LAYOUTS):
         folder = tmp_path / str(number)
-        digests.add(
-            save(folder, saving, [items_of(whole, saving, rank) for rank in range(saving.world_size)])
-        )
+        shares = [staged(items_of(there, saving, rank), buffer) for rank in range(saving.world_size)]
+        digests.add(save(folder, saving, shares))
         files = CommittedFiles(Storage(str(folder)))
         for loading in LAYOUTS:
-            blank = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+            blank = {name: torch.zeros_like(tensor, device=loaded_on) for name, tensor in whole.items()}
             sums = []
             for rank in range(loading.world_size):
                 items = items_of(blank, loading, rank)
                 load(items, KEY.point_name, files)
                 for item, expected in zip(items, items_of(whole, loading, rank), strict=True):
-                    assert torch.equal(item.tensor, expected.tensor), (saving, loading, rank, item.name)
+                    assert torch.equal(item.tensor.cpu(), expected.tensor), (saving, loading, rank, item.name)
                 sums += [sum_of(i) for i in items if i.group == "model" and rank < loading.num_shards]
             digests.add(weights_sum(sums))
-    assert len(digests) == 1, "who holds what changes no digest"
+    buffer.close()
+    assert len(digests) == 1, "who holds what, and where, changes no digest"
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,20 @@ from orchestrator.errors import StorageError
 from orchestrator.planning.state_layout import Layout, Place, StateTensor, flat_part
 from orchestrator.trainer.staging import StagingBuffer
 from orchestrator.trainer.state import tensor_bytes
+from tests.devices import CPU, DEVICES
 
 LIMIT_S = 60.0
-CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where what is staged lies."""
+    return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture
-def buffer() -> Iterator[StagingBuffer]:
-    made = StagingBuffer(CPU)
+def buffer(device: torch.device) -> Iterator[StagingBuffer]:
+    made = StagingBuffer(device)
     yield made
     made.close()
 
@@ -70,44 +76,43 @@ def stage(buffer: StagingBuffer, tensors: list[Tensor]) -> None:
     staging = buffer.stage(copies, nothing, nothing)
     staging.wait()
     staging.done.result(LIMIT_S)
-    assert content(buffer, copies) == [bytes(tensor_bytes(tensor)) for tensor in tensors]
+    assert content(buffer, copies) == [bytes(tensor_bytes(tensor.cpu())) for tensor in tensors]
 
 
-def test_every_type_and_form_is_copied_bit_by_bit(buffer: StagingBuffer) -> None:
+def test_every_type_and_form_is_copied_bit_by_bit(buffer: StagingBuffer, device: torch.device) -> None:
     torch.manual_seed(0)
     floats = torch.randn(7, 5)
-    stage(
-        buffer,
-        [
-            floats,
-            floats.to(torch.bfloat16),
-            torch.tensor(12345),
-            floats > 0,
-            torch.arange(6, dtype=torch.uint8),
-            floats.t(),
-            torch.full((3,), float("nan")),
-        ],
-    )
+    tensors = [
+        floats,
+        floats.to(torch.bfloat16),
+        torch.tensor(12345),
+        floats > 0,
+        torch.arange(6, dtype=torch.uint8),
+        torch.full((3,), float("nan")),
+    ]
+    stage(buffer, [*(tensor.to(device) for tensor in tensors), floats.to(device).t()])
 
 
 def test_the_memory_is_the_same_for_every_save_and_grows_only_for_a_larger_part(
-    buffer: StagingBuffer,
+    buffer: StagingBuffer, device: torch.device
 ) -> None:
     path = buffer.path
     for seed in range(5):
         torch.manual_seed(seed)
-        stage(buffer, [torch.randn(1000)])
+        stage(buffer, [torch.randn(1000, device=device)])
         assert (buffer.path, buffer.num_bytes) == (path, 4000)
-    stage(buffer, [torch.randn(10)])
+    stage(buffer, [torch.randn(10, device=device)])
     assert buffer.num_bytes == 4000
-    stage(buffer, [torch.randn(3000), torch.randn(5)])
+    stage(buffer, [torch.randn(3000, device=device), torch.randn(5, device=device)])
     assert buffer.num_bytes == 12_032 + 20
     assert Path(path).stat().st_size == buffer.num_bytes
 
 
-def test_who_writes_to_the_source_waits_for_the_copy_and_not_for_what_follows(buffer: StagingBuffer) -> None:
+def test_who_writes_to_the_source_waits_for_the_copy_and_not_for_what_follows(
+    buffer: StagingBuffer, device: torch.device
+) -> None:
     begins, goes_on = threading.Event(), threading.Event()
-    source = torch.zeros(1000)
+    source = torch.zeros(1000, device=device)
     copies = placed([source])
     buffer.reserve(4000)
     staging = buffer.stage(copies, waiting(begins), waiting(goes_on))
@@ -140,6 +145,7 @@ def no_more_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+@pytest.mark.parametrize("device", [CPU])
 def test_where_there_was_no_room_that_save_fails_and_the_next_one_has_it(buffer: StagingBuffer) -> None:
     stage(buffer, [torch.zeros(4)])
     large = [torch.ones(16 << 20)]
