@@ -31,6 +31,15 @@ from types import SimpleNamespace
 from typing import Any
 
 MODULES = (
+    # of others, which Ray imports: not once more for each of its environments
+    "click",
+    "fsspec.implementations.local",
+    "google.protobuf.json_format",
+    "google.protobuf.struct_pb2",
+    "google.protobuf.timestamp_pb2",
+    "jsonschema",
+    "msgpack",
+    "requests",
     "gigatoken",
     "orchestrator.cli.commands",
     "orchestrator.cli.tables",

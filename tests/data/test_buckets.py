@@ -28,7 +28,6 @@ import obstore
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from moto.server import ThreadedMotoServer
 
 from orchestrator.config.loading import parse_config
 from orchestrator.data.preparing import prepare_data
@@ -42,6 +41,7 @@ from orchestrator.storage.buckets import bucket_of, forget_buckets
 from orchestrator.storage.files import Storage
 from tests.data.making import job, plain, samples, some_texts, spec_of, write_corpus
 from tests.storage.azurite import azurite, connection_string, make_container
+from tests.storage.servers import moto
 
 Make = Callable[..., dict[str, Any]]
 CLOUD = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "CLOUDSDK_")
@@ -61,10 +61,8 @@ def no_credentials_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 # ------------------------------------------------------------------------------ servers
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    yield "http://{}:{}".format(*server.get_host_and_port())
-    server.stop()
+    with moto() as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

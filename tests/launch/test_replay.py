@@ -232,13 +232,13 @@ def test_what_only_shows_stays_in_this_process(example: Path) -> None:
 
 def test_a_launch_that_cannot_begin_leaves_neither_a_pin_nor_a_folder(example: Path) -> None:
     before = contents(example.parent)
-    with pytest.raises(RefusedError, match="memory are needed for 1000000 workers"):
-        orchestrator.open(example).replay(9, overrides=["cluster.num_workers=1000000"])
+    with pytest.raises(RefusedError, match="memory are needed for 20000 workers"):
+        orchestrator.open(example).replay(9, overrides=["cluster.num_workers=20000"])
     assert contents(example.parent) == before
     run = orchestrator.open(example)
     run.pin(SAVED[1], "mine")
     with pytest.raises(RefusedError):
-        run.replay(9, overrides=["cluster.num_workers=1000000"])
+        run.replay(9, overrides=["cluster.num_workers=20000"])
     assert {row["name"] for row in run.list_points() if row["pin"]} == {SAVED[1]}, "it was not the replay's"
 
 

@@ -22,7 +22,8 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 import pytest
-from moto.server import ThreadedMotoServer
+from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
 
 from orchestrator.storage.buckets import forget_buckets
 
@@ -85,12 +86,16 @@ class Proxy:
 def moto() -> Iterator[str]:
     """The URL of a server of S3 with no bucket."""
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
+    # moto's own server lists a folder of its for every request, to find out that it is one for S3
+    app = create_backend_app("s3")
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
     try:
-        yield "http://{}:{}".format(*server.get_host_and_port())
+        yield "http://{}:{}".format(*server.server_address[:2])
     finally:
-        server.stop()
+        server.shutdown()
+        thread.join()
 
 
 @contextmanager

@@ -201,6 +201,7 @@ def test_a_factory_is_called_where_the_driver_would_find_it_and_what_cannot_be_t
     assert "model.factory=our_models:read_by_itself does not work on torch's meta device" in note
 
 
+@pytest.mark.usefixtures("begun_warm")
 def test_the_vocabulary_of_a_factorys_model_is_looked_at_where_that_says_it(tmp_path, monkeypatch):
     (tmp_path / "small_models.py").write_text(TABLES)
     monkeypatch.syspath_prepend(tmp_path)
@@ -217,6 +218,7 @@ def test_the_vocabulary_of_a_factorys_model_is_looked_at_where_that_says_it(tmp_
     assert "the largest torch.nn.Embedding of model.factory=small_models:silent has 99 rows" in note
 
 
+@pytest.mark.usefixtures("begun_warm")
 def test_a_parameter_without_rows_is_refused_where_the_state_is_to_be_sharded(tmp_path, monkeypatch):
     (tmp_path / "scaled_models.py").write_text(SCALED)
     monkeypatch.syspath_prepend(tmp_path)
