@@ -22,7 +22,7 @@ import orchestrator
 from orchestrator.coordinator.choosing import choose_point
 from orchestrator.coordinator.survey import survey
 from orchestrator.data.frozen import read_later
-from orchestrator.errors import LaterFormatError, OrchestratorError
+from orchestrator.errors import ConfigError, LaterFormatError, OrchestratorError
 from orchestrator.history.finding_files import FindingFiles
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.history.request_files import RequestFiles
@@ -34,6 +34,7 @@ from orchestrator.parts.documents import PARTS, read_manifest
 from orchestrator.parts.node_folder import make_node
 from orchestrator.records.points import FileEntry
 from orchestrator.resume.export_files import read_marker
+from orchestrator.resume.init_weights import weights_sentence
 from orchestrator.resume.points import COMMIT, DOCUMENTS, files_digest
 from orchestrator.resume.quarantine import QuarantineFiles
 from orchestrator.resume.store import RunStore
@@ -145,6 +146,22 @@ def test_an_end_of_a_later_version_is_no_end_so_that_the_attempt_is_watched(tmp_
     assert RunStore(storage).read_end(3) is not None
     path.write_bytes(spelled({**json.loads(path.read_bytes()), "format": 3}))
     assert RunStore(storage).read_end(3) is None
+
+
+@pytest.mark.parametrize("of_the_seal", [True, False])
+def test_weights_that_a_later_version_exported_need_that_version_and_no_other_export(
+    tmp_path: Path, of_the_seal: bool
+) -> None:
+    storage = kinds_in(tmp_path / "kinds")
+    path = Path(storage.root, "exports", NEWEST, "EXPORT")
+    path.with_name("model.safetensors").touch()
+    assert "exported from" in weights_sentence(str(path.parent))
+    document, content = json.loads(path.read_bytes()), unseal(path.read_bytes())
+    path.write_bytes(spelled({**document, "format": 3}) if of_the_seal else seal({**content, "format": 2}))
+    refused = r"EXPORT .* format [23], this version reads 1.*; use the version that"
+    with pytest.raises(ConfigError, match=refused) as caught:
+        weights_sentence(str(path.parent))
+    assert "again" not in str(caught.value)
 
 
 # ------------------------------------------------------------------ a point's documents
