@@ -257,12 +257,14 @@ class Commits:
 
     async def _note_commit(self, key: StateKey) -> None:
         """Journals it also where a newer save was quicker: that is how a COMMIT that is lost is missed."""
-        self._fails = False
+        failed, self._fails = self._fails, False
         self.retries.committed()
         point = self._committer.last_point
         assert point is not None, f"{key.point_name} is acknowledged, and nothing was committed"
         assert point.key == key, f"{key.point_name} is acknowledged, the last COMMIT is that of {point.name}"
         note_committed(self._journal, point, self._committer.last_peaks, self._committer.last_loss)
+        if failed:
+            await self._listener.warned(f"storage works again: {point.name} is saved")
         newest = self.newest is None or point.key > self.newest.key
         if newest:
             self.newest = point

@@ -64,6 +64,25 @@ def test_a_report_that_comes_late_is_not_taken_for_the_begin_of_the_save_that_is
     assert given_up(store) == [(key(1).point_name, 0.0)]
 
 
+def test_who_read_that_the_run_may_stop_for_want_of_storage_reads_once_that_it_will_not(
+    store: RunStore,  # noqa: F811
+) -> None:
+    async def launch() -> None:
+        actor = coordinator(store)
+        await actor.join(JOIN)
+        await actor.report(LAUNCH, "m", 1, 1, tuple(record(key(step)) for step in (1, 2, 3)))
+        await actor.save_failed(LAUNCH, key(1), 0, 1, "No space left on device")
+        for step in (2, 3):
+            assert await actor.vote(LAUNCH, write_vote(store.storage, key(step), 0, 1)) is True
+        told = [text for text in (await status(actor)).warnings if "works again" in text or "stops" in text]
+        assert len(told) == 2, told
+        assert "if none succeeds for" in told[0]
+        assert told[1] == f"storage works again: {key(2).point_name} is saved"
+        await actor.end("stopped", "enough")
+
+    run(launch)
+
+
 def test_a_save_that_lost_a_worker_is_made_again_before_the_next_one_is_due(store: RunStore) -> None:  # noqa: F811
     async def launch() -> None:
         actor = coordinator(store, min_workers=2, max_workers=2)
