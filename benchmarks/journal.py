@@ -67,7 +67,9 @@ def write(storage: Storage, num_records: int) -> None:
         journal.step(record)
         parent = record.key
         if step % PER_EVENT == 0:
-            journal.event(EventKind.SAVE_GIVEN_UP, point=parent.point_name, reason="a vote is missing")
+            journal.event(
+                EventKind.SAVE_GIVEN_UP, point=parent.point_name, reason="a vote is missing", retry_s=5.0
+            )
         if step % PER_FLUSH == 0:
             journal.flush()
     journal.close()

@@ -65,6 +65,12 @@ class ResumePointError(OrchestratorError):
     """A resume point is damaged or incomplete; names the point, the file and the reason."""
 
 
+class LaterFormatError(ResumePointError):
+    """A later version of orchestrator wrote run.json, a claim or a file of a resume point: nothing is
+    damaged. The message has its format and those that are read here; user takes the version that wrote it.
+    """
+
+
 class WantedPointError(RefusedError, ResumePointError):
     """The resume point that was asked for is gone, damaged or incomplete, and no other is taken in its place;
     user names another.

@@ -422,5 +422,6 @@ RESULTS = {  # of fields that hold a document
 @pytest.mark.parametrize("file", FIELDS)
 def test_the_fields_of_a_stored_file_are_those_of_its_value(file: str) -> None:
     (stated,) = [row[1] for row in rows(DOCS["storage-format.md"], "file") if row[0] == f"`{file}`"]
-    stored = {field.name for kind in FIELDS[file] for field in fields(kind)} | RESULTS.get(file, set())
+    own = {"format"} if file == "points/…/cursor.json" else RESULTS.get(file, set())  # no field of its value
+    stored = {field.name for kind in FIELDS[file] for field in fields(kind)} | own
     assert set(re.findall(r"`(\w+)`", stated)) == stored

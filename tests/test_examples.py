@@ -29,17 +29,19 @@ from orchestrator.storage.sealed import seal, unseal
 from tests.torchrun.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-FORMATS = [1, 2]
+EXAMPLES = ROOT / "tests" / "examples"
+NUMBERED = EXAMPLES / "numbered"
+OLD = ["format1", "format2", "numbered"]
 LIMIT_S = 240.0
 REWOUND_TO, ORPHAN, NEWEST = "00000006-a0002-g0001", "00000008-a0002-g0001", "00000010-a0003-g0001"
 POINTS = [REWOUND_TO, ORPHAN, "00000008-a0003-g0001", NEWEST]
 
 
-@pytest.fixture(params=FORMATS)
+@pytest.fixture(params=OLD)
 def example(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy in the current folder: `example` is the run, `job.yaml` what it was started with."""
     folder = tmp_path / "copy"
-    shutil.copytree(ROOT / "tests" / "examples" / f"format{request.param}", folder)
+    shutil.copytree(EXAMPLES / request.param, folder)
     monkeypatch.chdir(folder)
     return folder
 
@@ -72,6 +74,8 @@ def test_an_old_run_is_read_whole_and_changed_by_no_reading(example: Path) -> No
     assert contents(example) == before
 
 
+# what this version wrote trains on in all other tests
+@pytest.mark.parametrize("example", [name for name in OLD if name != "numbered"], indirect=True)
 def test_an_old_run_trains_on_and_loses_nothing_that_it_had(example: Path, tmp_path: Path) -> None:
     before = contents(example)
     changes = ["train.global_batch_size=6", "train.max_steps=14", "resume.keep_latest=9"]
@@ -111,14 +115,18 @@ def test_one_changed_byte_of_an_old_point_is_named(example: Path) -> None:
 
 
 # ---- a file of each kind
+def kinds_in(folder: Path) -> Storage:
+    """A run of format 2 with a file of each kind that it has not by itself."""
+    shutil.copytree(EXAMPLES / "format2" / "example", folder)
+    shutil.rmtree(folder / "journal" / "a0003")  # it lies there in pieces
+    shutil.copytree(EXAMPLES / "kinds" / "run", folder, dirs_exist_ok=True)
+    return Storage(str(folder))
+
+
 @pytest.fixture
 def kinds(tmp_path: Path) -> Storage:
-    """A run of format 2 with a file of each kind that it has not by itself; on the node's disk beside it."""
-    folder = tmp_path / "kinds"
-    shutil.copytree(ROOT / "tests" / "examples" / "format2" / "example", folder)
-    shutil.rmtree(folder / "journal" / "a0003")  # it lies there in pieces
-    shutil.copytree(ROOT / "tests" / "examples" / "kinds" / "run", folder, dirs_exist_ok=True)
-    return Storage(str(folder))
+    """Such a run."""
+    return kinds_in(tmp_path / "kinds")
 
 
 def test_a_file_of_each_kind_is_read_as_it_was_first_written(kinds: Storage) -> None:
@@ -151,7 +159,7 @@ def test_a_file_of_each_kind_is_read_as_it_was_first_written(kinds: Storage) -> 
     assert (exported.point, exported.run_id) == (NEWEST, run.id)
     events = read_journal(kinds).events
     assert [event.fields["outcome"] for event in events if event.kind == "end"][-1] == "done"
-    node = read_node(str(ROOT / "tests" / "examples" / "kinds" / "node"))
+    node = read_node(str(EXAMPLES / "kinds" / "node"))
     assert node is not None
     assert (node.host, node.format) == ("gpu-7", 1)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from orchestrator.errors import DataIdentityError, ResumePointError, StorageError
+from orchestrator.errors import DataIdentityError, LaterFormatError, ResumePointError, StorageError
 from orchestrator.history.claim_files import UNREADABLE, UnreadableFile, unreadable_claim
 from orchestrator.history.claims import ORIGIN, Claim, ClaimParent
 from orchestrator.history.event_kinds import EventKind
@@ -22,6 +22,8 @@ from orchestrator.planning.manifests import SourceLists
 from orchestrator.resume.fates import Fates, point_fates
 from orchestrator.resume.points import Point, parse_point_name
 from orchestrator.resume.store import RunStore
+from orchestrator.storage.files import Storage
+from orchestrator.storage.sealed import LaterSealError, SealError, unseal
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
@@ -58,7 +60,7 @@ class Survey:
 
 def survey(store: RunStore, with_steps: bool = True) -> Survey:
     """Reads claims, journal and the list of points. Raises `OrchestratorError` if the history contradicts
-    itself.
+    itself, or a later version wrote some of it.
 
     The run may be written meanwhile: if an attempt was claimed or a generation formed between one look and
     the next, so that they do not fit together, it looks again at all; `StorageError` after
@@ -105,6 +107,7 @@ def _look(store: RunStore, with_steps: bool) -> Survey:
     claims, (parents, cut_off) = store.claims(), store.parents()
     run_id = _require_own(store, claims)
     unreadable = (*(unreadable_claim(c.number) for c in claims if c.why == UNREADABLE), *cut_off)
+    _require_known(store.storage, unreadable)
     if with_steps:
         journal = read_journal(store.storage, run_id)
         lineage = effective_history(claims, parents, journal.generations, journal.records)
@@ -167,6 +170,19 @@ def _require_own(store: RunStore, claims: Iterable[Claim]) -> str | None:
                 "nothing is decided from it; move those of the other one away"
             )
     return run.id if run else None
+
+
+def _require_known(storage: Storage, unreadable: Iterable[UnreadableFile]) -> None:
+    """Raises `LaterFormatError` if one of these files is as a later version wrote it: it is not damaged, and
+    what it says is not for guessing.
+    """
+    for file in unreadable:
+        try:
+            unseal(storage.read(file.path))
+        except LaterSealError as error:
+            raise LaterFormatError(f"{storage.root}/{file.path} {error}") from error
+        except (FileNotFoundError, SealError):
+            continue
 
 
 def _fates(events: Iterable[JournalEvent], parents: Iterable[ClaimParent]) -> Fates:

@@ -10,7 +10,8 @@ import orjson
 from orchestrator.errors import OrchestratorError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import JournalEvent
-from orchestrator.history.segments import read_first
+from orchestrator.history.line_format import require_known_begin
+from orchestrator.history.segments import journal_folder, read_first
 from orchestrator.json_form import decode
 from orchestrator.planning.parallel_choice import ParallelChoice
 from orchestrator.storage.files import Storage
@@ -19,11 +20,14 @@ _MARK = f'"kind":"{EventKind.ATTEMPT.value}"'.encode()
 
 
 def beginning_of(storage: Storage, attempt: int) -> dict[str, Any] | None:
-    """The fields of an attempt's event `attempt`; None if it has not begun. Raises `StorageError`."""
+    """The fields of an attempt's event `attempt`; None if it has not begun. Raises `StorageError`, also for
+    the journal of a later version (`LaterLineError`).
+    """
     try:
         data = read_first(storage, attempt)
     except FileNotFoundError:
         return None
+    require_known_begin(journal_folder(attempt), data)
     for line in data.splitlines():
         if _MARK in line:
             try:

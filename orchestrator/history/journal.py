@@ -5,12 +5,13 @@ It knows lines, segments and which step records are durable; not who sends recor
 the end (history.lineage).
 
 Layout: `journal/a0003/000001.jsonl`, `000002.jsonl`, … for attempt 3 (`segments` has all names). Every line
-has `seq` (1, 2, … within the attempt), `time` (UTC, for people), `run`, `run_id`, `attempt` and `kind`;
-`step` and `rank` where they mean something. Kind `step`: the fields of `records.steps.StepRecord`, whose
-attempt may be an older one (members that outlived a coordinator bring records). Kind `generation`: the fields
-of `history.claims.GenerationStart`. Any other kind is an event (`history.event_kinds`). A float that is not
-finite is a string ("nan", "inf", "-inf"). `run_id` is that of run.json, and absent where that has none. A
-segment is closed before the next begins, and never changed afterwards.
+has `format` (`line_format`; format 1 had none), `seq` (1, 2, … within the attempt), `time` (UTC, for people),
+`run`, `run_id`, `attempt` and `kind`; `step` and `rank` where they mean something. Kind `step`: the fields of
+`records.steps.StepRecord`, whose attempt may be an older one (members that outlived a coordinator bring
+records). Kind `generation`: the fields of `history.claims.GenerationStart`. Any other kind is an event
+(`history.event_kinds`). A float that is not finite is a string ("nan", "inf", "-inf"). `run_id` is that of
+run.json, and absent where that has none. A segment is closed before the next begins, and never changed
+afterwards.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ import orjson
 from orchestrator.errors import TrainingError
 from orchestrator.history.claims import GenerationStart
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.line_format import FORMAT
 from orchestrator.history.segment_log import SEGMENT_BYTES, segment_log
 from orchestrator.json_form import encode
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.storage.files import Storage
 
 STEP, GENERATION = "step", "generation"
-OWN_FIELDS = ("seq", "time", "run", "run_id", "kind")  # of every line, beside its attempt
+OWN_FIELDS = ("format", "seq", "time", "run", "run_id", "kind")  # of every line, beside its attempt
 REMEMBERED = 100_000  # step records compared with later copies, which come soon: until acknowledged
 # What all ranks know alike of a step; the other fields are one rank's own measurements.
 _SHARED = ("consumed_samples", "consumed_tokens", "target_tokens", "loss", "lr", "digest")
@@ -221,6 +223,7 @@ class JournalWriter:
     def _append(self, kind: str, fields: dict[str, Any]) -> None:
         self._seq += 1
         line = {
+            "format": FORMAT,
             "seq": self._seq,
             "time": self._now().isoformat(timespec="milliseconds"),
             "run": self._run,

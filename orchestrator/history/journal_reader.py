@@ -18,11 +18,13 @@ from orchestrator.cluster.machine import Process
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history.claims import GenerationId, GenerationStart
 from orchestrator.history.journal import GENERATION, STEP, check_copy
+from orchestrator.history.line_format import FORMAT, LaterLineError, require_known, require_known_begin
 from orchestrator.history.segments import journal_folder, journals, read_first, read_from, segments
 from orchestrator.json_form import decode
 from orchestrator.records.steps import StepRecord
 from orchestrator.storage.files import Storage
 
+_NO_LINE = (OrchestratorError, orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError)
 _FLOATS = tuple(f.name for f in dataclasses.fields(StepRecord) if f.type == "float")
 
 
@@ -91,6 +93,7 @@ class _Outline:
         seq, time = line.pop("seq"), line.pop("time")
         del line["run"]
         line.pop("run_id", None)
+        line.pop("format", None)
         if kind == GENERATION:
             start = decode(GenerationStart, line)
             known = self.generations.setdefault(start.id, start)
@@ -124,6 +127,7 @@ def _step(line: dict[str, Any]) -> StepRecord:
     for name in ("kind", "seq", "time", "run"):
         del line[name]
     line.pop("run_id", None)
+    line.pop("format", None)
     for name in _FLOATS:
         if isinstance(line.get(name), str):  # not finite
             line[name] = float(line[name])
@@ -151,7 +155,7 @@ def read_journal(storage: Storage, run_id: str | None = None) -> Journal:
     Tolerates an unfinished last line in the last segment of an attempt, and in any whose next segment begins
     with that line or an earlier one: storage failed there, and the writer began anew. Raises `StorageError`
     naming file and line for anything else that is no line of a journal, for a missing segment, and for two
-    records of one step that differ.
+    records of one step that differ; `LaterLineError`, which is one, for a line of a later version.
     """
     whole = _Whole()
     torn = _read_lines(storage, whole.add, run_id)
@@ -179,13 +183,18 @@ def read_outline(storage: Storage, run_id: str | None = None) -> JournalOutline:
 
 def journal_process(storage: Storage, attempt: int) -> Process | None:
     """The process that writes an attempt's journal, as its first line says; None while there is none, or if
-    it does not say. Raises `StorageError`.
+    it does not say. What a later version says there is not known: who goes on reads the journal, and is
+    refused. Raises `StorageError`.
     """
     try:
         first, end, _ = read_first(storage, attempt).partition(b"\n")
+    except FileNotFoundError:
+        return None
+    try:
         line = orjson.loads(first) if end else {}
+        require_known(line)
         return Process(str(line["machine"]), int(line["pid"]), str(line["pid_start"]))
-    except (FileNotFoundError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+    except _NO_LINE:
         return None
 
 
@@ -213,7 +222,10 @@ def _read_lines(
 
 
 def _require_own(path: str, data: bytes, run_id: str | None) -> None:
-    """Every line says whose it is; the first speaks for its segment, unless it was cut off before its end."""
+    """Every line says whose it is; the first speaks for its segment, unless it was cut off before its end.
+    Where a later version wrote it, that is what is said.
+    """
+    require_known_begin(path, data)
     first, end, _ = data.partition(b"\n")
     try:
         found = orjson.loads(first).get("run_id", "") if end and run_id is not None else run_id
@@ -246,13 +258,17 @@ class _Lines:
         for number, text in enumerate(lines, start=1):
             try:
                 line = orjson.loads(text)
+                if line.get("format") != FORMAT:
+                    require_known(line, f"{path} line {number}")
                 seq = line["seq"]
                 repeats = repeats and seq in known
                 if repeats and known[seq] != text:
                     raise OrchestratorError(f"it differs from line {seq} in the segment before it")
                 if not repeats:
                     self._take(seq, line)
-            except (OrchestratorError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            except LaterLineError:
+                raise
+            except _NO_LINE as error:
                 raise StorageError(
                     f"{path} line {number} is not as the journal wrote it: {error}; restore the file"
                 ) from error

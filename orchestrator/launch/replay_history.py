@@ -5,14 +5,13 @@ what each attempt trained. The run is only read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
 from orchestrator.config.stored import in_todays_fields, nested
 from orchestrator.coordinator.survey import Survey, survey
-from orchestrator.errors import ResumePointError
+from orchestrator.errors import LaterFormatError, ResumePointError
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.skips import skips_of
@@ -135,8 +134,12 @@ def _readable(store: RunStore, seen: Survey) -> list[Point]:
     """The points of the history whose documents can be read; the others serve no replay."""
     found = []
     for name in seen.points:
-        with suppress(ResumePointError):
+        try:
             found.append(store.read_point(name))
+        except LaterFormatError:
+            raise  # it is whole
+        except ResumePointError:
+            continue
     return found
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import orjson
 
+from orchestrator.errors import OrchestratorError
+from orchestrator.history.line_format import LaterLineError, require_known
 from orchestrator.history.segments import SegmentRef, journals, read_from, segments
 from orchestrator.storage.files import Storage
 
@@ -26,7 +28,8 @@ class JournalFollower:
 
     def lines(self) -> list[dict[str, Any]]:
         """The complete lines that came since the last call. A line that was written twice, because storage
-        failed in between, comes once. Raises `StorageError`; the next call goes on at the same place.
+        failed in between, comes once. Raises `StorageError`, and `LaterLineError` for a line of a later
+        version; the next call goes on at the same place.
         """
         found: list[dict[str, Any]] = []
         for attempt in journals(self._storage):
@@ -48,17 +51,24 @@ class JournalFollower:
         except FileNotFoundError:
             return []  # it was there a moment ago: somebody deletes the run
         complete = data[: data.rfind(b"\n") + 1]
+        lines = list(filter(None, (_parsed(ref.path, text) for text in complete.splitlines())))
         self._offsets[ref.path] = offset + len(complete)
-        lines = (self._new(ref.attempt, text) for text in complete.splitlines())
-        return [line for line in lines if line is not None]
+        return [line for line in lines if self._is_new(ref.attempt, int(line["seq"]))]
 
-    def _new(self, attempt: int, text: bytes) -> dict[str, Any] | None:
-        try:
-            line = orjson.loads(text)
-            seq = int(line["seq"])
-        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
-            return None  # torn by a write that failed: it stands whole in the next segment
+    def _is_new(self, attempt: int, seq: int) -> bool:
         if seq <= self._seen.get(attempt, 0):
-            return None
+            return False
         self._seen[attempt] = seq
-        return line  # type: ignore[no-any-return]
+        return True
+
+
+def _parsed(path: str, text: bytes) -> dict[str, Any] | None:
+    """None for a line that was torn by a write that failed: it stands whole in the next segment."""
+    try:
+        line = orjson.loads(text)
+        require_known(line, path)
+        return line if isinstance(line["seq"], int) else None
+    except LaterLineError:
+        raise
+    except (orjson.JSONDecodeError, OrchestratorError, AttributeError, KeyError):
+        return None

@@ -19,6 +19,7 @@ from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import GENERATION, OWN_FIELDS, STEP
+from orchestrator.history.line_format import LaterLineError, require_known, require_known_begin
 from orchestrator.history.segment_log import SEGMENT_BYTES
 from orchestrator.history.segments import SegmentRef, journals, num_bytes, read_from, segments
 from orchestrator.json_form import decode
@@ -109,12 +110,13 @@ def read_tail(storage: Storage, set_aside: Callable[[dict[str, Any]], bool] = la
     """The newest part of the run's journal, without the steps that are `set_aside`; empty if there is none.
     Lines that are not as the journal writes
     them (the last one may be in the middle of being written) are passed over. A line that stands in several
-    segments, because a write of it failed, is taken once.
+    segments, because a write of it failed, is taken once. Raises `StorageError`, and `LaterLineError` where a
+    later version wrote what would be shown.
     """
     newest, whole_from = _newest_segments(storage)
     tail = Tail(whole_from=whole_from)
     oldest: dict[int, int] = {}  # of each attempt's lines the least number that was taken
-    for attempt, line in _lines_backwards(storage, newest):
+    for ref, line in _lines_backwards(storage, newest):
         kind = _KIND.search(line)
         if kind is None:
             continue
@@ -123,12 +125,15 @@ def read_tail(storage: Storage, set_aside: Callable[[dict[str, Any]], bool] = la
             continue
         try:
             fields = orjson.loads(line)
-            if attempt in oldest and fields["seq"] >= oldest[attempt]:
+            require_known(fields, ref.path)
+            if ref.attempt in oldest and fields["seq"] >= oldest[ref.attempt]:
                 continue
             if name != STEP or not set_aside(fields):
                 _take(tail, name, fields)
-            oldest[attempt] = fields["seq"]
-        except (orjson.JSONDecodeError, OrchestratorError, KeyError, TypeError):
+            oldest[ref.attempt] = fields["seq"]
+        except LaterLineError:
+            raise
+        except (orjson.JSONDecodeError, OrchestratorError, AttributeError, KeyError, TypeError):
             continue
     return tail
 
@@ -180,13 +185,14 @@ def _newest_segments(storage: Storage) -> tuple[list[SegmentRef], int]:
     return newest, 0
 
 
-def _lines_backwards(storage: Storage, newest: Sequence[SegmentRef]) -> Iterator[tuple[int, bytes]]:
-    """Every line and the attempt whose journal it is in."""
+def _lines_backwards(storage: Storage, newest: Sequence[SegmentRef]) -> Iterator[tuple[SegmentRef, bytes]]:
+    """Every line and the segment that it is in."""
     for ref in newest:
         with _there(ref):
             content = read_from(storage, ref)
+        require_known_begin(ref.path, content)  # of another form it may have no line that is found below
         for line in reversed(content.split(b"\n")):
-            yield ref.attempt, line
+            yield ref, line
 
 
 @contextmanager

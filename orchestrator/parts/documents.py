@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from blake3 import blake3
 
-from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.errors import LaterFormatError, OrchestratorError, StorageError
 from orchestrator.json_form import decode
 from orchestrator.parts.dtypes import SAFETENSORS
 from orchestrator.parts.format1 import manifest_of_format_1
@@ -38,18 +38,30 @@ def parts_document(layout: Layout, saved: Iterable[SavedTensor]) -> dict[str, An
     }
 
 
+def require_known(written: Any, what: str) -> None:
+    """Raise `LaterFormatError` if `what` has the number of a format that is not known here. What is no number
+    is for who reads it.
+    """
+    if isinstance(written, int) and written not in FORMATS:
+        raise LaterFormatError(
+            f"{what} has format {written}, this version reads {', '.join(map(str, FORMATS))}; use the "
+            "version that wrote it, or a later one"
+        )
+
+
 def read_manifest(storage: Storage, point: str) -> Manifest:
     """The manifest of a point from its own folder alone: parts.json must be the one that COMMIT lists.
 
-    Raises `PartDamage`, and `StorageError`.
+    Raises `PartDamage`, `StorageError`, and `LaterFormatError` where a later version wrote it.
     """
     folder = f"points/{point}"
     try:
         content = unseal(storage.read(f"{folder}/{COMMIT}"))
+        require_known(content["format"], f"resume point {point}")
         files = tuple(decode(FileEntry, each) for each in content["files"])
     except FileNotFoundError as error:
         raise PartDamage(COMMIT, "is missing") from error
-    except StorageError:
+    except (LaterFormatError, StorageError):
         raise
     except (OrchestratorError, KeyError, TypeError) as error:
         raise PartDamage(COMMIT, f"{error}") from error
@@ -68,10 +80,12 @@ def read_manifest(storage: Storage, point: str) -> Manifest:
 
 def manifest_of(point: str, files: Sequence[FileEntry], parts: Mapping[str, Any]) -> Manifest:
     """The manifest of a point from the list of files in its COMMIT and the content of its parts.json, of
-    whatever format. Raises `PartDamage` of parts.json if they do not fit together.
+    whatever format. Raises `PartDamage` of parts.json if they do not fit together, `LaterFormatError` if a
+    later version wrote it.
     """
     listed = {entry.path: entry for entry in files if "/" in entry.path}
     found = parts.get("format")
+    require_known(found, f"resume point {point}: {PARTS}")
     try:
         if found == FORMAT:
             return _of_format_2(point, listed, parts)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.errors import OrchestratorError
+from orchestrator.errors import LaterFormatError
 from orchestrator.json_form import decode
 from orchestrator.records.points import FileEntry
 from orchestrator.resume.points import newest_first
@@ -44,7 +44,7 @@ class Exported:
 
 def read_marker(storage: Storage, folder: str) -> Exported | None:
     """What `folder` of `storage` says to be; None without EXPORT. Raises `SealError` or `OrchestratorError`
-    if that is not as it was written.
+    if that is not as it was written, `LaterSealError` or `LaterFormatError` if a later version wrote it.
     """
     try:
         content = unseal(storage.read(f"{folder}/{MARKER}" if folder else MARKER))
@@ -52,7 +52,7 @@ def read_marker(storage: Storage, folder: str) -> Exported | None:
         return None
     found = content.get("format") if isinstance(content, dict) else None
     if isinstance(found, int) and found > FORMAT:
-        raise OrchestratorError(
+        raise LaterFormatError(
             f"has format {found}, this version reads {FORMAT}; use the version that wrote it, or a later one"
         )
     return decode(Exported, content, MARKER)

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 from blake3 import blake3
 
-from orchestrator.errors import ConfigError, OrchestratorError, StorageError
+from orchestrator.errors import ConfigError, LaterFormatError, OrchestratorError, StorageError
 from orchestrator.json_form import encode
 from orchestrator.parts.node_storage import run_storage
 from orchestrator.resume import verify
 from orchestrator.resume.export_files import Exported, read_marker
 from orchestrator.resume.points import Commit, parse_point_name
 from orchestrator.storage.open import absolute, open_storage, split
-from orchestrator.storage.sealed import canonical
+from orchestrator.storage.sealed import LaterSealError, canonical
 from orchestrator.trainer.weight_files import is_point, weight_files
 
 
@@ -87,5 +87,7 @@ def _marker(where: str) -> Exported | None:
         return read_marker(open_storage(where), "")
     except StorageError:
         raise
+    except (LaterFormatError, LaterSealError) as error:
+        raise ConfigError(f"{where}: EXPORT {error}") from error
     except OrchestratorError as error:
         raise ConfigError(f"{where}: EXPORT {error}; export the point again") from error

@@ -91,7 +91,8 @@ class PointFiles(QuarantineFiles):
     def read_point(self, name: str) -> Point:
         """A point's COMMIT, cursor and configuration, their digests checked.
 
-        Raises `ResumePointError` naming the damaged file.
+        Raises `ResumePointError` naming the damaged file; `LaterFormatError`, which is one, where a later
+        version wrote it.
         """
         try:
             commit = self._commit(name)
@@ -354,9 +355,12 @@ class PointFiles(QuarantineFiles):
                     f"run.storage must be the same storage on every node (here {self.storage.root})"
                 ) from error
 
-    def _write_document(self, name: str, file: str, content: Any) -> FileEntry:
-        # the one document that is long; indented it takes twice the room
-        written = orjson.dumps(content) + b"\n" if file == PARTS else points.document(content)
+    def _write_document(self, name: str, file: str, content: dict[str, Any]) -> FileEntry:
+        if file == PARTS:  # the one document that is long; indented it takes twice the room
+            written = orjson.dumps(content) + b"\n"
+        else:
+            assert "format" not in content, f"{file} has a field of its own where its number stands"
+            written = points.document({"format": FORMAT, **content})
         return dataclasses.replace(self.storage.write(point_path(name, file), written), path=file)
 
     def _sync_folders(self, name: str, files: Sequence[FileEntry]) -> None:

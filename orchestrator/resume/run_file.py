@@ -8,7 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.errors import ConfigError, OrchestratorError, ResumePointError, StorageError
+from orchestrator.errors import (
+    ConfigError,
+    LaterFormatError,
+    OrchestratorError,
+    ResumePointError,
+    StorageError,
+)
 from orchestrator.history.claims import ForkedFrom
 from orchestrator.json_form import decode
 from orchestrator.parts.documents import FORMATS
@@ -44,10 +50,6 @@ def folder_on_nodes(storage: Storage) -> str:
     return run_folder(run.name, run.id)
 
 
-class _LaterFormatError(ResumePointError):
-    """A version that is not known here wrote it; nothing is damaged."""
-
-
 def read_run(storage: Storage) -> RunFile | None:
     """The content of run.json; None if there is no such run. Raises `ResumePointError` if it is not as it was
     written, or has a format that this version does not know.
@@ -56,7 +58,7 @@ def read_run(storage: Storage) -> RunFile | None:
         content: dict[str, Any] = unseal(storage.read(RUN_FILE))
         found = content.get("format") if isinstance(content, dict) else None
         if isinstance(found, int) and found > max(FORMATS):
-            raise _LaterFormatError(
+            raise LaterFormatError(
                 f"{storage.root}/{RUN_FILE} has format {found}, this version reads "
                 f"{', '.join(map(str, FORMATS))}; use the version that wrote it, or a later one"
             )
@@ -64,7 +66,7 @@ def read_run(storage: Storage) -> RunFile | None:
     except FileNotFoundError:
         return None
     except OrchestratorError as error:
-        if isinstance(error, StorageError | ConfigError | _LaterFormatError):  # it was not read at all
+        if isinstance(error, StorageError | ConfigError | LaterFormatError):  # it was not read at all
             raise
         raise ResumePointError(
             f"{storage.root}/{RUN_FILE} is not as it was written: {error}; restore it from a copy, nothing "

@@ -18,10 +18,10 @@ elsewhere.
     points/00000480-a0003-g0007/   step, attempt, generation of the state that it holds
         state/00003-of-00008.safetensors   the rows that a rank writes (`parts.part_file`), durable before it
                                    votes
-        cursor.json                Cursor: consumed_samples, consumed_tokens, target_tokens,
+        cursor.json                format, and Cursor: consumed_samples, consumed_tokens, target_tokens,
                                    sources {name: SourceCursor}
-        config.json                the flat configuration: dotted path -> value
-        rng.json                   rule, seed: all that a resume needs to know of random numbers
+        config.json                format, and the flat configuration: dotted path -> value
+        rng.json                   format, rule, seed: all that a resume needs to know of random numbers
         parts.json                 format, layout {num_shards, num_replicas}, items [[group, name, dtype,
                                    shape, sharded]] (`parts.documents`)
         COMMIT                     sealed, created last; Commit: format, key {attempt, generation, step},

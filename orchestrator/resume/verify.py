@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import orjson
 from blake3 import blake3
 
-from orchestrator.errors import OrchestratorError, ResumePointError
+from orchestrator.errors import OrchestratorError
 from orchestrator.json_form import decode
-from orchestrator.parts.documents import FORMATS, PARTS, manifest_of
+from orchestrator.parts.documents import FORMATS, PARTS, manifest_of, require_known
 from orchestrator.parts.format1 import weights_digest_of_format_1
 from orchestrator.parts.manifest import MODEL, Manifest, PartDamage
 from orchestrator.parts.part_file import FORMAT, part_path
@@ -48,7 +48,9 @@ def point_path(name: str, file: str) -> str:
 
 
 def read_commit(storage: Storage, name: str) -> Commit:
-    """The content of a point's COMMIT, checked in itself. Raises `DamageError`."""
+    """The content of a point's COMMIT, checked in itself. Raises `DamageError`, and `LaterFormatError` where
+    a later version wrote it.
+    """
     assert points.parse_point_name(name) is not None, f"{name!r} is no point's name"
 
     def damage(reason: str) -> DamageError:
@@ -61,12 +63,8 @@ def read_commit(storage: Storage, name: str) -> Commit:
         raise damage("is missing, with the point's whole folder" if gone else "is missing") from error
     except SealError as error:
         raise damage(str(error)) from error
-    written = content.get("format") if isinstance(content, dict) else None
-    if isinstance(written, int) and written not in FORMATS:
-        raise ResumePointError(
-            f"resume point {name} has format {written}, this version reads "
-            f"{', '.join(map(str, FORMATS))}; use the version that wrote it"
-        )
+    if isinstance(content, dict):
+        require_known(content.get("format"), f"resume point {name}")
     commit = decoded(name, COMMIT, Commit, content)
     if commit.key.point_name != name:
         raise damage(f"is that of point {commit.key.point_name}")
@@ -194,13 +192,24 @@ def check_sizes(storage: Storage, name: str, entries: Sequence[FileEntry]) -> li
 
 
 def read_document(storage: Storage, commit: Commit, file: str) -> dict[str, Any]:
-    """The JSON object that is a point's document, its digest checked. Raises `DamageError`."""
+    """The JSON object that is a point's document, its digest checked; without the number of its format, which
+    those of format 1 lack, but for that of parts.json, which says how to read the rest. Raises `DamageError`,
+    and `LaterFormatError` where a later version wrote it: whoever chooses a point then passes over none.
+    """
+    name = commit.key.point_name
     try:
         found = orjson.loads(read_listed(storage, commit, file))
     except orjson.JSONDecodeError as error:
-        raise DamageError(commit.key.point_name, file, f"is not JSON: {error}") from error
+        raise DamageError(name, file, f"is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise DamageError(commit.key.point_name, file, "is JSON, but no object")
+        raise DamageError(name, file, "is JSON, but no object")
+    if file == PARTS:
+        require_known(found.get("format"), f"resume point {name}: {file}")
+        return found
+    written = found.pop("format", 1)
+    require_known(written, f"resume point {name}: {file}")
+    if written not in FORMATS:
+        raise DamageError(name, file, f"has format {written!r}, which is no number of one")
     return found
 
 

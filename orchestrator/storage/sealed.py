@@ -20,6 +20,10 @@ class SealError(OrchestratorError):
     """The bytes are not what was written; the text says how that shows."""
 
 
+class LaterSealError(SealError):
+    """A later version wrote the document; it is as it was written."""
+
+
 def canonical(value: Any) -> bytes:
     """`value` (plain JSON types) as bytes that depend on nothing but the value: sorted names, no spaces."""
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
@@ -49,7 +53,7 @@ def unseal(data: bytes) -> Any:
     if _written(document) != data:
         raise SealError("has the content that was sealed, but not the bytes that were written")
     if document.get("format", FORMAT) != FORMAT:
-        raise SealError(
+        raise LaterSealError(
             f"is a sealed document of format {document['format']}, this version reads 1 and {FORMAT}; use "
             "the version that wrote it, or a later one"
         )

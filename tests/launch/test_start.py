@@ -484,9 +484,9 @@ def test_a_plan_says_that_the_journal_lacks_steps_before_the_point(runner: Runne
     runner.launch()
     assert not [note for note in runner.plan().notes if "lacks records" in note]
     path = runner.folder / "journal/a0001/000001.jsonl"
-    *before, last, end = path.read_bytes().split(b'{"seq"')
+    *before, last, end = path.read_bytes().split(b'{"format"')
     assert b'"kind":"step"' in last
-    path.write_bytes(b'{"seq"'.join(before))
+    path.write_bytes(b'{"format"'.join(before))
     plan = runner.plan()
     assert plan.action == "resume"
     assert [note for note in plan.notes if "the journal lacks records of steps before" in note]

@@ -73,8 +73,8 @@ class OpenRun:
                         status=UNANSWERABLE,
                         code="unreadable",
                         text=str(error),
-                        do="Restore the file from a copy of the storage; until then nothing of this run is "
-                        "shown, because what comes after that place cannot be trusted.",
+                        do=f"{error.advice}; until then nothing of this run is shown, because what "
+                        "comes after that place cannot be trusted.",
                         more={
                             "file": error.file,
                             "line": error.line or None,

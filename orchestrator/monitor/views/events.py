@@ -29,7 +29,9 @@ _LEVEL = {
     EventKind.BAD_DOCUMENT: "data", EventKind.ENCODERS_DIFFER: "data", EventKind.SAMPLES_SKIPPED: "data",
     EventKind.SOURCES_CHANGED: "data",
 }  # fmt: skip
-_OWN = frozenset({"seq", "run", "run_id", "time", "config"})  # of a line, and not shown with an event
+_OWN = frozenset(
+    {"format", "seq", "run", "run_id", "time", "config"}
+)  # of a line, and not shown with an event
 
 Row = dict[str, Any]
 

@@ -13,11 +13,13 @@ from typing import Any
 import orjson
 
 from orchestrator.errors import OrchestratorError
+from orchestrator.history.line_format import FORMAT, LaterLineError, require_known
 from orchestrator.history.segments import SegmentRef, journal_folder, journals, read_from, segments
 from orchestrator.storage.files import Storage
 
 _NEWEST = 3  # attempts that are looked at each time; of the older ones, which write no more, some in turn
 _BY_TURNS = 8
+_NO_LINE = (OrchestratorError, orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError)
 CHUNK = 8192  # lines that are decoded at a time
 
 Line = dict[str, Any]
@@ -25,8 +27,10 @@ Line = dict[str, Any]
 
 class UnreadableError(OrchestratorError):
     """A piece of the run is not as it was written: nothing that follows from it is shown. `line` is 0 where
-    no line is meant.
+    no line is meant. `advice` is what to do, a sentence without its end.
     """
+
+    advice = "Restore the file from a copy of the storage"
 
     def __init__(self, file: str, line: int, reason: str) -> None:
         super().__init__(file, line, reason)
@@ -35,6 +39,15 @@ class UnreadableError(OrchestratorError):
     def __str__(self) -> str:
         where = f"{self.file} line {self.line}" if self.line else self.file
         return f"{where} is not as it was written: {self.reason}; restore the file"
+
+
+class LaterError(UnreadableError):
+    """A later version wrote the line: nothing is damaged, and restoring helps nothing."""
+
+    advice = "Look with the version of orchestrator that wrote it, or a later one"
+
+    def __str__(self) -> str:
+        return f"{self.file} line {self.line} {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,13 +158,17 @@ class JournalLines:
             for text in texts:
                 number += 1
                 line = loads(text)
+                if line.get("format") != FORMAT:
+                    require_known(line)
                 if line["seq"] != expected:
                     self._repeated(attempt, segment, number, line["seq"], text)
                     continue
                 expected += 1
                 attempt.next_seq = expected
                 found.append((number, line))
-        except (OrchestratorError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        except LaterLineError as error:
+            raise LaterError(segment.path, number, str(error)) from error
+        except _NO_LINE as error:
             if isinstance(error, UnreadableError):
                 raise
             reason = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
@@ -192,14 +209,18 @@ class JournalLines:
         return known
 
     def _require_own(self, path: str, first: bytes) -> None:
-        """Every line says whose it is; the first speaks for its segment."""
-        if self._run_id is None:
-            return
+        """Every line says whose it is; the first speaks for its segment. One of a later version may say it in
+        another way.
+        """
         try:
-            found = orjson.loads(first).get("run_id", "")
-        except (orjson.JSONDecodeError, AttributeError):
+            line = orjson.loads(first)
+            require_known(line)
+            found = line.get("run_id", "")
+        except LaterLineError as error:
+            raise LaterError(path, 1, str(error)) from error
+        except (orjson.JSONDecodeError, OrchestratorError, AttributeError):
             return  # reading its lines says what is wrong
-        if found != self._run_id:
+        if self._run_id is not None and found != self._run_id:
             raise UnreadableError(
                 path,
                 0,

@@ -134,11 +134,20 @@ def test_a_run_that_was_deleted_and_begun_anew_is_another_run(tmp_path: Path) ->
     assert run.get("/points?sort=step")["rows"][-1]["name"] in again.made.points
 
 
-def test_a_damaged_journal_is_answered_with_the_file_the_line_and_what_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "do", "reason"),
+    [
+        (b"not what was written", "Restore the file", "invalid literal"),
+        (b'{"format":3}', "Look with the version", "has format 3, this version reads 1, 2; use the version"),
+    ],
+)
+def test_a_journal_that_cannot_be_read_is_answered_with_the_file_the_line_and_what_to_do(
+    tmp_path: Path, line: bytes, do: str, reason: str
+) -> None:
     run = served(tmp_path)
     segment = tmp_path / "made" / "journal" / "a0001" / "000001.jsonl"
     lines = segment.read_bytes().split(b"\n")
-    lines[3] = b"not what was written"
+    lines[3] = line
     os.chmod(segment, 0o644)
     segment.write_bytes(b"\n".join(lines))
     answer = run.client.get("/api/runs/made/points")
@@ -146,6 +155,9 @@ def test_a_damaged_journal_is_answered_with_the_file_the_line_and_what_is_left(t
     assert (answer.status_code, error["code"], error["line"]) == (422, "unreadable", 4)
     assert error["file"].endswith("a0001/000001.jsonl")
     assert error["points"] == sorted(error["points"])
+    assert error["do"].startswith(do)
+    assert reason in error["reason"]
+    assert ("restore" in error["text"]) == (do == "Restore the file")
     (listed,) = run.client.get("/api/runs").json()["runs"]
     assert listed["state"] == "unreadable"
 

@@ -147,7 +147,7 @@ def test_a_run_that_cannot_be_read_any_more_ends_its_stream_with_the_reason(tmp_
         journal.close()
         (segment,) = (tmp_path / "made" / "journal").glob(f"a{journal._attempt:04d}/*.jsonl")
         segment.chmod(0o644)
-        segment.write_bytes(segment.read_bytes().replace(b'{"seq":1', b'{"sex":1'))
+        segment.write_bytes(segment.read_bytes().replace(b'"seq":1', b'"sex":1'))
 
     events = heard(tmp_path, "", [damage, lambda: None])
     assert kinds(events) == ["summary", "error"]

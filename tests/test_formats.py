@@ -1,0 +1,318 @@
+"""Every kind of file says in which form it is written: without a number, and with a number that is read here,
+it is read as ever; the next number is refused with both.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow.parquet as pq
+import pytest
+from blake3 import blake3
+
+import orchestrator
+from orchestrator.coordinator.choosing import choose_point
+from orchestrator.coordinator.survey import survey
+from orchestrator.data.frozen import read_later
+from orchestrator.errors import ConfigError, LaterFormatError, OrchestratorError
+from orchestrator.history.finding_files import FindingFiles
+from orchestrator.history.journal_reader import read_journal
+from orchestrator.history.request_files import RequestFiles
+from orchestrator.json_form import decode
+from orchestrator.launch.replay_history import History
+from orchestrator.launch.which_point import Wanted, find
+from orchestrator.monitor.views.run_views import RunViews
+from orchestrator.parts.documents import PARTS, read_manifest
+from orchestrator.parts.node_folder import make_node
+from orchestrator.records.points import FileEntry
+from orchestrator.resume.export_files import read_marker
+from orchestrator.resume.init_weights import weights_sentence
+from orchestrator.resume.points import COMMIT, DOCUMENTS, files_digest
+from orchestrator.resume.quarantine import QuarantineFiles
+from orchestrator.resume.store import RunStore
+from orchestrator.storage.files import Storage
+from orchestrator.storage.sealed import seal, unseal
+from tests.test_examples import NEWEST, NUMBERED, POINTS, REWOUND_TO, ROOT, kinds_in
+
+LAUNCH, RUN_ID = "0123456789abcdef", "67b1834f6e2090e6"
+
+
+# ------------------------------------------------------------------ sealed
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sealed:
+    """A sealed file of the kinds' run, and what is read of it: its content, or what is said instead."""
+
+    row: str  # of the table in storage-format.md
+    path: str
+    read: Callable[[Storage], object]
+
+
+def claim(storage: Storage) -> object:
+    survey(RunStore(storage), with_steps=False)
+    return RunStore(storage).read_claim(3)
+
+
+def parent(storage: Storage) -> object:
+    survey(RunStore(storage), with_steps=False)
+    return RunStore(storage).read_parent(3)
+
+
+def request(storage: Storage) -> object:
+    found = RequestFiles(storage, LAUNCH, RUN_ID).read(1)
+    assert found is not None
+    return found.unreadable or found
+
+
+def finding(storage: Storage) -> object:
+    (found, _) = FindingFiles(storage, RUN_ID).all()
+    return found.unreadable or found
+
+
+SEALED = [
+    Sealed(row="run.json", path="run.json", read=lambda s: RunStore(s).read_run()),
+    Sealed(row="attempts/0003.json", path="attempts/0003.json", read=claim),
+    Sealed(row="attempts/0003.parent.json", path="attempts/0003.parent.json", read=parent),
+    Sealed(
+        row="quarantine/<point>.json",
+        path=f"quarantine/{REWOUND_TO}.json",
+        read=lambda s: QuarantineFiles(s).read_mark(REWOUND_TO),
+    ),
+    Sealed(
+        row="pins/<point>.json",
+        path=f"pins/{NEWEST}.json",
+        read=lambda s: RunStore(s).read_hold(NEWEST),
+    ),
+    Sealed(row="requests/<launch>/000001.json", path=f"requests/{LAUNCH}/000001.json", read=request),
+    Sealed(row="findings/000001.json", path="findings/000001.json", read=finding),
+    Sealed(
+        row="points/…/COMMIT",
+        path=f"points/{NEWEST}/COMMIT",
+        read=lambda s: RunStore(s).read_point(NEWEST).commit,
+    ),
+    Sealed(
+        row="exports/…/EXPORT",
+        path=f"exports/{NEWEST}/EXPORT",
+        read=lambda s: read_marker(s, f"exports/{NEWEST}"),
+    ),
+    Sealed(row="<node_folder>/node.json", path="node.json", read=lambda s: make_node(s.root, "")),
+]
+
+
+def said(read: Callable[[], object]) -> object:
+    """What is read, or the error's text."""
+    try:
+        return read()
+    except OrchestratorError as error:
+        return str(error)
+
+
+def spelled(document: dict[str, Any]) -> bytes:
+    options = orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+    return orjson.dumps(document, option=options)
+
+
+@pytest.mark.parametrize("kind", SEALED, ids=lambda kind: kind.row)
+def test_a_sealed_file_is_read_without_a_number_and_refused_with_the_next_one(
+    kind: Sealed, tmp_path: Path
+) -> None:
+    storage = kinds_in(tmp_path / "kinds")
+    shutil.copy(ROOT / "tests" / "examples" / "kinds" / "node" / "node.json", storage.root)
+    path = Path(storage.root, kind.path)
+    document = json.loads(path.read_bytes())
+    as_it_lies = kind.read(storage)
+    assert not isinstance(as_it_lies, str)
+    for number in (None, 2):
+        sealed = {**document, "format": number} if number else {**document}
+        if number is None:
+            sealed.pop("format", None)
+        path.write_bytes(spelled(sealed))
+        assert said(partial(kind.read, storage)) == as_it_lies, number
+    path.write_bytes(spelled({**document, "format": 3}))
+    text = str(said(partial(kind.read, storage)))
+    assert "is a sealed document of format 3, this version reads 1 and 2; use the version that wrote" in text
+
+
+def test_an_end_of_a_later_version_is_no_end_so_that_the_attempt_is_watched(tmp_path: Path) -> None:
+    storage = kinds_in(tmp_path / "kinds")
+    path = Path(storage.root, "attempts/0003.end.json")
+    assert RunStore(storage).read_end(3) is not None
+    path.write_bytes(spelled({**json.loads(path.read_bytes()), "format": 3}))
+    assert RunStore(storage).read_end(3) is None
+
+
+@pytest.mark.parametrize("of_the_seal", [True, False])
+def test_weights_that_a_later_version_exported_need_that_version_and_no_other_export(
+    tmp_path: Path, of_the_seal: bool
+) -> None:
+    storage = kinds_in(tmp_path / "kinds")
+    path = Path(storage.root, "exports", NEWEST, "EXPORT")
+    path.with_name("model.safetensors").touch()
+    assert "exported from" in weights_sentence(str(path.parent))
+    document, content = json.loads(path.read_bytes()), unseal(path.read_bytes())
+    path.write_bytes(spelled({**document, "format": 3}) if of_the_seal else seal({**content, "format": 2}))
+    refused = r"EXPORT .* format [23], this version reads 1.*; use the version that"
+    with pytest.raises(ConfigError, match=refused) as caught:
+        weights_sentence(str(path.parent))
+    assert "again" not in str(caught.value)
+
+
+# ------------------------------------------------------------------ a point's documents
+@pytest.fixture
+def numbered(tmp_path: Path) -> Storage:
+    """A run whose journal, cursors, configurations and rng.json have numbers."""
+    shutil.copytree(NUMBERED / "example", tmp_path / "example")
+    return Storage(str(tmp_path / "example"))
+
+
+def rewrite(storage: Storage, point: str, file: str, content: dict[str, Any]) -> None:
+    """The point as if that had been committed."""
+    folder = Path(storage.root, "points", point)
+    data = orjson.dumps(content)
+    (folder / file).write_bytes(data)
+    now = {"path": file, "bytes": len(data), "digest": blake3(data).hexdigest()}
+    commit = unseal((folder / COMMIT).read_bytes())
+    entries = [now if entry["path"] == file else entry for entry in commit["files"]]
+    files = tuple(decode(FileEntry, entry) for entry in entries)
+    (folder / COMMIT).write_bytes(seal({**commit, "files": entries, "files_digest": files_digest(files)}))
+
+
+def content_of(storage: Storage, point: str, file: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(storage.root, "points", point, file).read_bytes())
+    return found
+
+
+@pytest.mark.parametrize("file", DOCUMENTS)
+def test_a_document_of_a_point_has_its_number_and_is_read_without_it_too(
+    numbered: Storage, file: str
+) -> None:
+    store = RunStore(numbered)
+    before = store.read_point(NEWEST)
+    assert "format" not in before.config
+    content = content_of(numbered, NEWEST, file)
+    assert content.pop("format") == 2
+    if file == PARTS:
+        return  # it always had one
+    rewrite(numbered, NEWEST, file, content)
+    after = store.read_point(NEWEST)
+    assert (after.cursor, after.config) == (before.cursor, before.config)
+    assert store.verify_point(NEWEST) == []
+
+
+@pytest.mark.parametrize("file", DOCUMENTS)
+def test_a_point_with_a_document_of_a_later_version_is_refused_and_no_older_one_taken(
+    numbered: Storage, file: str
+) -> None:
+    rewrite(numbered, NEWEST, file, {**content_of(numbered, NEWEST, file), "format": 3, "later": 1})
+    store, run = RunStore(numbered), orchestrator.open(numbered.root)
+    seen = survey(store, with_steps=False)
+    reads: list[Callable[[], object]] = [
+        lambda: store.verify_point(NEWEST),
+        lambda: store.verify_point(NEWEST, fast=True),
+        lambda: choose_point(store, seen, "latest"),
+        lambda: choose_point(store, seen, "latest", fast=True),
+        lambda: choose_point(store, seen, NEWEST),
+        lambda: find(store, survey(store), Wanted(point="latest")),
+        lambda: History(store, Wanted(step=10)),
+        run.list_points,
+        run.verify,
+    ]
+    for number, read in enumerate(reads):
+        with pytest.raises(LaterFormatError) as caught:
+            read()
+        text = f"resume point {NEWEST}: {file} has format 3, this version reads 1, 2; use the version that"
+        assert text in str(caught.value), number
+        assert "restore" not in str(caught.value)
+    if file == PARTS:
+        with pytest.raises(LaterFormatError, match="parts.json has format 3, this version reads 1, 2; use"):
+            read_manifest(numbered, NEWEST)  # what a worker reads
+    assert not store.is_quarantined(NEWEST), "nothing is damaged"
+    assert choose_point(store, seen, POINTS[2])[0] is not None, "who names an older one may go on from it"
+
+
+def test_a_worker_that_loads_a_later_versions_point_says_so(numbered: Storage) -> None:
+    path = Path(numbered.root, "points", NEWEST, COMMIT)
+    path.write_bytes(seal({**unseal(path.read_bytes()), "format": 3}))
+    with pytest.raises(LaterFormatError, match=f"{NEWEST} has format 3, this version reads 1, 2; use the"):
+        read_manifest(numbered, NEWEST)
+
+
+@pytest.mark.parametrize("number", ["2", None, [1]])
+@pytest.mark.parametrize("file", DOCUMENTS)
+def test_what_is_no_number_of_a_format_is_damage(numbered: Storage, file: str, number: object) -> None:
+    rewrite(numbered, NEWEST, file, {**content_of(numbered, NEWEST, file), "format": number})
+    (damage,) = RunStore(numbered).verify_point(NEWEST)
+    assert (damage.file, "has format" in damage.reason) == (file, True)
+
+
+def test_what_a_version_before_numbers_wrote_has_none_and_is_of_format_1() -> None:
+    for example, has in (("format1", False), ("format2", False), ("numbered", True)):
+        root = ROOT / "tests" / "examples" / example / "example"
+        for file in (name for name in DOCUMENTS if name != PARTS):
+            for path in root.glob(f"points/*/{file}"):
+                assert ("format" in json.loads(path.read_bytes())) is has, path
+        lines = [line for path in root.glob("journal/*/*") for line in path.read_bytes().splitlines()]
+        assert lines
+        assert {"format" in json.loads(line) for line in lines} == {has}
+
+
+# ------------------------------------------------------------------ lines, lists
+def test_a_journal_is_read_without_numbers_and_refused_with_the_next_one(numbered: Storage) -> None:
+    before = read_journal(numbered)
+    paths = sorted(Path(numbered.root).glob("journal/*/*.jsonl"))
+    assert len(paths) == 3
+    for path in paths:
+        path.write_bytes(path.read_bytes().replace(b'{"format":2,', b"{"))
+    assert read_journal(numbered) == before
+    paths[1].write_bytes(paths[1].read_bytes().replace(b'{"seq"', b'{"format":3,"seq"'))
+    run = orchestrator.open(numbered.root)
+    for read in (run.records, run.list_points, run.audit, run.events, run.status):
+        with pytest.raises(OrchestratorError, match="a0002.* has format 3, this version reads 1, 2; use the"):
+            read()
+
+
+def test_the_number_of_a_line_is_not_shown_with_an_event(numbered: Storage) -> None:
+    views = RunViews(RunStore(numbered))
+    rows = views.events()["rows"]
+    assert rows
+    for row in rows:
+        assert "format" not in views.event(row["id"])["fields"]
+
+
+def later_list(storage: Storage) -> object:
+    return read_later(storage, "made", "2")
+
+
+def test_a_later_list_of_another_version_is_refused(tmp_path: Path) -> None:
+    storage = kinds_in(tmp_path / "kinds")
+    path = Path(storage.root, "manifest/made@2.parquet")
+    assert later_list(storage) is not None
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, b"version": b"2"}), path)
+    with pytest.raises(OrchestratorError, match=r"has version 2, this version of orchestrator reads 1"):
+        later_list(storage)
+
+
+# what is shown of the other rows, and where
+ELSEWHERE = {
+    "attempts/0003.end.json": test_an_end_of_a_later_version_is_no_end_so_that_the_attempt_is_watched,
+    "manifest/<source>@<version>.parquet": test_a_later_list_of_another_version_is_refused,
+    "points/…/cursor.json": test_a_point_with_a_document_of_a_later_version_is_refused_and_no_older_one_taken,
+    "points/…/config.json": test_a_point_with_a_document_of_a_later_version_is_refused_and_no_older_one_taken,
+    "points/…/rng.json": test_a_point_with_a_document_of_a_later_version_is_refused_and_no_older_one_taken,
+    "points/…/parts.json": test_a_point_with_a_document_of_a_later_version_is_refused_and_no_older_one_taken,
+}
+AT_A_START = {"manifest/data.json", "manifest/<source>.parquet"}  # tests/test_examples.py
+
+
+def test_no_kind_of_file_in_the_document_is_left_out_here() -> None:
+    text = (ROOT / "docs" / "storage-format.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \|", text.partition("## Fields")[2].partition("A **key**")[0], re.M)
+    assert {*rows} == {kind.row for kind in SEALED} | ELSEWHERE.keys() | AT_A_START
