@@ -82,13 +82,18 @@ class Proxy:
         self.rule = rule
 
 
+class _Answering(MotoRequestHandler):
+    # headers and body are written apart: the body would wait 40 ms for the client's acknowledgement
+    disable_nagle_algorithm = True
+
+
 @contextmanager
 def moto() -> Iterator[str]:
     """The URL of a server of S3 with no bucket."""
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     # moto's own server lists a folder of its for every request, to find out that it is one for S3
     app = create_backend_app("s3")
-    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=_Answering)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -148,6 +153,7 @@ def new_bucket(url: str, scheme: str = "s3") -> str:
 
 class _Passing(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     upstream: str
     told: Proxy
 
