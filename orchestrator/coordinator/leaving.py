@@ -61,7 +61,8 @@ class Leaving:
             actions += self._told(decided, infos, step_s)
         course = self._draining.course
         if course in (Course.LEAVE, Course.SAVE_AND_LEAVE):
-            self._rendezvous.leave(save=course is Course.SAVE_AND_LEAVE)
+            in_time = self._draining.in_time(self.times.estimate_s, step_s, now)
+            self._rendezvous.leave(course is Course.SAVE_AND_LEAVE, in_time)
         else:
             self._rendezvous.stay()
         return actions, decided is not None and decided.course is Course.SAVE

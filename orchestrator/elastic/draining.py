@@ -158,6 +158,13 @@ class Draining:
         self._until = now + min(limit_s, grace_s) if course in _LEAVING else math.inf
         return None if same else Decided(course=course, nodes=nodes, grace_s=grace_s, save_s=save_s)
 
+    def in_time(self, save_s: float | None, step_s: float, now: float) -> bool:
+        """Whether a save that is asked for now is committed before the nodes that the course is for go; see
+        `fits`.
+        """
+        deadline = min((self._deadlines[node] for node in self._for), default=math.inf)
+        return fits(deadline - now, save_s, step_s)
+
     def failed(self, now: float) -> bool:
         """The nodes cannot be left now. Whether that was being tried."""
         if self._course not in _LEAVING:

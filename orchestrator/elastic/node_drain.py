@@ -22,7 +22,8 @@ from orchestrator.records.steps import StateKey
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeDrain:
     """From `nodes` nobody is taken in any more. `leave`: nor is anybody kept on, and `with_save`: the step at
-    hand is saved before. `decided` is the newest save that was committed or given up.
+    hand is saved before. `in_time`: a save of it is committed before the nodes go. `decided` is the newest
+    save that was committed or given up.
 
     Guarantee: with `leave` only those go without whom the others and the newest point have all of the newest
     state.
@@ -31,6 +32,7 @@ class NodeDrain:
     nodes: frozenset[str] = frozenset()
     leave: bool = False
     with_save: bool = False
+    in_time: bool = True
     decided: StateKey | None = None
 
     # ---- what happens
@@ -38,13 +40,13 @@ class NodeDrain:
         """The save of `key` was committed or given up."""
         return replace(self, decided=max(self.decided or key, key))
 
-    def on_leave(self, save: bool) -> NodeDrain:
+    def on_leave(self, save: bool, in_time: bool) -> NodeDrain:
         """Members on the nodes are to leave; a save that was wanted once stays wanted."""
-        return replace(self, leave=True, with_save=self.with_save or save)
+        return replace(self, leave=True, with_save=self.with_save or save, in_time=in_time)
 
     def on_stay(self) -> NodeDrain:
         """They go on with the others."""
-        return replace(self, leave=False, with_save=False)
+        return replace(self, leave=False, with_save=False, in_time=True)
 
     # ---- who is in
     def elsewhere(self, requests: Iterable[JoinRequest]) -> list[JoinRequest]:
@@ -119,7 +121,7 @@ class NodeDrain:
 
     def snapshot(self) -> Hashable:
         """What later answers depend on."""
-        return self.nodes, self.leave, self.with_save, self.nodes and self.decided
+        return self.nodes, self.leave, self.with_save, self.in_time, self.nodes and self.decided
 
     def _is_undecided(self, key: StateKey | None) -> bool:
         return key is not None and (self.decided is None or self.decided < key)

@@ -177,14 +177,15 @@ class Rendezvous:
         """These nodes are about to go: nobody is taken in from them any more."""
         self._drain = replace(self._drain, nodes=frozenset(nodes))
 
-    def leave(self, save: bool) -> None:
+    def leave(self, save: bool, in_time: bool = True) -> None:
         """The members on draining nodes are to leave at the next step boundary, and nothing may be lost by
         it: while the others and the newest point do not hold the whole of the newest state, the point of that
         is waited for, where a save of it is undecided; else all go on together, and save and meet again.
         `save`: that is known to be so, so that the step at hand is saved at once; where it shows only when
-        they meet, the next one is.
+        they meet, the next one is. `in_time`: a save is committed before the nodes go; where it is not, the
+        one before a planned re-form would only keep others from being made.
         """
-        self._drain = self._drain.on_leave(save)
+        self._drain = self._drain.on_leave(save, in_time)
 
     def stay(self) -> None:
         """Whoever is on a draining node goes on with the others."""
@@ -275,11 +276,12 @@ class Rendezvous:
             ended = self._has_ended(attempt, generation)
             found = replace(NOTHING, ended=ended, reform=not ended)
         elif current is not None and self._group.is_running and current.identity == (attempt, generation):
-            drain = self._drain
+            leavers = self._drain.has_leavers(current, self._group)
             found = self._asked.of_running(
                 save_only=current.formation is not None and current.formation.save_only,
                 reform=self._reform,
-                leaving_saves=drain.with_save and drain.has_leavers(current, self._group),
+                leaving_saves=self._drain.with_save and leavers,
+                in_time=self._drain.in_time or not leavers,
                 over=self._stopped is not None,
             )
         return replace(found, acknowledged_step=acknowledged_step)
@@ -403,7 +405,7 @@ class Rendezvous:
         requests = self._group.requests
         if not self._drain.needs_save(requests, self._states):
             return None
-        self._drain = self._drain.on_leave(save=True)
+        self._drain = self._drain.on_leave(True, self._drain.in_time)
         return self._drain.awaited_save(requests, self._states)
 
     def _chosen(self, now: float) -> Sequence[JoinRequest]:

@@ -32,13 +32,15 @@ class StandingRequests:
         return replace(self, save=save, saves_done=self.saves_done | {request})
 
     def of_running(
-        self, *, save_only: bool, reform: bool, leaving_saves: bool, over: bool
+        self, *, save_only: bool, reform: bool, leaving_saves: bool, in_time: bool, over: bool
     ) -> ControlRequests:
         """What the running generation hears. `save_only`: it was formed for nothing but a save. `reform`:
-        others wait to come in, or some wait to leave, with `leaving_saves` after a save. `over`: the run was
-        stopped. A stop is also a way to meet again, so it leaves no re-form to be asked for. A re-form waits
-        for the save that is asked for with it: one that it does not need comes after it, but for the one
-        before a `resize`, for which nobody waits.
+        others wait to come in, or some wait to leave, with `leaving_saves` after a save. `in_time`: a save is
+        committed before any of them is gone. `over`: the run was stopped.
+
+        A stop is also a way to meet again, so it leaves no re-form to be asked for. A re-form waits for the
+        save that is asked for with it: one that it does not need comes after it, but for the one before a
+        `resize`, for which nobody waits.
         """
         reform = reform and not self.stop
         return ControlRequests(
@@ -47,5 +49,5 @@ class StandingRequests:
             stop=self.stop,
             reform=reform,
             acknowledged_step=0,
-            resize=reform,
+            resize=reform and in_time,
         )

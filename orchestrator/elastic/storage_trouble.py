@@ -51,7 +51,9 @@ class StorageTrouble:
         if self._since is None or now - self._since < self._limit_s:
             return None
         return (
-            f"storage has failed for {now - self._since:.0f} s (allowed: {self._limit_s:g} s): {self._reason}"
+            f"storage has failed for {now - self._since:.0f} s (allowed: {self._limit_s:g} s): "
+            f"{self._reason}; when storage works again, start the same command: it continues from the newest "
+            "resume point"
         )
 
     def copy(self) -> StorageTrouble:

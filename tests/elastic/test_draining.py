@@ -90,6 +90,24 @@ def test_a_course_is_taken_once_and_training_never_waits_beyond_the_deadline():
     assert [draining.is_late(now) for now in (1029.0, 1030.0)] == [False, True]
 
 
+def test_a_save_that_nobody_needs_is_in_time_or_is_not_asked_for() -> None:
+    draining = Draining(sharded=False, min_workers=1)
+    draining.noticed("n-c", 1030.0)
+    draining.noticed("n-d", 1010.0)
+    decided = draining.decide(Placed(leaving=("n-c", "n-c"), num_elsewhere=2), 5.0, 0.1, 1000.0)
+    assert decided is not None
+    assert decided.course is Course.LEAVE
+    assert [draining.in_time(save_s, 0.1, 1000.0) for save_s in (None, 27.0, 28.0)] == [True, True, False]
+    machine = three()
+    for in_time in (False, True):
+        machine.leave(False, in_time)
+        machine.tick(1.0)
+        wanted = machine.control_requests(ATTEMPT, 1, 0)
+        assert (wanted.reform, wanted.save, wanted.resize) == (True, False, in_time)
+    machine.stay()
+    assert not machine.control_requests(ATTEMPT, 1, 0).save
+
+
 def test_without_a_deadline_a_storage_that_stands_still_holds_training_up_for_two_minutes():
     draining = Draining(sharded=True, min_workers=1)
     draining.noticed("n-c", math.inf)
