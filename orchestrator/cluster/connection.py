@@ -263,9 +263,9 @@ def nodes() -> tuple[Node, ...]:
     import ray
 
     head = ray_inventory.HEAD_NODE.found()
+    draining = _draining()  # first: once a node is dead, Ray knows of no drain of it
     rows = [row for row in ray.nodes() if row["Alive"]]  # type: ignore[no-untyped-call]
     free = _free([(row["NodeID"], row["Resources"]) for row in rows])
-    draining = _draining()
     found = [
         Node(
             node_id=row["NodeID"],

@@ -61,7 +61,8 @@ class GroupFacts:
 class Facts:
     """All that a decision depends on. `below_minimum_s`: how long too few have been there to train; None:
     enough are. `has_begun`: a group was started before, and the tokenizers have been given CPUs since.
-    `tokenizer_node`: where the tokenizers were told to run (None: anywhere).
+    `tokenizer_node`: where the tokenizers were told to run (None: anywhere). `unknown`: nodes of which
+    nothing is known since their last group ended.
     """
 
     nodes: tuple[NodeFacts, ...]
@@ -69,6 +70,7 @@ class Facts:
     below_minimum_s: float | None
     has_begun: bool = False
     tokenizer_node: str | None = None
+    unknown: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,10 +122,11 @@ def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
 
     A group is started wherever there is room and workers are missing, so a lost node's workers come back on
     any node, up to the maximum; but not while all that there is room for are too few to train: a group never
-    grows, and the room of one that has just ended is given back piece by piece. A node that is about to be
-    taken away gets none, and its workers count as lost already: others are started for them. The run is
-    stopped when too few workers were there for longer than `wait_s`; how many failures are too many the
-    launch machine knows.
+    grows, and the room of one that has just ended is given back piece by piece. Nor is one started on a node
+    of which nothing is known since its last group ended: that may have ended because the node went. A node
+    that is about to be taken away gets none, and its workers count as lost already: others are started for
+    them. The run is stopped when too few workers were there for longer than `wait_s`; how many failures are
+    too many the launch machine knows.
     """
     reason = _give_up(facts, limits)
     if reason:
@@ -143,7 +146,7 @@ def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
     missing = limits.max_workers - sum(g.num_workers for g in kept)
     held = sum(node.cpus - node.free_cpus for node in facts.nodes) if facts.has_begun else 0.0
     held -= limits.cpus_per_worker * sum(g.num_workers for g in facts.groups if g.node_id in live)
-    started = placement(stay, kept, limits, missing, held, facts.tokenizer_node)
+    started = placement(stay, kept, limits, missing, held, facts.tokenizer_node, facts.unknown)
     expected = sum(g.num_workers for g in kept) + sum(g.num_workers for g in started)
     if expected < limits.min_workers:
         started, expected = (), sum(g.num_workers for g in kept)
@@ -166,8 +169,10 @@ def placement(
     missing: int,
     held_cpus: float = 0.0,
     tokenizers_on: str | None = None,
+    unknown: frozenset[str] = frozenset(),
 ) -> tuple[StartGroup, ...]:
-    """Where `missing` workers go: nodes without a group, the roomiest first, each filled before the next.
+    """Where `missing` workers go: nodes without a group, the roomiest first, each filled before the next;
+    none of those in `unknown`.
 
     The tokenizers may have no CPU yet: theirs is kept free, but for `held_cpus`, which are not the workers'
     and so theirs. On the node `tokenizers_on`; while no group exists also elsewhere, from the least roomy
@@ -183,7 +188,7 @@ def placement(
         taken = min(owed, float(int(rooms[node.node_id])))
         rooms[node.node_id] -= taken
         owed -= taken
-    busy = {g.node_id for g in groups}
+    busy = {g.node_id for g in groups} | unknown
     decisions = []
     for node in by_room:
         size = min(missing, _workers(node, rooms[node.node_id], limits))

@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from orchestrator.cluster.node_groups import GroupSpec, NodeGroup, remove_orphaned_placement_groups
 from orchestrator.cluster.ray_state import why_not_created
 from orchestrator.elastic.asked import Asked
+from orchestrator.elastic.nodes_seen import NodesSeen
 from orchestrator.elastic.policy import (
     Decision,
     EndLaunch,
@@ -93,6 +94,7 @@ class Supervisor:
         self._groups: dict[str, NodeGroup] = {}
         self._leaving: dict[str, tuple[int, float]] = {}  # nodes: the attempt that knows, and until when
         self._expected = (-1, -1)  # attempt, number of workers that its coordinator was notified of
+        self._nodes, self._looked_at = NodesSeen(), 0.0  # when the newest look was asked for
         self._number = 0
         self._to_clean = False
         self._stop_by, self._stop_s = "", math.inf
@@ -109,9 +111,10 @@ class Supervisor:
         """Returns the status that ended the run. Raises `ElasticError` if the coordinator stays away, or the
         cluster never says which nodes it has.
         """
-        status, seen, nodes, looked_at = None, (-1, -1), self._first_nodes(), time.monotonic()
+        status, seen = None, (-1, -1)
+        self._first_nodes()
         try:
-            self._act(nodes, None)
+            self._act(None)
             while status is None or status.ended is None:
                 status = self._status(seen)
                 if (status.attempt, status.version) != seen:
@@ -121,12 +124,11 @@ class Supervisor:
                 if self._stop_by and not status.stopping:
                     # again, for a restarted coordinator
                     self._coordinator.stop.remote(self._stop_by, self._stop_s)
-                nodes = self._look_at_nodes(nodes)
-                if time.monotonic() - looked_at > NODES_EVERY_S:
-                    self._asked_nodes.ask()
-                    looked_at = time.monotonic()
+                self._look_at_nodes()
+                if time.monotonic() - self._looked_at > NODES_EVERY_S:
+                    self._ask_nodes()
                 if status.ended is None:
-                    self._act(nodes, status)
+                    self._act(status)
             return status
         finally:
             # whoever interrupts waits for nothing
@@ -151,25 +153,30 @@ class Supervisor:
             time.sleep(POLL_S)
         self._groups.clear()
 
-    def _first_nodes(self) -> tuple[NodeFacts, ...]:
-        self._asked_nodes.ask()
+    def _ask_nodes(self) -> None:
+        now = time.monotonic()
+        if self._asked_nodes.ask():
+            self._looked_at = now
+
+    def _first_nodes(self) -> None:
+        self._ask_nodes()
         nodes = self._asked_nodes.answer(FIRST_NODES_S)
         if nodes is None:
             raise ElasticError(
                 f"the cluster's GCS did not say for {FIRST_NODES_S:.0f} s which nodes there are, so no "
                 "worker can be started; look at its head node, then start the same command again"
             )
-        return nodes
+        self._nodes = self._nodes.looked(nodes, self._looked_at, time.monotonic())
 
-    def _look_at_nodes(self, known: tuple[NodeFacts, ...]) -> tuple[NodeFacts, ...]:
-        """What the GCS has answered, `known` while it does not; waits for nothing."""
+    def _look_at_nodes(self) -> None:
+        """Takes what the GCS has answered; waits for nothing."""
         silent_s, nodes = self._asked_nodes.unanswered_s, self._asked_nodes.answer()
         if nodes is not None:
             if self._silent_s:
                 self._say(f"the cluster's GCS answers again, after {self._silent_s:.0f} s")
             self._silent_s = 0.0
-            return nodes
-        if silent_s > NODES_SILENT_S:
+            self._nodes = self._nodes.looked(nodes, self._looked_at, time.monotonic())
+        elif silent_s > NODES_SILENT_S:
             if not self._silent_s:
                 self._say(
                     f"warning: the cluster's GCS has not answered for {silent_s:.0f} s; the run continues, "
@@ -177,7 +184,6 @@ class Supervisor:
                     "the cluster's head node"
                 )
             self._silent_s = silent_s
-        return known
 
     def _status(self, seen: tuple[int, int]) -> RunStatus:
         """Asks until the coordinator answers. One that is frozen is killed, so that Ray starts it anew; one
@@ -236,13 +242,13 @@ class Supervisor:
             self._look = None
             self._stalled(look.stall({ref: _answer(ref) for ref in ready}, self._stall_watch.median_s))
 
-    def _act(self, nodes: tuple[NodeFacts, ...], status: RunStatus | None) -> None:
+    def _act(self, status: RunStatus | None) -> None:
         self._reap()
         if status is not None:
             for info in status.left_out:
                 if info.node_id in self._groups:
                     self._groups[info.node_id].kill_member(info.pid)
-        for decision in decide(self._facts(nodes, status), self._launch.limits):
+        for decision in decide(self._facts(status), self._launch.limits):
             self._carry_out(decision, status.attempt if status else -1)
 
     def _reap(self) -> None:
@@ -252,6 +258,7 @@ class Supervisor:
             if reason is None:
                 continue
             del self._groups[node_id]
+            self._nodes = self._nodes.group_ended(node_id, time.monotonic())
             self._to_clean = True
             self._note(EventKind.GROUP_ENDED, node=node_id, reason=reason)
             if reason:
@@ -260,9 +267,10 @@ class Supervisor:
             self._asked_cleaning.answer()
             self._to_clean = not self._asked_cleaning.ask()
 
-    def _facts(self, nodes: tuple[NodeFacts, ...], status: RunStatus | None) -> Facts:
+    def _facts(self, status: RunStatus | None) -> Facts:
         return Facts(
-            nodes=nodes,
+            nodes=self._nodes.nodes,
+            unknown=self._nodes.unknown,
             groups=tuple(
                 GroupFacts(node_id=node_id, num_workers=group.spec.num_workers)
                 for node_id, group in self._groups.items()
