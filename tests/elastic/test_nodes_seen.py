@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.elastic.nodes_seen import NodesSeen
@@ -57,6 +57,7 @@ def test_where_a_group_has_ended_the_next_one_is_started_after_a_later_look() ->
     assert started(seen.looked((HEAD, SPOT), 0.5, 0.6), "head") == {"spot"}
 
 
+@settings(max_examples=500)
 @given(
     st.lists(st.sampled_from(["look", "drain", "forget", "die", "end", "act"]), max_size=30),
     st.floats(0.0, 1.0),
