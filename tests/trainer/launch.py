@@ -101,7 +101,8 @@ class Launch:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.coordinator = self._new_coordinator(storage)
-        self._listener = Listener(("127.0.0.1", 0), backlog=16, authkey=KEY)
+        # no port: what other tests' processes still try to reach might be the same one
+        self._listener = Listener(family="AF_UNIX", backlog=16, authkey=KEY)
         self.address = self._listener.address
         threading.Thread(target=self._accept, daemon=True).start()
 
