@@ -5,6 +5,7 @@ The server is moto's. The proxy passes each request on, or does to it what its r
 
 from __future__ import annotations
 
+import io
 import itertools
 import logging
 import os
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import pytest
@@ -92,8 +93,18 @@ def moto() -> Iterator[str]:
     """The URL of a server of S3 with no bucket."""
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     # moto's own server lists a folder of its for every request, to find out that it is one for S3
-    app = create_backend_app("s3")
-    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=_Answering)
+    app, at_work = create_backend_app("s3"), threading.Lock()
+
+    def one_at_a_time(environ: dict[str, Any], start_response: Any) -> Any:
+        """moto looks whether there is an object, and creates it then: of two creates at once both succeed,
+        which S3 rules out.
+        """
+        if length := environ.get("CONTENT_LENGTH"):  # a client may stand still while it sends
+            environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(length)))
+        with at_work:
+            return app(environ, start_response)
+
+    server = make_server("127.0.0.1", 0, one_at_a_time, threaded=True, request_handler=_Answering)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
