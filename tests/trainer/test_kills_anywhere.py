@@ -177,8 +177,10 @@ class Kill:
 
     @property
     def _any_first(self) -> bool:
-        """Whether it is decided there who comes to that place."""
-        return self.case.place in HALVES and self.case.phase == "joining" and self.case.layout != "fsdp2"
+        """Whether it is decided there who comes to that place: of shards, whoever lacks rows that lie in no
+        copy at hand, and how old the copies are depends on what was quicker.
+        """
+        return self.case.place in HALVES and self.case.phase == "joining"
 
     def _go_on(self, names: str) -> None:
         """All pass the gate, and the kill happens."""
