@@ -276,12 +276,12 @@ class Rendezvous:
             ended = self._has_ended(attempt, generation)
             found = replace(NOTHING, ended=ended, reform=not ended)
         elif current is not None and self._group.is_running and current.identity == (attempt, generation):
-            leavers = self._drain.has_leavers(current, self._group)
+            drain = self._drain  # who leaves is looked up only in a drain: every member asks, all the time
             found = self._asked.of_running(
                 save_only=current.formation is not None and current.formation.save_only,
                 reform=self._reform,
-                leaving_saves=self._drain.with_save and leavers,
-                in_time=self._drain.in_time or not leavers,
+                leaving_saves=drain.with_save and drain.has_leavers(current, self._group),
+                in_time=drain.in_time or not drain.has_leavers(current, self._group),
                 over=self._stopped is not None,
             )
         return replace(found, acknowledged_step=acknowledged_step)
