@@ -155,6 +155,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("storage_kind", ("local",) if by_hand else ("local", "s3"), scope="function")
 
 
+@pytest.fixture(autouse=True)
+def _launches_end() -> Iterator[None]:
+    """None of a test's launches works on beside the tests after it."""
+    yield
+    if launches := sys.modules.get("tests.trainer.launch"):
+        launches.end_all()
+
+
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
     """The URL of a server of S3, one for all tests of a process."""

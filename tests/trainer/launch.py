@@ -55,6 +55,15 @@ class Point:
     votes: tuple[Vote, ...]
 
 
+_at_work: list[Launch] = []
+
+
+def end_all() -> None:
+    """The coordinators of all launches end: a test that is over leaves none that beats and asks on."""
+    while _at_work:
+        _at_work.pop().close()
+
+
 class Launch:
     """A coordinator that waits for `first_size` members. `attempt` above 1 continues `point` under the label
     `step` (default: the point's own).
@@ -105,6 +114,7 @@ class Launch:
         self._listener = Listener(family="AF_UNIX", backlog=16, authkey=KEY)
         self.address = self._listener.address
         threading.Thread(target=self._accept, daemon=True).start()
+        _at_work.append(self)
 
     def _claimed(self, number: int, name: str | None, step: int | None) -> CoordinatorStart:
         store = RunStore(self.storage)
@@ -181,12 +191,17 @@ class Launch:
     def restart_coordinator(self) -> None:
         """Its process dies and Ray starts it anew: what it knew is what stands in storage."""
 
+        self.close()
+        self.coordinator = self._new_coordinator()
+
+    def close(self) -> None:
+        """The coordinator does nothing more."""
+
         async def die(old: Coordinator) -> None:
             for task in old._driver._tasks:
                 task.cancel()
 
         self.run(die(self.coordinator))
-        self.coordinator = self._new_coordinator()
 
     def declare_dead(self, name: str) -> None:
         """Ray says that the host of this member is gone. Its connections stay open: whoever loses power, or
