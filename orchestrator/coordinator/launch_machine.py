@@ -61,7 +61,6 @@ class LaunchMachine:
         sharded: bool = False,
     ) -> None:
         self.rendezvous, self._failures, self._trouble = rendezvous, Failures(budget), trouble
-        self._saving = trouble.copy()  # of saves, which may fail although the journal does not
         self.infos = {info.member: info for info in infos}
         self.waiting: set[str] = set()  # whose `join` is unanswered
         self.members = tuple(previous)  # of the newest generation that was answered, by rank
@@ -291,22 +290,16 @@ class LaunchMachine:
         text = self._trouble.worked()
         return [Warn(text=text)] if text else []
 
-    def save_given_up(self, key: StateKey, reason: str, by_storage: bool, now: float) -> list[Action]:
-        """The save of `key` was given up. Saves that go on failing because a write failed (`by_storage`),
-        beyond the limit of storage, end the run: what it trains would be lost.
+    def save_given_up(self, key: StateKey, now: float) -> list[Action]:
+        """The save of `key` was given up. However many are, the run goes on: a stop could not save what was
+        trained either, and the next try may.
         """
         self._requests.save_given_up(now)
         self._save_decided(key)
-        stays = self._leaving.save_given_up(now)
-        if not by_storage:
-            return stays
-        self._saving.failed(reason, now)
-        verdict = self._saving.verdict(now)
-        return [*stays, *(self.end("failed", verdict) if verdict else ())]
+        return self._leaving.save_given_up(now)
 
     def committed(self, key: StateKey, took_s: float | None = None) -> list[Action]:
         """A save was committed, `took_s` after it was begun (None: not known)."""
-        self._saving.worked()
         self._save_decided(key)
         if took_s is not None:
             self._leaving.times.took(took_s)

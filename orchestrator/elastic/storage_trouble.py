@@ -56,12 +56,6 @@ class StorageTrouble:
             "resume point"
         )
 
-    def copy(self) -> StorageTrouble:
-        """An independent copy."""
-        twin = StorageTrouble(self._limit_s, self._meanwhile)
-        twin._since, twin._reason = self._since, self._reason
-        return twin
-
 
 def until_storage_works(
     work: Callable[[], Result],

@@ -35,7 +35,7 @@ from orchestrator.resume.commit_events import (
 )
 from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.resume.points import Point
-from orchestrator.resume.save_retries import SaveRetries
+from orchestrator.resume.save_retries import MOST_S, SaveRetries
 from orchestrator.resume.store_actions import PointCommitter, failure, note_committed
 
 Result = TypeVar("Result")
@@ -80,7 +80,7 @@ class Commits:
         storage_limit_s: float,
     ) -> None:
         """`newest`: the point that the attempt continues. `storage_limit_s`: how long one operation of the
-        storage may take before it counts as failed, and how long the listener lets saves fail.
+        storage may take before it counts as failed.
         """
         self.lock = asyncio.Lock()
         self.retries = SaveRetries()  # its user asks when one is due
@@ -246,9 +246,10 @@ class Commits:
             if action.by_storage and not self._fails:
                 self._fails = True
                 await self._listener.warned(
-                    f"another save is tried in {retry_s:g} s, then ever later, and after the last step at "
-                    f"once; if none succeeds for {self._storage_limit_s:g} s the run stops. Nothing that was "
-                    "committed is lost"
+                    f"training goes on, and another save is tried in {retry_s:g} s, then ever later (at "
+                    f"least every {MOST_S:g} s), and after the last step at once. Nothing that was committed "
+                    "is lost; until a save succeeds, losing all workers costs what was trained since the "
+                    "newest resume point"
                 )
         for rank in action.ranks:
             answer = self._votes.pop((action.key, rank), None)

@@ -5,7 +5,8 @@ It knows neither what was to be saved nor how long a run may go on without a sav
 
 from __future__ import annotations
 
-FIRST_S, MOST_S = 5.0, 320.0
+FIRST_S = 5.0
+MOST_S = 320.0
 
 
 class SaveRetries:

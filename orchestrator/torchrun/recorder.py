@@ -100,7 +100,7 @@ class RankZeroRecorder:
             store, self._journal, number, job.flat(), rng, time.monotonic, self._fault, attempt.run_id
         )
         self._commits = Commits(machine, committer, self._journal, point, self, STORAGE_LIMIT_S)
-        self._trouble, self._saving = StorageTrouble(), StorageTrouble()  # of the journal, of saves
+        self._trouble = StorageTrouble()
         self._request_files = RequestFiles(store.storage, attempt.launch, attempt.run_id)
         self._pins = PinWatch(store)
         self._requests = Requests(known=(SAVE, STOP))  # torchrun is who ends its ranks at once
@@ -382,18 +382,12 @@ class RankZeroRecorder:
     # ---------------------------------------------------------------------- what the commits report
     async def committed(self, point: Point, newest: bool) -> None:
         """See `CommitListener`: the next status says so."""
-        self._saving.worked()
         self._note_answers(self._requests.committed(point.key))
 
     async def gave_up(self, key: StateKey, text: str, by_storage: bool) -> None:  # noqa: ARG002  who leaves, asks nobody here
-        """See `CommitListener`. Saves that go on failing beyond the limit of storage end the group."""
+        """See `CommitListener`: the group trains on."""
         await self.warned(text)
-        now = self._clock()
-        self._requests.save_given_up(now)
-        if by_storage:
-            self._saving.failed(text, now)
-            if reason := self._saving.verdict(now):
-                self._fail(StorageError(reason))
+        self._requests.save_given_up(self._clock())
 
     async def warned(self, text: str) -> None:
         """See `CommitListener`."""

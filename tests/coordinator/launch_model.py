@@ -159,7 +159,6 @@ class World:
         self.steps = self.random.randint(3, 9)  # of the whole run
         self.storage_works = True
         self.points_work = True  # where points lie, which may fail although the journal works
-        self.saves_fail_since: float | None = None
         # storage
         self.claims: dict[int, str] = {}
         self.parents: dict[int, ClaimParent] = {}
@@ -181,7 +180,7 @@ class World:
         self.deaths: dict[str, int] = {}  # members, with the highest step when it was noticed
         self.highest = 0
         self.num = {"steps": 0, "commits": 0, "restarts": 0, "ends": 0, "generations": 0, "rewinds": 0}
-        self.num["saves failed"] = 0
+        self.num["saves given up"] = 0
         self.stop_asked = self.supervisor_stops = False
         self.requests: list[str] = []  # to this launch: what is asked for, by number
         self.heard: dict[int, StateKey | None] = {}  # by number: what was trained when it was heard last
@@ -210,7 +209,6 @@ class World:
             self.acknowledged = [name for name in self.acknowledged if name in names]
         self.stop_asked = self.supervisor_stops = False
         self.requests, self.heard, self.answered = [], {}, set()
-        self.saves_fail_since = None
         self.members, self.groups = [], {}
         self.messages = []
         self.deaths, self.highest, self.finished = {}, 0, {}
@@ -289,7 +287,6 @@ class World:
             attempt=last.attempt, generation=last.generation, members=live, ended=live != last.members
         )
         failures = tuple(failure for attempt, failure in self.failures if attempt >= first)
-        self.saves_fail_since = None  # as far as the new process knows
         self.coordinator = self.claimed(number, old.launch, names, previous, failures, first)
 
     def check_acknowledged(self, names: list[str]) -> None:
@@ -448,20 +445,12 @@ class World:
         return None
 
     def save_failed(self, action: commit.GiveUp) -> None:
-        """Saves that go on failing for as long as storage may end the run, and not before."""
+        """Whyever it was given up, and however many were: training goes on."""
         machine = self.coordinator.machine
-        if not action.by_storage:
-            self.carry_out(machine.save_given_up(action.key, action.reason, False, self.now))
-            return
-        if self.saves_fail_since is None:
-            self.saves_fail_since = self.now
-        for_s, went_on = self.now - self.saves_fail_since, machine.ended is None
-        self.carry_out(machine.save_given_up(action.key, f"saves fail: {action.reason}", True, self.now))
-        over = machine.ended is not None
-        need(over or for_s < STORAGE_LIMIT_S, f"saves have failed for {for_s} s, and the run goes on")
-        if went_on and over:
-            self.num["saves failed"] += 1
-            need(for_s >= STORAGE_LIMIT_S, f"saves have failed for {for_s} s, and the run ends")
+        before = machine.ended
+        self.carry_out(machine.save_given_up(action.key, self.now))
+        need(machine.ended == before, f"a save was given up ({action.reason}), and the run ends")
+        self.num["saves given up"] += 1
 
     def write_commit(self, action: commit.WriteCommit) -> commit.Event:
         key, name, fate = action.key, action.key.point_name, self.random.random()
@@ -495,7 +484,6 @@ class World:
         if name not in self.acknowledged:
             self.acknowledged.append(name)
         if not action.late:
-            self.saves_fail_since = None
             self.carry_out(shell.machine.committed(action.key))
         if shell.newest is None or action.key > shell.newest:
             shell.newest = action.key

@@ -259,7 +259,7 @@ def test_a_save_that_fails_or_takes_too_long_lets_all_go_on_together_and_is_trie
         comes_again(machine, member, sharded=True, saving=key(1))
     assert machine.tick(31.9) == []
     if how == "given up":
-        actions = [*machine.save_given_up(key(1), "the disk is full", True, 32.0), *machine.tick(32.0)]
+        actions = [*machine.save_given_up(key(1), 32.0), *machine.tick(32.0)]
     else:
         actions = machine.tick(32.0)
     assert [type(action) for action in actions] == [Warn, Form]

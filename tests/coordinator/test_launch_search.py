@@ -14,7 +14,6 @@ from orchestrator.coordinator.launch_actions import Action, Note
 from orchestrator.coordinator.launch_machine import LaunchMachine
 from orchestrator.coordinator.requests import Answered, Requests
 from orchestrator.elastic.formation import LeaveOut
-from orchestrator.elastic.storage_trouble import StorageTrouble
 from orchestrator.records.run_status import MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_events import Action as CommitAction
@@ -46,7 +45,7 @@ def test_no_random_history_breaks_a_rule_and_each_comes_to_its_end(seeds: range)
         outcomes[outcome] += 1
         seen.update(world.num)
     assert set(outcomes) == {"done", "stopped", "failed"}
-    what = ("steps", "commits", "restarts", "ends", "rewinds", "saves failed", "answered", "saved as asked")
+    what = ("steps", "commits", "restarts", "ends", "rewinds", "saves given up", "answered", "saved as asked")
     assert min(seen[each] for each in what) > 0, seen
 
 
@@ -115,22 +114,11 @@ class AsksOnlyWhoForms(LaunchMachine):
         return super().to_ask(committing, self._steps.heard_at)
 
 
-class SavesForEver(LaunchMachine):
-    """Nobody minds that every save fails."""
+class StopsForASave(LaunchMachine):
+    """A save that fails ends the run."""
 
-    def save_given_up(self, key: StateKey, reason: str, by_storage: bool, now: float) -> list[Action]:
-        return []
-
-
-class NeverForgivesASave(LaunchMachine):
-    """A save that is committed does not make good for those that failed."""
-
-    def committed(self, key: StateKey, took_s: float | None = None) -> list[Action]:
-        trouble, self._saving = self._saving, StorageTrouble(1e9)
-        try:
-            return super().committed(key, took_s)
-        finally:
-            self._saving = trouble
+    def save_given_up(self, key: StateKey, now: float) -> list[Action]:
+        return [*super().save_given_up(key, now), *self.end("failed", "a save failed")]
 
 
 class MetByAnyPoint(Requests):
@@ -197,8 +185,7 @@ class NobodyHears(World):
         (SaysOnlyWhatItVotedFor, "are deleted while", 23),
         (DecidesAsVotesCome, "are undecided", 2631),
         (AsksOnlyWhoForms, "the run does not end", 822),
-        (SavesForEver, "and the run goes on", 58),
-        (NeverForgivesASave, "and the run ends", 2583),
+        (StopsForASave, "and the run ends", 58),
         (MeetsRequestsWithAnyPoint, "lacks what was trained before request", 1969),
         (EndsWithoutAnswers, "were never answered", 0),
         (AnswersAgain, "is answered twice", 3),
