@@ -189,6 +189,8 @@ class MembershipState:
             backoff.lost_member(self._reached)
         if self._reached > current.start or len(self.gone) == len(current.members):
             return False
+        if any(request.unsaved for request in self.requests) and not lost:
+            return False  # it had nothing to train, and storage is to blame
         unresponsive = [m for m in current.newcomers if self.gone.get(m) == UNRESPONSIVE]
         blamed = unresponsive if lost else list(current.newcomers)
         if blamed:

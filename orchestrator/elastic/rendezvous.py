@@ -396,7 +396,8 @@ class Rendezvous:
             if self._asked.stop and not unsaved and chosen and what.parent is not None:
                 step = self._states.label(what.parent, what.point)
                 return StopRun(outcome="stopped", reason=f"stopped at step {step}")
-            if not unsaved or (self._saved_below and not self._asked.stop):
+            tried = self._saved_below and not self._asked.stop and self._asked.save is None
+            if not unsaved or tried:
                 return self._below_minimum(len(chosen), now)
         return self._form(chosen, what, save_only)
 

@@ -226,6 +226,7 @@ class RemoteMembership:
             pid=os.getpid(),
             saving=state.saving,
             holdings=state.holdings,
+            unsaved=state.unsaved,
             idle_s=time.monotonic() - self._stepped_at if state.leaves is not None else 0.0,
         )
 

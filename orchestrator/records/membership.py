@@ -54,7 +54,8 @@ class MemberState:
     not report as failed: its vote or its report may be still to come, and until then it may be writing its
     part; every older one is settled so. `records`: all that were not acknowledged. `reason`: why the last
     generation ended, for the journal. `holdings`: all that it can give, the state it trains included; empty:
-    nothing but the whole of that.
+    nothing but the whole of that. `unsaved`: the last generation had no step to train, only its state to
+    save, and that save was given up.
     """
 
     key: StateKey | None
@@ -65,6 +66,7 @@ class MemberState:
     records: tuple[StepRecord, ...]
     reason: str
     holdings: tuple[HeldShard, ...] = ()
+    unsaved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +75,7 @@ class JoinRequest:
 
     `leaves` is the (attempt, generation) it was in, None for a newcomer. `prepared` is the key of the step
     that it had entered the summary of without learning the result (its reduced gradient is kept):
-    `StateKey(step = key.step + 1)` in the generation it leaves. `holdings`: see `MemberState`.
+    `StateKey(step = key.step + 1)` in the generation it leaves. `holdings`, `unsaved`: see `MemberState`.
     """
 
     member: str
@@ -93,6 +95,7 @@ class JoinRequest:
     unreached: tuple[str, ...] = ()  # members whose ports it tried in vain, when its last view said `probe`
     saving: StateKey | None = None  # see `MemberState`
     holdings: tuple[HeldShard, ...] = ()
+    unsaved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,6 +39,10 @@ class GenerationEnded(Exception):
     """
 
 
+class LastSaveFailed(GenerationEnded):
+    """No step was left to train, and the save of the state was given up."""
+
+
 @contextmanager
 def collective(what: str) -> Iterator[None]:
     """Around collectives and their store, and around nothing else: a RuntimeError inside means that the

@@ -21,7 +21,7 @@ from orchestrator.records.membership import GenerationView, MemberState
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.trainer.coming_steps import coming_ranges, next_range
 from orchestrator.trainer.gradient import cut
-from orchestrator.trainer.group import GenerationEnded, Group, collective
+from orchestrator.trainer.group import GenerationEnded, Group, LastSaveFailed, collective
 from orchestrator.trainer.group_digest import group_digest
 from orchestrator.trainer.job import DONE, LEFT, STOPPED, Outcome, TrainJob
 from orchestrator.trainer.loading import StateFiles
@@ -99,7 +99,7 @@ class _Trainer:
 
     def _run(self) -> Outcome:
         leaves: tuple[int, int] | None = None
-        reason = "start"
+        reason, unsaved = "start", False
         while True:
             self._saver.writable()  # who joins has staged what it saves
             self._saver.poll(self._state)
@@ -118,6 +118,7 @@ class _Trainer:
                         *state.holdings(prepared.key if prepared is not None else None),
                         *self._memory.holdings(),
                     ),
+                    unsaved=unsaved,
                 )
             )
             if view is None:
@@ -128,7 +129,7 @@ class _Trainer:
             try:
                 return self._generation(view)
             except GenerationEnded as ended:
-                reason = str(ended)
+                reason, unsaved = str(ended), isinstance(ended, LastSaveFailed)
             _log.info("generation %d of attempt %d ended: %s", view.generation, view.attempt, reason)
 
     def _generation(self, view: GenerationView) -> Outcome:
@@ -340,7 +341,7 @@ class _Trainer:
         """Waits for the save at hand, saves the last state unless a point holds it, and leaves when that is
         answered.
 
-        Raises `GenerationEnded` if the save was given up: the members meet again and save under a new name;
+        Raises `LastSaveFailed` if the save was given up: the members meet again and save under a new name;
         `ElasticError` if that has gone on for too long.
         """
         state, saver = self._state, self._saver
@@ -351,7 +352,7 @@ class _Trainer:
             self._save(group.view)
         if not await_saves(group, self._membership, saver, state, lambda: saver.is_free):
             self._unsaved.again(state.key.point_name)
-            raise GenerationEnded(f"the save of {state.key.point_name} was given up")
+            raise LastSaveFailed(f"the save of {state.key.point_name} was given up")
         state.committed = True
         self._membership.finished(state.key, reason)
         return Outcome(reason=reason, key=state.key, cursor=state.cursor)

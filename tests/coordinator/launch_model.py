@@ -95,6 +95,7 @@ class Member:
     begun: StateKey | None = None  # the newest save that it began
     voted: StateKey | None = None  # what it says when it joins, see `MemberState.saving`
     votes: dict[StateKey, bool | None] = field(default_factory=dict)
+    unsaved: bool = False  # what it says when it joins, see `MemberState.unsaved`
     reason: str = ""
     request: JoinRequest | None = None
 
@@ -364,7 +365,7 @@ class World:
                 group = self.groups[action.answer.attempt, action.answer.generation]
                 if member.name in group.left:
                     return  # an answer that came too late: it will join again
-                member.mode, member.group = "trains", group
+                member.mode, member.group, member.unsaved = "trains", group, False
                 member.leaves = (action.answer.attempt, action.answer.generation)
             case RunOver():
                 member.mode = "over"
@@ -626,6 +627,7 @@ class World:
             cursor=Cursor() if member.key else None,
             records=tuple(member.records.values()),
             saving=member.voted,
+            unsaved=member.unsaved,
         )
         member.mode, member.request = "waits", request
         self.messages += [("join", member, request)] * (2 if self.random.random() < 0.05 else 1)
@@ -822,6 +824,7 @@ class World:
             self.messages.append(("finished", member, member.key))
         else:
             self.leave(member)
+            member.unsaved = True
         return True
 
     # ------------------------------------------------------------ what happens

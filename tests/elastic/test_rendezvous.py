@@ -718,6 +718,17 @@ def test_a_member_of_a_newer_attempt_fences_the_coordinator():
         machine.control_requests(4, 1, 0)
 
 
+def test_generations_whose_last_save_is_given_up_have_not_failed_to_start():
+    machine = started("ab")
+    machine.applied(1, 9, 1.0)
+    for generation in range(1, 50):
+        # b came first, and only rank 0 knows why
+        machine.join(request("b", key(generation, 9), leaves=generation), 2.0 * generation)
+        machine.join(request("a", key(generation, 9), leaves=generation, unsaved=True), 2.0 * generation)
+        made = form(machine, 2.0 * generation)
+        assert (made.members, made.parent, made.probe_ports) == (("a", "b"), key(generation, 9), False)
+
+
 # ---- the minimum
 def test_below_the_minimum_the_survivors_save_before_they_wait():
     machine = started("ab", low=2)
@@ -740,6 +751,22 @@ def test_below_the_minimum_the_survivors_save_before_they_wait():
     again = form(machine, 9.0)
     assert (again.members, again.save_only, again.parent) == (("a", "c"), False, key(2, 8))
     assert machine.below_minimum_since is None
+
+
+def test_a_save_below_the_minimum_that_was_given_up_is_made_again_when_it_is_asked_for():
+    machine = started("ab", low=2)
+    machine.dead("b", 5.0)
+    machine.join(request("a", key(1, 7), leaves=1), 5.0)
+    assert form(machine, 5.0).save_only
+    machine.join(request("a", key(2, 8), leaves=2), 6.0)
+    only(machine.tick(6.0), Waiting)
+    machine.request_save("again")
+    made = form(machine, 11.0)
+    assert (made.save_only, made.parent) == (True, key(2, 8))
+    machine.save_answered("again")
+    machine.join(request("a", key(3, 9), leaves=3), 12.0)
+    only(machine.tick(12.0), Waiting)
+    assert machine.below_minimum_since == 5.0
 
 
 def test_nothing_is_saved_twice_below_the_minimum():

@@ -283,8 +283,12 @@ def test_a_save_that_one_rank_cannot_write_is_given_up_and_training_goes_on(tmp_
 
 def test_the_last_save_is_tried_again_under_a_new_name(tmp_path, unbroken):
     plans = {"b": Plan(full_disk_at=END)}
-    with members(tmp_path, ["a", "b"], plans) as group:
-        group.launch.wait_for(lambda: len(group.launch.views) > 2)
+    settings = dataclasses.replace(SETTINGS, forming_failures=2)
+    with members(tmp_path, ["a", "b"], plans, settings=settings) as group:
+        # however often: storage is to blame, and not the network for want of a first step
+        group.launch.wait_for(lambda: len(group.launch.views) > 4)
+        assert group.launch.status().ended is None
+        assert not any(view.probe for view in group.launch.views)
         group.processes["b"].kill()  # its disk stays full
         group.finish()
         launch = group.launch
