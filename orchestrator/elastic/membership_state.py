@@ -189,7 +189,7 @@ class MembershipState:
             backoff.lost_member(self._reached)
         if self._reached > current.start or len(self.gone) == len(current.members):
             return False
-        if any(request.unsaved for request in self.requests) and not lost:
+        if not lost and any(r.unsaved and r.leaves == current.identity for r in self.requests):
             return False  # it had nothing to train, and storage is to blame
         unresponsive = [m for m in current.newcomers if self.gone.get(m) == UNRESPONSIVE]
         blamed = unresponsive if lost else list(current.newcomers)

@@ -58,7 +58,7 @@ class Copy(NamedTuple):
 
 class Member(NamedTuple):
     """One of the processes; `slot` is its node. `leaves` is the generation it was answered last. `shard`:
-    which of how many it trains.
+    which of how many it trains. `unsaved`: as it says when it joins.
     """
 
     life: str
@@ -69,6 +69,7 @@ class Member(NamedTuple):
     leaves: Identity | None
     shard: tuple[int, int] = (0, 1)
     copies: tuple[Copy, ...] = ()
+    unsaved: bool = False
 
 
 class Point(NamedTuple):
@@ -138,6 +139,7 @@ class Rules:
     sharded: bool = False
     cuts_off: bool = True  # members are cut off, too, and come back
     saves: bool = True
+    last_saves: bool = False  # True: that of the last state is given up, again and again
     keeps: bool = True  # False: a new generation keeps no memory point until it has its own
     settings: RendezvousSettings = RendezvousSettings()
     machine: type[Rendezvous] = Rendezvous
@@ -290,6 +292,7 @@ def request(slot: int, member: Member) -> JoinRequest:
         prepared=prepared,
         cursor=None,
         holdings=held_by(member) if member.shard[1] > 1 or member.copies else (),
+        unsaved=member.unsaved,
     )
 
 
@@ -339,7 +342,8 @@ def of_the_group(world: World, rules: Rules, alike: list[int]) -> Iterator[tuple
     if any(m.life == WAITS for m in world.members):
         _, machine = ticked(machine, LONG[0])  # whoever waits has waited long enough to interrupt
     wanted = machine.control_requests(*first.leaves, 0)
-    if wanted.reform:
+    stepped = len(first.history) > world.parents.table[first.leaves][2]
+    if wanted.reform and (stepped or not rules.last_saves):  # else sooner than any: a superset
         yield "all leave at the step boundary", thrown_out(world, inside)
     if world.stuck:
         yield from out_of_the_stuck(world, inside, wanted.ended and rules.hear_the_end)
@@ -351,6 +355,7 @@ def of_the_group(world: World, rules: Rules, alike: list[int]) -> Iterator[tuple
     if rules.power_losses and world.faults and len(inside) > 1:
         yield from power_losses(world, inside, alike)
     if len(first.history) >= rules.steps:
+        yield from last_saves(world, inside, alike, rules)
         return
     for applied in subsets(inside, alike):
         whole = len(applied) == len(inside)
@@ -368,6 +373,17 @@ def of_the_group(world: World, rules: Rules, alike: list[int]) -> Iterator[tuple
                 f"step {len(first.history)} by all, who vote for a point",
                 after._replace(pending=Point(trained.key, trained.history)),
             )
+
+
+def last_saves(
+    world: World, inside: list[int], alike: list[int], rules: Rules
+) -> Iterator[tuple[str, World]]:
+    """The save of the last state is given up. Some know it as that, the others only that their group ends."""
+    for knowing in filter(None, subsets(inside, alike) if rules.last_saves else ()):
+        after = thrown_out(world, inside)
+        told = {i: after.members[i]._replace(unsaved=True) for i in knowing}
+        names = [world.members[i].name for i in knowing]
+        yield f"the last save is given up, as {names} say", of_members(after, told)
 
 
 def power_losses(world: World, inside: list[int], alike: list[int]) -> Iterator[tuple[str, World]]:
@@ -604,6 +620,8 @@ def forming(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
         if any(isinstance(a, LeaveOut) and lives.get(a.member) in (IN, OUT, BUSY) for a in actions):
             raise Broken("a member that lives is given up", f"after {now:g} s")
         if any(isinstance(a, StopRun) for a in actions):
+            if rules.last_saves:  # too few faults for a stop
+                raise Broken("a run is stopped because its last save fails", f"after {now:g} s")
             return
         form = next((a for a in actions if isinstance(a, Form)), None)
         if form is None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.elastic.formation import Action, Form, RendezvousSettings
+from orchestrator.elastic.formation import Action, Form, JoinAnswer, RendezvousSettings
 from orchestrator.elastic.holdings import held_by_all, newest_complete
 from orchestrator.elastic.next_formation import Continued
 from orchestrator.elastic.rendezvous import Rendezvous
@@ -118,7 +118,24 @@ class EndUnsaid(Rendezvous):
         return replace(wanted, ended=wanted.ended and not inside)
 
 
+class UnsavedUnheard(Rendezvous):
+    """That a group had nothing but its last state to save is not heard."""
+
+    def join(self, request: JoinRequest, now: float) -> JoinAnswer | None:
+        return super().join(replace(request, unsaved=False), now)
+
+
 SHARDED = Rules(sharded=True, generations=2, attempts=1, faults=2, saves=False)
+LAST_SAVES = Rules(
+    num_members=2,
+    generations=7,
+    steps=1,
+    attempts=1,
+    faults=2,
+    saves=False,
+    last_saves=True,
+    settings=RendezvousSettings(forming_failures=3),
+)
 TWO_SHARDS = replace(SHARDED, num_members=2, cuts_off=False)
 
 
@@ -131,6 +148,8 @@ TWO_SHARDS = replace(SHARDED, num_members=2, cuts_off=False)
         (Rules(num_members=2), 50_000),
         (Rules(min_workers=2, faults=2), 10_000),
         (Rules(power_losses=True, generations=2, faults=2), 25_000),
+        (LAST_SAVES, 4_000),
+        pytest.param(replace(LAST_SAVES, num_members=3), 50_000, marks=pytest.mark.chaos),
         (replace(SHARDED, faults=1), 10_000),
         pytest.param(SHARDED, 150_000, marks=pytest.mark.chaos),
         pytest.param(replace(SHARDED, num_members=2, saves=True), 50_000, marks=pytest.mark.chaos),
@@ -143,6 +162,8 @@ TWO_SHARDS = replace(SHARDED, num_members=2, cuts_off=False)
         "two members",
         "at least two of three",
         "hosts without power",
+        "last saves of two",
+        "last saves of three",
         "three shards, one loss",
         "three shards, two losses",
         "two shards, saved",
@@ -182,6 +203,10 @@ WRONG = {
     "any shard is enough": (replace(SHARDED, machine=FirstShard), NOT_COMPLETE),
     "no memory point is kept": (replace(TWO_SHARDS, keeps=False), SEALED_LOST),
     "the newest memory point is kept": (replace(TWO_SHARDS, machine=KeepsNewest, steps=3), SEALED_LOST),
+    "last saves are failures to start": (
+        replace(LAST_SAVES, machine=UnsavedUnheard),
+        "a run is stopped because its last save fails",
+    ),
     "unresponsive members waited for": (
         Rules(settings=RendezvousSettings(missing_grace_s=math.inf), generations=2),
         "all that can come have joined, and no generation forms",
