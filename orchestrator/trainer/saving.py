@@ -55,9 +55,9 @@ class Unsaved:
         self._since: float | None = None
         self._wait_s = 0.1
 
-    def again(self, point: str) -> None:
-        """A save was given up: waits a little before the next, longer each time. Raises `ElasticError` when
-        the limit is reached.
+    def again(self, point: str) -> float:
+        """A save was given up: waits a little before the next, longer each time. For how many seconds more
+        it is tried. Raises `ElasticError` when the limit is reached.
         """
         now = time.monotonic()
         self._since = now if self._since is None else self._since
@@ -69,3 +69,4 @@ class Unsaved:
             )
         time.sleep(self._wait_s)
         self._wait_s = min(2 * self._wait_s, 5.0)
+        return self._limit_s - (now - self._since)

@@ -289,6 +289,7 @@ def test_the_last_save_is_tried_again_under_a_new_name(tmp_path, unbroken):
         group.launch.wait_for(lambda: len(group.launch.views) > 4)
         assert group.launch.status().ended is None
         assert not any(view.probe for view in group.launch.views)
+        assert any("given up; it is tried for 300 s more" in asked.reason for _, asked in group.launch.joins)
         group.processes["b"].kill()  # its disk stays full
         group.finish()
         launch = group.launch
