@@ -87,13 +87,13 @@ class CommitWritten:
 class ClaimChecked:
     """Whether a newer claim exists: the answer to the `CheckNewerClaim` of the same key. `lost` says how it
     shows that the run's folder was deleted or replaced; empty if it was not. `quarantined`: the points that
-    are marked as damaged.
+    are marked as damaged; None: that could not be listed.
     """
 
     key: StateKey | None
     newer: bool
     lost: str = ""
-    quarantined: frozenset[str] = frozenset()
+    quarantined: frozenset[str] | None = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,8 @@ class KeptPoints:
     `names` are those on the lineage (at first those that the claim inherited), oldest first, `losses` their
     mean losses as far as known, which with `keep_every` and `keep_best` spare some; `pinned` is the claim's
     parent if that is a point of this run. `quarantined` are the points that somebody marked as damaged, as of
-    the last question about claims; `verifying` and `deleting` what was asked for and not answered.
+    the last question about claims (None: that was not answered, so nothing is deleted); `verifying` and
+    `deleting` what was asked for and not answered.
 
     Guarantee: none is deleted that is being read back, and none twice.
     """
@@ -36,7 +37,7 @@ class KeptPoints:
     losses: Mapping[str, float | None] = field(default_factory=dict)
     pinned: str | None = None
     verified: frozenset[str] = frozenset()
-    quarantined: frozenset[str] = frozenset()
+    quarantined: frozenset[str] | None = frozenset()
     verifying: frozenset[str] = frozenset()
     deleting: frozenset[str] = frozenset()
 
@@ -59,14 +60,16 @@ class KeptPoints:
         kept = tuple(name for name, key in keys.items() if key is not None and is_on(key))
         return dataclasses.replace(self, names=kept)
 
-    def marked(self, quarantined: frozenset[str]) -> KeptPoints:
-        """These are marked as damaged now."""
+    def marked(self, quarantined: frozenset[str] | None) -> KeptPoints:
+        """These are marked as damaged now; None: nobody knows."""
         return dataclasses.replace(self, quarantined=quarantined)
 
     def prune(self, new_point: bool) -> tuple[KeptPoints, tuple[DeletePoints | VerifyPoint, ...]]:
         """Deletes what is not needed; after a new point also reads back what would release the pinned one. A
-        point that is marked as damaged stays, and counts for nothing.
+        point that is marked as damaged stays, and counts for nothing; while nobody knows which are, all stay.
         """
+        if self.quarantined is None:
+            return self, ()
         points = tuple(name for name in self.names if name not in self.quarantined)
         pinned = held_point(self.names, self.pinned, self.quarantined)
         busy = self.deleting | self.verifying  # a point that is being read back is not deleted meanwhile

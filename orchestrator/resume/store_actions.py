@@ -152,7 +152,9 @@ class PointCommitter:
     def _check(self, action: CheckNewerClaim) -> Event:
         newer = self._store.next_claim_exists(self._attempt)
         lost = self._store.why_not_mine(self._run_id) or self._journal.why_lost()
-        marked = self._store.quarantined()
+        marked = None
+        with suppress(StorageError):  # only deleting needs to know: it keeps no save from its commit
+            marked = self._store.quarantined()
         return ClaimChecked(key=action.key, newer=newer, lost=lost, quarantined=marked)
 
     def _write(self, action: WriteCommit) -> Event:

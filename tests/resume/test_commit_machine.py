@@ -363,6 +363,20 @@ def test_a_point_is_read_back_once_at_a_time_and_not_deleted_meanwhile() -> None
     assert run(state, ClaimChecked(key=None, newer=False))[1] == [DeletePoints(names=(key(10).point_name,))]
 
 
+def test_while_the_marks_of_damage_cannot_be_listed_saves_are_committed_and_nothing_is_deleted() -> None:
+    state = machine(keep_latest=1)
+    unknown = ClaimChecked(key=None, newer=False, quarantined=None)
+    for step in (10, 20):
+        at = key(step)
+        votes = (cast(at, 0), cast(at, 1), JournalDurable(key=at))
+        asked = replace(unknown, key=at)
+        state, actions = run(state, *votes, asked, CommitWritten(key=at), asked)
+        assert actions == [Acknowledge(key=at, ranks=(0, 1))]
+    assert run(state, unknown)[1] == []
+    known = ClaimChecked(key=None, newer=False)
+    assert run(state, known)[1] == [DeletePoints(names=(key(10).point_name,))], "what waited goes later"
+
+
 def test_a_damaged_point_does_not_release_the_pinned_one() -> None:
     pinned = key(5, attempt=0).point_name
     state = machine(keep_latest=1, points=(pinned,), pinned=pinned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import Any
 
@@ -201,3 +202,25 @@ def test_a_check_or_deletion_that_fails_for_good_is_an_answer_and_no_exception()
     deleted = coordinator.committer.perform(DeletePoints(names=(key(10).point_name,)))
     assert deleted is not None
     assert deleted.failed == (key(10).point_name,)  # type: ignore[union-attr]
+
+
+def test_a_save_becomes_a_point_although_the_marks_of_damage_cannot_be_listed() -> None:
+    class ListsNoMarks(ModelDisk):
+        refuses = True
+
+        def list(self, path: str) -> list[str]:
+            if self.refuses and path.endswith("/quarantine"):
+                raise OSError(errno.EIO, "Input/output error")
+            return super().list(path)
+
+    disk = ListsNoMarks()
+    store = RunStore(Storage("/run", disk, no_sleep))
+    store.claim(1, "aaaa", START, "host")
+    coordinator = Coordinator(store)
+    for step in (10, 20, 30):
+        coordinator.save(key(step))
+    assert all(committed for _, _, committed in coordinator.answers)
+    assert len(store.point_names()) == 3, "nothing is deleted meanwhile"
+    disk.refuses = False
+    coordinator.save(key(40))
+    assert store.point_names() == [key(30).point_name, key(40).point_name]
