@@ -97,6 +97,12 @@ class ElasticError(OrchestratorError):
     """
 
 
+class UnsavedError(ElasticError):
+    """The last state of a run could not be saved in the time there is for it; whoever collects the votes
+    knows why.
+    """
+
+
 class TrainingError(OrchestratorError):
     """Training itself is wrong (non-finite loss, a step digest that differs from the feed's); names step and
     values.

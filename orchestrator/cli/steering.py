@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.cli.shared import Json, PointName, RunUri, app, print_json, print_lines, print_reply
+from orchestrator.cli.shared import Json, PointName, RunUri, app, print_json, print_lines, print_reply, say
 
 
 @app.command()
@@ -47,7 +47,7 @@ def save(run: RunUri, no_wait: NoWait = False, json: Json = False) -> None:
     """
     from orchestrator.monitor.run import open_run
 
-    print_reply(open_run(run).save(wait=not no_wait), json)
+    print_reply(open_run(run).save(wait=not no_wait, tell=say), json)
 
 
 @app.command()
@@ -64,4 +64,4 @@ def stop(
     """
     from orchestrator.monitor.run import open_run
 
-    print_reply(open_run(run).stop(now, wait=not no_wait), json)
+    print_reply(open_run(run).stop(now, wait=not no_wait, tell=say), json)

@@ -340,7 +340,7 @@ class LaunchDriver:
         """See `CommitListener`: goes out with the next status."""
         await self.warned(text)
         self.roster.storage_failed(by_storage)
-        await self.carry_out(self.machine.save_given_up(key, time.monotonic()))
+        await self.carry_out(self.machine.save_given_up(key, text, time.monotonic()))
 
     async def warned(self, text: str) -> None:
         """See `CommitListener`: goes out with the next status."""

@@ -21,7 +21,7 @@ from orchestrator.elastic.failure_budget import Failure, FailureBudget
 from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, Refused, StopRun, Waiting
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.storage_trouble import StorageTrouble
-from orchestrator.errors import FencedError
+from orchestrator.errors import FencedError, UnsavedError
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.request_files import STOP, STOP_NOW, Request
@@ -77,6 +77,7 @@ class LaunchMachine:
         self._dead: set[str] = set()
         self._save = ""
         self._num_saves = 0
+        self._given_up = ""  # what was said of the newest save that was
         self._to_hold: StateKey | None = None  # the newest state when a save was asked for last
         self._decided: StateKey | None = None  # the newest save that was committed or given up
         if last_step is not None:
@@ -154,6 +155,8 @@ class LaunchMachine:
         """What ended a member. `fatal`: an error of ours, which another try would only repeat."""
         note = Note(kind=EventKind.MEMBER_FAILED, fields={"member": member, "error": kind, "text": text})
         reason = text if fatal else f"{kind}: {text}"
+        if kind == UnsavedError.__name__ and self._given_up:
+            reason = f"{text}. Why: {self._given_up}"  # a member knows of its own part only
         return [note, *(self.end("failed", reason) if fatal else self._failure(reason))]
 
     def group_failed(self, node: str, reason: str) -> list[Action]:
@@ -290,10 +293,11 @@ class LaunchMachine:
         text = self._trouble.worked()
         return [Warn(text=text)] if text else []
 
-    def save_given_up(self, key: StateKey, now: float) -> list[Action]:
-        """The save of `key` was given up. However many are, the run goes on: a stop could not save what was
-        trained either, and the next try may.
+    def save_given_up(self, key: StateKey, text: str, now: float) -> list[Action]:
+        """The save of `key` was given up; `text` says that, and why. However many are, the run goes on: a
+        stop could not save what was trained either, and the next try may.
         """
+        self._given_up = text
         self._requests.save_given_up(now)
         self._save_decided(key)
         return self._leaving.save_given_up(now)

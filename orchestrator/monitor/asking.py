@@ -6,7 +6,7 @@ It decides nothing: what is asked for is done, refused or left by the launch its
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,6 +37,18 @@ class Reply:
         return asdict(self)
 
 
+def unheard(text: str) -> None:
+    """Tells nobody."""
+
+
+def still_waits(what: str, point: str, reason: str) -> str:
+    """For whoever waits for `what`: the save of `point` was given up for this `reason`, and what follows."""
+    return (
+        f"{what}: not yet, the save of {point} was given up: {reason}. The run tries again, and this waits "
+        "until a save succeeds or the run ends; an interrupt ends the waiting only, the request stands"
+    )
+
+
 class Asking:
     """One request to the launch that works on a run now."""
 
@@ -54,17 +66,26 @@ class Asking:
         run = store.read_run()
         self.request = RequestFiles(store.storage, claim.launch, run.id if run else "").ask(what)
 
-    def answer(self, is_alive: Callable[[], bool]) -> Reply:
-        """Waits for the answer. `is_alive` looks whether the run gives a sign of life. Raises `RefusedError`
-        if it has ended, was taken over, or gives none: then nobody will do what was asked for.
+    def answer(self, is_alive: Callable[[], bool], tell: Callable[[str], None] = unheard) -> Reply:
+        """Waits for the answer. `is_alive` looks whether the run gives a sign of life; `tell` hears, once,
+        of a save that was given up, so that the wait is longer. Raises `RefusedError` if the run has ended,
+        was taken over, or gives no sign of life: then nobody will do what was asked for.
         """
         asked_at = time.monotonic()
+        told = False
         while True:
             # looked at before the journal is read: the answer stands there before the end does
             over = self._why_over()
-            for fields in self._answers():
+            lines = self._journal.lines()
+            for fields in lines:
+                if fields["kind"] != EventKind.REQUEST_ANSWERED:
+                    continue
                 if fields["request"] == self.request.number:
                     return Reply(**{name: fields[name] for name in Reply.__slots__})
+            given_up = [fields for fields in lines if fields["kind"] == EventKind.SAVE_GIVEN_UP]
+            if given_up and not told:
+                tell(still_waits(self._what, given_up[-1]["point"], given_up[-1]["reason"]))
+                told = True
             if over:
                 raise RefusedError(f"{over}; what was asked for ({self._what}) is done by nobody")
             if time.monotonic() - asked_at > QUIET_S:
@@ -76,9 +97,6 @@ class Asking:
                     )
                 asked_at = time.monotonic()
             time.sleep(LOOK_EVERY_S)
-
-    def _answers(self) -> Iterator[dict[str, Any]]:
-        return (line for line in self._journal.lines() if line["kind"] == EventKind.REQUEST_ANSWERED)
 
     def _refuse_if_over(self, number: int) -> None:
         if end := self._store.read_end(number):

@@ -21,7 +21,7 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.finding_files import VERIFY, Finding, FindingFiles
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, asker
 from orchestrator.monitor import frames
-from orchestrator.monitor.asking import Asking, Reply
+from orchestrator.monitor.asking import Asking, Reply, unheard
 from orchestrator.monitor.look import look_at, since_it_moved
 from orchestrator.monitor.orphans import Pruned, orphans_of, prune, release
 from orchestrator.monitor.point_rows import names_of, point_rows, standing, verified_point
@@ -290,27 +290,28 @@ class Run:
 
         return export(self.uri, self._store, out, point, dtype)
 
-    def save(self, wait: bool = True) -> Reply:
+    def save(self, wait: bool = True, tell: Callable[[str], None] = unheard) -> Reply:
         """Asks the launch that works on the run, wherever it is, for a resume point of all that it has
-        trained by now; waits until that is committed. It trains on.
+        trained by now; waits until that is committed. It trains on. `tell` hears of a save that is given up
+        meanwhile: then the wait lasts until one succeeds or the run ends.
 
         Raises `RefusedError` if none works on it.
         """
-        return self._ask(SAVE, wait)
+        return self._ask(SAVE, wait, tell)
 
-    def stop(self, now: bool = False, wait: bool = True) -> Reply:
+    def stop(self, now: bool = False, wait: bool = True, tell: Callable[[str], None] = unheard) -> Reply:
         """Asks the launch that works on the run, wherever it is, to save and stop at the next step boundary;
-        waits until it has. With `now` it does not save: what it has trained since its newest resume point is
-        trained again when the run is started again.
+        waits until it has; `tell` as for `save`. With `now` it does not save: what it has trained since its
+        newest resume point is trained again when the run is started again.
 
         Raises `RefusedError` if none works on it.
         """
-        return self._ask(STOP_NOW if now else STOP, wait)
+        return self._ask(STOP_NOW if now else STOP, wait, tell)
 
-    def _ask(self, what: str, wait: bool) -> Reply:
+    def _ask(self, what: str, wait: bool, tell: Callable[[str], None]) -> Reply:
         asking = Asking(self._store, what)
         if wait:
-            return asking.answer(lambda: self.status().state != GONE)
+            return asking.answer(lambda: self.status().state != GONE, tell)
         text = f"asked for, as request {asking.request.number}; the run's journal will say what became of it"
         return Reply(request=asking.request.number, what=what, outcome="open", text=text)
 

@@ -5,7 +5,7 @@ stopped and watched like any other.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from orchestrator.config.loading import as_job
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import OrchestratorError, RefusedError
-from orchestrator.monitor.asking import Reply
+from orchestrator.monitor.asking import Reply, unheard
 from orchestrator.monitor.local_launch import LocalLaunch
 from orchestrator.monitor.run import Run
 from orchestrator.monitor.verdict import FAILED, STARTING
@@ -93,10 +93,10 @@ class SubmittedRun(Run):
             raise self.launch.error()
         return self.status(0.0)
 
-    def stop(self, now: bool = False, wait: bool = True) -> Reply:
+    def stop(self, now: bool = False, wait: bool = True, tell: Callable[[str], None] = unheard) -> Reply:
         """As of any run; a launch that has not begun is ended before it does."""
         if self._has_begun() or not self.launch.is_alive():
-            return super().stop(now, wait)
+            return super().stop(now, wait, tell)
         self.launch.interrupt()
         if wait:
             while not self.launch.wait(_LOOK_S):

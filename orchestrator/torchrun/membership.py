@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from orchestrator.errors import ElasticError, OrchestratorError
+from orchestrator.errors import ElasticError, OrchestratorError, UnsavedError
 from orchestrator.json_form import decode, encode
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import ControlRequests, GenerationView, MemberState
@@ -118,9 +118,17 @@ class StaticMembership:
 
     def join(self, state: MemberState) -> GenerationView | None:
         """See `Membership`; a second call raises `ElasticError`, because nobody can form another
-        generation.
+        generation: `UnsavedError` after a last save that was given up.
         """
         rendezvous = self._rendezvous
+        if self._joined and state.unsaved:
+            what = "the last state" if state.key is None else f"the last state ({state.key.point_name})"
+            raise UnsavedError(
+                f"{what} could not be saved, and a static group of {rendezvous.world_size} ranks tries that "
+                "once: it cannot form again to save under another name. The journal says why; start the "
+                "same command again: it continues from the newest resume point, and begins anew where there "
+                "is none"
+            )
         if self._joined:
             raise ElasticError(
                 f"the static group of {rendezvous.world_size} ranks came apart ({state.reason}); "

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from orchestrator.errors import ElasticError
+from orchestrator.errors import UnsavedError
 from orchestrator.trainer.group import GenerationEnded, Group
 from orchestrator.trainer.membership import Membership
 from orchestrator.trainer.saver import Saver
@@ -57,15 +57,16 @@ class Unsaved:
 
     def again(self, point: str) -> float:
         """A save was given up: waits a little before the next, longer each time. For how many seconds more
-        it is tried. Raises `ElasticError` when the limit is reached.
+        it is tried. Raises `UnsavedError` when the limit is reached.
         """
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         if now - self._since > self._limit_s:
-            raise ElasticError(
+            raise UnsavedError(
                 f"the last state of the run could not be saved for {now - self._since:.0f} s "
                 f"(allowed: {self._limit_s:g} s): every save was given up, the last one as {point}; the "
-                "journal says why. Start the same command again: it continues from the newest resume point"
+                "journal says why. Start the same command again: it continues from the newest resume point, "
+                "and begins anew where there is none"
             )
         time.sleep(self._wait_s)
         self._wait_s = min(2 * self._wait_s, 5.0)

@@ -449,7 +449,7 @@ class World:
         """Whyever it was given up, and however many were: training goes on."""
         machine = self.coordinator.machine
         before = machine.ended
-        self.carry_out(machine.save_given_up(action.key, self.now))
+        self.carry_out(machine.save_given_up(action.key, action.reason, self.now))
         need(machine.ended == before, f"a save was given up ({action.reason}), and the run ends")
         self.num["saves given up"] += 1
 

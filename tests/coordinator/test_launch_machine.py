@@ -191,6 +191,18 @@ def test_a_stop_at_once_and_a_failure_say_who_caused_them() -> None:
     assert ends(machine.failed("a", "ConfigError", "wrong", True)) == [("failed", "a failure")]
 
 
+def test_a_run_whose_last_state_could_not_be_saved_ends_with_the_reason_of_the_newest_save() -> None:
+    for kind, reason in [
+        ("UnsavedError", "tried for 300 s. Why: p2: no space"),
+        ("TrainingError", "tried for 300 s"),
+    ]:
+        machine = one_of_two()
+        machine.save_given_up(key(1), "p1: read-only", 2.0)
+        machine.save_given_up(key(1), "p2: no space", 3.0)
+        (end,) = [a for a in machine.failed("a", kind, "tried for 300 s", True) if isinstance(a, End)]
+        assert (end.outcome, end.reason) == ("failed", reason)
+
+
 # ---- nodes that are about to be taken away
 def on_two_nodes(sharded: bool, low: int = 1) -> LaunchMachine:
     """Two members on nodes of their own train, and have done a step."""
@@ -259,7 +271,7 @@ def test_a_save_that_fails_or_takes_too_long_lets_all_go_on_together_and_is_trie
         comes_again(machine, member, sharded=True, saving=key(1))
     assert machine.tick(31.9) == []
     if how == "given up":
-        actions = [*machine.save_given_up(key(1), 32.0), *machine.tick(32.0)]
+        actions = [*machine.save_given_up(key(1), "no space", 32.0), *machine.tick(32.0)]
     else:
         actions = machine.tick(32.0)
     assert [type(action) for action in actions] == [Warn, Form]

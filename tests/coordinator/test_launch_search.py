@@ -117,8 +117,8 @@ class AsksOnlyWhoForms(LaunchMachine):
 class StopsForASave(LaunchMachine):
     """A save that fails ends the run."""
 
-    def save_given_up(self, key: StateKey, now: float) -> list[Action]:
-        return [*super().save_given_up(key, now), *self.end("failed", "a save failed")]
+    def save_given_up(self, key: StateKey, text: str, now: float) -> list[Action]:
+        return [*super().save_given_up(key, text, now), *self.end("failed", "a save failed")]
 
 
 class MetByAnyPoint(Requests):

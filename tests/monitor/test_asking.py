@@ -81,6 +81,25 @@ def test_an_answer_that_stands_before_the_end_is_heard_although_the_run_has_ende
     assert Asking(store, STOP).answer(after(2, end)).text == "stopped at step 4"
 
 
+def test_who_waits_hears_once_why_a_save_was_given_up_since_it_was_asked_for(store: RunStore) -> None:
+    writer, told = journal(store), list[str]()
+
+    def give_up(point: str) -> None:
+        writer.event(EventKind.SAVE_GIVEN_UP, point=point, reason="no space", retry_s=5.0)
+        writer.flush()
+
+    give_up("p0")  # before anybody asked
+    looks = iter([lambda: give_up("p1"), lambda: give_up("p2"), lambda: answers(writer, DONE)])
+
+    def look() -> bool:
+        next(looks)()
+        return True
+
+    assert Asking(store, SAVE).answer(look, told.append).outcome == "done"
+    (text,) = told
+    assert text.startswith("save: not yet, the save of p1 was given up: no space. The run tries again")
+
+
 def test_nobody_is_asked_where_nobody_works(store: RunStore, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="nothing has been started"):
         Asking(RunStore(Storage(str(tmp_path / "other"))), SAVE)

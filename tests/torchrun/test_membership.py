@@ -8,13 +8,14 @@ import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
-from orchestrator.errors import ElasticError
+from orchestrator.errors import ElasticError, UnsavedError
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import MemberState
 from orchestrator.records.points import Vote
@@ -264,6 +265,20 @@ def test_a_rank_whose_torchrun_is_gone_fails_at_its_next_call(tmp_path, monkeypa
         answer.result(WAIT_S)
     with pytest.raises(RuntimeError):
         joins.join(BLANK)
+
+
+def test_a_last_save_that_is_given_up_is_not_said_to_be_tried_again(tmp_path, monkeypatch):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = rank_environment(0, 1, store.port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    membership = StaticMembership(meet(), NotingRecorder(tmp_path))
+    membership.join(BLANK)
+    last = StateKey(attempt=4, generation=1, step=5)
+    reason = f"the save of {last.point_name} was given up; it is tried for 300 s more"
+    with pytest.raises(UnsavedError, match=r"\(00000005-a0004-g0001\) could not be saved.* once") as raised:
+        membership.join(replace(BLANK, key=last, leaves=(4, 1), reason=reason, unsaved=True))
+    assert "300 s" not in str(raised.value)
 
 
 def test_a_refused_start_reaches_every_rank(tmp_path):

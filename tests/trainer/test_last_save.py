@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.errors import ElasticError
+from orchestrator.errors import UnsavedError
 from orchestrator.trainer.saving import Unsaved
 
 
@@ -12,5 +12,5 @@ def test_the_last_state_is_tried_for_a_while_and_then_the_run_stops_with_the_tim
     unsaved = Unsaved(limit_s=0.0)
     assert unsaved.again("p1") == 0.0
     told = r"for \d s \(allowed: 0 s\): every save was given up, the last one as p2"
-    with pytest.raises(ElasticError, match=told):
+    with pytest.raises(UnsavedError, match=told):
         unsaved.again("p2")
