@@ -65,6 +65,7 @@ HEARTBEAT_EVERY_S = 2.0
 REQUESTS_EVERY_S = 1.0
 LIVENESS_EVERY_S = 0.05
 END_WRITTEN_S = 15.0  # how long each of the two documents that say how a run ended is tried to be written
+LAST_TRY_S = 5.0  # what a try that begins within that time may take: it knows why storage fails
 
 
 class LaunchDriver:
@@ -314,7 +315,7 @@ class LaunchDriver:
             END_WRITTEN_S,
         )
         try:
-            await self.commits.on_disk(write, 2 * END_WRITTEN_S)
+            await self.commits.on_disk(write, 2 * (END_WRITTEN_S + LAST_TRY_S))
         except StorageError as error:
             await self.warned(
                 f"the end of the run could not be written down: {error}. Nothing that was committed is lost"

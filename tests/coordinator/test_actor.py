@@ -383,7 +383,7 @@ def test_a_journal_that_fails_for_a_while_costs_no_step_and_the_user_is_told(sto
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_storage_that_fails_beyond_its_limit_ends_the_run_with_the_reason(
-    store: RunStore, hangs: bool
+    store: RunStore, hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing, disk = on_failing_disk(store)
 
@@ -406,18 +406,16 @@ def test_storage_that_fails_beyond_its_limit_ends_the_run_with_the_reason(
         found = await status(actor)
         return found.ended == "failed" and "storage has failed for" in found.reason
 
-    launch_driver.END_WRITTEN_S, before = 0.1, launch_driver.END_WRITTEN_S
-    try:
-        run(launch)
-    finally:
-        launch_driver.END_WRITTEN_S = before
+    monkeypatch.setattr(launch_driver, "END_WRITTEN_S", 0.1)
+    monkeypatch.setattr(launch_driver, "LAST_TRY_S", 0.0)
+    run(launch)
 
 
 @pytest.mark.parametrize("lasts", [False, True])
 def test_the_end_is_written_down_although_the_journal_fails_once_or_for_good(
     store: RunStore, monkeypatch: pytest.MonkeyPatch, lasts: bool
 ) -> None:
-    monkeypatch.setattr(launch_driver, "END_WRITTEN_S", 1.0 if lasts else 15.0)
+    monkeypatch.setattr(launch_driver, "END_WRITTEN_S", 0.0 if lasts else 15.0)
     monkeypatch.setattr(launch_driver, "FLUSH_EVERY_S", 1000.0)  # the end's flush is to meet it
 
     class JournalFails(OsDisk):
@@ -453,6 +451,7 @@ def test_the_end_is_written_down_although_the_journal_fails_once_or_for_good(
         assert (await status(actor)).ended == "done"
         told = (await status(actor)).warnings
         assert any("the end of the run could not be written down" in warning for warning in told) == lasts
+        assert any("Input/output error" in warning for warning in told) == lasts
         await flushed(actor)
 
     run(launch)
