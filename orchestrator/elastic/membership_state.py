@@ -190,7 +190,7 @@ class MembershipState:
         if self._reached > current.start or len(self.gone) == len(current.members):
             return False
         if not lost and any(r.unsaved and r.leaves == current.identity for r in self.requests):
-            return False  # it had nothing to train, and storage is to blame
+            return False  # it had no step to train, and its save is what failed
         unresponsive = [m for m in current.newcomers if self.gone.get(m) == UNRESPONSIVE]
         blamed = unresponsive if lost else list(current.newcomers)
         if blamed:

@@ -54,8 +54,8 @@ class MemberState:
     not report as failed: its vote or its report may be still to come, and until then it may be writing its
     part; every older one is settled so. `records`: all that were not acknowledged. `reason`: why the last
     generation ended, for the journal. `holdings`: all that it can give, the state it trains included; empty:
-    nothing but the whole of that. `unsaved`: the last generation had no step to train, only its state to
-    save, and that save was given up.
+    nothing but the whole of that. `unsaved`: the last generation ended because the save of the run's last
+    state was given up.
     """
 
     key: StateKey | None

@@ -40,7 +40,7 @@ class GenerationEnded(Exception):
 
 
 class LastSaveFailed(GenerationEnded):
-    """No step was left to train, and the save of the state was given up."""
+    """The run is over, or is to stop, and the save of its last state was given up."""
 
 
 @contextmanager

@@ -351,7 +351,8 @@ class _Trainer:
         if not state.committed and state.key != saver.begun:
             self._save(group.view)
         if not await_saves(group, self._membership, saver, state, lambda: saver.is_free):
-            name, left_s = state.key.point_name, self._unsaved.again(state.key.point_name)
+            name = state.key.point_name
+            left_s = self._unsaved.again(name)
             raise LastSaveFailed(f"the save of {name} was given up; it is tried for {left_s:.0f} s more")
         state.committed = True
         self._membership.finished(state.key, reason)
