@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from orchestrator.parts.part_job import MappedBuffer, PartCancelled, PartJob, pe
 from orchestrator.parts.part_writer import PartWriter
 from orchestrator.storage.files import Storage
 from tests.parts.samples import POINT, job_of
+from tests.processes import ended
 
 LIMIT_S = 60
 
@@ -231,14 +231,6 @@ def test_closing_does_not_wait_for_a_process_that_stands_still(
     rank.writer.close()
     assert ended(handle)
     assert isinstance(answer.exception(LIMIT_S), StorageError | PartCancelled)
-
-
-def ended(handle: int) -> bool:
-    """Whether the process of the pidfd ends within the limit; closes it."""
-    try:
-        return bool(select.select([handle], [], [], LIMIT_S)[0])
-    finally:
-        os.close(handle)
 
 
 RANK = """

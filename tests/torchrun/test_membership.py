@@ -126,21 +126,21 @@ def rank_main(rank: int, world_size: int, port: int, folder: Path, stop_at: int 
         (folder / f"outcome-{rank}").write_text(f"{type(error).__name__}: {error}")
 
 
-class FullAtStep2(OsDisk):
-    """No part of the save of step 2 can be written."""
+class FullAtStep3(OsDisk):
+    """No part of the save of step 3 can be written."""
 
     def create(self, path: str) -> int:
-        if "/00000002-" in path:
+        if "/00000003-" in path:
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().create(path)
 
 
 def rank_with_a_full_disk(rank: int, port: int, folder: Path, failing: int) -> None:
-    """Saves after every second step; the part of rank `failing` cannot be written once."""
+    """Saves after step 3, where the part of rank `failing` cannot be written, and at the end."""
     as_rank(rank, 2, port)
     membership = StaticMembership(meet(), NotingRecorder(folder) if rank == 0 else None)
-    storage = Storage(str(folder), FullAtStep2() if rank == failing else OsDisk(), lambda seconds: None)
-    job = tiny_job(train__max_steps=5, resume__every_steps=2)
+    storage = Storage(str(folder), FullAtStep3() if rank == failing else OsDisk(), lambda seconds: None)
+    job = tiny_job(train__max_steps=5, resume__every_steps=3)
     outcome = train(job, membership, FormulaFeed(), CommittedFiles(storage))
     (folder / f"outcome-{rank}").write_text(f"{outcome.reason} {outcome.key}")
 
@@ -161,8 +161,9 @@ def test_a_part_that_cannot_be_written_gives_that_save_up_and_the_group_trains_o
     assert [(tmp_path / f"outcome-{rank}").read_text() for rank in range(2)] == [done, done]
     noted = json.loads((tmp_path / "noted.json").read_text())
     assert noted["steps"] == [1, 2, 3, 4, 5]
-    assert noted["voters"] == [0, 1, 0, 1], "for the saves of steps 4 and 5"
-    ((rank, reason),) = noted["given up"].values()
+    assert noted["voters"] == [0, 1], "for the save of step 5"
+    ((step, (rank, reason)),) = noted["given up"].items()
+    assert step == "3"
     assert rank == failing
     assert "No space left on device" in reason
 

@@ -59,9 +59,9 @@ _at_work: list[Launch] = []
 
 
 def end_all() -> None:
-    """The coordinators of all launches end: a test that is over leaves none that beats and asks on."""
+    """All launches end: a test that is over leaves none that beats and asks on, and none that holds files."""
     while _at_work:
-        _at_work.pop().close()
+        _at_work.pop().end()
 
 
 class Launch:
@@ -108,12 +108,16 @@ class Launch:
             sharded=sharded,
         )
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._looping = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._looping.start()
+        self._made: list[Coordinator] = []
         self.coordinator = self._new_coordinator(storage)
         # no port: what other tests' processes still try to reach might be the same one
         self._listener = Listener(family="AF_UNIX", backlog=16, authkey=KEY)
         self.address = self._listener.address
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._over = False
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
         _at_work.append(self)
 
     def _claimed(self, number: int, name: str | None, step: int | None) -> CoordinatorStart:
@@ -154,6 +158,7 @@ class Launch:
             made = Coordinator(self._start, lambda info: "gone" if info.actor_id in self._gone else None)
             if storage is not None:
                 made._journal._log._storage = made._driver._store.storage = storage
+            self._made.append(made)
             await made.expect(self._start.expected)
             return made
 
@@ -202,6 +207,27 @@ class Launch:
                 task.cancel()
 
         self.run(die(self.coordinator))
+
+    def end(self) -> None:
+        """Nothing of it is left in this process, but connections of members that live."""
+
+        async def drop_all() -> None:
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+        self.run(drop_all())
+        self._over = True
+        Client(self.address, authkey=KEY).close()  # whoever accepts looks up
+        self._accepting.join(WAIT_S)
+        self._listener.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._looping.join(WAIT_S)
+        self._loop.close()
+        for journal in (made._journal for made in self._made):
+            if journal._disk_lock.acquire(blocking=False):  # else a test's storage hangs for good
+                journal._log.close()
 
     def declare_dead(self, name: str) -> None:
         """Ray says that the host of this member is gone. Its connections stay open: whoever loses power, or
@@ -265,6 +291,8 @@ class Launch:
     def _accept(self) -> None:
         while True:
             link = self._listener.accept()
+            if self._over:
+                return
             threading.Thread(target=self._serve, args=(link,), daemon=True).start()
 
     def _serve(self, link: Connection) -> None:
@@ -287,6 +315,8 @@ class Launch:
         self._gone.add(name)
 
     def _on_call(self, name: str, number: int, method: str, arguments: Sequence[Any]) -> None:
+        if self._over:
+            return
         self._note(name, method, arguments)
         call = getattr(self.coordinator, method)(*arguments)
         future = asyncio.run_coroutine_threadsafe(call, self._loop)

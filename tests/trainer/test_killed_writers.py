@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import select
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from orchestrator.resume.store import RunStore
 from orchestrator.trainer.job import TrainJob
+from tests.processes import ended
 from tests.trainer.launch import Launch
 from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
 from tests.trainer.test_kills import killed
@@ -127,7 +127,7 @@ def test_a_member_that_is_killed_while_its_writer_writes_takes_it_along(
         group.finish()
         assert killed(group) == {"a"}
         launch = group.launch
-    wait_for_end(handle)
+    assert ended(handle), "the writer outlives its member"
     assert [view.world_size for view in launch.views] == [2, 1]
     assert launch.views[1].point is None, "memory was enough"
     assert_sound(group, writer, memory)
@@ -140,11 +140,3 @@ def has_ended(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
-
-
-def wait_for_end(handle: int) -> None:
-    """Of the process of a pidfd, which nobody lets go on."""
-    try:
-        assert select.select([handle], [], [], 60.0)[0], "the writer outlives its member"
-    finally:
-        os.close(handle)
