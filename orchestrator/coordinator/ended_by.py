@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records.steps import StepRecord
+from orchestrator.records.steps import StateKey, StepRecord
 
 # who caused an end, where that is no person
 A_FAILURE, THE_BUDGET, THE_DATA = "a failure", "the budget", "the end of the data"
@@ -17,10 +17,20 @@ def ended_by(outcome: str, stop_by: str, budgets: Budgets, last: StepRecord | No
         return A_FAILURE
     if outcome == "stopped":
         return stop_by
+    return THE_BUDGET if _is_spent(budgets, last) else THE_DATA
+
+
+def is_last(key: StateKey, last: StepRecord | None, budgets: Budgets, stopping: bool) -> bool:
+    """Whether no step follows the state `key`, as far as is known: not where the data end, which workers hear
+    first. `last` is the newest step; `stopping`: a stop was asked for.
+    """
+    return last is not None and key >= last.key and (stopping or _is_spent(budgets, last))
+
+
+def _is_spent(budgets: Budgets, last: StepRecord | None) -> bool:
     tokens, samples = (last.consumed_tokens, last.consumed_samples) if last else (0, 0)
     spent = budgets.stop_tokens is not None and tokens >= budgets.stop_tokens
-    spent = spent or (budgets.stop_samples is not None and samples >= budgets.stop_samples)
-    return THE_BUDGET if spent else THE_DATA
+    return spent or (budgets.stop_samples is not None and samples >= budgets.stop_samples)
 
 
 def end_text(reason: str, step: int, *, trained: bool) -> str:

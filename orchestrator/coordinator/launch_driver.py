@@ -35,6 +35,7 @@ from orchestrator.coordinator.open_calls import GenerationEnds, OpenJoins
 from orchestrator.elastic.cause import Cause
 from orchestrator.elastic.formation import Form, Formation
 from orchestrator.elastic.roster import Roster
+from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S
 from orchestrator.errors import StorageError, text_of
 from orchestrator.faults import Hook
 from orchestrator.history import sentences
@@ -342,6 +343,10 @@ class LaunchDriver:
         await self.warned(text)
         self.roster.storage_failed(by_storage)
         await self.carry_out(self.machine.save_given_up(key, text, time.monotonic()))
+
+    def last_tried_s(self, key: StateKey) -> float | None:
+        """See `CommitListener`."""
+        return STORAGE_LIMIT_S if self.machine.is_last(key) else None
 
     async def warned(self, text: str) -> None:
         """See `CommitListener`: goes out with the next status."""

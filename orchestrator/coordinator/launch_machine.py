@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from orchestrator.coordinator.ended_by import end_text, ended_by
+from orchestrator.coordinator.ended_by import end_text, ended_by, is_last
 from orchestrator.coordinator.failures import Failures
 from orchestrator.coordinator.launch_actions import Action, Answer, End, Fenced, Kill, Leave, Note, Say, Warn
 from orchestrator.coordinator.leaving import Leaving
@@ -301,6 +301,10 @@ class LaunchMachine:
         self._requests.save_given_up(now)
         self._save_decided(key)
         return self._leaving.save_given_up(now)
+
+    def is_last(self, key: StateKey) -> bool:
+        """Whether no step follows the state `key`, as far as is known."""
+        return is_last(key, self.last_step, self._budgets, self.stopping)
 
     def committed(self, key: StateKey, took_s: float | None = None) -> list[Action]:
         """A save was committed, `took_s` after it was begun (None: not known)."""

@@ -133,6 +133,26 @@ def cannot_leave(why: str) -> str:
     )
 
 
+def saves_fail(retry_s: float, most_s: float) -> str:
+    """The line for the first save that storage failed: the next try comes in `retry_s`, each later one at
+    most `most_s` after the one before.
+    """
+    return (
+        f"a save that fails does not stop training: another one is tried in {retry_s:g} s, then ever later "
+        f"(at least every {most_s:g} s), and after the last step at once. Nothing that was committed is "
+        "lost; until a save succeeds, losing all workers costs what was trained since the newest resume point"
+    )
+
+
+def last_save_fails(limit_s: float) -> str:
+    """The same where no step follows. `limit_s`: for how long it is tried in all."""
+    return (
+        f"the last state of the run is not saved yet: it is tried for {limit_s:g} s, then the run ends "
+        "without it. Nothing that was committed is lost; until a save succeeds, what was trained since the "
+        "newest resume point is in the workers' memory only"
+    )
+
+
 def stop_within(by: str, grace_s: float, save_s: float | None, fits: bool) -> str:
     """The line for a stop by who kills the launch in `grace_s` seconds."""
     if save_s is None:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.records.membership import StillWaiting
@@ -50,6 +51,11 @@ class CommitListener(Protocol):
     async def gave_up(self, key: StateKey, text: str, by_storage: bool) -> None:
         """The save of `key` was given up, which the user should hear of. `by_storage`: a write failed, and no
         member was lost.
+        """
+
+    def last_tried_s(self, key: StateKey) -> float | None:
+        """For how many seconds it is tried to save the state of `key` where that is the run's last one (0: it
+        is not tried again); None: steps follow it, as far as is known.
         """
 
     async def warned(self, text: str) -> None:
@@ -87,7 +93,8 @@ class Commits:
         self.newest = newest  # the newest committed point on the lineage
         self._machine, self._committer, self._journal = machine, committer, journal
         self._listener, self._storage_limit_s = listener, storage_limit_s
-        self._fails = False  # the newest save failed for storage's sake, which the user knows
+        # while saves fail for storage's sake: the user was told what follows, of a last state (True) or not
+        self._told: set[bool] = set()
         self._lost: StateKey | None = None  # the newest save of an older attempt that nobody decided
         # One thread for everything that waits for storage: its operations stay in order and the calls of
         # members are answered meanwhile.
@@ -243,22 +250,26 @@ class Commits:
             )
             text = f"the save of {action.key.point_name} was given up: {action.reason}"
             await self._listener.gave_up(action.key, text, action.by_storage)
-            if action.by_storage and not self._fails:
-                self._fails = True
-                await self._listener.warned(
-                    f"training goes on, and another save is tried in {retry_s:g} s, then ever later (at "
-                    f"least every {MOST_S:g} s), and after the last step at once. Nothing that was committed "
-                    "is lost; until a save succeeds, losing all workers costs what was trained since the "
-                    "newest resume point"
-                )
+            if action.by_storage:
+                await self._tell_what_follows(action.key, retry_s)
         for rank in action.ranks:
             answer = self._votes.pop((action.key, rank), None)
             if answer is not None and not answer.done():
                 answer.set_result(isinstance(action, Acknowledge))
 
+    async def _tell_what_follows(self, key: StateKey, retry_s: float) -> None:
+        last_s = self._listener.last_tried_s(key)
+        if (last_s is not None) in self._told:
+            return
+        self._told.add(last_s is not None)
+        if last_s is None:
+            await self._listener.warned(sentences.saves_fail(retry_s, MOST_S))
+        elif last_s:
+            await self._listener.warned(sentences.last_save_fails(last_s))
+
     async def _note_commit(self, key: StateKey) -> None:
         """Journals it also where a newer save was quicker: that is how a COMMIT that is lost is missed."""
-        failed, self._fails = self._fails, False
+        failed, self._told = bool(self._told), set()
         self.retries.committed()
         point = self._committer.last_point
         assert point is not None, f"{key.point_name} is acknowledged, and nothing was committed"

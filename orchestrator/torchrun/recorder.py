@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.attempt_journal import note_beginning, write_down_end
-from orchestrator.coordinator.ended_by import end_text, ended_by
+from orchestrator.coordinator.ended_by import end_text, ended_by, is_last
 from orchestrator.coordinator.measuring import measured
 from orchestrator.coordinator.requests import Answered, Requests, heard_sentence
 from orchestrator.elastic.cause import first_cause
@@ -388,6 +388,10 @@ class RankZeroRecorder:
         """See `CommitListener`: the group trains on."""
         await self.warned(text)
         self._requests.save_given_up(self._clock())
+
+    def last_tried_s(self, key: StateKey) -> float | None:
+        """See `CommitListener`: once, and the error that ends the group says so."""
+        return 0.0 if is_last(key, self._last_step, self._attempt.budgets, self._wants_stop) else None
 
     async def warned(self, text: str) -> None:
         """See `CommitListener`."""

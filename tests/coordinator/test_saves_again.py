@@ -10,11 +10,22 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.coordinator.actor import Coordinator
+from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S
 from orchestrator.history.journal_reader import read_journal
+from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.records.membership import ControlRequests, GenerationView
 from orchestrator.resume import save_retries
 from orchestrator.resume.store import RunStore
-from tests.coordinator.test_actor import JOIN, LAUNCH, coordinator, patient, run, status, store  # noqa: F401
+from tests.coordinator.test_actor import (  # noqa: F401
+    JOIN,
+    LAUNCH,
+    coordinator,
+    patient,
+    run,
+    status,
+    store,
+    what_it_needs,
+)
 from tests.resume.samples import key, record, write_vote
 
 
@@ -76,8 +87,37 @@ def test_who_read_what_a_failed_save_may_cost_reads_once_that_one_succeeded(
             assert await actor.vote(LAUNCH, write_vote(store.storage, key(step), 0, 1)) is True
         told = [text for text in (await status(actor)).warnings if "works again" in text or "costs" in text]
         assert len(told) == 2, told
-        assert "training goes on" in told[0]
+        assert told[0].startswith("a save that fails does not stop training: another one is tried in 0 s")
         assert told[1] == f"storage works again: {key(2).point_name} is saved"
+        await actor.end("stopped", "enough")
+
+    run(launch)
+
+
+def test_after_the_last_step_nobody_is_told_that_training_goes_on_but_what_is_not_saved(
+    store: RunStore,  # noqa: F811
+) -> None:
+    two_steps = Length(given=16, unit="samples", global_batch_size=8, seq_len=32, tokens=512)
+    begin = what_it_needs(store)
+    budgets = Budgets(max_samples=two_steps)
+
+    async def launch() -> None:
+        attempt = replace(begin.attempt, budgets=budgets)
+        actor = Coordinator(replace(begin, attempt=attempt), lambda info: None)
+        await actor.join(JOIN)
+        told = list[str]()
+        for at in (key(1), key(2), replace(key(2), generation=2)):
+            await actor.report(LAUNCH, "m", 1, 1, (record(at),) if at.generation == 1 else ())
+            await actor.save_failed(LAUNCH, at, 0, 1, "No space left on device")
+            vote = write_vote(store.storage, at, 0, 1)
+            assert await actor.vote(LAUNCH, vote) is False
+            told = [text for text in (await status(actor)).warnings if "was given up" not in text]
+            assert ("does not stop training" in told[-1]) == (at == key(1)), told
+        assert len(told) == 2, "once each"
+        limit = f"{STORAGE_LIMIT_S:g} s"
+        assert told[1].startswith(
+            f"the last state of the run is not saved yet: it is tried for {limit}, then"
+        )
         await actor.end("stopped", "enough")
 
     run(launch)

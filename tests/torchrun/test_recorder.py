@@ -8,6 +8,7 @@ import errno
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,9 +71,9 @@ def test_votes_commit_a_point_only_when_the_journal_has_its_steps(runner: Runner
         "2 of 2 workers are ready · starting at step 1",
         "warning: the save of 00000003-a0001-g0001 was given up: "
         "the journal lacks step records before it, and no voter brought them",
-        "warning: training goes on, and another save is tried in 5 s, then ever later (at least every 320 "
-        "s), and after the last step at once. Nothing that was committed is lost; until a save succeeds, "
-        "losing all workers costs what was trained since the newest resume point",
+        "warning: a save that fails does not stop training: another one is tried in 5 s, then ever later (at "
+        "least every 320 s), and after the last step at once. Nothing that was committed is lost; until a "
+        "save succeeds, losing all workers costs what was trained since the newest resume point",
     ]
     made.finished(key(1), "stopped")
     assert [point["name"] for point in orchestrator.open(runner.folder).list_points()] == [
@@ -233,11 +234,21 @@ def test_when_saves_begin_to_fail_it_is_told_once_that_they_are_tried_again_and_
     fails(11)
     made.finished(key(10), "stopped")
     told = (
-        "training goes on, and another save is tried in 5 s, then ever later (at least every 320 s), and "
-        "after the last step at once"
+        "a save that fails does not stop training: another one is tried in 5 s, then ever later (at least "
+        "every 320 s), and after the last step at once"
     )
     order = [text for text in said if "was given up" in text or told in text]
     assert [told in text for text in order] == [False, True, False, False, False, True], said
+
+
+def test_after_the_last_step_the_recorder_promises_no_other_save(tiny_config: Any) -> None:
+    said, runner = list[str](), Runner(tiny_config({"train.max_steps": 1}))
+    made, store = on_disk(runner, OsDisk(), said.append)
+    made.begin(2)
+    made.records([replace(record(key(1)), consumed_tokens=1 << 40)])
+    made.save_failed(key(1), 1, 2, "No space left on device")
+    assert made.vote(write_vote(store.storage, key(1), 0)).result(LIMIT_S) is False
+    assert "was given up" in said[-1], "what follows is said by the error that ends the group"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])

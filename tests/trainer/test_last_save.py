@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S
 from orchestrator.errors import UnsavedError
-from orchestrator.trainer.saving import Unsaved
+from orchestrator.trainer.saving import LAST_SAVE_LIMIT_S, Unsaved
 
 
 def test_the_last_state_is_tried_for_a_while_and_then_the_run_stops_with_the_time_and_the_limit():
@@ -14,3 +15,7 @@ def test_the_last_state_is_tried_for_a_while_and_then_the_run_stops_with_the_tim
     told = r"for \d s \(allowed: 0 s\): every save was given up, the last one as p2"
     with pytest.raises(UnsavedError, match=told):
         unsaved.again("p2")
+
+
+def test_the_coordinator_tells_the_limit_that_the_workers_keep():
+    assert LAST_SAVE_LIMIT_S == STORAGE_LIMIT_S
