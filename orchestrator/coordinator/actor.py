@@ -23,7 +23,7 @@ from orchestrator.coordinator.continue_launch import continue_launch
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.launch_driver import LaunchDriver
 from orchestrator.coordinator.measuring import measured
-from orchestrator.errors import FencedError
+from orchestrator.errors import FencedError, UnsavedError
 from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
@@ -165,7 +165,8 @@ class Coordinator:
     async def failed(self, launch: str, member: str, kind: str, text: str, fatal: bool) -> None:
         """What ended a member. `fatal`: an error of ours, which another try would only repeat, ends run."""
         self._check(launch)
-        self._driver.roster.gone(member, sentences.failure(kind, text))
+        if kind != UnsavedError.__name__:  # it left on purpose, and the reason of the run's end says why
+            self._driver.roster.gone(member, sentences.failure(kind, text))
         await self._driver.carry_out(self._launch.failed(member, kind, text, fatal))
 
     # ------------------------------------------------------------ calls of members about a save

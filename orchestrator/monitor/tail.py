@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.errors import OrchestratorError, StorageError, UnsavedError
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import GENERATION, OWN_FIELDS, STEP
@@ -157,13 +157,18 @@ def _take(tail: Tail, kind: str, line: dict[str, Any]) -> None:
         tail.fates.append((kind, line))
     elif kind in LOST and tail.generation is None:
         tail.gone.add(line["member"])
-        tail.faults.append(line)
+        tail.faults += _fault_of_loss(line)
     elif kind == EventKind.MEMBER_LEFT and tail.generation is None:
         tail.gone.add(line["member"])  # on purpose: that is no fault
     elif kind == EventKind.WAITING and tail.generation is None:
         tail.waiting = tail.waiting or line
     elif kind in _FAULTS and line.get("reason"):
         tail.faults.append(line)
+
+
+def _fault_of_loss(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """The loss of a worker; none where it left on purpose, because of a save that was given up, which is."""
+    return [] if line.get("error") == UnsavedError.__name__ else [line]
 
 
 def _change(line: dict[str, Any]) -> GroupChange:

@@ -242,6 +242,18 @@ def test_a_save_whose_votes_are_there_waits_for_an_older_one_that_lacks_one(stor
     assert [event.fields["point"] for event in events] == [key(1).point_name, key(2).point_name]
 
 
+def test_members_that_end_because_the_last_state_is_not_saved_are_not_lost(store: RunStore) -> None:
+    async def launch() -> RunStatus:
+        actor = coordinator(store, min_workers=2, max_workers=2)
+        await asyncio.gather(actor.join(JOIN), actor.join(replace(JOIN, member="n", port=2)))
+        for member in ("m", "n"):
+            await actor.failed(LAUNCH, member, "UnsavedError", "not saved for 300 s", True)
+        return await ended(actor)
+
+    over = asyncio.run(asyncio.wait_for(launch(), LIMIT_S))
+    assert (over.ended, over.reason, over.lost) == ("failed", "not saved for 300 s", ())
+
+
 class BuggyDisk(OsDisk):
     """While `broken`, what it is asked to write ends with an error that no storage raises."""
 

@@ -185,6 +185,21 @@ def test_a_worker_that_died_since_is_not_counted_and_is_the_last_fault(runner: R
     assert view.verdict.startswith("waiting for workers at step 3 of 1,000: 0 of 2 workers are left. If")
 
 
+def test_workers_that_ended_because_the_last_state_was_not_saved_are_not_lost_and_the_save_is_the_fault(
+    runner: Runner,  # noqa: F811
+) -> None:
+    attempt = Attempt(runner)
+    attempt.begin()
+    attempt.journal.event(EventKind.SAVE_GIVEN_UP, point="p2", reason="no room", retry_s=5.0)
+    for member in "ab":
+        attempt.journal.event(EventKind.MEMBER_FAILED, member=member, error="UnsavedError", text="for 300 s")
+    attempt.journal.flush()
+    assert run_of(runner).status(0).last_fault == "save given up p2: no room"
+    attempt.journal.event(EventKind.MEMBER_FAILED, member="b", error="OSError", text="OSError: no")
+    attempt.journal.flush()
+    assert run_of(runner).status(0).last_fault == "worker 1 (10.0.0.7, pid 22506) lost: OSError: no"
+
+
 def test_a_run_below_its_minimum_waits_also_where_a_worker_is_left_and_a_drained_one_is_no_fault(
     runner: Runner,  # noqa: F811
 ) -> None:
