@@ -100,6 +100,7 @@ def _facts(
     mine = on_history(parent, [name for name in names if name not in marked])
     point, wrong = newest_there(mine, partial(wrong_sizes, store))
     budgets, cursor = parent.budgets if parent is not None else None, _cursor(store, point)
+    skipped = parent is not None and parent.skip is not None
     facts = AttemptFacts(
         number=number,
         outcome=end.outcome if end else "",
@@ -114,6 +115,7 @@ def _facts(
         left_out=None if cursor is None else left_out(cursor),
         quarantined=tuple(name for name in names if name in marked),
         resumes=number is not None and store.read_claim(number).why == RESUME,
+        point_tokens=None if cursor is None or skipped else cursor.consumed_tokens,
     )
     return facts, wrong
 

@@ -45,7 +45,8 @@ class AttemptFacts:
     those that transforms dropped (`filtered`), that are held out (`held_out`), too long (`long`) or without a
     target (`unpacked`). `missing` is what is seen to be gone of the run's folder. `has_no_point`: whether it
     is known that none was ever committed. `quarantined`: the points that are marked as damaged, of which none
-    is `point`. `resumes`: the attempt was claimed by a start that continues that point.
+    is `point`. `resumes`: the attempt was claimed by a start that continues that point. `point_tokens`: what
+    was consumed up to `point`; None if that is not known, or if not all that came after it was trained.
     """
 
     number: int | None
@@ -63,6 +64,7 @@ class AttemptFacts:
     has_no_point: bool = True
     quarantined: tuple[str, ...] = ()
     resumes: bool = False
+    point_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +181,7 @@ def view_of(
     )
     generation = tail.generation["generation"] if tail.generation is not None else None
     view = replace(view, quiet_s=quiet_s(view, generation))
-    standing = _standing(view, facts, tail, _risk(point, newest) or _all(facts, newest))
+    standing = _standing(view, facts, tail, _at_risk(facts, tail, point, newest))
     return replace(view, verdict=verdict(standing))
 
 
@@ -219,6 +221,12 @@ def _standing(view: RunView, facts: AttemptFacts, tail: Tail, risk: Risk | None)
     )
 
 
+def _at_risk(
+    facts: AttemptFacts, tail: Tail, point: dict[str, Any] | None, newest: dict[str, Any] | None
+) -> Risk | None:
+    return _risk(point, newest) or _since_resumed(facts, tail, newest) or _all(facts, newest)
+
+
 def _risk(point: dict[str, Any] | None, newest: dict[str, Any] | None) -> Risk | None:
     """What came after the newest point; None where a quick look cannot say: another attempt may have labelled
     its steps anew.
@@ -228,6 +236,19 @@ def _risk(point: dict[str, Any] | None, newest: dict[str, Any] | None) -> Risk |
         return None
     tokens = newest["consumed_tokens"] - point["cursor"]["consumed_tokens"]
     return Risk(steps=max(0, newest["step"] - key.step), tokens=max(0, tokens))
+
+
+def _since_resumed(facts: AttemptFacts, tail: Tail, newest: dict[str, Any] | None) -> Risk | None:
+    """What came after a point of an older attempt, which the newest one continues. Its steps may be labelled
+    anew, so they are counted by their tokens: all but the last step of a run are of one size.
+    """
+    begun = tail.generation
+    if newest is None or begun is None or facts.point is None or facts.point_tokens is None:
+        return None
+    if not newest["attempt"] == begun["attempt"] == facts.number:
+        return None
+    tokens = max(0, newest["consumed_tokens"] - facts.point_tokens)
+    return Risk(steps=-(-tokens // (begun["global_batch_size"] * begun["seq_len"])), tokens=tokens)
 
 
 def _all(facts: AttemptFacts, newest: dict[str, Any] | None) -> Risk | None:

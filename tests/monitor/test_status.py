@@ -228,8 +228,27 @@ def test_a_run_without_an_end_and_without_a_sign_of_life_is_not_running(runner: 
     assert view.verdict.startswith(
         "not running: attempt 2 has no end record and gave no sign of life for 0 s"
     )
-    assert view.verdict.endswith(f"the same command again: it continues from {point.point_name}")
+    assert view.verdict.endswith(
+        f"the same command again: it continues from {point.point_name}; 2 steps (512 tokens) after it are "
+        "trained again"
+    )
     assert view.newest_point == point.point_name
+
+
+@pytest.mark.parametrize("label", [10, 20])
+def test_a_resumed_run_says_what_would_be_lost_before_it_has_a_point_of_its_own_however_it_counts(
+    runner: Runner,  # noqa: F811
+    label: int,
+) -> None:
+    runner.launch()
+    attempt = Attempt(runner)
+    attempt.begin()
+    for done in (1, 2, 3):
+        trained = record(key(10 + done)).consumed_tokens
+        attempt.steps(label + done, label + done, consumed_tokens=trained)
+    with attempt.alive():
+        view = run_of(runner).status(LONG_S)
+    assert view.verdict.endswith("If everything died now, 3 steps (768 tokens) would be trained again")
 
 
 def test_an_attempt_that_has_not_formed_a_group_is_starting_and_still_shows_where_the_run_stands(
