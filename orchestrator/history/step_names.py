@@ -79,6 +79,11 @@ def _left_out(records: Steps, label: int) -> str | None:
     return None
 
 
+def names_steps(text: str) -> bool:
+    """Whether `text` is written as `find_steps` takes it."""
+    return _STEPS.fullmatch(text) is not None
+
+
 def find_steps(records: Steps, text: str) -> range:
     """The indices of `A:B`, both included; without A from the first step on, without B to the last; of one
     step `A`.

@@ -18,7 +18,7 @@ from orchestrator.data.sources.line_numbers import line_numbers
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import RefusedError
-from orchestrator.history.step_names import find_steps, numbering_note, step_name
+from orchestrator.history.step_names import find_steps, names_steps, numbering_note, step_name
 from orchestrator.monitor.step_walk import Walk
 from orchestrator.monitor.tracing_packer import Stretch, TracingPacker
 from orchestrator.monitor.tracing_windows import TracingWindows
@@ -46,6 +46,8 @@ def step_documents(spec: DataSpec, seen: Survey, step: str, text: bool) -> dict[
     told to go on with changed files and they differ.
     """
     records = seen.lineage.records
+    if not names_steps(step):
+        raise RefusedError(f"{step!r} names no step; name one, e.g. 250 or a2:250")
     wanted = find_steps(records, step)
     if len(wanted) != 1:
         raise RefusedError(f"{step!r} names {len(wanted)} steps; name one, e.g. 250 or a2:250")

@@ -180,7 +180,12 @@ def test_samples_that_are_not_those_of_the_journal_are_said_to_be_others(
 
 
 @pytest.mark.parametrize(
-    ("step", "said"), [("999", "no step 999"), ("1:2", "names 2 steps"), ("x", "no steps")]
+    ("step", "said"),
+    [
+        ("999", "no step 999"),
+        ("1:2", "names 2 steps"),
+        ("x", "'x' names no step; name one, e.g. 250 or a2:250$"),
+    ],
 )
 def test_what_names_no_single_step_is_refused(run: TrainedRun, step: str, said: str) -> None:
     with pytest.raises(RefusedError, match=said):
