@@ -64,7 +64,7 @@ def _why_kept(store: RunStore, name: str) -> str:
     if store.is_foreign(name):
         return "it belongs to another run"
     if (pin := store.pins().get(name)) is not None:
-        return f"pinned by {pin.by}: {pin.reason}" if pin.by else pin.reason
+        return pin.why
     return ""
 
 

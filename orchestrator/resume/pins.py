@@ -54,6 +54,13 @@ class Hold:
     created: str
     run_id: str = ""
 
+    @property
+    def why(self) -> str:
+        """Who holds the point, and why, as far as that is known."""
+        if not self.by:  # a file that is not as it was written: the reason says that
+            return self.reason
+        return f"pinned by {self.by}" + (f": {self.reason}" if self.reason else "")
+
     def answer(self, by: str, reason: str) -> str:
         """What `by` hears who asked for a pin with `reason`, and found this one or made it."""
         if (self.by, self.reason) == (by, reason):

@@ -62,6 +62,9 @@ def test_a_pinned_orphan_stays_until_it_is_given_back(rewound: tuple[Runner, lis
     assert run.unpin(second) == pin
     with pytest.raises(RefusedError, match="is not pinned; pinned are: none"):
         run.unpin(second)
+    bare = run.pin(second)
+    assert run.prune() == [Pruned(point=second, kept=f"pinned by {bare.by}")], "no reason, and no colon"
+    run.unpin(second)
     assert run.prune() == [Pruned(point=second, deleted=True)]
 
 
