@@ -87,7 +87,7 @@ class Asking:
                 tell(still_waits(self._what, given_up[-1]["point"], given_up[-1]["reason"]))
                 told = True
             if over:
-                raise RefusedError(f"{over}; what was asked for ({self._what}) is done by nobody")
+                raise RefusedError(over)
             if time.monotonic() - asked_at > QUIET_S:
                 if not is_alive():
                     raise RefusedError(
@@ -107,9 +107,13 @@ class Asking:
 
     def _why_over(self) -> str:
         claim, root = self._store.newest_claim(), self._store.storage.root
+        nobody = f"what was asked for ({self._what}) is done by nobody"
         if claim is None:
-            return f"{root}: the run's claims are gone"
+            return f"{root}: the run's claims are gone; {nobody}"
         if claim.launch != self._launch:
-            return f"{root}: another launch has taken the run over (attempt {claim.number}, {claim.host})"
+            return (
+                f"{root}: another launch has taken the run over (attempt {claim.number}, {claim.host}); "
+                f"{nobody}: ask again"
+            )
         end = self._store.read_end(claim.number)
-        return f"{root}: the run has ended ({end.outcome}: {end.reason})" if end else ""
+        return f"{root}: the run has ended ({end.outcome}: {end.reason}); {nobody}" if end else ""

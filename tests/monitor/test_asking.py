@@ -116,7 +116,7 @@ def test_who_waits_hears_that_the_launch_is_gone(store: RunStore) -> None:
 
 
 def test_who_waits_hears_that_another_launch_has_taken_over(store: RunStore) -> None:
-    with pytest.raises(RefusedError, match=r"taken the run over \(attempt 2"):
+    with pytest.raises(RefusedError, match=r"taken the run over \(attempt 2, host\).*nobody: ask again$"):
         Asking(store, SAVE).answer(after(2, lambda: store.claim(2, "bb", RESUME, "host")))
 
 
