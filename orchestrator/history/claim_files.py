@@ -7,6 +7,7 @@ It knows which process may claim which number; not what a point contains, nor wh
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -172,7 +173,7 @@ class ClaimFiles:
                 "another launch has taken the run over, so this one ends"
             )
         if taken >= number:
-            raise _lost(number, newest, launch, why)
+            raise _lost(self.storage.root, number, newest, launch, why)
         assert number == taken + 1, f"claims are numbered without gaps: {number} cannot follow {taken}"
         # a coordinator that restarted, which claims then, may live elsewhere
         by = (process or this_process()) if why != RESTARTED else Process("", 0, "")
@@ -188,7 +189,7 @@ class ClaimFiles:
             run_id=run_id,
         )
         if not self.storage.create(_claim_path(number), seal(encode(claim))):
-            raise _lost(number, self.read_claim(number), launch, why)
+            raise _lost(self.storage.root, number, self.read_claim(number), launch, why)
         return claim
 
     def write_parent(self, parent: ClaimParent) -> None:
@@ -294,7 +295,7 @@ def now_text() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _lost(number: int, holder: Claim | None, launch: str, why: str) -> BusyError | FencedError:
+def _lost(root: str, number: int, holder: Claim | None, launch: str, why: str) -> BusyError | FencedError:
     who = (
         f"launch {holder.launch or 'unknown'} on host {holder.host or 'unknown'}"
         if holder
@@ -303,7 +304,8 @@ def _lost(number: int, holder: Claim | None, launch: str, why: str) -> BusyError
     text = f"attempt {number} of this run was claimed by {who}, this is launch {launch}; "
     if why == RESTARTED:
         return FencedError(text + "this one ends")
-    return BusyError(text + "wait until it has ended, or stop it, then run the command again")
+    stop = f"`orchestrator stop {shlex.quote(root)}`"
+    return BusyError(f"{text}wait until it has ended, or stop it ({stop}), then run the command again")
 
 
 def _claim_path(number: int) -> str:

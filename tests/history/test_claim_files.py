@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 
 import pytest
@@ -46,8 +47,9 @@ def test_claims_and_parents_are_read_back_as_written(store) -> None:
 
 def test_who_loses_the_race_for_a_number_is_told_who_has_it(store) -> None:
     store.claim(1, "aaaa", START, "first-host")
-    with pytest.raises(BusyError, match="aaaa on host first-host"):
+    with pytest.raises(BusyError, match="aaaa on host first-host") as busy:
         store.claim(1, "bbbb", START, "second-host")
+    assert f"stop it (`orchestrator stop {shlex.quote(store.storage.root)}`), then run" in str(busy.value)
 
 
 def test_a_claim_lost_between_looking_and_creating_is_busy_too(store, monkeypatch) -> None:
