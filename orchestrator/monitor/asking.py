@@ -45,7 +45,7 @@ def still_waits(what: str, point: str, reason: str) -> str:
     """For whoever waits for `what`: the save of `point` was given up for this `reason`, and what follows."""
     return (
         f"{what}: not yet, the save of {point} was given up: {reason}. The run tries again, and this waits "
-        "until a save succeeds or the run ends; an interrupt ends the waiting only, the request stands"
+        "until a save succeeds or the run ends; who stops waiting takes nothing back, the request stands"
     )
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from orchestrator.monitor.dashboard.action_table import ACTIONS
-from orchestrator.monitor.dashboard.actions import Asked, Sight, is_stale, plan
+from orchestrator.monitor.dashboard.actions import Asked, Sight, Tell, is_stale, plan
 from orchestrator.monitor.dashboard.answers import (
     UNANSWERABLE,
     Problem,
@@ -91,9 +91,9 @@ def add_actions(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
         return shown(found.to_json())
 
 
-def _carry_out(run: OpenRun, action: str, asked: Asked) -> str:
+def _carry_out(run: OpenRun, action: str, asked: Asked, tell: Tell) -> str:
     try:
-        return ACTIONS[action].do(Run(run.uri), asked)
+        return ACTIONS[action].do(Run(run.uri), asked, tell)
     finally:
         run.look_again()
 

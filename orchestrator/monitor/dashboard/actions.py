@@ -22,6 +22,7 @@ EXPIRES_S = 120.0
 ALIVE = ("running", "waiting")
 Json = Mapping[str, Any]
 Effect = tuple[str, str]  # an icon of the page, and a sentence
+Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,14 +82,15 @@ def of_point(sight: Sight) -> dict[str, Any]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
     """One action. `verb` stands on the button that confirms it; `is_grave` colours it. `do` carries it out
-    and returns what to say; it raises what a command would. `basis` is what a plan of it depends on.
+    and returns what to say; it raises what a command would, and tells why it takes long. `basis` is what a
+    plan of it depends on.
     """
 
     verb: str
     title: Callable[[Sight, Asked], str]
     effects: Callable[[Sight, Asked], Sequence[Effect]]
     command: Callable[[Sight, Asked], str]
-    do: Callable[[Run, Asked], str]
+    do: Callable[[Run, Asked, Tell], str]
     basis: Callable[[Sight], dict[str, Any]] = of_run
     refusals: Callable[[Sight, Asked], Sequence[str]] = lambda sight, asked: ()
     needs_point: bool = False

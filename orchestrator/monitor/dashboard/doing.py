@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.monitor.dashboard.actions import WrongFound
+from orchestrator.monitor.dashboard.actions import Tell, WrongFound
 
 KEPT = 200  # actions that are remembered
 MOST_AT_ONCE = 8
@@ -20,8 +20,8 @@ MOST_AT_ONCE = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Doing:
-    """One action of one run; `state` is running, done or failed, `text` what to say then; `is_bad`: it was
-    done, and found something wrong.
+    """One action of one run; `state` is running, done or failed, `text` what to say then, while it runs why
+    it takes long ("": nothing is known of that); `is_bad`: it was done, and found something wrong.
     """
 
     id: str
@@ -50,8 +50,10 @@ class Doings:
         with self._lock:
             return self._by_id.get(self._by_token.get(token, ""))
 
-    def begin(self, run: str, action: str, token: str, do: Callable[[], str]) -> Doing | None:
-        """Carries `do` out beside this thread; None if `MOST_AT_ONCE` actions are under way."""
+    def begin(self, run: str, action: str, token: str, do: Callable[[Tell], str]) -> Doing | None:
+        """Carries `do` out beside this thread; None if `MOST_AT_ONCE` actions are under way. `do` is given
+        what to call with why it takes long.
+        """
         with self._lock:
             if token in self._by_token and (begun := self._by_id.get(self._by_token[token])):
                 return begun
@@ -72,15 +74,16 @@ class Doings:
             found = self._by_id.get(number)
         return found if found is not None and found.run == run else None
 
-    def _do(self, begun: Doing, do: Callable[[], str]) -> None:
+    def _say(self, begun: Doing, **fields: Any) -> None:
+        with self._lock:
+            if begun.id in self._by_id:
+                self._by_id[begun.id] = replace(begun, **fields)
+
+    def _do(self, begun: Doing, do: Callable[[Tell], str]) -> None:
         state, text = "failed", "it ended without a word; the server's standard error says why"
         try:
-            state, text = "done", do()
+            state, text = "done", do(lambda said: self._say(begun, text=said))
         except OrchestratorError as error:
             text = str(error)
         finally:
-            with self._lock:
-                if begun.id in self._by_id:
-                    self._by_id[begun.id] = replace(
-                        begun, state=state, text=text, is_bad=isinstance(text, WrongFound)
-                    )
+            self._say(begun, state=state, text=text, is_bad=isinstance(text, WrongFound))

@@ -109,15 +109,20 @@ def text_of(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def settled(look: Callable[[], Any]) -> Any:
-    """What is found once it runs no more."""
+def runs_no_more(found: Any) -> bool:
+    """Whether an action has ended."""
+    return bool(found.state != "running")
+
+
+def settled(look: Callable[[], Any], is_it: Callable[[Any], bool] = runs_no_more) -> Any:
+    """What is found once it is so: once it runs no more."""
     pause = threading.Event()
     for _ in range(6000):
         found = look()
-        if found.state != "running":
+        if is_it(found):
             return found
         pause.wait(0.01)
-    raise AssertionError("it does not end")
+    raise AssertionError("it does not come")
 
 
 def confirmed(asking: TestClient, run: str, name: str, **asked: Any) -> Doing:

@@ -5,15 +5,25 @@ from __future__ import annotations
 import shlex
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from orchestrator.coordinator.requests import Answered
 from orchestrator.errors import RefusedError
+from orchestrator.history.claim_files import START
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal import JournalWriter
+from orchestrator.history.request_files import RequestFiles
 from orchestrator.monitor.dashboard.action_table import ACTIONS
-from orchestrator.monitor.dashboard.actions import EXPIRES_S, Asked, Planned, Sight, is_stale, plan
+from orchestrator.monitor.dashboard.actions import EXPIRES_S, Asked, Planned, Sight, Tell, is_stale, plan
 from orchestrator.monitor.dashboard.doing import MOST_AT_ONCE, Doings
+from orchestrator.monitor.run import Run
+from orchestrator.resume.store import RunStore
+from orchestrator.storage.files import Storage
+from tests.history.test_claim_files import IDENTITY
 from tests.monitor.dashboard.serving import Served, confirmed, served, settled
 
 SECRET = b"of this server"
@@ -151,7 +161,8 @@ def test_stopping_at_once_says_what_is_lost() -> None:
 def test_of_many_actions_at_once_some_must_wait_and_a_second_confirmation_begins_nothing() -> None:
     doings, over, begun = Doings(), threading.Event(), []
 
-    def do() -> str:
+    def do(tell: Tell) -> str:
+        del tell
         begun.append(1)
         over.wait(60)
         return "done"
@@ -168,10 +179,54 @@ def test_of_many_actions_at_once_some_must_wait_and_a_second_confirmation_begins
     assert len(begun) == MOST_AT_ONCE
 
 
+def test_who_waits_for_an_action_sees_why_it_takes_long_until_it_is_done() -> None:
+    doings, told, over = Doings(), threading.Event(), threading.Event()
+
+    def do(tell: Tell) -> str:
+        tell("the save of p1 was given up")
+        told.set()
+        over.wait(60)
+        return "saved as p2"
+
+    begun = doings.begin("made", "save", "token", do)
+    assert begun is not None
+    assert told.wait(60)
+    seen = doings.find("made", begun.id)
+    assert seen is not None
+    assert (seen.state, seen.text) == ("running", "the save of p1 was given up")
+    over.set()
+    found = settled(lambda: doings.find("made", begun.id))
+    assert (found.state, found.text) == ("done", "saved as p2")
+
+
+@pytest.mark.parametrize("name", ["save", "stop"])
+def test_a_run_that_is_asked_from_the_page_passes_on_what_it_tells_while_one_waits(
+    name: str, tmp_path: Path
+) -> None:
+    store, doings = RunStore(Storage(str(tmp_path / "made"))), Doings()
+    run_id = store.create_run("made", IDENTITY).id
+    store.claim(1, "aa", START, "host", run_id)
+    journal = JournalWriter(store.storage, 1, run_id=run_id)
+    requests = RequestFiles(store.storage, "aa", run_id)
+    asks = partial(ACTIONS[name].do, Run(str(tmp_path / "made")), Asked())
+    begun = doings.begin("made", name, "token", asks)
+    assert begun is not None
+    settled(lambda: requests.read(1), lambda asked: asked is not None)
+    journal.event(EventKind.SAVE_GIVEN_UP, point="p1", reason="no space", retry_s=5.0)
+    journal.flush()
+    told = settled(lambda: doings.find("made", begun.id), lambda doing: doing.text)
+    assert (told.state, "the save of p1 was given up: no space" in told.text) == ("running", True)
+    answer = Answered(request=1, what=name, outcome="done", text="saved as p2", point="p2")
+    journal.event(EventKind.REQUEST_ANSWERED, **answer.fields)
+    journal.flush()
+    assert settled(lambda: doings.find("made", begun.id)).text == "saved as p2"
+
+
 def test_what_refuses_or_breaks_is_said_and_ends_the_action() -> None:
     doings = Doings()
 
-    def refuse() -> str:
+    def refuse(tell: Tell) -> str:
+        del tell
         raise RefusedError("nobody is there")
 
     begun = doings.begin("made", "save", "token", refuse)

@@ -545,6 +545,26 @@ def test_a_live_run_saves_and_stops_from_the_page(opened: Open, job: Job, tmp_pa
     assert os.path.exists(live.config().run.run_uri)
 
 
+def test_an_action_that_waits_shows_why_until_it_is_done(opened: Open) -> None:
+    page = opened().open("/run/tiny/points")
+    why = "verify: not yet, <b>storage</b> is slow"
+    told = json.dumps({"id": "0", "action": "verify", "state": "running", "text": why, "is_bad": False})
+    held = [True]
+
+    def answer(route: Any) -> None:
+        route.fulfill(body=told, content_type="application/json") if held else route.continue_()
+
+    page.route(
+        "**/api/runs/tiny/actions/*", lambda r: answer(r) if r.request.method == "GET" else r.continue_()
+    )
+    page.locator(".vt-row").first.click()
+    page.get_by_role("button", name="Verify", exact=True).click()
+    page.locator("dialog[open] .df .primary").click()
+    page.wait_for_selector(f"dialog[open] [role=status] >> text={why}")
+    held.clear()
+    page.wait_for_selector("dialog[open] .verdict >> text=every digest is right")
+
+
 def test_a_run_is_rewound_forked_and_exported_as_the_commands_do_it(job: Job, tmp_path: Path) -> None:
     there = job.copied(tmp_path / "runs")
     asking, rows = client(tmp_path / "runs"), there.run.list_points()

@@ -190,6 +190,7 @@ document.addEventListener('alpine:init', () => {
 				for (;;) {
 					const at = await this.get('/actions/' + got.id); if (!this.doing) return;
 					if (at.state !== 'running') { this.doing = { ...this.doing, phase: at.state, result: at.text, bad: at.is_bad }; this.again(); return; }
+					if (at.text && at.text !== this.doing.result) this.doing = { ...this.doing, result: at.text };
 					await new Promise(r => setTimeout(r, 300));
 				}
 			} catch (e) {
