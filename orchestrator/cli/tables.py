@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orchestrator.history.sentences import count
 from orchestrator.monitor.orphans import Pruned
 from orchestrator.monitor.verifying import HEALTH
 from orchestrator.monitor.view import left_out_lines, skipped_lines
@@ -34,7 +35,8 @@ def plan_lines(plan: ResumePlan) -> list[str]:
     if any(value is None for value in left):
         lines.append("  remaining until the data ends (no max_* is given)")
     else:
-        lines.append(f"  remaining {left[0]:,} steps, {left[1]:,} samples, {left[2]:,} tokens")
+        steps, samples, tokens = map(count, left, ("step", "sample", "token"))
+        lines.append(f"  remaining {steps}, {samples}, {tokens}")
     before = "" if plan.lr_before is None else f"{plan.lr_before:.3e} -> "
     lines.append(f"  learning rate {before}{plan.lr_after:.3e}")
     meanings = {
@@ -140,7 +142,8 @@ def samples_lines(found: Mapping[str, Any]) -> list[str]:
             lines += [f"    | {line}" for line in document.get("text", "").splitlines()]
     num = len(found["samples"])
     if found["matches"]:
-        agrees = f"these {num} samples have the digest that the journal has of it, {found['digest']}"
+        these = "this sample has" if num == 1 else f"these {num} samples have"
+        agrees = f"{these} the digest that the journal has of it, {found['digest']}"
     else:
         agrees = f"NOT what the journal says was trained: {found['difference']}"
     note = [f"note: {found['note']}"] if found["note"] else []
@@ -166,10 +169,12 @@ def _document_line(document: Mapping[str, Any]) -> str:
 def audit_lines(report: Mapping[str, Any]) -> list[str]:
     """The proof in a sentence, or the first step that differs."""
     amounts = (
-        f"{report['samples']:,} samples, {report['tokens']:,} tokens, {report['steps']:,} steps, "
-        f"{report['attempts']} attempt{'' if report['attempts'] == 1 else 's'}"
+        f"{count(report['samples'], 'sample')}, {count(report['tokens'], 'token')}, "
+        f"{count(report['steps'], 'step')}, {count(report['attempts'], 'attempt')}"
     )
-    if report["steps"]:
+    if report["steps"] == 1:
+        amounts = f"step {report['first_step']}: {amounts}"
+    elif report["steps"]:
         amounts = f"steps {report['first_step']} to {report['last_step']}: {amounts}"
     if report["exactly_once"] is None:
         return ["nothing is trained yet, so there is nothing to compare"]
@@ -180,8 +185,8 @@ def audit_lines(report: Mapping[str, Any]) -> list[str]:
         final, repeated = report["final_up_to_step"], report["repeated_files"]
         later = "" if report["all_final"] else "; later ones may still be replaced"
         return [
-            f"{amounts}, each token of its stream exactly once, but {repeated} files stand in that more than "
-            "once"
+            f"{amounts}, each token of its stream exactly once, but {count(repeated, 'file')} "
+            f"{'stands' if repeated == 1 else 'stand'} in that more than once"
             if repeated
             else f"{amounts}, exactly once",
             "nothing is final yet" if final is None else f"final up to step {final}{later}",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from orchestrator.cli.shared import say
+from orchestrator.history.sentences import count
 from orchestrator.monitor.verifying import HEALTH, Progress
 
 
@@ -58,7 +59,7 @@ def shown() -> Iterator[Progress]:
 
             def begin(self, num_points: int, num_bytes: int) -> None:
                 """See `Progress`."""
-                bar.reset(task, total=num_bytes, description=f"reading {num_points} points")
+                bar.reset(task, total=num_bytes, description=f"reading {count(num_points, 'point')}")
 
             def read(self, num_bytes: int) -> None:
                 """See `Progress`."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestrator.cli.shared import Json, RunUri, app, print_json, print_lines, require_one, say
+from orchestrator.history.sentences import count
 
 if TYPE_CHECKING:
     from orchestrator.launch.replay import Replayed
@@ -93,7 +94,7 @@ def replay_lines(found: Replayed) -> list[str]:
         None: "the run recorded none at this step (monitor.digest_every_steps does)",
     }[found.equal]
     begin = found.from_point or "the first weights"
-    trained = f"trained again from {begin}, {found.steps_compared:,} steps"
+    trained = f"trained again from {begin}, {count(found.steps_compared, 'step')}"
     if not found.steps_compared:
         trained = f"{begin} is that state: no step was trained again, so none was compared"
     lines = [

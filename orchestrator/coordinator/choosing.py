@@ -118,7 +118,9 @@ def rewind_text(wanted: str, num_steps: int, labels: tuple[int, int], points: Se
     """
     if not num_steps and not points:
         return ""
-    left = [f"{num_steps} steps after it, {labels[0]} to {labels[1]}"] if num_steps else []
+    first, last = labels
+    steps = f"step {last} after it" if num_steps == 1 else f"{num_steps} steps after it, {first} to {last}"
+    left = [steps] if num_steps else []
     if points:
         several = f"{len(points)} resume points, {points[0]} to {points[-1]}"
         left.append(several if len(points) > 1 else f"resume point {points[0]}")

@@ -30,6 +30,11 @@ _PROCESS_STATES = {
 }
 
 
+def count(number: int, what: str) -> str:
+    """`1 step`, `2,000 steps`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def worker(member: GroupMember) -> str:
     """`worker 1 (10.0.0.7, pid 22506)`; without what is not known."""
     rank = "a worker that was joining" if member.rank is None else f"worker {member.rank}"
@@ -82,7 +87,7 @@ def group_change(change: GroupChange) -> str:
     if again > 0:
         parts.append(
             f"no worker that is left holds step {change.step_before}: "
-            f"{again} step{'s' if again > 1 else ''} are trained again"
+            f"{count(again, 'step')} {'is' if again == 1 else 'are'} trained again"
         )
     if change.paused_s is not None:
         parts.append(f"paused {change.paused_s:.1f} s")

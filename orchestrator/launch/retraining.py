@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.survey import require_frozen
 from orchestrator.errors import ResumePointError, TrainingError
+from orchestrator.history.sentences import count
 from orchestrator.launch.replay_history import History
-from orchestrator.launch.which_point import count
 from orchestrator.planning import batches
 from orchestrator.planning.schedule import learning_rate
 from orchestrator.planning.weights_digest import is_of_format_1

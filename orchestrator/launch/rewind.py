@@ -24,9 +24,10 @@ from orchestrator.history.claims import Claim, ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.request_files import asker
+from orchestrator.history.sentences import count
 from orchestrator.launch import busy_watch, claiming
 from orchestrator.launch import start as starting
-from orchestrator.launch.which_point import Found, PointPlan, Wanted, count, find, place, planned
+from orchestrator.launch.which_point import Found, PointPlan, Wanted, find, place, planned
 from orchestrator.planning.schedule import budgets_for
 from orchestrator.resume.points import Point
 from orchestrator.resume.run_file import RunFile
@@ -165,7 +166,8 @@ def _begin(store: RunStore, claim: Claim, run: RunFile, plan: RewindPlan) -> tup
     if now.sets_aside() != plan.sets_aside():
         raise RefusedError(
             f"{plan.run}: the run has moved on since the plan was made: it would have set aside "
-            f"{plan.steps_aside} steps, now {now.steps_aside}; nothing is changed. Give the command again"
+            f"{count(plan.steps_aside, 'step')}, now {now.steps_aside}; nothing is changed. Give the command "
+            "again"
         )
     config = newest_config(seen, found.point)
     info = point_info(store, found.point)

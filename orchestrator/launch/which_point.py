@@ -14,16 +14,12 @@ from typing import Any
 
 from orchestrator.coordinator.survey import Survey
 from orchestrator.errors import RefusedError, ResumePointError, WantedPointError
+from orchestrator.history.sentences import count
 from orchestrator.records.steps import StepRecord
 from orchestrator.resume.points import Damage, Point, newest_first
 from orchestrator.resume.store import RunStore
 
 LATEST = "latest"
-
-
-def count(number: int, what: str) -> str:
-    """`1 step`, `2,000 steps`."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

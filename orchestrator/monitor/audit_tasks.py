@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError
+from orchestrator.history.sentences import count
 from orchestrator.history.skips import SkipAt
 from orchestrator.monitor.epoch_checksum import EpochChecksum, EpochFiles
 from orchestrator.monitor.file_checksum import checksum_files
@@ -29,7 +30,7 @@ class StepsTask:
     by_reference: bool = False
 
     def __str__(self) -> str:
-        return f"compared {len(self.part.wanted):,} steps"
+        return f"compared {count(len(self.part.wanted), 'step')}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +52,7 @@ class FilesTask:
     files: range
 
     def __str__(self) -> str:
-        return f"read {len(self.files):,} files of source {self.source}"
+        return f"read {count(len(self.files), 'file')} of source {self.source}"
 
 
 Task = StepsTask | FilesTask

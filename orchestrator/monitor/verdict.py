@@ -64,9 +64,10 @@ def verdict(at: Standing) -> str:
     """
     text = _state_text(at)
     if at.state == GONE and at.risk is not None and at.risk.steps and at.point is not None and not at.missing:
-        text += f"; {steps(at.risk.steps)} ({count(at.risk.tokens)} tokens) after it are trained again"
+        work = f"{steps(at.risk.steps)} ({count(at.risk.tokens)} tokens)"
+        text += f"; {work} after it {_are(at.risk)} trained again"
     if at.state == STARTING and at.resumes and at.risk is not None and at.risk.steps:
-        text += f". {_work(at.risk)} after {at.point or 'its beginning'} are trained again"
+        text += f". {_work(at.risk)} after {at.point or 'its beginning'} {_are(at.risk)} trained again"
     elif at.state in (STARTING, RUNNING, WAITING) and (risk := _risk_text(at)):
         text += f". {risk}"
     if at.concerns and at.state in (RUNNING, WAITING):
@@ -129,6 +130,10 @@ def _risk_text(at: Standing) -> str:
     if not at.risk.steps:
         return "If everything died now, nothing would be lost"
     return f"If everything died now, {_work(at.risk)} would be trained again"
+
+
+def _are(risk: Risk) -> str:
+    return "is" if risk.steps == 1 else "are"
 
 
 def _work(risk: Risk) -> str:

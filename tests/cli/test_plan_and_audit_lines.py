@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cli.tables import audit_lines, plan_lines
+from orchestrator.cli.weights import replay_lines
 from orchestrator.launch.api import plan
+from orchestrator.launch.replay import Replayed
 from orchestrator.planning.differences import Difference
 
 
@@ -25,6 +27,31 @@ def test_the_audit_speaks_of_later_steps_only_where_there_are_some() -> None:
     assert audit_lines(report(70, all_final=True))[1] == "final up to step 70"
     assert audit_lines(report(50))[1] == "final up to step 50; later ones may still be replaced"
     assert audit_lines(report(None))[1] == "nothing is final yet"
+
+
+def test_one_of_something_is_not_said_as_several(tiny_config: Any) -> None:
+    one = report(1) | {"first_step": "7", "last_step": "7", "repeated_files": 1}
+    amounts = dict.fromkeys(("samples", "tokens", "steps"), 1)
+    (said, *_) = audit_lines({**one, **amounts})
+    assert said == (
+        "step 7: 1 sample, 1 token, 1 step, 1 attempt, each token of its stream exactly once, but 1 file "
+        "stands in that more than once"
+    )
+    left = replace(plan(tiny_config({})), remaining_steps=1, remaining_samples=1, remaining_tokens=32)
+    assert "  remaining 1 step, 1 sample, 32 tokens" in plan_lines(left)
+    found = Replayed(
+        run="r",
+        step=7,
+        from_point="p",
+        point=None,
+        weights_digest="d",
+        expected_digest=None,
+        equal=None,
+        steps_compared=1,
+        first_difference=None,
+        notes=(),
+    )
+    assert replay_lines(found)[0] == "step 7: trained again from p, 1 step"
 
 
 def test_the_differences_of_a_plan_are_written_as_in_json(tiny_config: Any) -> None:

@@ -46,6 +46,8 @@ CHANGES = {
     "paused 0.2 s": replace(CHANGE, attempt=2, world_size=2, lost=(), restarted=True),
     "worker 1 (10.0.0.7, pid 22506) lost: killed (SIGKILL) · 1 of 2 left, continuing at step 401 · no worker "
     "that is left holds step 411: 11 steps are trained again · paused 0.2 s": replace(CHANGE, step=400),
+    "worker 1 (10.0.0.7, pid 22506) lost: killed (SIGKILL) · 1 of 2 left, continuing at step 411 · no worker "
+    "that is left holds step 411: 1 step is trained again · paused 0.2 s": replace(CHANGE, step=410),
 }
 
 

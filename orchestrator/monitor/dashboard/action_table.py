@@ -17,7 +17,7 @@ from orchestrator.errors import RefusedError, StorageError
 from orchestrator.history.finding_files import VERIFY, verify_result
 from orchestrator.history.request_files import asker
 from orchestrator.monitor.dashboard.actions import ALIVE, Action, Asked, Effect, Sight, WrongFound, of_point
-from orchestrator.monitor.views.words import span
+from orchestrator.monitor.views.words import span, steps, workers
 from orchestrator.storage.open import join, open_storage, split
 
 if TYPE_CHECKING:
@@ -65,18 +65,17 @@ def _save_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
 
 
 def _stop_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
-    risk, workers = sight.summary["risk"], sight.summary.get("world_size")
-    free = (
-        "stopped",
-        f"{workers} workers become free. The run stays as it is until somebody starts it again.",
-    )
+    risk, size = sight.summary["risk"], sight.summary.get("world_size") or 0
+    become = f"{workers(size)} {'becomes' if size == 1 else 'become'} free"
+    free = ("stopped", f"{become}. The run stays as it is until somebody starts it again.")
     if not asked.now:
         return [
             ("save", "The group saves at the next step boundary, then all workers leave. Nothing is lost."),
             free,
         ]
-    lost = f"{risk['steps']:,} steps ({count(risk['tokens'])} tokens, {span(risk['seconds'])} of work)"
-    return [("risk", f"Nothing is saved: {lost} are trained again when the run is started again."), free]
+    lost = f"{steps(risk['steps'])} ({count(risk['tokens'])} tokens, {span(risk['seconds'])} of work)"
+    are = "is" if risk["steps"] == 1 else "are"
+    return [("risk", f"Nothing is saved: {lost} {are} trained again when the run is started again."), free]
 
 
 def _pin_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
@@ -149,10 +148,10 @@ def _unpin(run: Run, asked: Asked) -> str:
 def _rewind_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
     aside = (sight.detail or {}).get("aside") or {"steps": 0, "tokens": 0, "seconds": 0.0}
     amount = f"{count(aside['tokens'])} tokens, {span(aside['seconds'])} of work"
-    tokens = sight.point["consumed_tokens"]
+    tokens, are = sight.point["consumed_tokens"], "is" if aside["steps"] == 1 else "are"
     return [
         ("start", f"The next start continues from {asked.point}; nothing is started now."),
-        ("branch", f"{aside['steps']:,} steps ({amount}) are set aside. Nothing is deleted."),
+        ("branch", f"{steps(aside['steps'])} ({amount}) {are} set aside. Nothing is deleted."),
         ("cursor", f"Training goes on after token {tokens:,} of the stream, with the data that followed it."),
     ]
 

@@ -155,7 +155,11 @@ def test_stopping_at_once_says_what_is_lost() -> None:
     (_, kept), _ = planned("stop", Asked(), SIGHT, SECRET, 0.0).effects
     (_, lost), _ = planned("stop", Asked(now=True), SIGHT, SECRET, 0.0).effects
     assert "Nothing is lost" in kept
-    assert "109 steps (14.3 M tokens, 12 min of work)" in lost
+    assert "109 steps (14.3 M tokens, 12 min of work) are trained again" in lost
+    one = {**SUMMARY, "world_size": 1, "risk": {"tokens": 256, "steps": 1, "seconds": 2.0}}
+    (_, lost), (_, free) = planned("stop", Asked(now=True), replace(SIGHT, summary=one), SECRET, 0.0).effects
+    assert "1 step (256 tokens, 2.0 s of work) is trained again" in lost
+    assert free.startswith("1 worker becomes free.")
 
 
 def test_of_many_actions_at_once_some_must_wait_and_a_second_confirmation_begins_nothing() -> None:
