@@ -360,6 +360,13 @@ def test_the_two_commands_stand_by_line_20_and_every_make_target_exists() -> Non
     assert set(re.findall(r"\bmake ([a-z]+)", README)) - {"it"} <= targets
 
 
+def test_git_ignores_every_folder_that_a_command_of_the_readme_writes_beside_the_code() -> None:
+    written = set(re.findall(r"(?<=[ :])\./([\w-]+)", README))
+    assert {"runs", "corpus", "my-model"} <= written
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert {name for name in written if f"/{name}/" not in ignored} == set()
+
+
 def test_ci_calls_the_test_command_of_the_readme() -> None:
     assert "make test" in (ROOT / ".ci" / "run").read_text()
 
