@@ -32,11 +32,11 @@ def plan_lines(plan: ResumePlan) -> list[str]:
     lines += [f"  {change}" for change in plan.lists]
     lines += [f"  {plan.skip}"] if plan.skip is not None else []
     left = (plan.remaining_steps, plan.remaining_samples, plan.remaining_tokens)
-    if any(value is None for value in left):
+    known = [value for value in left if value is not None]
+    if len(known) < len(left):
         lines.append("  remaining until the data ends (no max_* is given)")
     else:
-        steps, samples, tokens = map(count, left, ("step", "sample", "token"))
-        lines.append(f"  remaining {steps}, {samples}, {tokens}")
+        lines.append(f"  remaining {', '.join(map(count, known, ('step', 'sample', 'token')))}")
     before = "" if plan.lr_before is None else f"{plan.lr_before:.3e} -> "
     lines.append(f"  learning rate {before}{plan.lr_after:.3e}")
     meanings = {
