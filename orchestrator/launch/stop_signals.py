@@ -21,6 +21,16 @@ class StoppedAtOnceError(KeyboardInterrupt):
         self.exit_code = 128 + number
 
 
+def told(interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
+    """What to tell of `interrupt`: the `StoppedAtOnceError` that it came after, where a third signal has cut
+    short what a launch does when it ends; else itself.
+    """
+    found: BaseException | None = interrupt
+    while found is not None and not isinstance(found, StoppedAtOnceError):
+        found = found.__context__
+    return found or interrupt
+
+
 @contextmanager
 def stop_on_signals(stop: Callable[[str], None], say: Callable[[str], None]) -> Iterator[None]:
     """SIGTERM, Ctrl-C and a closed terminal (SIGHUP) save and stop; a second one raises `StoppedAtOnceError`,

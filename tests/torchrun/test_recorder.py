@@ -14,7 +14,7 @@ import pytest
 
 import orchestrator
 from orchestrator.coordinator.survey import survey
-from orchestrator.errors import FencedError
+from orchestrator.errors import FencedError, UnsavedError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, RequestFiles, asker
@@ -154,6 +154,20 @@ def test_a_part_that_a_rank_could_not_write_gives_that_save_up_alone(runner: Run
     given_up = [text for text in said if "was given up" in text]
     assert len(given_up) == 1
     assert "rank 1 could not save its part: No space left on device" in given_up[0]
+
+
+def test_the_end_of_a_group_whose_last_save_failed_says_why_that_was(runner: Runner) -> None:
+    made, store = on_disk(runner, OsDisk())
+    made.begin(2)
+    made.save_failed(key(5), 1, 2, "No space left on device")
+    assert made.vote(write_vote(store.storage, key(5), 0)).result(LIMIT_S) is False
+    made.failed(UnsavedError("the last state could not be saved"))
+    end = store.read_end(1)
+    assert end is not None
+    assert end.reason == (
+        "the last state could not be saved. Why: the save of 00000005-a0001-g0001 was given up: rank 1 could "
+        "not save its part: No space left on device"
+    )
 
 
 def comes_true(holds: Callable[[], bool]) -> bool:
