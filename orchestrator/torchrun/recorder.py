@@ -376,6 +376,7 @@ class RankZeroRecorder:
         try:
             durable = await self._commits.on_disk(self._journal.flush)
         except StorageError as error:
+            began = min(began, self._commits.hangs_since or began)  # whoever met it first
             text = self._trouble.failed(str(error), began)
             if reason := self._trouble.verdict(time.monotonic()):
                 self._fail(StorageError(reason))
