@@ -9,7 +9,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from orchestrator.errors import StorageError
@@ -31,6 +31,9 @@ class Heartbeat(Protocol):
         fails with the storage.
         """
         ...
+
+    def close(self) -> None:
+        """No more beats come; nothing of it is kept open."""
 
 
 def heartbeat_of(storage: Storage, path: str) -> Heartbeat:
@@ -63,6 +66,13 @@ class GrowingHeartbeat:
             return False
         return True
 
+    def close(self) -> None:
+        """See `Heartbeat`."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(StorageError):  # what was written had been synced
+                file.close()
+
     def _open(self) -> AppendHandle:
         if self._files:  # else a storage that is full for hours would gather empty files
             self._storage.delete(self._next)
@@ -94,6 +104,9 @@ class RenewedHeartbeat:
             return False
         return True
 
+    def close(self) -> None:
+        """See `Heartbeat`: nothing is."""
+
 
 class Pulse:
     """Beats when it is asked to, and waits for nothing: in threads of its own, so that the sign of life does
@@ -119,6 +132,8 @@ class Pulse:
         until = time.monotonic() + CLOSE_S
         for thread in self._beating:
             thread.join(max(0.0, until - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._beating):
+            self._heartbeat.close()
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorProcess
 from orchestrator.launch.remote_membership import UnansweredError
 from tests.forked import FORKED
+from tests.processes import say_where_it_stands
 from tests.trainer.launch import WAIT_S, Launch
 
 GONE = "gone"
@@ -31,6 +32,7 @@ GONE = "gone"
 
 def serve(link: Connection, start: CoordinatorStart, gone: tuple[str, ...]) -> None:
     """The life of a coordinator's process."""
+    say_where_it_stands(start.storage, "coordinator")
     asyncio.run(_serve(link, start, set(gone)))
 
 

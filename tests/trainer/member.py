@@ -32,6 +32,7 @@ from orchestrator.trainer.group import GenerationEnded
 from orchestrator.trainer.job import TrainJob
 from orchestrator.trainer.loop import train
 from tests.forked import FORKED
+from tests.processes import say_where_it_stands, where_it_stands
 from tests.trainer.feed import POISON, VOCABULARY, FormulaFeed
 from tests.trainer.launch import LAUNCH, WAIT_S, Launch, LinkCalls
 
@@ -185,6 +186,7 @@ def kill_at_call(function: str, number: int) -> None:
 def member_main(address: Any, name: str, root: str, job: TrainJob, feed: FormulaFeed, plan: Plan) -> None:
     """A member's whole life; what it came to is told to the launch."""
     warnings.simplefilter("ignore")
+    say_where_it_stands(root, name)
     torch.set_num_threads(1)  # several members share few cores; waiting OpenMP threads would stop each other
     calls = LinkCalls(address, name)
     place = Place(actor_id=name, node_id=plan.node or f"node-{name}", host="127.0.0.1")
@@ -262,9 +264,17 @@ class Members:
         """Waits until all are gone, however they ended, and the launch knows it."""
         for name, process in self.processes.items():
             process.join(WAIT_S)
-            assert process.exitcode is not None, f"member {name} does not end"
+            assert process.exitcode is not None, f"member {name} does not end\n{self._stacks()}"
         with self.launch.changed:
             assert self.launch.changed.wait_for(lambda: not self.launch.has_links(), WAIT_S)
+
+    def _stacks(self) -> str:
+        """What the launch knows, and where the threads of those who live stand."""
+        alive = {name: process for name, process in self.processes.items() if process.is_alive()}
+        if isinstance(coordinator := getattr(self.launch.coordinator, "process", None), BaseProcess):
+            alive["coordinator"] = coordinator
+        stacks = [where_it_stands(self.launch.storage.root, *each) for each in alive.items()]
+        return "\n".join([f"{self.launch.views}\n{self.launch.joins}", *stacks])
 
 
 @contextmanager
