@@ -204,7 +204,7 @@ class Commits:
         if not self._told_hang:
             self._told_hang = True
             text = (
-                f"{_unanswered(TELL_S)}. It is waited for; where the journal has had no answer for "
+                f"{_unanswered(TELL_S)}. Training goes on; once it has not answered for "
                 f"{self._storage_limit_s:g} s the run stops. Nothing that was committed is lost"
             )
             self._in_background(partial(self._listener.warned, text))
