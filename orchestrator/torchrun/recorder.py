@@ -239,6 +239,13 @@ class RankZeroRecorder:
         if isinstance(error, FencedError) or isinstance(self._failure, FencedError):
             self._over.set()
             return
+        if self._commits.hangs_since is not None:  # who waited for it would never say why the group ended
+            self._warn(
+                "the end of the run could not be written down: storage does not answer. Nothing that was "
+                "committed is lost"
+            )
+            self._over.set()
+            return
         reason = text_of(error)
         if isinstance(error, UnsavedError) and self._given_up:
             reason = f"{reason}. Why: {self._given_up}"  # whoever asked for the stop reads no more than this
