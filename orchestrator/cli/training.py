@@ -31,10 +31,12 @@ def train(
         print_plan(rehearse(config, overrides or []), json)
         return
     from orchestrator.launch.api import train as start
+    from orchestrator.launch.stop_signals import told
 
     try:
         result = start(config, overrides or [])
-    except KeyboardInterrupt as interrupt:  # typer would end without a message
+    except KeyboardInterrupt as last:  # typer would end without a message
+        interrupt = told(last)
         say(str(interrupt) or "interrupted; the same command starts again")
         raise typer.Exit(getattr(interrupt, "exit_code", INTERRUPTED)) from None
     if json:

@@ -271,6 +271,7 @@ class LaunchDriver:
         try:
             durable = await self.commits.on_disk(self.journal.flush, limit_s)
         except StorageError as error:
+            began = min(began, self.commits.hangs_since or began)  # whoever met it first
             await self.carry_out(self.machine.storage_failed(str(error), began))
             return False
         self._acknowledge(durable)

@@ -35,7 +35,7 @@ class StorageTrouble:
             return None
         self._since = since
         return (
-            f"{reason}. {self._meanwhile}; it is tried again for {self._limit_s:g} s, then the run stops. "
+            f"{reason}. {self._meanwhile}; once it has failed for {self._limit_s:g} s the run stops. "
             "Nothing that was committed is lost"
         )
 

@@ -232,7 +232,13 @@ class Supervisor:
             for info in status.members:
                 pids.setdefault(info.node_id, []).append(info.pid)
             answers = {n: self._groups[n].look_at(pids[n]) for n in pids if n in self._groups}
-            self._look = _Look(began=now, quiet_s=quiet_s, members=status.members, answers=answers)
+            self._look = _Look(
+                began=now,
+                quiet_s=quiet_s,
+                members=status.members,
+                answers=answers,
+                stopping=status.stopping,
+            )
         look = self._look
         if look is None:
             return
@@ -334,6 +340,7 @@ class _Look:
     quiet_s: float
     members: tuple[MemberInfo, ...]
     answers: dict[str, Any]
+    stopping: bool
 
     def stall(self, states: dict[Any, dict[int, str] | None], median_s: float) -> Stall:
         """What they saw; `states` are the answers that have come."""
@@ -342,7 +349,7 @@ class _Look:
             seen = states.get(self.answers.get(info.node_id))
             named = GroupMember(rank=rank, host=info.host, pid=info.pid)
             held.append(Held(worker=named, state=None if seen is None else seen[info.pid]))
-        return Stall(quiet_s=self.quiet_s, median_s=median_s, held=tuple(held))
+        return Stall(quiet_s=self.quiet_s, median_s=median_s, held=tuple(held), stopping=self.stopping)
 
 
 def _answer(reference: Any) -> dict[int, str] | None:

@@ -217,9 +217,14 @@ def stall(seen: Stall) -> list[str]:
         who = f"{worker(each.worker)} has not answered for {seen.quiet_s:.1f} s"
         lines.append(f"{who}: {why}{DOT}{others}")
     if not lines and seen.quiet_s >= max(STILL_LEAST_S, STILL_MEDIANS * seen.median_s):
+        waits = "no worker's process is stopped: they wait for data or storage, or for each other"
+        if seen.stopping:
+            waits += (
+                ". The run stops when its last state is saved, or that is given up; a second Ctrl-C or "
+                "SIGTERM stops it at once, without that"
+            )
         lines.append(
-            f"no step was finished for {seen.quiet_s:.0f} s (median {seen.median_s:.1f} s){DOT}no worker's "
-            "process is stopped: they wait for data or storage, or for each other"
+            f"no step was finished for {seen.quiet_s:.0f} s (median {seen.median_s:.1f} s){DOT}{waits}"
         )
     return lines
 

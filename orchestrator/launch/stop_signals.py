@@ -11,14 +11,28 @@ from orchestrator.history.request_files import asker
 
 
 class StoppedAtOnceError(KeyboardInterrupt):
-    """A second signal: nothing is saved. `exit_code` is what a shell expects of a process that it ended."""
+    """A second signal, after the one of number `first`: nothing is saved. `exit_code` is what a shell expects
+    of a process that it ended.
+    """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, first: int) -> None:
+        name, before = signal.Signals(number).name, signal.Signals(first).name
+        came = f"{name} came twice" if number == first else f"{before} came, and then {name}"
         super().__init__(
-            f"{signal.Signals(number).name} came twice: stopped at once, and nothing was saved; the same "
-            "command continues from the newest resume point"
+            f"{came}: stopped at once, and nothing was saved; the same command continues from the newest "
+            "resume point"
         )
         self.exit_code = 128 + number
+
+
+def told(interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
+    """What to tell of `interrupt`: the `StoppedAtOnceError` that it came after, where a third signal has cut
+    short what a launch does when it ends; else itself.
+    """
+    found: BaseException | None = interrupt
+    while found is not None and not isinstance(found, StoppedAtOnceError):
+        found = found.__context__
+    return found or interrupt
 
 
 @contextmanager
@@ -31,15 +45,15 @@ def stop_on_signals(stop: Callable[[str], None], say: Callable[[str], None]) -> 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    seen, who = False, asker()  # looked up now: a handler waits for nothing
+    first, who = 0, asker()  # looked up now: a handler waits for nothing
 
     def handle(number: int, _: object) -> None:
-        nonlocal seen
-        if seen and number == signal.SIGHUP:
+        nonlocal first
+        if first and number == signal.SIGHUP:
             return
-        if seen:
-            raise StoppedAtOnceError(number)
-        seen = True
+        if first:
+            raise StoppedAtOnceError(number, first)
+        first = number
         # first: whoever sent the signal may have ended the reader of what is said, too
         stop(f"{signal.Signals(number).name} to {who}")
         if number == signal.SIGHUP:

@@ -74,11 +74,14 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stall:
-    """Nobody finished a step for `quiet_s`; `median_s` is the usual step. `held`: all workers, looked at."""
+    """Nobody finished a step for `quiet_s`; `median_s` is the usual step. `held`: all workers, looked at.
+    `stopping`: a stop was asked for, so that what is left to do is to save.
+    """
 
     quiet_s: float
     median_s: float
     held: tuple[Held, ...]
+    stopping: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

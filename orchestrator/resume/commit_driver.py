@@ -11,7 +11,7 @@ import collections
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -40,6 +40,8 @@ from orchestrator.resume.save_retries import MOST_S, SaveRetries
 from orchestrator.resume.store_actions import PointCommitter, failure, note_committed
 
 Result = TypeVar("Result")
+
+TELL_S = 30.0  # after which the user hears that storage does not answer: far below the limit
 
 
 class CommitListener(Protocol):
@@ -99,6 +101,8 @@ class Commits:
         # One thread for everything that waits for storage: its operations stay in order and the calls of
         # members are answered meanwhile.
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="storage")
+        self._hangs: tuple[Future[Any], float] | None = None  # what that thread was given up in, begun when
+        self._told_hang = False
         self._votes: dict[tuple[StateKey, int], asyncio.Future[bool]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -170,21 +174,47 @@ class Commits:
                         if answer is not None:
                             todo.append(answer)
 
+    @property
+    def hangs_since(self) -> float | None:
+        """When that began which storage has not answered within its limit, and still does not; None if there
+        is nothing like that.
+        """
+        return None if self._hangs is None or self._hangs[0].done() else self._hangs[1]
+
     async def on_disk(self, work: Callable[[], Result], limit_s: float | None = None) -> Result:
         """Runs `work` in the thread that waits for storage, after what was given to it before. Raises
         `StorageError` if it takes longer than `limit_s` (default: the limit of the storage); it may still be
-        carried out then.
+        carried out then. By default it also raises, and carries out nothing, while storage `hangs_since`:
+        whoever waited for the limit once more, one after the other, would keep the run from its end.
         """
+        began = time.monotonic()
+        if limit_s is None and self.hangs_since is not None:
+            raise _unanswered(began - self.hangs_since)
         limit_s = self._storage_limit_s if limit_s is None else limit_s
-        running = asyncio.get_running_loop().run_in_executor(self._disk, work)
+        given = self._disk.submit(work)
+        notice = asyncio.get_running_loop().call_later(TELL_S, self._tell_hang)
         try:
-            # not `wait_for`, which in Python 3.11 forgets that it was cancelled if `running` has just ended
+            # not `wait_for`, which in Python 3.11 forgets that it was cancelled if `given` has just ended
             async with asyncio.timeout(limit_s):
-                return await running
+                return await asyncio.wrap_future(given)
         except TimeoutError as error:
-            raise StorageError(
-                f"storage has not answered for {limit_s:g} s; check that it is mounted and reachable"
-            ) from error
+            if not given.cancel() and self.hangs_since is None:
+                self._hangs = given, began
+            raise _unanswered(limit_s) from error
+        finally:
+            notice.cancel()
+            if self._told_hang and given.done() and not given.cancelled():
+                self._told_hang = False
+                self._in_background(partial(self._listener.warned, "storage answers again"))
+
+    def _tell_hang(self) -> None:
+        if not self._told_hang:
+            self._told_hang = True
+            text = (
+                f"{_unanswered(TELL_S)}. Training goes on; once it has not answered for "
+                f"{self._storage_limit_s:g} s the run stops. Nothing that was committed is lost"
+            )
+            self._in_background(partial(self._listener.warned, text))
 
     async def settle(self, limit_s: float) -> bool:
         """Whether all that was begun in the background has come to its end, within `limit_s`."""
@@ -281,6 +311,10 @@ class Commits:
         if newest:
             self.newest = point
         await self._listener.committed(point, newest)
+
+
+def _unanswered(for_s: float) -> StorageError:
+    return StorageError(f"storage has not answered for {for_s:.3g} s; check that it is mounted and reachable")
 
 
 def in_daemon_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:

@@ -43,8 +43,9 @@ from orchestrator.resume.save import UNDER_WAY, Save, Stage, first_of, set_of
 CHECK_EVERY_S = 5.0  # how often to look for a newer claim when nothing else makes one look (rule 11)
 AFTER = "the training group went on from another state"
 LOST = (
-    "somebody deleted or replaced the run's folder while it trained, so nothing more is saved there; restore "
-    "the folder, or start a new run"
+    "the run's folder was deleted, moved or replaced while it trained, or its file system was unmounted, so "
+    "nothing more is saved there; bring it back and start the same command again: it continues from the "
+    "newest resume point. Or start a new run"
 )
 
 

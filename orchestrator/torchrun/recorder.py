@@ -23,7 +23,14 @@ from orchestrator.coordinator.requests import Answered, Requests, heard_sentence
 from orchestrator.elastic.cause import first_cause
 from orchestrator.elastic.roster import Roster
 from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble, until_storage_works
-from orchestrator.errors import ElasticError, FencedError, OrchestratorError, StorageError, text_of
+from orchestrator.errors import (
+    ElasticError,
+    FencedError,
+    OrchestratorError,
+    StorageError,
+    UnsavedError,
+    text_of,
+)
 from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.history.claims import GenerationStart
@@ -106,6 +113,7 @@ class RankZeroRecorder:
         self._requests = Requests(known=(SAVE, STOP))  # torchrun is who ends its ranks at once
         self._wants_save = self._wants_stop = False
         self._stop_by = ""
+        self._given_up = ""  # the newest save that was, and why
         self._loop: asyncio.AbstractEventLoop | None = None  # of the writing thread, while it runs
         self._stopping, self._failed = asyncio.Event(), asyncio.Event()
         self._failure: Exception | None = None
@@ -231,9 +239,19 @@ class RankZeroRecorder:
         if isinstance(error, FencedError) or isinstance(self._failure, FencedError):
             self._over.set()
             return
+        if self._commits.hangs_since is not None:  # who waited for it would never say why the group ended
+            self._warn(
+                "the end of the run could not be written down: storage does not answer. Nothing that was "
+                "committed is lost"
+            )
+            self._over.set()
+            return
+        reason = text_of(error)
+        if isinstance(error, UnsavedError) and self._given_up:
+            reason = f"{reason}. Why: {self._given_up}"  # whoever asked for the stop reads no more than this
         # where storage is what failed, `error` says so, and the end stays unsaid
         with suppress(OrchestratorError):
-            self._end("failed", text_of(error), END_WRITTEN_S)
+            self._end("failed", reason, END_WRITTEN_S)
 
     def status(self) -> RunStatus:
         """What is known now, for the progress line."""
@@ -365,6 +383,7 @@ class RankZeroRecorder:
         try:
             durable = await self._commits.on_disk(self._journal.flush)
         except StorageError as error:
+            began = min(began, self._commits.hangs_since or began)  # whoever met it first
             text = self._trouble.failed(str(error), began)
             if reason := self._trouble.verdict(time.monotonic()):
                 self._fail(StorageError(reason))
@@ -386,6 +405,7 @@ class RankZeroRecorder:
 
     async def gave_up(self, key: StateKey, text: str, by_storage: bool) -> None:  # noqa: ARG002  who leaves, asks nobody here
         """See `CommitListener`: the group trains on."""
+        self._given_up = text
         await self.warned(text)
         self._requests.save_given_up(self._clock())
 

@@ -102,7 +102,8 @@ def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
     except OrchestratorError as error:
         _say(f"rank {os.environ.get('RANK', '?')}: {error}")
         code = error.exit_code
-    except KeyboardInterrupt as interrupt:
+    except KeyboardInterrupt as last:
+        interrupt = stop_signals.told(last)
         _say(str(interrupt) or "interrupted")
         code = getattr(interrupt, "exit_code", 130)
     let_go(sys.stderr)

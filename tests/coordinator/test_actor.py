@@ -8,6 +8,7 @@ import asyncio
 import errno
 import gc
 import threading
+import time
 import warnings
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorProcess
 from orchestrator.data.feed.feed_notes import BadDocument, FeedNotes
+from orchestrator.errors import StorageError
 from orchestrator.history.claim_files import START
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
@@ -35,7 +37,7 @@ from orchestrator.launch.progress import Progress
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.membership import GenerationView, JoinRequest, Refusal, RunOver, StillWaiting
 from orchestrator.records.run_status import GroupMember, MemberInfo, RunStatus
-from orchestrator.resume import save_retries
+from orchestrator.resume import commit_driver, save_retries
 from orchestrator.resume.commit_events import DeletePoints, Tick
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
@@ -420,6 +422,56 @@ def test_storage_that_fails_beyond_its_limit_ends_the_run_with_the_reason(
 
     monkeypatch.setattr(launch_driver, "END_WRITTEN_S", 0.1)
     monkeypatch.setattr(launch_driver, "LAST_TRY_S", 0.0)
+    run(launch)
+
+
+def test_while_storage_hangs_beyond_its_limit_nothing_else_waits_as_long_again(store: RunStore) -> None:
+    """What waited one after the other, each for the limit, held up the run's own end."""
+    goes_on, ran = threading.Event(), list[str]()
+
+    async def launch() -> None:
+        actor = coordinator(store, limit_s=0.1)
+        commits, began = actor._commits, time.monotonic()
+        while commits.hangs_since is None:  # the thread may have had no time to begin it
+            with pytest.raises(StorageError, match="has not answered for 0.1 s"):
+                await commits.on_disk(lambda: goes_on.wait(LIMIT_S))
+        since = commits.hangs_since
+        assert began <= since
+        commits._storage_limit_s = 2 * LIMIT_S  # who waited for it would come too late
+        with pytest.raises(StorageError, match="has not answered"):
+            await commits.on_disk(lambda: ran.append("while it hangs"))
+        assert not await actor._driver.flush()
+        assert actor._launch._trouble._since == since, "the limit counts from who met it first"
+        goes_on.set()
+        await commits.on_disk(lambda: ran.append("the end, which has a limit of its own"), LIMIT_S)
+        assert commits.hangs_since is None
+        await commits.on_disk(lambda: ran.append("afterwards"))
+        await actor.end("stopped", "enough")
+
+    run(launch)
+    assert ran == ["the end, which has a limit of its own", "afterwards"]
+
+
+def test_storage_that_does_not_answer_is_told_of_long_before_the_run_stops(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit_driver, "TELL_S", 0.1)
+    goes_on, told = threading.Event(), list[str]()
+
+    async def launch() -> None:
+        actor = coordinator(store)
+
+        async def is_told(text: str) -> bool:
+            told.extend((await status(actor)).warnings)
+            return any(text in each for each in told)
+
+        waiting = asyncio.create_task(actor._commits.on_disk(lambda: goes_on.wait(LIMIT_S)))
+        await until(actor, lambda _: is_told("storage has not answered for 0.1 s"))
+        goes_on.set()
+        assert await waiting
+        await until(actor, lambda _: is_told("storage answers again"))
+        await actor.end("stopped", "enough")
+
     run(launch)
 
 

@@ -97,6 +97,11 @@ def test_where_nobody_is_stopped_one_line_says_so_after_30_s_or_five_median_step
         "no step was finished for 31 s (median 1.0 s) · no worker's process is stopped: they wait for data "
         "or storage, or for each other"
     ]
+    assert sentences.stall(Stall(quiet_s=31.0, median_s=1.0, held=held, stopping=True)) == [
+        "no step was finished for 31 s (median 1.0 s) · no worker's process is stopped: they wait for data "
+        "or storage, or for each other. The run stops when its last state is saved, or that is given up; a "
+        "second Ctrl-C or SIGTERM stops it at once, without that"
+    ]
 
 
 RAY = (

@@ -348,6 +348,31 @@ def test_a_second_signal_ends_the_command_at_once_with_a_last_line_and_the_code_
     )
 
 
+def test_a_second_signal_of_another_kind_is_not_called_the_same_one_twice() -> None:
+    """torchrun passes a Ctrl-C on, and a second one as SIGTERM."""
+    with stop_signals.stop_on_signals(lambda by: None, lambda text: None):
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(
+            stop_signals.StoppedAtOnceError, match="^SIGINT came, and then SIGTERM: "
+        ) as ended:
+            signal.raise_signal(signal.SIGTERM)
+    assert ended.value.exit_code == 128 + signal.SIGTERM
+
+
+def test_a_third_ctrl_c_while_the_launch_ends_does_not_take_away_what_the_second_one_says() -> None:
+    """Ray and the log file take their time to close."""
+    program = INTERRUPTED.replace("    with stop", "    try:\n     with stop").replace(
+        "    raise AssertionError", "    finally:\n        raise KeyboardInterrupt\n    raise AssertionError"
+    )
+    line = [sys.executable, "-c", program, str(int(signal.SIGINT))]
+    ended = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert ended.returncode == 130, ended.stderr
+    assert ended.stderr.splitlines()[-1] == (
+        "SIGINT came twice: stopped at once, and nothing was saved; the same command continues from the "
+        "newest resume point"
+    )
+
+
 def test_a_launch_under_nohup_goes_on_when_its_terminal_is_closed() -> None:
     before, stopped = signal.signal(signal.SIGHUP, signal.SIG_IGN), threading.Event()
     try:

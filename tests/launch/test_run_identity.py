@@ -81,7 +81,7 @@ def test_a_launch_whose_folder_is_deleted_commits_nothing_more_and_says_why(
     recorder.begin(2)
     assert save(recorder, runner.store, key(10)) == [True, True]
     harm(runner.folder)
-    with pytest.raises(FencedError, match=f"{text}.*deleted or replaced the run's folder while it trained"):
+    with pytest.raises(FencedError, match=f"{text}.*the run's folder was deleted, .* unmounted"):
         save(recorder, runner.store, key(20))
     with pytest.raises(FencedError):
         recorder.finished(key(20), "done")
@@ -111,7 +111,7 @@ def test_a_coordinator_that_restarts_in_a_deleted_folder_goes_on_with_nothing(
     attempt = runner.begin()
     runner.journal(attempt).close()
     harm(runner.folder)
-    with pytest.raises(FencedError, match="deleted or replaced"):
+    with pytest.raises(FencedError, match="deleted, moved or replaced"):
         continue_launch(runner.store, attempt, "host", no_fault)
     assert not (runner.folder / "attempts" / "0002.json").exists()
 

@@ -120,7 +120,7 @@ def test_a_folder_that_is_not_the_runs_any_more_ends_everything_too() -> None:
         state, _ = run(machine(), cast(P, 0), cast(P, 1), JournalDurable(key=P))
         state, (fence,) = run(state, ClaimChecked(key=asked, newer=False, lost="run.json is gone"))
         assert isinstance(fence, Fence)
-        assert fence.reason.startswith("run.json is gone: somebody deleted or replaced the run's folder")
+        assert fence.reason.startswith("run.json is gone: the run's folder was deleted, moved or replaced")
         assert run(state, ClaimChecked(key=P, newer=False)) == (state, [])
 
 

@@ -262,7 +262,7 @@ def test_a_run_folder_deleted_while_it_trains_fails_the_run_and_is_not_begun_bes
         watch = when_step(job, 6, lambda: shutil.rmtree(folder, ignore_errors=True))
         assert ended(group) == [1], group.said()
         watch.join()
-        assert "somebody deleted or replaced the run's folder while it trained" in group.said()
+        assert "the run's folder was deleted, moved or replaced while it trained" in group.said()
     if RunStore(Storage(str(folder))).pieces():
         with ranks(tmp_path, 1, config) as group:
             assert ended(group) == [2]

@@ -15,7 +15,7 @@ import pytest
 
 import orchestrator
 from orchestrator.coordinator.survey import survey
-from orchestrator.errors import FencedError
+from orchestrator.errors import FencedError, StorageError, UnsavedError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, RequestFiles, asker
@@ -155,6 +155,50 @@ def test_a_part_that_a_rank_could_not_write_gives_that_save_up_alone(runner: Run
     given_up = [text for text in said if "was given up" in text]
     assert len(given_up) == 1
     assert "rank 1 could not save its part: No space left on device" in given_up[0]
+
+
+def test_the_end_of_a_group_whose_last_save_failed_says_why_that_was(runner: Runner) -> None:
+    made, store = on_disk(runner, OsDisk())
+    made.begin(2)
+    made.save_failed(key(5), 1, 2, "No space left on device")
+    assert made.vote(write_vote(store.storage, key(5), 0)).result(LIMIT_S) is False
+    made.failed(UnsavedError("the last state could not be saved"))
+    end = store.read_end(1)
+    assert end is not None
+    assert end.reason == (
+        "the last state could not be saved. Why: the save of 00000005-a0001-g0001 was given up: rank 1 could "
+        "not save its part: No space left on device"
+    )
+
+
+class HangsInSync(OsDisk):
+    """While `goes_on` is not set; `hangs`: in the thread of the journal and the commits."""
+
+    def __init__(self) -> None:
+        self.goes_on, self.hangs = threading.Event(), threading.Event()
+        self.goes_on.set()
+
+    def fsync(self, handle: int) -> None:
+        if not self.goes_on.is_set() and threading.current_thread().name.startswith("storage"):
+            self.hangs.set()
+        self.goes_on.wait(LIMIT_S)
+        super().fsync(handle)
+
+
+def test_a_group_that_fails_while_storage_hangs_ends_without_waiting_for_it(runner: Runner) -> None:
+    disk, said = HangsInSync(), list[str]()
+    made, store = on_disk(runner, disk, said.append)
+    made._commits._storage_limit_s = 0.1
+    made.begin(2)
+    disk.goes_on.clear()
+    made.records([record(key(1))])
+    assert disk.hangs.wait(LIMIT_S)
+    assert comes_true(lambda: made._commits.hangs_since is not None)
+    made.failed(StorageError("storage has failed for 300 s"))
+    assert store.read_end(1) is None
+    assert not disk.goes_on.is_set()
+    disk.goes_on.set()
+    assert [text for text in said if "the end of the run could not be written down" in text]
 
 
 def comes_true(holds: Callable[[], bool]) -> bool:
