@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from orchestrator.planning.state_layout import Layout
 from orchestrator.records.membership import GenerationView
 from orchestrator.trainer.gloo_sockets import GlooSockets
+from orchestrator.trainer.interruptible import Interruptible
 from orchestrator.trainer.phases import LOAD, PHASE_LIMITS_S
 from orchestrator.trainer.reshard import Pending
 
@@ -72,6 +73,7 @@ class Group:
         self.view, self._limit_s = view, limit_s
         self._forming = datetime.timedelta(seconds=limit_s)
         self._sockets = GlooSockets()
+        self._waits = Interruptible()
         self._of_mesh: list[dist.ProcessGroup] = []
 
     @classmethod
@@ -117,9 +119,11 @@ class Group:
         """The generation is over: what waits in gloo, here and at the peers, fails at once, DDP's own sums
         included. From any thread.
 
-        NCCL is left alone; its collectives wait out their time.
+        What gloo forgets all the same (`interruptible`) ends within a second, but for sums of gradients:
+        these wait out their time, and so do NCCL's collectives, which are left alone.
         """
         self._sockets.shut()
+        self._waits.cut()
 
     def compare(self, config_digest: str, num_shards: int, own: Sequence[int]) -> list[list[int]]:
         """The first collective: every member must see the same launch, generation, members, parent, step,
@@ -163,18 +167,18 @@ class Group:
         mine = torch.tensor(list(values), dtype=torch.int64)
         rows = [torch.empty_like(mine) for _ in range(self.view.world_size)]
         with collective(what):
-            dist.all_gather(rows, mine)
+            self._waits.end_of(lambda: dist.all_gather(rows, mine))
         return [[int(v) for v in row.tolist()] for row in rows]
 
     def sum(self, vector: Tensor, what: str) -> Tensor:
         """`vector` (int64, on the CPU) summed over the ranks, in place."""
         with collective(what):
-            dist.all_reduce(vector)
+            self._waits.end_of(lambda: dist.all_reduce(vector))
         return vector
 
     def give(self, buffer: Tensor, rank: int) -> Pending:
         """Sends `buffer` to `rank`; see `reshard.Peers`."""
-        return _started(dist.isend(buffer, rank))
+        return _Message(dist.isend(buffer, rank), buffer, self._waits)
 
     def mesh(self, layout: Layout, device: torch.device) -> DeviceMesh:
         """The ranks as a mesh of the dimension "shard", with "replicate" before it where there are several
@@ -198,7 +202,7 @@ class Group:
 
     def take(self, buffer: Tensor, rank: int) -> Pending:
         """Receives a message of `rank` into `buffer`; see `reshard.Peers`."""
-        return _started(dist.irecv(buffer, rank))
+        return _Message(dist.irecv(buffer, rank), buffer, self._waits)
 
 
 def assemble(view: GenerationView, store: Store, limit_s: float, called_off: Callable[[], bool]) -> None:
@@ -220,9 +224,19 @@ def assemble(view: GenerationView, store: Store, limit_s: float, called_off: Cal
         raise GenerationEnded("the generation was called off before all its members had come")
 
 
-def _started(work: dist.Work | None) -> Pending:
-    assert work is not None, "this rank is in the group"
-    return work
+class _Message:
+    """A message on its way from or to `buffer`."""
+
+    def __init__(self, work: dist.Work | None, buffer: Tensor, waits: Interruptible) -> None:
+        assert work is not None, "this rank is in the group"
+        self._work, self._buffer, self._waits = work, buffer, waits
+
+    def wait(self) -> None:
+        """See `reshard.Pending`."""
+        self._waits.end_of(self._end)
+
+    def _end(self) -> None:  # bound: as long as this waits the buffer is there
+        self._work.wait()
 
 
 def _number(text: str) -> int:
