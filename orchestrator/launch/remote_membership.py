@@ -43,6 +43,7 @@ _REPORT_EVERY_S = 0.5
 _GIVEN_UP_EVERY_S = 5.0  # how often a member that saves asks whether that is still wanted, at most
 _QUESTIONS_PER_S = 200.0  # of all members together: a coordinator answers more than 1,000 calls a second
 _QUIET = ControlRequests(ended=False, save=False, stop=False, reform=False, acknowledged_step=-1)
+_OVER = replace(_QUIET, ended=True)
 # what rank 0 asks for by itself when the coordinator stays away
 _ALONE = ControlRequests(ended=False, save=True, stop=True, reform=False, acknowledged_step=-1)
 
@@ -287,6 +288,8 @@ class RemoteMembership:
         while known is None or not known.ended:
             try:
                 known = self._ask("watch", self._launch, view.attempt, view.generation, known)
+            except FencedError:
+                known = _OVER
             except OrchestratorError:
                 self._control_requests[view.attempt, view.generation] = _ALONE
                 return
@@ -300,11 +303,11 @@ class RemoteMembership:
             try:
                 self._ask("ended", self._launch, *generation)
             except FencedError:
-                return  # the loop's own next call raises it
+                pass  # over for this member: what it waits in is called off, and its next join says this
             except OrchestratorError:
                 time.sleep(_RETRY_S)  # the coordinator may come back; meanwhile rank 0 has all save and stop
                 continue
-            self._control_requests[generation] = replace(_QUIET, ended=True)
+            self._control_requests[generation] = _OVER
             self._end.hear(generation)
             return
 

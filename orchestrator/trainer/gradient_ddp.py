@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.trainer.gradient import MicroBatch, add_losses, empty_micro_batch, forget, scale, square_sum
-from orchestrator.trainer.group import collective, ended_by
+from orchestrator.trainer.group import collective, ended_by, raised_by_collective
 from orchestrator.trainer.model import loss_sum, seed_micro_batch
 from orchestrator.trainer.step_summary import fixed_point
 
@@ -78,22 +79,19 @@ class FastGradient:
 
     def _backward(self, micro: MicroBatch, targets: int, last: bool) -> int | None:
         seed_micro_batch(self._seed, micro.first_sample)
-        if self._ddp is None:
-            loss = self._loss(self._model, micro)
-            torch.autograd.backward(loss / max(1, targets))
-        elif not last:
-            with self._ddp.no_sync():
-                loss = self._loss(self._ddp, micro)
+        model: Any = self._model if self._ddp is None else self._ddp
+        self._works.clear()
+        try:
+            # DDP has collectives in the forward pass, too: in its second one it agrees on the buckets
+            with nullcontext() if last or self._ddp is None else self._ddp.no_sync():
+                loss = self._loss(model, micro)
                 torch.autograd.backward(loss / max(1, targets))
-        else:
-            loss = self._loss(self._ddp, micro)
-            self._works.clear()
-            try:
-                torch.autograd.backward(loss / max(1, targets))
-            except RuntimeError as error:
-                if not any(_failed(work) for work in self._works):
-                    raise  # the model's own error
-                raise ended_by("summing the gradient", error) from error
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if not raised_by_collective(error) and not any(_failed(work) for work in self._works):
+                raise  # the model's own error
+            raise ended_by("summing the gradient", error) from error
         return fixed_point(float(loss.detach()))
 
     def _loss(self, model: nn.Module, micro: MicroBatch) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from orchestrator.errors import TrainingError
 from orchestrator.planning import batches
 from orchestrator.trainer.gradient import MicroBatch, add_losses, empty_micro_batch, scale, square_sum
-from orchestrator.trainer.group import collective, ended_by
+from orchestrator.trainer.group import collective, ended_by, raised_by_collective
 from orchestrator.trainer.lost_peer import is_mismatch
 from orchestrator.trainer.model import loss_sum, seed_micro_batch
 from orchestrator.trainer.sharded_state import ShardedState
@@ -99,15 +99,3 @@ class ShardedGradient:
                 ) from error
             raise ended_by("gathering weights, or summing the gradient", error) from error
         return fixed_point(float(loss.detach()))
-
-
-def raised_by_collective(error: BaseException) -> bool:
-    """Whether torch's own code for collectives raised it (its innermost frame lies there), and no code that
-    such a collective was called from: FSDP2 has no other way to say that a peer is lost.
-    """
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith(
-        "torch.distributed."
-    )

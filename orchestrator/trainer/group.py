@@ -23,8 +23,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from orchestrator.planning.state_layout import Layout
 from orchestrator.records.membership import GenerationView
+from orchestrator.trainer import interruptible
 from orchestrator.trainer.gloo_sockets import GlooSockets
-from orchestrator.trainer.interruptible import Interruptible
+from orchestrator.trainer.interruptible import BACKEND, Interruptible
 from orchestrator.trainer.phases import LOAD, PHASE_LIMITS_S
 from orchestrator.trainer.reshard import Pending
 
@@ -64,9 +65,23 @@ def ended_by(what: str, error: RuntimeError) -> GenerationEnded:
     return GenerationEnded(f"{what}: {_ADVICE.sub('', _PLACE.sub('', str(error))).rstrip('. ')}")
 
 
+def raised_by_collective(error: BaseException) -> bool:
+    """Whether an error out of a pass through a model comes from a collective inside, as DDP and FSDP2 begin
+    them, and not from the model: by its class, or because its innermost frame lies in torch's code for
+    collectives, or in ours around gloo's.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return module.startswith("torch.distributed.") or module == interruptible.__name__
+
+
 class Group:
-    """The default process group of one generation. Control goes over gloo on the CPU; with a GPU, tensors
-    there go over NCCL.
+    """The process groups of one generation. Control goes over gloo on the CPU; with a GPU, tensors there go
+    over NCCL.
     """
 
     def __init__(self, view: GenerationView, limit_s: float) -> None:
@@ -74,6 +89,7 @@ class Group:
         self._forming = datetime.timedelta(seconds=limit_s)
         self._sockets = GlooSockets()
         self._waits = Interruptible()
+        self._control: dist.ProcessGroup | None = None
         self._of_mesh: list[dist.ProcessGroup] = []
 
     @classmethod
@@ -95,32 +111,39 @@ class Group:
         if device.type == "cuda":
             # a failed NCCL collective must raise here, not end the process
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         group = cls(view, limit_s)
         try:
             with collective("forming the group"):
                 assemble(view, store, limit_s, called_off)
-                with group._sockets.watched():
-                    dist.init_process_group(
-                        backend,
-                        store=store,
-                        rank=view.rank,
-                        world_size=view.world_size,
-                        timeout=datetime.timedelta(seconds=limit_s),
-                    )
+                group._form(store, device)
             yield group
         finally:
             group._sockets.forget()
+            group._control = None
             group._of_mesh.clear()
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    def call_off(self) -> None:
-        """The generation is over: what waits in gloo, here and at the peers, fails at once, DDP's own sums
-        included. From any thread.
+    def _form(self, store: Store, device: torch.device) -> None:
+        """The default group is that of the model's tensors."""
+        limit = datetime.timedelta(seconds=self._limit_s)
+        self._waits.register()
+        with self._sockets.watched():
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else BACKEND,
+                store=store,
+                rank=self.view.rank,
+                world_size=self.view.world_size,
+                timeout=limit,
+            )
+            if device.type == "cuda":
+                self._control = dist.new_group(backend=BACKEND, timeout=limit)
 
-        What gloo forgets all the same (`interruptible`) ends within a second, but for sums of gradients:
-        these wait out their time, and so do NCCL's collectives, which are left alone.
+    def call_off(self) -> None:
+        """The generation is over: what waits in gloo, here and at the peers, fails at once, sums of gradients
+        included, and what gloo forgets all the same (`interruptible`) within a second. From any thread.
+
+        NCCL's collectives are left alone, and wait out their time.
         """
         self._sockets.shut()
         self._waits.cut()
@@ -159,7 +182,7 @@ class Group:
         """From now on a collective may wait so long for a peer that says nothing. The same on every rank."""
         if seconds != self._limit_s:
             self._limit_s = seconds
-            for group in (None, *self._of_mesh):
+            for group in (None, *([self._control] if self._control else []), *self._of_mesh):
                 _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
     def gather(self, values: Sequence[int], what: str) -> list[list[int]]:
@@ -167,18 +190,18 @@ class Group:
         mine = torch.tensor(list(values), dtype=torch.int64)
         rows = [torch.empty_like(mine) for _ in range(self.view.world_size)]
         with collective(what):
-            self._waits.end_of(lambda: dist.all_gather(rows, mine))
+            dist.all_gather(rows, mine, group=self._control)
         return [[int(v) for v in row.tolist()] for row in rows]
 
     def sum(self, vector: Tensor, what: str) -> Tensor:
         """`vector` (int64, on the CPU) summed over the ranks, in place."""
         with collective(what):
-            self._waits.end_of(lambda: dist.all_reduce(vector))
+            dist.all_reduce(vector, group=self._control)
         return vector
 
     def give(self, buffer: Tensor, rank: int) -> Pending:
         """Sends `buffer` to `rank`; see `reshard.Peers`."""
-        return _Message(dist.isend(buffer, rank), buffer, self._waits)
+        return _work(dist.isend(buffer, rank, group=self._control))
 
     def mesh(self, layout: Layout, device: torch.device) -> DeviceMesh:
         """The ranks as a mesh of the dimension "shard", with "replicate" before it where there are several
@@ -202,7 +225,7 @@ class Group:
 
     def take(self, buffer: Tensor, rank: int) -> Pending:
         """Receives a message of `rank` into `buffer`; see `reshard.Peers`."""
-        return _Message(dist.irecv(buffer, rank), buffer, self._waits)
+        return _work(dist.irecv(buffer, rank, group=self._control))
 
 
 def assemble(view: GenerationView, store: Store, limit_s: float, called_off: Callable[[], bool]) -> None:
@@ -224,19 +247,9 @@ def assemble(view: GenerationView, store: Store, limit_s: float, called_off: Cal
         raise GenerationEnded("the generation was called off before all its members had come")
 
 
-class _Message:
-    """A message on its way from or to `buffer`."""
-
-    def __init__(self, work: dist.Work | None, buffer: Tensor, waits: Interruptible) -> None:
-        assert work is not None, "this rank is in the group"
-        self._work, self._buffer, self._waits = work, buffer, waits
-
-    def wait(self) -> None:
-        """See `reshard.Pending`."""
-        self._waits.end_of(self._end)
-
-    def _end(self) -> None:  # bound: as long as this waits the buffer is there
-        self._work.wait()
+def _work(begun: dist.Work | None) -> dist.Work:
+    assert begun is not None, "this rank is in the group"
+    return begun
 
 
 def _number(text: str) -> int:

@@ -1,25 +1,33 @@
-"""Waits for gloo that the end of a generation cuts short, whatever gloo does.
+"""gloo whose waits the end of a generation cuts short, whatever gloo does.
 
 Where a connection breaks in the middle of a message, gloo forgets the operation whose message it was and
 wakes nobody: whoever waits does so until the operation's time-out (`Pair::signalException` passes over `rx_`,
 and over the unbound buffers in `tx_`; gloo in torch 2.13). A giver that dies while it sends a part of the
-state would cost the receiver minutes. This knows neither ranks nor members.
+state, or of a gradient, would cost the receiver minutes. This knows neither ranks nor members.
 """
 
 from __future__ import annotations
 
+import datetime
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+BACKEND = "interruptible"  # by which torch knows `InterruptibleGloo`
 GRACE_S = 1.0  # for gloo, to fail by itself when its connections were shut, and to say which it was
+_CPU, _GLOO = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
 
 
 class Interruptible:
-    """The waits of one group. One that is cut short goes on in a thread of its own until gloo gives it up,
-    and keeps alive what gloo still knows: the group, whose end would wait for it, and the message's memory.
+    """The waits of one generation. One that is cut short goes on in a thread of its own until gloo gives it
+    up, and keeps alive what gloo still knows: the connections, whose end would wait for it, and the message's
+    memory.
     """
 
     def __init__(self) -> None:
@@ -30,17 +38,120 @@ class Interruptible:
         with suppress(InvalidStateError):
             self._cut.set_result(None)
 
-    def end_of(self, work: Callable[[], Any]) -> Any:
-        """What `work` gives, which waits for gloo. Raises what it raises, and `RuntimeError` if it goes on
-        for longer than `GRACE_S` after `cut`.
+    def end_of(self, ended: Future[Any]) -> Any:
+        """What `carried_out` gives in the end. Raises what it raises, and `RuntimeError` if it goes on for
+        longer than `GRACE_S` after `cut`.
         """
-        ended: Future[Any] = Future()
-        threading.Thread(target=_carry_out, args=(work, ended), name="collective", daemon=True).start()
         wait((ended, self._cut), return_when=FIRST_COMPLETED)
         wait((ended,), timeout=GRACE_S)
         if not ended.done():
             raise RuntimeError("the generation is over, and gloo goes on waiting")
         return ended.result()
+
+    def register(self) -> None:
+        """The groups that torch makes from now on as those of `BACKEND` wait like this, those that it makes
+        of them (`dist.new_group`) included.
+        """
+
+        def made(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> InterruptibleGloo:
+            return InterruptibleGloo(self, dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
+
+        dist.Backend.register_backend(BACKEND, made, devices=["cpu"])
+
+
+class InterruptibleGloo(dist.ProcessGroup):
+    """`gloo`, of whose operations none is waited for longer than `waits` says. What is not named below goes
+    to gloo itself.
+    """
+
+    def __init__(self, waits: Interruptible, gloo: dist.ProcessGroupGloo) -> None:
+        super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]  # torch's stub lacks this one
+        self._waits, self._gloo = waits, gloo
+        self._set_default_backend(_GLOO)
+        self._register_backend(_CPU, _GLOO, gloo)
+
+    def begin(self, operation: str, *asked: Any) -> _Work:
+        """One of gloo's operations, which it calls by this name."""
+        return _Work(self._waits, self._gloo, getattr(self._gloo, operation)(*asked), asked)
+
+    def getBackendName(self) -> str:
+        """See torch."""
+        return BACKEND
+
+    def allreduce(self, *asked: Any) -> _Work:
+        """See torch; so do those below."""
+        return self.begin("allreduce", *asked)
+
+    def broadcast(self, *asked: Any) -> _Work:  # noqa: D102
+        return self.begin("broadcast", *asked)
+
+    def allgather(self, *asked: Any) -> _Work:  # noqa: D102
+        return self.begin("allgather", *asked)
+
+    def all_gather_single(self, *asked: Any) -> _Work:  # noqa: D102
+        return self.begin("_allgather_base", *asked)
+
+    def reduce_scatter_single(self, *asked: Any) -> _Work:  # noqa: D102
+        return self.begin("_reduce_scatter_base", *asked)
+
+    def all_to_all_single(self, *asked: Any) -> _Work:  # noqa: D102
+        return self.begin("alltoall_base", *asked)
+
+    def send(self, *asked: Any) -> _Work:  # noqa: D102
+        return self.begin("send", *asked)
+
+    def recv(self, *asked: Any) -> _Work:  # noqa: D102
+        return self.begin("recv", *asked)
+
+    # as torch 2.11 calls them
+    _allgather_base: Any = all_gather_single
+    _reduce_scatter_base: Any = reduce_scatter_single
+    alltoall_base: Any = all_to_all_single
+
+
+class _Work(dist.Work):
+    """An operation of `gloo`, and all that has to live for as long as it may touch it."""
+
+    def __init__(
+        self, waits: Interruptible, gloo: dist.ProcessGroupGloo, work: dist.Work, asked: Sequence[Any]
+    ) -> None:
+        super().__init__()
+        self._waits, self._gloo, self._work, self._asked = waits, gloo, work, asked
+        self._once = threading.Lock()
+        self._ended: Future[Any] | None = None
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """See torch; the operation has its group's time-out."""
+        del timeout
+        with self._once:  # gloo wakes one of those who wait for a message
+            if self._ended is None:
+                self._ended = carried_out(self._end)
+        self._waits.end_of(self._ended)
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """See torch."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        threading.Thread(target=self._fulfil, args=(future,), name="collective", daemon=True).start()
+        return future
+
+    def _fulfil(self, future: torch.futures.Future[Any]) -> None:
+        try:
+            self.wait()
+        except RuntimeError as error:
+            future.set_exception(error)
+        else:
+            future.set_result(self._work.result())
+
+    def _end(self) -> None:  # bound: as long as this waits all of it is there
+        self._work.wait()
+
+
+def carried_out(work: Callable[[], Any]) -> Future[Any]:
+    """`work`, which waits for gloo, in a thread of its own; what it gives or raises."""
+    ended: Future[Any] = Future()
+    threading.Thread(target=_carry_out, args=(work, ended), name="collective", daemon=True).start()
+    return ended
 
 
 def _carry_out(work: Callable[[], Any], ended: Future[Any]) -> None:

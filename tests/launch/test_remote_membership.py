@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.errors import ElasticError, StorageError
+from orchestrator.errors import ElasticError, FencedError, StorageError
 from orchestrator.launch import remote_membership
 from orchestrator.launch.generation_end import GenerationEnd
 from orchestrator.launch.remote_membership import Place, RemoteMembership, UnansweredError
@@ -272,3 +272,20 @@ def test_a_member_says_whether_its_part_has_grown_since_it_said_so_last_until_it
 def test_members_ask_about_their_saves_200_times_a_second_at_most(members: int, every_s: float) -> None:
     assert remote_membership.ask_every_s(members) == every_s
     assert members / every_s <= 200.0
+
+
+@pytest.mark.parametrize(("rank", "call"), [(0, "watch"), (1, "ended")])
+def test_who_is_fenced_leaves_what_it_waits_in_and_its_next_join_says_why(rank: int, call: str) -> None:
+    view = replace(VIEW, rank=rank, world_size=2, members=("m", "n"))
+    until, called_off = threading.Event(), threading.Event()
+    fenced = FencedError("another start has begun")
+    line = Line(join=[view, fenced], **{call: [held(until, None), fenced]})
+    one = member(line)
+    assert one.join(BLANK) == view
+    one.when_ended(view, called_off.set)
+    line.answer(**{call: fenced})
+    until.set()
+    assert called_off.wait(WAIT_S), "nothing waits in gloo for a generation that has no coordinator"
+    assert one.control_requests(view).ended
+    with pytest.raises(FencedError, match="another start"):
+        one.join(BLANK)
