@@ -94,7 +94,8 @@ def deleted_now(store: RunStore, names: Iterable[str]) -> frozenset[str]:
     """Those of these points, listed before, that the run itself has deleted or is deleting since: the COMMIT
     is gone, and the journal says that it was meant to go. What was found wrong with them is no damage.
     """
-    if not (gone := frozenset(names).difference(store.point_names())):
+    listed = frozenset(names)
+    if not (gone := listed - store.committed(listed)):
         return gone
     if not (left := gone - store.deletions()):
         return gone
@@ -123,8 +124,7 @@ def _look(store: RunStore, with_steps: bool) -> Survey:
     begins = [parent for parent in parents if parent.begins is not None]
     first = lineage.segments[0].start if lineage.segments else None
     journal = replace(journal, generations=(*filter(None, (p.begins for p in begins)), *journal.generations))
-    there = store.point_names()
-    foreign = tuple(name for name in there if store.is_foreign(name))
+    there, foreign = store.names_and_foreign()
     fates = _fates(journal.events, parents).without(store.deletions())
     missing = fates.kept.difference(there)
     missing -= deleted_now(store, missing)
@@ -200,7 +200,9 @@ def require_journals(store: RunStore, seen: Survey) -> None:
     its first point is saved (rule 2), so that the journal was damaged, and a start would leave out what is in
     these points.
     """
-    names = sorted(name for name in _of_no_generation(seen) if not store.is_foreign(name))
+    unknown = sorted(_of_no_generation(seen))
+    foreign = store.foreign(unknown)
+    names = [name for name in unknown if name not in foreign]
     keys = filter(None, map(parse_point_name, names))
     if journals := sorted({f"journal/a{key.attempt:04d}" for key in keys}):
         raise ResumePointError(

@@ -21,6 +21,7 @@ from orchestrator.history.claims import Claim, ClaimParent
 from orchestrator.history.heartbeat import Heartbeat, heartbeat_of
 from orchestrator.history.segments import journal_folder
 from orchestrator.json_form import decode, encode
+from orchestrator.storage.at_once import at_once
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import SealError, seal, unseal
 from orchestrator.storage.store import Listed
@@ -76,7 +77,7 @@ class ClaimFiles:
 
     def claims(self) -> tuple[Claim, ...]:
         """All claims by number."""
-        return tuple(self.read_claim(number) for number in self.claim_numbers())
+        return tuple(at_once(self.storage, self.read_claim, self.claim_numbers()))
 
     def read_claim(self, number: int) -> Claim:
         """The claim `number`. One whose content is not as written still counts as taken: launch and host are
@@ -116,7 +117,7 @@ class ClaimFiles:
         """The readable parent files by number, and the unreadable ones, which must be reported to the user:
         their attempts are cut off.
         """
-        found = [self.read_parent(number) for number in self.claim_numbers()]
+        found = at_once(self.storage, self.read_parent, self.claim_numbers())
         return (
             tuple(parent for parent in found if isinstance(parent, ClaimParent)),
             tuple(parent for parent in found if isinstance(parent, UnreadableFile)),

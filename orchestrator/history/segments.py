@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from orchestrator.errors import StorageError
+from orchestrator.storage.at_once import at_once
 from orchestrator.storage.files import Storage
 
 FOLDER = "journal"
 _ATTEMPT = re.compile(r"a(\d{4,})")
 _FILE = re.compile(r"(\d{6,})(?:\.p(\d{6,}))?\.jsonl")
 _LOOKS = 5  # at a folder whose names are of several moments
-# Pieces that are read at once, for each is a request, which is mostly waiting; few are not worth the threads.
-_AT_A_TIME, _IN_TURN = 16, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +180,4 @@ def _joined(storage: Storage, pieces: Sequence[Piece], offset: int) -> bytes:
         begin, end = end, end + piece.num_bytes
         if end > offset:
             wanted.append((piece.path, max(0, offset - begin)))
-    if len(wanted) <= _IN_TURN:
-        return b"".join(storage.read(*each) for each in wanted)
-    with ThreadPoolExecutor(max_workers=_AT_A_TIME) as threads:
-        return b"".join(threads.map(lambda each: storage.read(*each), wanted))
+    return b"".join(at_once(storage, lambda each: storage.read(*each), wanted))

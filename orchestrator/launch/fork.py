@@ -83,7 +83,8 @@ def fork(
     new = RunStore(store.storage.beside(folder))
     seen = survey(store)
     require_journals(store, seen)
-    own = [name for name in seen.committed if not store.is_foreign(name)]
+    foreign = store.foreign(seen.committed)
+    own = [name for name in seen.committed if name not in foreign]
     found = find(store, seen, wanted, own)
     origin = describe(store, found.point.name)
     there = _there(new, origin, wanted)

@@ -21,6 +21,7 @@ from orchestrator.planning.schedule import Budgets
 from orchestrator.records.cursor import Cursor
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
+from orchestrator.storage.at_once import at_once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,15 +133,16 @@ class History:
 
 def _readable(store: RunStore, seen: Survey) -> list[Point]:
     """The points of the history whose documents can be read; the others serve no replay."""
-    found = []
-    for name in seen.points:
+
+    def read(name: str) -> Point | None:
         try:
-            found.append(store.read_point(name))
+            return store.read_point(name)
         except LaterFormatError:
             raise  # it is whole
         except ResumePointError:
-            continue
-    return found
+            return None
+
+    return [point for point in at_once(store.storage, read, seen.points) if point is not None]
 
 
 def _target(seen: Survey, wanted: Wanted, points: Sequence[Point]) -> Position:

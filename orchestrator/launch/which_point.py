@@ -18,6 +18,7 @@ from orchestrator.history.sentences import count
 from orchestrator.records.steps import StepRecord
 from orchestrator.resume.points import Damage, Point, newest_first
 from orchestrator.resume.store import RunStore
+from orchestrator.storage.at_once import at_once
 
 LATEST = "latest"
 
@@ -229,12 +230,19 @@ def _named(store: RunStore, name: str, among: Sequence[str]) -> Found:
 
 def _readable(store: RunStore, names: Sequence[str]) -> tuple[list[Point], list[Damage]]:
     """The points whose documents can be read, in the given order, and what is wrong with the others."""
-    points, damages = list[Point](), list[Damage]()
-    for name in names:
+
+    def read(name: str) -> Point | list[Damage]:
         try:
-            points.append(store.read_point(name))
+            return store.read_point(name)
         except ResumePointError:
-            damages += store.verify_point(name, fast=True)
+            return store.verify_point(name, fast=True)
+
+    points, damages = list[Point](), list[Damage]()
+    for found in at_once(store.storage, read, names):
+        if isinstance(found, Point):
+            points.append(found)
+        else:
+            damages += found
     return points, damages
 
 

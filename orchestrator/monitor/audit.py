@@ -38,7 +38,8 @@ def audit(store: RunStore, uri: str, steps: str | None, how: HowToAudit) -> dict
     `run_data.trained_data` do.
     """
     # before the journal is read: what is committed in between may have records that were not read
-    points = [name for name in store.point_names() if not store.is_foreign(name)]
+    there, foreign = store.names_and_foreign()
+    points = [name for name in there if name not in foreign]
     seen = survey(store)
     report = audit_history(trained_data(store, uri, seen), seen, steps, points, how)
     return {**report, "attempts": len(store.claim_numbers())}

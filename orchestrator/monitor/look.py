@@ -42,9 +42,9 @@ def look_at(store: RunStore, uri: str, watch_s: float, quiet_s: Quiet) -> RunVie
         watched = store.watch_busy(watch_s, time.monotonic, time.sleep)
     for _ in range(LOOKS):
         files, (parent, torn) = store.attempt_files(), _newest_parent(store)
-        facts, wrong = _facts(store, watched, watch_s, parent)
+        facts, wrong, there = _facts(store, watched, watch_s, parent)
         tail = read_tail(store.storage, SetAside(store))
-        missing = _missing(store, tail, parent, torn, wrong)
+        missing = _missing(store, tail, parent, torn, wrong, there)
         if files == store.attempt_files():
             break  # else an attempt was claimed between them; it proves nothing, so the last look will do
     else:
@@ -88,8 +88,8 @@ def _newest_parent(store: RunStore) -> tuple[ClaimParent | None, frozenset[int]]
 
 def _facts(
     store: RunStore, watched: Free | Busy | None, watch_s: float, parent: ClaimParent | None
-) -> tuple[AttemptFacts, tuple[str, ...]]:
-    """What the claims say, and the files that the points newer than `point` lack."""
+) -> tuple[AttemptFacts, tuple[str, ...], list[str]]:
+    """What the claims say, the files that the points newer than `point` lack, and the committed points."""
     numbers, alive = store.claim_numbers(), None
     if watched is not None:
         # what was claimed since is as alive as what was claimed during the watch
@@ -117,7 +117,7 @@ def _facts(
         resumes=number is not None and store.read_claim(number).why == RESUME,
         point_tokens=None if cursor is None or skipped else cursor.consumed_tokens,
     )
-    return facts, wrong
+    return facts, wrong, names
 
 
 def _missing(
@@ -126,9 +126,12 @@ def _missing(
     parent: ClaimParent | None,
     torn: frozenset[int],
     wrong: tuple[str, ...],
+    before: list[str],
 ) -> tuple[str, ...]:
-    """What is seen to be gone, after the tail was read; see `monitor.missing`."""
-    there, names = store.point_names(), read_names(store)
+    """What is seen to be gone, after the tail was read; see `monitor.missing`. `before`: the committed points
+    as this look has seen them, so that it asks once for each.
+    """
+    there, names = store.point_names(before), read_names(store)
     lost = lost_points(tail, names, parent, there)
     if lost:  # a run that goes on may have deleted them since
         lost -= point_fates(read_tail(store.storage).fates, ()).deleted | store.deletions()

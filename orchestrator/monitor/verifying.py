@@ -8,8 +8,9 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from orchestrator.errors import ResumePointError, StorageError, UnreachableNodeError
@@ -18,6 +19,7 @@ from orchestrator.history.request_files import asker
 from orchestrator.resume.point_files import PointFiles
 from orchestrator.resume.points import Damage
 from orchestrator.resume.verify import Stretch
+from orchestrator.storage.at_once import answers_at_once, asked_at_a_time, at_once
 
 HEALTH = {True: "healthy", False: "damaged", None: "away"}  # a row's `healthy` in words
 NOTE_EVERY_S = 30.0  # what was read is noted at least so often, while it goes on
@@ -67,8 +69,10 @@ def done_before(findings: Sequence[Finding]) -> frozenset[str]:
 
 @dataclass(kw_only=True)
 class Verifying:
-    """Reads points, `num_threads` files at a time. `note` is given what is found as it goes on, at least
-    every `NOTE_EVERY_S` and when it is interrupted, but not the rest at its end: that its caller has.
+    """Reads points, `num_threads` files at a time; from afar at least `ASKED_AT_A_TIME`, of several points.
+
+    `note` is given what is found as it goes on, at least every `NOTE_EVERY_S` and when it is interrupted, but
+    not the rest at its end: that its caller has.
     `before`: points that need not be read. A damaged point is marked, a whole one's mark is lifted
     (`resume.quarantine`), as far as this process may write there; `by` is who does so.
     """
@@ -86,14 +90,17 @@ class Verifying:
         passes through. `away`: on which nodes' disks what is not reached from here lies; then `healthy` is
         None, for nobody knows.
         """
-        self.progress.begin(len(names), sum(self._num_bytes(name) for name in names))
+        storage = self.store.storage
+        self.progress.begin(len(names), sum(at_once(storage, self._num_bytes, names)))
         rows: list[dict[str, Any]] = []
         noted, noted_at = 0, self.clock()
         try:
-            with self._threads() as pool:
-                for name in names:
-                    rows.append(self._row(name, pool))
-                    self.progress.done(name, rows[-1]["healthy"])
+            pool = self._threads()
+            # interrupted, the files end first: what has begun to read a point must not wait for all of them
+            with closing(answers_at_once(storage, partial(self._row, pool), names)) as found, _ended(pool):
+                for name, row in zip(names, found, strict=True):
+                    rows.append(row)
+                    self.progress.done(name, row["healthy"])
                     if self.clock() - noted_at >= NOTE_EVERY_S and len(rows) < len(names):
                         self.note(verify_result(rows[noted:], every=False))
                         noted, noted_at = len(rows), self.clock()
@@ -103,7 +110,7 @@ class Verifying:
             raise
         return rows
 
-    def _row(self, name: str, pool: ThreadPoolExecutor) -> dict[str, Any]:
+    def _row(self, pool: ThreadPoolExecutor, name: str) -> dict[str, Any]:
         damages: list[Damage] = []
         if name not in self.before:
 
@@ -141,11 +148,15 @@ class Verifying:
         except ResumePointError:
             return 0  # damaged, which is said when it is read
 
-    @contextmanager
-    def _threads(self) -> Iterator[ThreadPoolExecutor]:
-        """Whatever ends it, what was not begun is not read any more."""
-        pool = ThreadPoolExecutor(max_workers=self.num_threads, thread_name_prefix="verify")
-        try:
-            yield pool
-        finally:
-            pool.shutdown(cancel_futures=True)
+    def _threads(self) -> ThreadPoolExecutor:
+        num_threads = max(self.num_threads, asked_at_a_time(self.store.storage))
+        return ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="verify")
+
+
+@contextmanager
+def _ended(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """Whatever ends it, what was not begun is not read any more."""
+    try:
+        yield
+    finally:
+        pool.shutdown(cancel_futures=True)

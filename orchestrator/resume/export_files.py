@@ -11,6 +11,7 @@ from orchestrator.errors import LaterFormatError
 from orchestrator.json_form import decode
 from orchestrator.records.points import FileEntry
 from orchestrator.resume.points import newest_first
+from orchestrator.storage.at_once import at_once
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import unseal
 
@@ -63,7 +64,8 @@ def find_exports(storage: Storage) -> tuple[list[str], list[str]]:
     that are under way or were cut off.
     """
     names = newest_first(storage.list(EXPORTS))[::-1]
-    whole = [name for name in names if storage.exists(f"{EXPORTS}/{name}/{MARKER}")]
+    found = at_once(storage, lambda name: storage.exists(f"{EXPORTS}/{name}/{MARKER}"), names)
+    whole = [name for name, is_whole in zip(names, found, strict=True) if is_whole]
     return whole, [name for name in names if name not in whole]
 
 

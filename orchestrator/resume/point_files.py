@@ -7,7 +7,7 @@ know.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -39,6 +39,7 @@ from orchestrator.resume.points import (
 from orchestrator.resume.quarantine import QuarantineFiles
 from orchestrator.resume.run_file import RUN_FILE, read_run
 from orchestrator.resume.verify import POINTS, Stretch, point_path
+from orchestrator.storage.at_once import at_once
 from orchestrator.storage.sealed import seal
 
 
@@ -55,38 +56,64 @@ class PointFiles(QuarantineFiles):
     """Resume points of one run. Every method may raise `StorageError`; then nothing was decided (rule 16)."""
 
     # ---------------------------------------------------------------------- reading
-    def point_names(self) -> list[str]:
-        """The names of all committed points, oldest first: whole or damaged, on the lineage or not.
+    def point_names(self, known: Collection[str] = ()) -> list[str]:
+        """The names of all committed points, oldest first: whole or damaged, on the lineage or not. `known`:
+        those that the caller has just seen; their COMMIT is not asked for again.
 
         Of a run that deletes an older point only when a newer one is committed, and does so meanwhile, the
-        newest is named: it is looked at last, and the folder is listed again until it has no new one.
+        newest is named: the folder is listed again until it has no new one.
         """
-        names = self._folders()
-        while True:
-            there = [name for name in names if self.storage.exists(point_path(name, COMMIT))]
-            listed = self._folders()
-            if set(listed) <= set(names):
-                return there
-            names = listed
+        return self._names(self._has_commit, known)
+
+    def names_and_foreign(self) -> tuple[list[str], tuple[str, ...]]:
+        """`point_names`, and those of them that are another run's: see `foreign`. One request for each."""
+        if (run := read_run(self.storage)) is None:
+            return self.point_names(), ()
+        foreign = set[str]()
+
+        def has_commit(name: str) -> bool:
+            try:
+                commit = verify.read_commit(self.storage, name)
+            except verify.DamageError:
+                return self._has_commit(name)
+            if commit.run_id != run.id:
+                foreign.add(name)
+            return True
+
+        names = self._names(has_commit)
+        return names, tuple(name for name in names if name in foreign)
+
+    def committed(self, names: Iterable[str]) -> frozenset[str]:
+        """Those of these points whose COMMIT is there."""
+        return self._committed(self._has_commit, names)
 
     def left_on_nodes(self) -> list[str]:
         """As `leftovers`, of the disks of nodes that are reached from here (`resume.node_folder`)."""
         if not isinstance(self.storage, NodeStorage):
             return []
-        names = points.newest_first(self.storage.left_on_nodes())[::-1]
-        return [name for name in names if not self.storage.exists(point_path(name, COMMIT))]
+        return self._without_commit(points.newest_first(self.storage.left_on_nodes())[::-1])
+
+    def foreign(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of these points whose COMMIT is readable and says that it is another run's."""
+        if (run := read_run(self.storage)) is None:
+            return ()
+
+        def is_foreign(name: str) -> bool:
+            try:
+                return verify.read_commit(self.storage, name).run_id != run.id
+            except verify.DamageError:
+                return False
+
+        found = at_once(self.storage, is_foreign, names)
+        return tuple(name for name, is_it in zip(names, found, strict=True) if is_it)
 
     def is_foreign(self, name: str) -> bool:
-        """Whether a point's COMMIT is readable and says that it is another run's."""
-        run = read_run(self.storage)
-        try:
-            return run is not None and verify.read_commit(self.storage, name).run_id != run.id
-        except verify.DamageError:
-            return False
+        """See `foreign`."""
+        return bool(self.foreign([name]))
 
     def leftovers(self) -> list[str]:
         """Folders of saves that were never committed, or whose deletion did not end, oldest first."""
-        return [name for name in self._folders() if not self.storage.exists(point_path(name, COMMIT))]
+        return self._without_commit(self._folders())
 
     def read_point(self, name: str) -> Point:
         """A point's COMMIT, cursor and configuration, their digests checked.
@@ -299,12 +326,40 @@ class PointFiles(QuarantineFiles):
 
     def discard(self, name: str) -> None:
         """Delete the files of a save that was given up; a committed point of that name stays."""
-        if not self.storage.exists(point_path(name, COMMIT)):
+        if not self._has_commit(name):
             self.storage.delete_folder(f"{POINTS}/{name}")
 
     # ---------------------------------------------------------------------- inside
     def _folders(self) -> list[str]:
         return points.newest_first(self.storage.list(POINTS))[::-1]
+
+    def _names(self, has_commit: Callable[[str], bool], known: Collection[str] = ()) -> list[str]:
+        names = self._folders()
+        while True:
+            asked = [name for name in names if name not in known]
+            there = self._committed(has_commit, asked).union(known)
+            listed = self._folders()
+            if set(listed) <= set(names):
+                return [name for name in names if name in there]
+            names = listed
+
+    def _committed(self, has_commit: Callable[[str], bool], names: Iterable[str]) -> frozenset[str]:
+        """Of storage that is far away several are asked for at a time. So an older one may be missed that has
+        just been deleted, and a newer one that was committed just before that: what is not there is asked for
+        once more, one after the other, the newest last.
+        """
+        ordered = points.newest_first(names)[::-1]
+        found = at_once(self.storage, has_commit, ordered)
+        there = {name for name, is_there in zip(ordered, found, strict=True) if is_there}
+        late = (name for name in ordered if name not in there and self._has_commit(name))
+        return frozenset(there.union(name for name in late if has_commit(name)))
+
+    def _has_commit(self, name: str) -> bool:
+        return self.storage.exists(point_path(name, COMMIT))
+
+    def _without_commit(self, names: Sequence[str]) -> list[str]:
+        there = self.committed(names)
+        return [name for name in names if name not in there]
 
     def _commit(self, name: str) -> Commit:
         """A point's COMMIT, which must be this run's. Raises `DamageError`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,15 +53,22 @@ def live(disk: ModelDisk, job: JobConfig, data: DataSpec) -> LiveRun:
     return made
 
 
-def once_at(path: str, happens: Callable[[], Any], call: str = "open") -> Callable[[str, str], None]:
-    """Something that happens right before the first such call for a path that ends so."""
-    waiting = [happens]
+def once_at(
+    path: str, happens: Callable[[], Any], call: str = "open", number: int = 1
+) -> Callable[[str, str], None]:
+    """Something that happens right before the `number`-th such call for a path that ends so."""
+    calls = itertools.count(1)
 
     def before(name: str, at: str) -> None:
-        if waiting and name == call and at.endswith(path):
-            waiting.pop()()
+        if name == call and at.endswith(path) and next(calls) == number:
+            happens()
 
     return before
+
+
+def as_it_is_read(first: str, file: str, happens: Callable[[], Any]) -> Callable[[str, str], None]:
+    """The same for a file of a point that is read; who lists the points has looked into COMMIT before."""
+    return once_at(f"{first}/{file}", happens, number=2 if file == "COMMIT" else 1)
 
 
 def after(path: str, happens: Callable[[], Any]) -> Callable[[str, str], None]:
@@ -82,7 +90,7 @@ def test_a_point_that_retention_deletes_while_it_is_read_is_not_shown(
     disk: ModelDisk, live: LiveRun, command: Callable[[Run], list[dict[str, Any]]], file: str
 ) -> None:
     first, second = live.on_lineage
-    at = once_at(f"{first}/{file}", lambda: live.save(live.live))
+    at = as_it_is_read(first, file, lambda: live.save(live.live))
     with reader(disk, at) as (run, _):
         assert [(row["name"], row["healthy"]) for row in command(run)] == [(second, True)]
     assert first not in live.on_lineage, "it was deleted meanwhile"
@@ -115,7 +123,7 @@ def test_damage_is_shown_by_file_while_another_point_is_deleted(
 ) -> None:
     first, second = live.on_lineage
     live.store.storage.delete(f"points/{second}/{file}")
-    with reader(disk, once_at(f"{first}/COMMIT", lambda: live.save(live.live))) as (run, _):
+    with reader(disk, as_it_is_read(first, "COMMIT", lambda: live.save(live.live))) as (run, _):
         (row,) = (row for row in command(run) if row["name"] == second)
         assert not row["healthy"]
         assert file in (row.get("reason") or row["damaged"][0]["file"])

@@ -22,7 +22,7 @@ from orchestrator.monitor.run import Run
 from orchestrator.resume.point_files import PointFiles
 from orchestrator.resume.points import newest_first
 from orchestrator.resume.store import RunStore
-from orchestrator.resume.verify import POINTS, point_path
+from orchestrator.resume.verify import POINTS
 from orchestrator.storage.disk import Disk
 from orchestrator.storage.files import Storage
 from tests.monitor.live_run import SEGMENT_BYTES, Aside, LiveRun, reader
@@ -199,11 +199,11 @@ def trusts_the_journal_it_has_read(patch: pytest.MonkeyPatch) -> None:
 def lists_the_points_once(patch: pytest.MonkeyPatch) -> None:
     """Planted mistake: one list of folders, looked at one after the other."""
 
-    def point_names(store: PointFiles) -> list[str]:
+    def names_once(store: PointFiles, has_commit: Callable[[str], bool], known: Any = ()) -> list[str]:
         names = newest_first(store.storage.list(POINTS))[::-1]
-        return [name for name in names if store.storage.exists(point_path(name, "COMMIT"))]
+        return [name for name in names if name in known or has_commit(name)]
 
-    patch.setattr(PointFiles, "point_names", point_names)
+    patch.setattr(PointFiles, "_names", names_once)
 
 
 def deletes_unannounced(patch: pytest.MonkeyPatch) -> None:

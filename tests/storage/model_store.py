@@ -15,7 +15,7 @@ import itertools
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from weakref import WeakValueDictionary
 
@@ -151,7 +151,8 @@ class ModelStore:
     """`orchestrator.storage.store.Store` of a prefix of a `ModelBucket`, as one process has it.
 
     `turn` is asked before each request (what, key) and says its fate; it may wait, or raise. `seen`: what the
-    process asked and was answered; it, and nothing else, decides what the process does next.
+    process asked and was answered; it, and nothing else, decides what the process does next. So one request
+    is under way at a time (`reads_at_a_time`), where a bucket takes several.
     """
 
     traits = Traits(
@@ -159,7 +160,7 @@ class ModelStore:
         lists_facts=True,
         appends=False,
         frees_names=False,
-        reads_at_a_time=2,
+        reads_at_a_time=1,
         cached_by_machine=False,
     )
 
@@ -290,6 +291,12 @@ class ModelStore:
             self.bucket.under_way.append(request)
         self._saw(what, path, done)
         return done
+
+
+class FarModelStore(ModelStore):
+    """One that is asked by several threads of its process at a time, as a bucket is."""
+
+    traits = replace(ModelStore.traits, reads_at_a_time=2)
 
 
 class LaxModelStore(ModelStore):

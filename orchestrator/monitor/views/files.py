@@ -21,6 +21,7 @@ from orchestrator.resume.points import COMMIT, Commit
 from orchestrator.resume.quarantine import Mark
 from orchestrator.resume.run_file import RUN_FILE, RunFile
 from orchestrator.resume.store import RunStore
+from orchestrator.storage.at_once import at_once
 
 _NEWEST, _BY_TURNS = 2, 16  # points whose sizes are compared at each look
 
@@ -97,7 +98,9 @@ class RunFiles:
             folders = store.storage.list(verify.POINTS)
             there = store.point_names()
             changed |= set(there) != set(self.points)
-            self.points = {name: self.points.get(name) or self._read(name) for name in there}
+            new = [name for name in there if name not in self.points]
+            read = dict(zip(new, at_once(store.storage, self._read, new), strict=True))
+            self.points = {name: self.points.get(name) or read[name] for name in there}
             self.leftovers = frozenset(folders) - set(there)
             for name in self._due(there):
                 changed |= self.compare(name)

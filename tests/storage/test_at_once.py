@@ -1,0 +1,100 @@
+"""Many small questions at a time: in order, bounded, and with the error that comes first in the order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import StorageError
+from orchestrator.storage.at_once import ASKED_AT_A_TIME, answers_at_once, at_once
+from orchestrator.storage.files import Storage
+from tests.storage.model_store import FarModelStore, ModelBucket
+
+LIMIT_S = 60.0
+FAR = Storage.on(FarModelStore(ModelBucket()))
+NAMES = [f"n{number}" for number in range(3 * ASKED_AT_A_TIME)]
+
+
+class InFlight:
+    """What asks and is asked: how many at once now, and at most."""
+
+    def __init__(self, ask: Callable[[str], str]) -> None:
+        self.now = self.most = 0
+        self.asked: list[str] = []
+        self._ask, self._lock = ask, threading.Lock()
+
+    def __call__(self, name: str) -> str:
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            self.asked.append(name)
+        try:
+            return self._ask(name)
+        finally:
+            with self._lock:
+                self.now -= 1
+
+
+def test_so_many_are_under_way_at_a_time_and_no_more() -> None:
+    together = threading.Barrier(ASKED_AT_A_TIME)
+
+    def ask(name: str) -> str:
+        together.wait(LIMIT_S)  # each waits for all others of its sixteen
+        return name.upper()
+
+    asking = InFlight(ask)
+    assert at_once(FAR, asking, NAMES) == [name.upper() for name in NAMES]
+    assert (asking.most, sorted(asking.asked)) == (ASKED_AT_A_TIME, sorted(NAMES))
+
+
+def test_answers_come_in_the_order_of_the_questions_whichever_is_first() -> None:
+    second = threading.Event()
+
+    def ask(name: str) -> str:
+        if name == "a":
+            assert second.wait(LIMIT_S)
+        second.set()
+        return name
+
+    assert at_once(FAR, ask, ["a", "b"]) == ["a", "b"]
+
+
+def test_of_several_errors_that_of_the_first_question_is_raised() -> None:
+    later = threading.Event()
+
+    def ask(name: str) -> str:
+        if name == NAMES[3]:
+            assert later.wait(LIMIT_S)
+            raise StorageError("the first one")
+        if name == NAMES[7]:
+            later.set()
+            raise StorageError("a later one, which comes before")
+        return name
+
+    asking = InFlight(ask)
+    with pytest.raises(StorageError, match="the first one"):
+        at_once(FAR, asking, NAMES)
+    assert asking.now == 0, "nothing is under way any more"
+
+
+def test_who_stops_before_the_end_leaves_nothing_under_way() -> None:
+    asking = InFlight(lambda name: name)
+    with closing(answers_at_once(FAR, asking, NAMES)) as answers:
+        assert next(answers) == NAMES[0]
+    before = [*asking.asked]
+    assert asking.now == 0
+    assert asking.asked == before
+
+
+def test_a_folder_is_asked_one_after_the_other_by_the_thread_that_asks(tmp_path: Path) -> None:
+    threads = at_once(Storage(str(tmp_path)), lambda name: threading.current_thread(), NAMES)  # noqa: ARG005
+    assert {*threads} == {threading.current_thread()}
+
+
+def test_one_question_needs_no_thread() -> None:
+    assert at_once(FAR, lambda name: threading.current_thread(), ["a"]) == [threading.current_thread()]  # noqa: ARG005
+    assert at_once(FAR, lambda name: name, list[str]()) == []
