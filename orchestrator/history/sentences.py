@@ -149,6 +149,20 @@ def saves_fail(retry_s: float, most_s: float) -> str:
     )
 
 
+def deletes_fail(point: str, reason: str, most_s: float) -> str:
+    """The line for the first point that storage did not delete; it is tried at least every `most_s`."""
+    return (
+        f"resume point {point} is not needed any more and cannot be deleted: {reason}. Training goes on; "
+        "older points stay, so that storage fills up. Let this process delete in run.storage: it tries again "
+        f"at least every {most_s:g} s, and says when it works"
+    )
+
+
+def deletes_work(point: str) -> str:
+    """The line for the first one that is deleted then."""
+    return f"old resume points are deleted again: {point} is gone, the others follow"
+
+
 def last_save_fails(limit_s: float) -> str:
     """The same where no step follows. `limit_s`: for how long it is tried in all."""
     return (

@@ -34,6 +34,7 @@ _KIND = re.compile(rb'"kind":"([^"]*)"')
 LOST = (EventKind.MEMBER_DEAD, EventKind.LEFT_OUT, EventKind.MEMBER_FAILED)  # each names the `member`
 _FAULTS = (
     EventKind.SAVE_GIVEN_UP,
+    EventKind.POINT_NOT_DELETED,
     EventKind.DAMAGED_POINT,
     EventKind.GROUP_ENDED,
     EventKind.UNREADABLE_FILE,

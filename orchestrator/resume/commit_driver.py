@@ -26,6 +26,8 @@ from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     Acknowledge,
     DeletePoints,
+    DeletesFail,
+    DeletesWork,
     DiscardSave,
     Event,
     Fence,
@@ -164,6 +166,11 @@ class Commits:
                 match action:
                     case Acknowledge() | GiveUp():
                         await self._answer(action)
+                    case DeletesFail():
+                        text = sentences.deletes_fail(action.name, action.reason, MOST_S)
+                        await self._listener.warned(text)
+                    case DeletesWork():
+                        await self._listener.warned(sentences.deletes_work(action.name))
                     case Fence():
                         await self._listener.fenced(action.reason)
                     case VerifyPoint() | DeletePoints() | DiscardSave():

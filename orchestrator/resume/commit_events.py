@@ -106,10 +106,13 @@ class Verified:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deleted:
-    """These points are gone; `failed` ones are not, and are tried again later."""
+    """These points are gone; `failed` ones are not, and are tried again later. `reason`: why storage did not
+    delete the first of these; empty where something else keeps them (a pin, a newer claim).
+    """
 
     names: tuple[str, ...]
     failed: tuple[str, ...] = ()
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,6 +222,21 @@ class GiveUp:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeletesFail:
+    """Say that the point `name` could not be deleted, and what that means; those after it are not told."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeletesWork:
+    """Say that points are deleted again: `name` is."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Fence:
     """A newer claim exists, or the run's folder is gone: acknowledge nothing, delete nothing, end the members
     and exit. `reason` says why.
@@ -228,5 +246,5 @@ class Fence:
 
 
 StoreAction = FlushJournal | CheckNewerClaim | WriteCommit | VerifyPoint | DeletePoints | DiscardSave
-Answer = Acknowledge | GiveUp | Fence
+Answer = Acknowledge | GiveUp | DeletesFail | DeletesWork | Fence
 Action = StoreAction | Answer

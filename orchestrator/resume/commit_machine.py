@@ -81,7 +81,7 @@ class CommitMachine:
     discarding: Mapping[StateKey, int] = field(default_factory=dict)
     saves: Mapping[StateKey, Save] = field(default_factory=dict)
     outcomes: Mapping[StateKey, str | None] = field(default_factory=dict)  # why given up; None: acknowledged
-    asked_s: float = 0.0
+    asked_s: float = 0.0  # when it last asked for a newer claim by itself: a clock of `CHECK_EVERY_S`
     fenced: bool = False
 
     def on(self, event: Event) -> tuple[CommitMachine, tuple[Action, ...]]:
@@ -284,7 +284,7 @@ class CommitMachine:
 
     # ---- points
     def _prune(self, new_point: bool) -> tuple[CommitMachine, tuple[Action, ...]]:
-        kept, actions = self.kept.prune(new_point)
+        kept, actions = self.kept.prune(new_point, self.asked_s)
         return dataclasses.replace(self, kept=kept), actions
 
     def _verified(self, event: Verified) -> tuple[CommitMachine, tuple[Action, ...]]:
@@ -293,7 +293,8 @@ class CommitMachine:
         return after, (CheckNewerClaim(key=None),) if event.healthy else ()
 
     def _deleted(self, event: Deleted) -> tuple[CommitMachine, tuple[Action, ...]]:
-        return dataclasses.replace(self, kept=self.kept.deleted(event)), ()
+        kept, actions = self.kept.deleted(event, self.asked_s)
+        return dataclasses.replace(self, kept=kept), actions
 
     # ---- time
     def _tick(self, event: Tick) -> tuple[CommitMachine, tuple[Action, ...]]:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from orchestrator.records.steps import StateKey
-from orchestrator.resume.commit_events import Deleted, DeletePoints, VerifyPoint
+from orchestrator.resume.commit_events import Deleted, DeletePoints, DeletesFail, DeletesWork, VerifyPoint
+from orchestrator.resume.delete_retries import DeleteRetries
 from orchestrator.resume.points import newest_first, parse_point_name
 from orchestrator.resume.retention import held_point, spared, to_delete, to_verify
 
@@ -27,7 +28,8 @@ class KeptPoints:
     the last question about claims (None: that was not answered, so nothing is deleted); `verifying` and
     `deleting` what was asked for and not answered.
 
-    Guarantee: none is deleted that is being read back, and none twice.
+    Guarantee: none is deleted that is being read back, and none twice. That deletions fail, and that they
+    work again, is said once each.
     """
 
     keep_latest: int
@@ -40,6 +42,7 @@ class KeptPoints:
     quarantined: frozenset[str] | None = frozenset()
     verifying: frozenset[str] = frozenset()
     deleting: frozenset[str] = frozenset()
+    retries: DeleteRetries = DeleteRetries()
 
     @property
     def newest(self) -> StateKey | None:
@@ -64,7 +67,9 @@ class KeptPoints:
         """These are marked as damaged now; None: nobody knows."""
         return dataclasses.replace(self, quarantined=quarantined)
 
-    def prune(self, new_point: bool) -> tuple[KeptPoints, tuple[DeletePoints | VerifyPoint, ...]]:
+    def prune(
+        self, new_point: bool, now_s: float
+    ) -> tuple[KeptPoints, tuple[DeletePoints | VerifyPoint, ...]]:
         """Deletes what is not needed; after a new point also reads back what would release the pinned one. A
         point that is marked as damaged stays, and counts for nothing; while nobody knows which are, all stay.
         """
@@ -75,7 +80,8 @@ class KeptPoints:
         busy = self.deleting | self.verifying  # a point that is being read back is not deleted meanwhile
         also = spared(points, self.keep_every, self.keep_best, self.losses)
         unneeded = to_delete(points, self.keep_latest, pinned, self.verified, also)
-        names = tuple(name for name in unneeded if name not in busy)
+        free = tuple(name for name in unneeded if name not in busy)
+        names = self.retries.to_try(free, bool(self.deleting), now_s)
         wanted = to_verify(points, self.keep_latest, pinned, self.verified) if new_point else []
         check = [name for name in wanted if name not in busy]
         after = dataclasses.replace(
@@ -89,13 +95,23 @@ class KeptPoints:
         after = dataclasses.replace(self, verifying=self.verifying - {name})
         return dataclasses.replace(after, verified=self.verified | {name}) if healthy else after
 
-    def deleted(self, event: Deleted) -> KeptPoints:
-        """Points are gone, or could not be deleted."""
+    def deleted(
+        self, event: Deleted, now_s: float
+    ) -> tuple[KeptPoints, tuple[DeletesFail | DeletesWork, ...]]:
+        """Points are gone, or could not be deleted; says so where that is not as it was."""
         names = tuple(name for name in self.names if name not in event.names)
-        return dataclasses.replace(
+        after = dataclasses.replace(
             self,
             names=names,
             deleting=self.deleting.difference(event.names, event.failed),
             verified=self.verified.intersection(names),
             losses={name: loss for name, loss in self.losses.items() if name not in event.names},
         )
+        if event.reason:
+            tell = () if self.retries.fails else (DeletesFail(name=event.failed[0], reason=event.reason),)
+            return dataclasses.replace(after, retries=self.retries.failed(now_s)), tell
+        if event.names and self.retries.fails:
+            return dataclasses.replace(after, retries=self.retries.worked()), (
+                DeletesWork(name=event.names[0]),
+            )
+        return after, ()

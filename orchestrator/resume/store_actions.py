@@ -5,6 +5,7 @@ It decides nothing. Its calls block (they wait for disks), so a coordinator make
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -68,7 +69,8 @@ def failure(action: StoreAction, error: Exception) -> Event | None:
         case VerifyPoint():
             return Verified(name=action.name, healthy=False)  # cannot tell now; the next commit asks again
         case DeletePoints():
-            return Deleted(names=(), failed=action.names)  # what is gone is found gone the next time
+            # what is gone is found gone the next time
+            return Deleted(names=(), failed=action.names, reason=text_of(error))
         case DiscardSave():
             return None
         case _:
@@ -203,16 +205,24 @@ class PointCommitter:
             # a kill in the middle must not look as if points had vanished
             self._journal.event(EventKind.DELETING_POINTS, points=names)
             self._journal.flush()
-        except StorageError:
-            return Deleted(names=(), failed=action.names)
+        except StorageError as error:
+            return self._not_deleted(action, gone, action.names[0], error)
         for name in names:
             try:
                 self._store.delete_point(name)
                 self._store.deleted(name)
-            except StorageError as error:
-                self._journal.event(EventKind.POINT_NOT_DELETED, point=name, reason=str(error))
-                break  # tried again after the next commit; the order, oldest first, is kept
+            except StorageError as error:  # the others are tried with it; the order, oldest first, is kept
+                return self._not_deleted(action, gone, name, error)
             gone.append(name)
+        return self._deleted(action, gone)
+
+    def _not_deleted(self, action: DeletePoints, gone: list[str], name: str, error: StorageError) -> Deleted:
+        self._journal.event(EventKind.POINT_NOT_DELETED, point=name, reason=str(error))
+        found = self._deleted(action, gone)
+        rest = tuple(each for each in found.failed if each != name)
+        return dataclasses.replace(found, failed=(name, *rest), reason=str(error))
+
+    def _deleted(self, action: DeletePoints, gone: list[str]) -> Deleted:
         if gone:
             self._journal.event(EventKind.POINTS_DELETED, points=gone)
         return Deleted(names=tuple(gone), failed=tuple(name for name in action.names if name not in gone))

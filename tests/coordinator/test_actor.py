@@ -34,16 +34,18 @@ from orchestrator.history.journal_reader import read_journal
 from orchestrator.history.request_files import STOP_NOW, Request
 from orchestrator.history.segment_log import GrowingSegments
 from orchestrator.launch.progress import Progress
+from orchestrator.monitor.look import look_at
+from orchestrator.monitor.view import not_watched
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.membership import GenerationView, JoinRequest, Refusal, RunOver, StillWaiting
 from orchestrator.records.run_status import GroupMember, MemberInfo, RunStatus
-from orchestrator.resume import commit_driver, save_retries
+from orchestrator.resume import commit_driver, commit_machine, delete_retries, save_retries
 from orchestrator.resume.commit_events import DeletePoints, Tick
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from tests.resume.samples import CONFIG, cursor, key, no_sleep, record, write_vote
-from tests.storage.model_store import ModelBucket, ModelStore
+from tests.storage.model_store import DELETE, Fate, ModelBucket, ModelStore
 
 LIMIT_S = 60.0
 LAUNCH = "aaaa"
@@ -524,6 +526,69 @@ def test_the_end_is_written_down_although_the_journal_fails_once_or_for_good(
     assert (end.outcome, end.reason) == ("done", "done at step 10")
     if not lasts:
         assert read_journal(store.storage).events[-1].kind == "end"
+
+
+class DeletesNoPoint:
+    """What becomes of requests to a bucket that refuses, while `refuses`, to delete points."""
+
+    def __init__(self) -> None:
+        self.refuses = True
+        self.tried = 0
+
+    def __call__(self, what: str, path: str) -> Fate:
+        if what != DELETE or "/points/" not in path:
+            return Fate.ANSWERED
+        self.tried += 1
+        return Fate.REFUSED if self.refuses else Fate.ANSWERED
+
+
+def test_a_bucket_that_deletes_nothing_is_told_of_once_and_when_it_deletes_again(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit_machine, "CHECK_EVERY_S", 0.0)  # it looks at its clock at each tick
+    monkeypatch.setattr(delete_retries, "FIRST_S", 0.01)
+    turn = DeletesNoPoint()
+    bucket = RunStore(Storage.on(ModelStore(ModelBucket(), turn=turn)))
+    bucket.claim(1, LAUNCH, START, "host")
+    bucket.write_parent(ClaimParent(attempt=1, parent=None))
+    names = [key(step).point_name for step in range(1, 6)]
+
+    async def warned(actor: Coordinator) -> tuple[str, ...]:
+        await actor._commits.notify(Tick(now_s=time.monotonic()))
+        return (await status(actor)).warnings
+
+    async def launch() -> None:
+        actor = Coordinator(what_it_needs(store), lambda info: None, store=bucket)
+        await actor.join(JOIN)
+        for step in range(1, 6):
+            await actor.report(LAUNCH, "m", 1, 1, (record(key(step)),))
+            assert await actor.vote(LAUNCH, write_vote(bucket.storage, key(step), 0, world_size=1)) is True
+
+        async def is_tried_again(actor: Coordinator) -> bool:
+            return bool(await warned(actor)) and turn.tried > 3
+
+        async def are_gone(actor: Coordinator) -> bool:
+            return len(await warned(actor)) == 2 and bucket.point_names() == names[2:]
+
+        await until(actor, is_tried_again)
+        (text,) = (await status(actor)).warnings
+        assert text.startswith(
+            f"resume point {names[0]} is not needed any more and cannot be deleted: cannot"
+        )
+        assert "storage fills up. Let this process delete in run.storage" in text
+        assert bucket.point_names() == names
+        assert (look_at(bucket, "run", 0.0, not_watched).last_fault or "").startswith(
+            f"point not deleted {names[0]}: cannot delete"
+        )
+        turn.refuses = False
+        await until(actor, are_gone)
+        assert (await status(actor)).warnings == (
+            text,
+            f"old resume points are deleted again: {names[0]} is gone, the others follow",
+        )
+        await actor.end("stopped", "enough")
+
+    run(launch)
 
 
 def test_the_journal_of_an_attempt_that_ended_is_whole_segments_in_a_bucket_too(store: RunStore) -> None:

@@ -1,0 +1,44 @@
+"""When points that could not be deleted are tried again: a pure machine over times, and a part of
+`kept_points`.
+
+It knows neither which points are to go nor why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from orchestrator.resume.save_retries import FIRST_S, MOST_S
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeleteRetries:
+    """Whether storage deletes. Where it does not, the oldest point alone is tried after 5, 10, 20, ... 320 s,
+    and from then on every 320 s; where that works, all are. All times are seconds of one clock.
+
+    Guarantee: while deletions fail, none is begun beside another one.
+    """
+
+    wait_s: float = 0.0  # before the next try; 0: nothing has failed
+    next_s: float = 0.0
+
+    @property
+    def fails(self) -> bool:
+        """Whether the last deletion failed."""
+        return self.wait_s > 0
+
+    def to_try(self, names: tuple[str, ...], deleting: bool, now_s: float) -> tuple[str, ...]:
+        """Which of the points that are to go, oldest first, are deleted now. `deleting`: some are already."""
+        if not self.fails:
+            return names
+        return () if deleting or now_s < self.next_s else names[:1]
+
+    def failed(self, now_s: float) -> DeleteRetries:
+        """A deletion failed."""
+        wait_s = min(2 * self.wait_s, MOST_S) or FIRST_S
+        return dataclasses.replace(self, wait_s=wait_s, next_s=now_s + wait_s)
+
+    def worked(self) -> DeleteRetries:
+        """A point was deleted."""
+        return dataclasses.replace(self, wait_s=0.0)
