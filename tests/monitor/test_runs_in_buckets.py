@@ -102,7 +102,9 @@ def test_a_command_says_of_a_run_in_a_bucket_what_it_says_of_one_in_a_folder(
     uri = put(folder / "example", f"{bucket}/team/runs/example")
     expected = said(capsys, *command.replace("RUN", str(folder / "example")).split())
     found = said(capsys, *command.replace("RUN", uri).split())
-    assert expected[0] == 0
+    differs = command.startswith("replay")  # in the last bits, where the example was made on another CPU
+    assert found[0] == expected[0]
+    assert expected[0] in ({0, 1} if differs else {0})
     told = found[1].replace(uri, str(folder / "example"))
     if "--json" not in command:
         assert (found[0], told) == expected
