@@ -12,8 +12,8 @@ COMMON = {
 }
 OWN: dict[str, dict[int, str]] = {
     "train": {
-        0: "done, or stopped on request after saving",
-        130: "a second Ctrl-C (143: a second SIGTERM): nothing was saved",
+        0: "done, or stopped on request: after saving, or at once where that was asked for",
+        130: "a second Ctrl-C (143: a second SIGTERM): stopped without waiting for a save",
     },
     "submit": {1: "the job failed", 130: "Ctrl-C: the job runs on"},
     "dashboard": {0: "ended by Ctrl-C", 130: "Ctrl-C before it served"},

@@ -284,8 +284,9 @@ def _give_up(facts: Facts, limits: Limits) -> str:
     if below is not None and below > limits.wait_s:
         return (
             f"fewer than {limits.min_workers} workers (cluster.num_workers) were there for {below:.0f} s, "
-            f"cluster.wait_s={limits.wait_s:g}; add nodes and start the same command again: it continues "
-            "from the newest resume point"
+            f"cluster.wait_s={limits.wait_s:g}: nodes are missing, or worker processes died while they "
+            "started, which Ray's lines before this one name. Add nodes, or correct what ended them, and "
+            "start the same command again: it continues from the newest resume point, if there is one"
         )
     return ""
 

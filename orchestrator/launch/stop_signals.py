@@ -11,16 +11,16 @@ from orchestrator.history.request_files import asker
 
 
 class StoppedAtOnceError(KeyboardInterrupt):
-    """A second signal, after the one of number `first`: nothing is saved. `exit_code` is what a shell expects
-    of a process that it ended.
+    """A second signal, after the one of number `first`: no save is waited for. `exit_code` is what a shell
+    expects of a process that it ended.
     """
 
     def __init__(self, number: int, first: int) -> None:
         name, before = signal.Signals(number).name, signal.Signals(first).name
         came = f"{name} came twice" if number == first else f"{before} came, and then {name}"
         super().__init__(
-            f"{came}: stopped at once, and nothing was saved; the same command continues from the newest "
-            "resume point"
+            f"{came}: stopped at once, without waiting for a save; the same command continues from the "
+            "newest resume point"
         )
         self.exit_code = 128 + number
 

@@ -5,7 +5,6 @@ again.
 from __future__ import annotations
 
 import secrets
-from contextlib import suppress
 
 from orchestrator.errors import StorageError
 from orchestrator.storage.files import Storage
@@ -34,8 +33,7 @@ def check_bucket(storage: Storage) -> str:
     except StorageError as error:
         raise StorageError(f"run.storage cannot be written: {error}") from error
     finally:
-        with suppress(StorageError):
-            storage.delete_folder(name)
+        keeps = _taken_away(storage, name)
     if created != [True, False]:
         late = ", and its lists do not show at once what was written" if lists_late else ""
         raise StorageError(
@@ -44,12 +42,24 @@ def check_bucket(storage: Storage) -> str:
             f"started. {_TAKE}"
         )
     if not by_agreement:
-        return ""
-    return (
+        return keeps
+    agreed = (
         f"{storage.root} lets an object be created that is there already (it does not heed If-None-Match): "
         "who claims an attempt, a pin or a request first is agreed on by plain writes and lists, by six "
         "requests instead of one, and safe only as long as its lists show at once what was written"
     )
+    return f"{agreed}. {keeps}" if keeps else agreed
+
+
+def _taken_away(storage: Storage, name: str) -> str:
+    try:
+        storage.delete_folder(name)
+    except StorageError as error:
+        return (
+            f"nothing can be deleted in run.storage ({error}), so that {name} stays there, and so do old "
+            "resume points: storage fills up. Give this user the right to delete"
+        )
+    return ""
 
 
 def _lists_at_once(storage: Storage, folder: str) -> bool:

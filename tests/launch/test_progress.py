@@ -343,7 +343,7 @@ def test_a_second_signal_ends_the_command_at_once_with_a_last_line_and_the_code_
     ended = subprocess.run(line, capture_output=True, text=True, check=False)
     assert ended.returncode == 128 + number, ended.stderr
     assert ended.stderr.splitlines()[-1] == (
-        f"{number.name} came twice: stopped at once, and nothing was saved; the same command continues "
+        f"{number.name} came twice: stopped at once, without waiting for a save; the same command continues "
         "from the newest resume point"
     )
 
@@ -368,7 +368,7 @@ def test_a_third_ctrl_c_while_the_launch_ends_does_not_take_away_what_the_second
     ended = subprocess.run(line, capture_output=True, text=True, check=False)
     assert ended.returncode == 130, ended.stderr
     assert ended.stderr.splitlines()[-1] == (
-        "SIGINT came twice: stopped at once, and nothing was saved; the same command continues from the "
+        "SIGINT came twice: stopped at once, without waiting for a save; the same command continues from the "
         "newest resume point"
     )
 

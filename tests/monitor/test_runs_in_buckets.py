@@ -26,7 +26,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.open import above, absolute, join, open_storage, split
 from orchestrator.storage.probe import check_bucket
 from orchestrator.storage.store import Listed
-from tests.storage.model_store import LaxModelStore, ModelBucket
+from tests.storage.model_store import DELETE, Fate, LaxModelStore, ModelBucket, ModelStore
 from tests.storage.servers import moto, new_bucket, proxy_before, reach
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -272,6 +272,20 @@ def test_one_that_does_not_know_the_condition_is_such_a_store(
         reach(monkeypatch, proxy.url, tmp_path)
         proxy.unknown = ("if-none-match",)
         assert "agreed on by plain writes" in check_bucket(open_storage(f"{bucket}/runs/new"))
+
+
+def deletes_nothing(what: str, path: str) -> Fate:
+    return Fate.REFUSED if what == DELETE else Fate.ANSWERED
+
+
+@pytest.mark.parametrize("kind", [ModelStore, LaxModelStore])
+def test_of_a_store_that_deletes_nothing_it_is_said_that_points_stay(kind: type[ModelStore]) -> None:
+    bucket = ModelBucket()
+    lacks = check_bucket(Storage.on(kind(bucket, turn=deletes_nothing)))
+    assert "nothing can be deleted in run.storage (cannot delete" in lacks
+    assert "storage fills up. Give this user the right to delete" in lacks
+    assert ("agreed on by plain writes" in lacks) is (kind is LaxModelStore)
+    assert bucket.contents() != {}
 
 
 class ListsLate(LaxModelStore):
