@@ -44,13 +44,18 @@ def worker(member: GroupMember) -> str:
 
 
 def workers(members: Sequence[GroupMember]) -> str:
-    """Several workers of one host in a few words: `3 workers on 10.0.0.7 (ranks 4, 5, 6)`."""
+    """Several workers of one host in a few words: `3 workers on 10.0.0.7 (ranks 4, 5, 6)`,
+    `3 workers on 10.0.0.7 (rank 0, 2 that were joining)`.
+    """
     if len(members) == 1:
         return worker(members[0])
     hosts = dict.fromkeys(member.host for member in members if member.host)
-    ranks = [str(member.rank) for member in members if member.rank is not None]
+    ranks = sorted(member.rank for member in members if member.rank is not None)
     place = f" on {', '.join(hosts)}" if hosts else ""
-    return f"{len(members)} workers{place}" + (f" (ranks {', '.join(ranks)})" if ranks else "")
+    who = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"] if ranks else []
+    if joining := len(members) - len(ranks):
+        who.append(f"{joining} that {'was' if joining == 1 else 'were'} joining")
+    return f"{len(members)} workers{place} ({', '.join(who)})"
 
 
 def losses(lost: Sequence[Loss]) -> str:
@@ -64,15 +69,15 @@ def losses(lost: Sequence[Loss]) -> str:
     )
 
 
-def group_change(change: GroupChange) -> str:
-    """The line for a generation that was formed."""
+def group_change(change: GroupChange, heard: Sequence[Loss] = ()) -> str:
+    """The line for a generation that was formed. `heard`: losses that were told before, and are not again."""
     there = f"{change.world_size} of {change.wanted}"
     next_step = f"step {change.step + 1}"
     if change.paused_s is None and not change.lost and not change.restarted:
         return f"{there} workers are ready{DOT}starting at {next_step}"
     parts = [f"the coordinator was restarted (attempt {change.attempt})"] if change.restarted else []
-    if change.lost:
-        parts.append(losses(change.lost))
+    if lost := [loss for loss in change.lost if loss not in heard]:
+        parts.append(losses(lost))
     if change.joined:
         parts.append(f"{workers(change.joined)} joined")
     if change.lost and not change.joined:

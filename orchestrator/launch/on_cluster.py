@@ -190,13 +190,14 @@ def _shower(progress: Progress, limits: Limits, feeder: Any) -> Callable[[RunSta
     def show(status: RunStatus) -> None:
         nonlocal committed, said
         for change in status.changes:
+            progress.say(sentences.group_change(change, heard=said))
             said = ()
-            progress.say(sentences.group_change(change))
-        if status.lost != said and (status.waiting_since is not None or status.ended == "failed"):
+        lost = tuple(loss for loss in status.lost if loss not in said)
+        if lost and (status.waiting_since is not None or status.ended == "failed"):
             said = status.lost
             over = status.ended is not None
-            waits = sentences.waiting(said, limits.min_workers, limits.wait_s)
-            progress.say(sentences.losses(said) if over else waits)
+            waits = sentences.waiting(lost, limits.min_workers, limits.wait_s)
+            progress.say(sentences.losses(lost) if over else waits)
         for step, what in set(status.failures) - failures:
             progress.note(f"failure after step {step}: {what}")  # all of it, a traceback too
         failures.update(status.failures)

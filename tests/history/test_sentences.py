@@ -56,6 +56,14 @@ def test_a_change_of_the_group_is_one_line(text: str) -> None:
     assert sentences.group_change(CHANGES[text]) == text
 
 
+def test_of_several_workers_those_that_were_joining_are_counted_apart() -> None:
+    joining = GroupMember(rank=None, host="10.0.0.9", pid=7)
+    third, second = (loss.worker for loss in NODE[::-1])
+    assert sentences.workers((third, second)) == "2 workers on 10.0.0.9 (ranks 2, 3)"
+    assert sentences.workers((third, joining)) == "2 workers on 10.0.0.9 (rank 3, 1 that was joining)"
+    assert sentences.workers((joining, joining)) == "2 workers on 10.0.0.9 (2 that were joining)"
+
+
 def test_below_the_minimum_the_line_says_who_is_gone_and_how_long_the_run_waits() -> None:
     assert sentences.waiting((KILLED,), 2, 600.0) == (
         "worker 1 (10.0.0.7, pid 22506) lost: killed (SIGKILL) · fewer than 2 workers are left · "

@@ -25,7 +25,7 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.launch import stop_signals
 from orchestrator.launch.on_cluster import _note_feeder_death, _shower
 from orchestrator.launch.progress import Progress
-from orchestrator.records.run_status import GroupMember, Loss, RunStatus
+from orchestrator.records.run_status import GroupChange, GroupMember, Loss, RunStatus
 from orchestrator.storage.files import Storage
 from tests.elastic.in_process import Handle
 from tests.elastic.test_stall import status
@@ -415,14 +415,36 @@ def test_below_the_minimum_each_loss_is_told_once_and_a_failure_goes_into_the_lo
         max_failures=3,
     )
     lost = (Loss(worker=GroupMember(rank=1, host="10.0.0.7", pid=5), reason="its node died"),)
+    also = Loss(worker=GroupMember(rank=None, host="10.0.0.7", pid=6), reason="killed (SIGKILL)")
+    formed = GroupChange(
+        attempt=1,
+        generation=2,
+        world_size=1,
+        wanted=2,
+        step=4,
+        step_before=7,
+        lost=(*lost, also),
+        joined=(GroupMember(rank=0, host="10.0.0.8", pid=9),),
+        paused_s=None,
+        reason="",
+        restarted=False,
+    )
     failures = ((7, "ValueError: Traceback\n  File x\nValueError: y"),)
     with Progress.shown(1000.0) as progress:
         progress.begin(Storage(str(tmp_path)), 3, 2, None)
         show = _shower(progress, limits, None)  # the feeder hears nothing while nothing is committed
         for waited in (0.1, 0.2):
             show(status(7, lost=lost, waiting_since=waited, failures=failures))
+        show(status(7, lost=(*lost, also), waiting_since=0.3, failures=failures))
+        show(status(7, changes=(formed,), failures=failures))
     shown = capsys.readouterr().err
-    assert shown.count("worker 1 (10.0.0.7, pid 5) lost: its node died · fewer than 2 workers are left") == 1
+    first, second, third = (line for line in shown.splitlines() if "lost:" in line or "joined" in line)
+    assert "worker 1 (10.0.0.7, pid 5) lost: its node died · fewer than 2 workers are left" in first
+    assert "a worker that was joining (10.0.0.7, pid 6) lost: killed (SIGKILL) · fewer than 2" in second
+    assert third.endswith(
+        " worker 0 (10.0.0.8, pid 9) joined · 1 of 2 workers, continuing at step 5 · no worker that is left "
+        "holds step 7: 3 steps are trained again"
+    )
     assert "Traceback" not in shown
     assert log_of(tmp_path).count("failure after step 7: ValueError: Traceback\n      File x\n") == 1
 
