@@ -87,7 +87,7 @@ def newest_complete(holdings: Iterable[Holding], floor: StateKey | None) -> Comp
 
     Shards of two keys are never joined (rule 5). A prepared shard counts only where some member is live at
     its key: such a member has seen the step's summary, so the step is part of the history, and it brings the
-    step's record; or it has heard that all had received their shards, and has dropped what it had before.
+    step's record. A received one counts by itself: it is a state of the history under a newer name.
     A key belongs to one generation, and so to one number of shards.
     """
     by_key: dict[StateKey, list[Holding]] = {}

@@ -15,10 +15,16 @@ class Source(IntEnum):
     """
 
     LIVE = 0  # the tensors that it trains
-    PREPARED = 1  # as good as live where another member is (membership rules 3 and 5): the state before with
-    # the reduced gradient of this step, or rows that came when a generation was about to agree on its state
-    STAGED = 2  # its own memory point
-    NEIGHBOUR = 3  # a neighbour's memory point
+    RECEIVED = 1  # what it got when its generation agreed on a state, before it heard that all have theirs
+    PREPARED = 2  # the state before with the reduced gradient of this step: as good as live where another
+    # member is (membership rule 3)
+    STAGED = 3  # its own memory point
+    NEIGHBOUR = 4  # a neighbour's memory point
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it lies in the tensors that the member trains, or will when it continues that state."""
+        return self in (Source.LIVE, Source.RECEIVED, Source.PREPARED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

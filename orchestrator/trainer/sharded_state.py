@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,9 +17,6 @@ from torch import Tensor, nn
 
 from orchestrator.errors import ConfigError
 from orchestrator.planning.state_layout import Layout, held_rows, layout_of
-from orchestrator.records.cursor import Cursor
-from orchestrator.records.membership import HeldShard, Source
-from orchestrator.records.steps import StateKey
 from orchestrator.trainer.deferred import DeferredModel, defer
 from orchestrator.trainer.first_rows import fill_rows
 from orchestrator.trainer.model import bare_model, first_model
@@ -34,18 +30,6 @@ if TYPE_CHECKING:
     from orchestrator.trainer.group import Group
 
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Received:
-    """Rows for a generation that were whole when it ended, before this member heard whether all were."""
-
-    key: StateKey
-    cursor: Cursor
-    committed: bool
-    layout: Layout
-    rank: int
-    rows: OwnRows
 
 
 class ShardedState(TrainState):
@@ -80,9 +64,7 @@ class ShardedState(TrainState):
         self._mesh: DeviceMesh | None = None
         self._rows = OwnRows((), train, device)
         self._before: tuple[Layout, int, OwnRows] | None = None
-        self._received: _Received | None = None
         self._group: Group | None = None
-        self._rank = 0
         self._untouched = False
 
     # ------------------------------------------------------------------------------------------- generations
@@ -111,39 +93,10 @@ class ShardedState(TrainState):
         layout, rank, rows = self._before
         return layout, rank, rows.items()
 
-    def holdings(self, prepared: StateKey | None) -> tuple[HeldShard, ...]:
-        """See `TrainState`; with what was received when it was not heard whether all had theirs."""
-        coming = self._received
-        received = () if coming is None else (_prepared(coming.key, coming.layout, coming.rank),)
-        if self.key is None:
-            return received
-        shard, num = self._layout.shard_of(self._rank), self._layout.num_shards
-        live = HeldShard(key=self.key, shard=shard, num_shards=num, source=Source.LIVE, cursor=self.cursor)
-        if prepared is None:
-            return live, *received
-        return live, _prepared(prepared, self._layout, self._rank), *received
-
-    def received(self, key: StateKey, cursor: Cursor, committed: bool) -> None:
-        """See `TrainState`."""
-        self._received = _Received(
-            key=key,
-            cursor=cursor,
-            committed=committed,
-            layout=self._layout,
-            rank=self._rank,
-            rows=self._rows,
-        )
-
-    def take_received(self, parent: StateKey | None) -> None:
-        """See `TrainState`."""
-        coming, self._received = self._received, None
-        if coming is not None and coming.key == parent:
-            self._layout, self._rank, self._rows = coming.layout, coming.rank, coming.rows
-            self.key, self.cursor, self.committed = coming.key, coming.cursor, coming.committed
-
     def formed(self) -> None:
         """See `TrainState`."""
-        self._before = self._received = None
+        super().formed()
+        self._before = None
 
     def leave(self) -> None:
         """See `TrainState`. The gradients of a step that is prepared stay, too. Before `formed` the tensors
@@ -268,11 +221,6 @@ class ShardedState(TrainState):
             return defer(self._bare)
         except NotImplementedError:
             return None
-
-
-def _prepared(key: StateKey, layout: Layout, rank: int) -> HeldShard:
-    shard = layout.shard_of(rank)
-    return HeldShard(key=key, shard=shard, num_shards=layout.num_shards, source=Source.PREPARED)
 
 
 def _own_tensors(model: nn.Module) -> dict[str, Tensor]:

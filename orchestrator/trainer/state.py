@@ -72,6 +72,25 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Received:
+    """What was whole when a generation ended, before this member heard whether all had theirs."""
+
+    key: StateKey
+    cursor: Cursor
+    committed: bool
+    layout: Layout
+    rank: int
+    rows: OwnRows
+
+    @property
+    def holding(self) -> HeldShard:
+        shard, num = self.layout.shard_of(self.rank), self.layout.num_shards
+        return HeldShard(
+            key=self.key, shard=shard, num_shards=num, source=Source.RECEIVED, cursor=self.cursor
+        )
+
+
 def _at_once() -> None:
     """Nobody copies the state in the background."""
 
@@ -184,7 +203,8 @@ class TrainState:
         self.key: StateKey | None = None
         self.cursor = Cursor()
         self.committed = False
-        self._layout = Layout(num_shards=1, num_replicas=1)
+        self._layout, self._rank = Layout(num_shards=1, num_replicas=1), 0
+        self._received: _Received | None = None
 
     @property
     def optimizer_steps(self) -> int:
@@ -215,27 +235,46 @@ class TrainState:
         return None if self.key is None else (self._layout, 0, self.items())
 
     def holdings(self, prepared: StateKey | None) -> tuple[HeldShard, ...]:
-        """What this member can give of the state that it trains, and of the step whose gradient it keeps;
-        nothing where it is blank.
+        """What this member can give of the state that it trains, of the step whose gradient it keeps, and of
+        what it `received`; nothing where it is blank.
         """
-        if self.key is None:
-            return ()
-        live = HeldShard(key=self.key, shard=0, num_shards=1, source=Source.LIVE, cursor=self.cursor)
-        if prepared is None:
-            return (live,)
-        return live, HeldShard(key=prepared, shard=0, num_shards=1, source=Source.PREPARED)
+        held: list[HeldShard] = []
+        shard, num = self._layout.shard_of(self._rank), self._layout.num_shards
+        if self.key is not None:
+            live = HeldShard(
+                key=self.key, shard=shard, num_shards=num, source=Source.LIVE, cursor=self.cursor
+            )
+            held.append(live)
+            if prepared is not None:
+                held.append(replace(live, key=prepared, source=Source.PREPARED, cursor=None))
+        if self._received is not None:
+            held.append(self._received.holding)
+        return tuple(held)
 
     def received(self, key: StateKey, cursor: Cursor, committed: bool) -> None:
-        """Between `form` and `formed`: the items are whole, and are the state `key` if all members say so of
-        theirs. Whoever holds a part of the state keeps them until the next view beside those from before:
-        another member may have heard that all are whole, and have dropped what it had.
+        """Between `form` and `formed`: the items are whole, and are this member's part of the state `key`. It
+        keeps them until the next view, beside those from before: others may not have theirs, or they may, and
+        have heard that all do, and have dropped what they had.
         """
+        self._received = _Received(
+            key=key,
+            cursor=cursor,
+            committed=committed,
+            layout=self._layout,
+            rank=self._rank,
+            rows=self._rows,
+        )
 
     def take_received(self, parent: StateKey | None) -> None:
         """What was `received`, and not `formed`, is the state if it is `parent`; else it is dropped."""
+        coming, self._received = self._received, None
+        if coming is not None and coming.key == parent:
+            self._layout, self._rank, self._rows = coming.layout, coming.rank, coming.rows
+            self.key, self.cursor, self.committed = coming.key, coming.cursor, coming.committed
 
     def formed(self) -> None:
         """All members have what they need of what was before: it is dropped."""
+        self._received = None
 
     def leave(self) -> None:
         """The generation is over: nothing refers to its process group any more. The tensors stay."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from orchestrator.errors import TrainingError
 from orchestrator.faults import Hook
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.membership import GenerationView, Source
+from orchestrator.records.membership import GenerationView
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.group import GenerationEnded, Group, collective
 from orchestrator.trainer.loading import StateFiles
@@ -114,14 +114,14 @@ def agree(
 def own_shard(view: GenerationView) -> int | None:
     """The shard of the parent that this member trains, if it does."""
     for shard, sources in enumerate(view.sources):
-        if any(s.rank == view.rank and s.source in (Source.LIVE, Source.PREPARED) for s in sources):
+        if any(s.rank == view.rank and s.source.is_own for s in sources):
             return shard
     return None
 
 
 def _check_holders(view: GenerationView, holds: Sequence[bool]) -> None:
     """What the members found of themselves is what the view says of them."""
-    live = {s.rank for of_one in view.sources for s in of_one if s.source in (Source.LIVE, Source.PREPARED)}
+    live = {s.rank for of_one in view.sources for s in of_one if s.source.is_own}
     for rank, found in enumerate(holds):
         if found != (rank in live):
             raise GenerationEnded(

@@ -56,6 +56,14 @@ class Copy(NamedTuple):
     source: Source
 
 
+class Received(NamedTuple):
+    """What came when a generation agreed on its state; whether all have theirs was not heard."""
+
+    key: StateKey
+    history: History
+    shard: tuple[int, int]
+
+
 class Member(NamedTuple):
     """One of the processes; `slot` is its node. `leaves` is the generation it was answered last. `shard`:
     which of how many it trains. `unsaved`: as it says when it joins.
@@ -70,6 +78,7 @@ class Member(NamedTuple):
     shard: tuple[int, int] = (0, 1)
     copies: tuple[Copy, ...] = ()
     unsaved: bool = False
+    received: Received | None = None
 
 
 class Point(NamedTuple):
@@ -197,6 +206,7 @@ def reachable(world: World) -> tuple[frozenset[Formed], Records]:
     matter.
     """
     keys = [m.key for m in world.members if m.key is not None] + [p.key for p in world.points]
+    keys += [m.received.key for m in world.members if m.received is not None]
     if world.pending is not None:
         keys.append(world.pending.key)
     return world.parents.back_from(frozenset([(k.attempt, k.generation) for k in keys]), world.records)
@@ -291,13 +301,13 @@ def request(slot: int, member: Member) -> JoinRequest:
         leaves=member.leaves,
         prepared=prepared,
         cursor=None,
-        holdings=held_by(member) if member.shard[1] > 1 or member.copies else (),
+        holdings=held_by(member) if member.shard[1] > 1 or member.copies or member.received else (),
         unsaved=member.unsaved,
     )
 
 
 def held_by(member: Member) -> tuple[HeldShard, ...]:
-    """All that a member of a sharded group can give."""
+    """All that a member can give."""
     held = [
         HeldShard(key=c.key, shard=c.shard, num_shards=c.num_shards, source=c.source) for c in member.copies
     ]
@@ -308,6 +318,9 @@ def held_by(member: Member) -> tuple[HeldShard, ...]:
             held.append(
                 HeldShard(key=next_step(member.key), shard=shard, num_shards=num, source=Source.PREPARED)
             )
+    if member.received is not None:
+        shard, num = member.received.shard
+        held.append(HeldShard(key=member.received.key, shard=shard, num_shards=num, source=Source.RECEIVED))
     return tuple(held)
 
 
@@ -696,10 +709,13 @@ def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple
         for some in subsets(can, alike):
             if len(some) < len(group):
                 names = [world.members[i].name for i in some]
-                yield (
-                    f"{title}: agreed by {names} only",
-                    agreed(world, formation, base, can, list(some), rules),
-                )
+                # who hears of it hears that all have received; until then any of them may have
+                for got in [tuple(can)] if some else subsets(can, alike):
+                    have = "" if some else f", {[world.members[i].name for i in got]} have received"
+                    yield (
+                        f"{title}: agreed by {names} only{have}",
+                        agreed(world, formation, base, can, list(some), rules, got),
+                    )
 
 
 def base_of_shards(world: World, formation: Formation, title: str) -> History:
@@ -723,6 +739,8 @@ def base_of_shards(world: World, formation: Formation, title: str) -> History:
                     and next_step(member.key) == formation.parent
                 ):
                     held = (*member.history, member.leaves)
+            if source.source is Source.RECEIVED:
+                held = received_by(member, formation.parent, place)
             if member is not None and source.source in (Source.STAGED, Source.NEIGHBOUR):
                 copies = [
                     c for c in member.copies if (c.key, c.shard, c.num_shards) == (formation.parent, *place)
@@ -736,17 +754,27 @@ def base_of_shards(world: World, formation: Formation, title: str) -> History:
     return found.pop()
 
 
+def received_by(
+    member: Member | None, parent: StateKey | None, shard: tuple[int, int] = (0, 1)
+) -> History | None:
+    """The weights of what it received, if that is this shard of `parent`."""
+    came = None if member is None else member.received
+    return came.history if came is not None and (came.key, came.shard) == (parent, shard) else None
+
+
 def base_of(world: World, formation: Formation, title: str, rules: Rules) -> History:
     """The weights that the formation starts from."""
     if rules.sharded and formation.sources:
         return base_of_shards(world, formation, title)
     if formation.source is not None:
         source = next((m for m in world.members if m.name == formation.source), None)
-        if source is None or source.key != formation.parent or source.history is None:
+        live = source.history if source is not None and source.key == formation.parent else None
+        held = received_by(source, formation.parent) if live is None else live
+        if held is None:
             raise Broken("the source does not hold the parent's state", title)
         if formation.members[0] != formation.source:
             raise Broken("the source is not rank 0", title)
-        return source.history
+        return held
     if formation.parent is None:
         return ()
     return next(p.history for p in world.points if p.key == formation.parent)
@@ -761,11 +789,29 @@ def check(world: World, formation: Formation, base: History, rules: Rules, title
     history = chained(world) if rules.chained_parents else superseding(world)
     if any(history.get(t) != g for t, g in enumerate(base)):
         raise Broken("weights and journal disagree", title)
+    for key, there in whole_in_tensors(world):
+        if (formation.parent is None or key > formation.parent) and base[: len(there)] != there:
+            raise Broken("what is whole among the members is not continued", title)
     if world.sealed is not None and world.sealed[1] <= 1 and base[: len(world.sealed[0])] != world.sealed[0]:
         raise Broken("a step before the sealed memory point is lost to one failure", title)
     for point in world.points:
         if base[: len(point.history)] != point.history:
             raise Broken("the history goes on without a committed point", title)
+
+
+def whole_in_tensors(world: World) -> list[tuple[StateKey, History]]:
+    """The states of which those who wait have every shard, trained or received."""
+    there: dict[tuple[StateKey, History, int], set[int]] = {}
+    for member in world.members:
+        if member.life != WAITS:
+            continue
+        if member.key is not None and member.history is not None:
+            shard, num_shards = member.shard
+            there.setdefault((member.key, member.history, num_shards), set()).add(shard)
+        if member.received is not None:
+            shard, num_shards = member.received.shard
+            there.setdefault((*member.received[:2], num_shards), set()).add(shard)
+    return [(key, history) for (key, history, n), shards in there.items() if len(shards) == n]
 
 
 def on_path(world: World, key: StateKey, parent: StateKey | None) -> bool:
@@ -807,20 +853,31 @@ def superseding(world: World) -> dict[int, Identity]:
 
 
 def agreed(
-    world: World, formation: Formation, base: History, group: list[int], some: list[int], rules: Rules
+    world: World,
+    formation: Formation,
+    base: History,
+    group: list[int],
+    some: list[int],
+    rules: Rules,
+    got: tuple[int, ...] = (),
 ) -> World:
-    """The members of `some` have agreed on the state; if that is everybody the group runs, else it failed."""
+    """The members of `some` have agreed on the state; if that is everybody the group runs, else it failed.
+    Those of `got` have received it.
+    """
     identity = (formation.attempt, formation.generation)
     key = StateKey(attempt=identity[0], generation=identity[1], step=formation.step)
     whole = len(some) == len(formation.members)
     members = list(world.members)
     for i in group:
         m = members[i]
+        shard = (formation.members.index(m.name), len(formation.members)) if rules.sharded else (0, 1)
         if i in some:
-            shard = (formation.members.index(m.name), len(formation.members)) if rules.sharded else (0, 1)
             copies = kept(m, formation.keep if rules.keeps else None) if rules.sharded else ()
             members[i] = Member(IN if whole else OUT, m.name, base, key, False, identity, shard, copies)
             continue
+        if m.received is not None and m.received.key == formation.parent:
+            m = m._replace(key=m.received.key, history=m.received.history, shard=m.received.shard)
+        m = m._replace(received=Received(key, base, shard) if i in got else None)
         mine = m.key is not None and m.key == formation.parent
         last = (
             m.prepared
@@ -835,7 +892,7 @@ def agreed(
                 life=OUT, history=base, key=formation.parent, prepared=False, leaves=identity
             )
         elif rules.receiver_is_blank or m.history is None:
-            members[i] = Member(OUT, m.name, None, None, False, identity)
+            members[i] = Member(OUT, m.name, None, None, False, identity, received=m.received)
         else:
             torn = tuple(TORN for _ in m.history)
             members[i] = Member(OUT, m.name, torn, m.key, False, identity)

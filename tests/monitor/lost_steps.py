@@ -54,7 +54,7 @@ def assert_views_count_each_lost_step_once(run: Run) -> int:
     }
     assert aside == lost, "the page draws them beside the history"
     seconds = sum(records[key].step_s for key in lost)
-    assert run.goodput()["parts"]["lost"] == pytest.approx(seconds, abs=0.06 + 0.01 * seconds)
+    assert run.goodput()["parts"]["lost"] == pytest.approx(seconds, abs=0.1 + 0.01 * seconds), "to a tenth"
     history = run.records()
     assert len(history) == len(records) - len(lost)
     report = run.audit()

@@ -66,7 +66,9 @@ def test_workers_are_killed_one_after_the_other_at_every_place(
     assert_same_training(job, (alone.final_digest(), alone.losses()))
     said = capfd.readouterr()
     lost = rf"worker 1 \({ADDRESS}, pid \d+\) lost: its process died without an error \(SIGKILL, .*\)"
-    assert re.search(lost + r" · 1 of 2 left, continuing at step 2 · paused \d+\.\d s", log_text(job))
+    # on a busy machine the loss is told by itself first: the minimum is two
+    assert re.search(lost + r" · (1 of 2 left|fewer than 2 workers are left · waiting)", log_text(job))
+    assert re.search(r" 1 of 2 left, continuing at step 2 · paused \d+\.\d s", log_text(job))
     assert re.search(rf"worker 1 \({ADDRESS}, pid \d+\) joined · 2 of 2 workers, continuing at", said.err)
     assert "[state-dump]" not in said.err
     assert max(map(len, said.err.splitlines())) < 400, "what Ray says at length is one line"

@@ -132,6 +132,19 @@ def test_a_newcomer_that_dies_with_half_of_the_state_received_disturbs_nobody(tm
     assert_same_training(launch, unbroken)
 
 
+def test_a_newcomer_that_has_received_the_state_goes_on_alone_without_having_heard_that_it_may(
+    tmp_path, unbroken
+):
+    with members(tmp_path, ["a"], {"a": Plan(hold=("step_begin", 4), kill=("state_agreed", 4))}) as group:
+        let_in(group, "b", Plan(lose_agreement=4), held="a")
+        group.finish()
+        assert killed(group) == {"a"}
+        launch = group.launch
+    assert [view.world_size for view in launch.views] == [1, 2, 1]
+    assert launch.views[2].parent == StateKey(attempt=1, generation=2, step=4), "no step is lost"
+    assert_same_training(launch, unbroken)
+
+
 def test_half_a_state_is_not_used_when_its_source_dies_and_another_member_sends_the_whole(tmp_path, unbroken):
     plans = {"a": Plan(kill=("state_half_sent", 4)), "b": Plan(hold=("step_begin", 4))}
     with members(tmp_path, ["a", "b"], plans) as group:

@@ -366,6 +366,30 @@ def test_who_has_not_heard_that_all_have_their_shards_still_has_its_own(tmp_path
     assert_as_if_nothing_happened(launch, HSDP, calm, alone)
 
 
+def test_what_all_have_received_is_continued_though_nobody_heard_that_they_have(tmp_path, calm, alone):
+    """As above, and nobody but a, which dies with one of the three shards, hears that all have theirs. The
+    save before it fails.
+    """
+    plans = {
+        "a": Plan(hold=("step_begin", 5), kill=("state_agreed", 5)),
+        "b": Plan(lose_agreement=5),
+        "c": Plan(lose_agreement=5, full_disk_at=5),
+    }
+    with members(tmp_path, list("abc"), plans, job_of(HSDP)) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("a") is not None)
+        group.start("d", Plan(lose_agreement=5))
+        launch.wait_for(lambda: launch.waits("d"))
+        launch.release("a")
+        group.finish()
+        assert killed(group) == {"a"}
+    assert [view.world_size for view in launch.views] == [3, 4, 3]
+    last = launch.views[2]
+    assert last.parent == StateKey(attempt=1, generation=2, step=5), "no step is lost"
+    assert {source.source for of_one in last.sources for source in of_one} == {Source.RECEIVED}
+    assert_as_if_nothing_happened(launch, HSDP, calm, alone)
+
+
 # ---- while it is saved
 @pytest.mark.parametrize("place", ["staging_begun", "staged", "save_part_written"])
 def test_a_rank_that_dies_in_a_save_takes_the_save_with_it_and_no_step_before_the_memory_point(
