@@ -20,7 +20,7 @@ class ModelConfig(Section):
         str | None,
         same("package.module:function, or null", pattern=FUNCTION),
     ] = None
-    """`package.module:function` that returns the model; before a new run it is called once on torch's meta
+    """`package.module:function` that returns the model; `plan` and a new run's start try it on torch's meta
     device.
     """
     factory_args: Annotated[dict[str, Any], same("a mapping of arguments")] = Field(default_factory=dict)

@@ -17,7 +17,8 @@ from orchestrator import html_text
 from orchestrator.config.loading import as_data_job, as_job
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig
-from orchestrator.errors import DataIdentityError, StorageError
+from orchestrator.errors import ConfigError, DataIdentityError, StorageError
+from orchestrator.history.beginnings import newest_choice
 from orchestrator.history.loggers import require_loggers
 from orchestrator.launch import busy_watch, claiming, fitting, looking_ahead
 from orchestrator.launch import start as starting
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from orchestrator.elastic.policy import Limits
     from orchestrator.launch.node_disks import NodeDisks
     from orchestrator.planning.parallel_choice import ParallelChoice
+    from orchestrator.trainer.trial import ModelFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,8 +146,9 @@ def _on_cluster(
     job, storage = at.job, at.storage
     memory_of(job, at.spec)  # raises where too little is asked for
     limits = fitting.limits_of(job)
-    here = fitting.divided_here(job, limits)
-    for note in require_model(job, at.plan, at.spec.vocab_size):
+    sized, facts = _measured(job, storage, at.plan)
+    here = fitting.divided_here(sized, limits)
+    for note in require_model(job, at.plan, at.spec.vocab_size, facts):
         progress.say(note)
     cpus = limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers
     heard = partial(progress.foreign, "Ray")
@@ -154,7 +157,7 @@ def _on_cluster(
         disks = NodeDisks(job.resume.node_folder, say=progress.say)
         disks.reached_by(storage)
         starting.require_run_id(at.store.read_run(), job)
-        parallel, limits = fitting.fitting(job, limits, storage, here, disks)
+        parallel, limits = fitting.fitting(sized, limits, storage, here, disks)
         return _claimed(at, newest, parallel, limits, disks, progress, fault_plan, until_tokens)
 
 
@@ -201,19 +204,28 @@ def plan(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence
     Memory is judged by the machines that are known without a cluster: this one, where a start would start a
     Ray on it, else those that the newest attempt on the same cluster found; the start on the cluster decides.
     The newest point is trusted by sizes here; `train` verifies every digest before it uses one. A run that
-    may be read and not written can be planned, too: a note says so.
+    may be read and not written can be planned, too: a note says so. A model whose size nobody knows by heart
+    is built on torch's meta device, in a process of its own where that takes torch or a factory.
     """
     job = as_job(config, overrides)
     storage = starting.run_storage(job)
     found, spec = _look_ahead(job, storage)
+    sized, facts = job, None
+    if spec is not None and found.action != "refuse":
+        try:
+            sized, facts = _measured(job, storage, found)
+            untried = () if facts is None else require_model(job, found, spec.vocab_size, facts)
+            found = replace(found, notes=(*found.notes, *untried))
+        except ConfigError as error:
+            found = looking_ahead.refused(found, job, [str(error)])
     if spec is not None:
-        found = looking_ahead.judged_by_memory(job, RunStore(storage), found)
+        found = looking_ahead.judged_by_memory(sized, RunStore(storage), found)
     try:
         lacks = starting.check_writable(storage)
     except StorageError as error:
         lacks = f"warning: a start would fail: {error}"
     found = replace(found, notes=(*found.notes, *filter(None, [lacks])))
-    if found.action == "refuse" or not is_to_try(found):
+    if found.action == "refuse" or not is_to_try(found) or facts is not None:
         return found
     return replace(found, notes=(*found.notes, "the model is not tried: `orchestrator train --dry-run` does"))
 
@@ -233,14 +245,22 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
     found = replace(found, notes=(*found.notes, *filter(None, [lacks])))
     if found.action == "refuse" or spec is None:
         return found
-    local = fitting.divided_here(job, fitting.limits_of(job)) is not None
-    found = looking_ahead.judged_by_memory(job, RunStore(storage), found)
+    sized, facts = _measured(job, storage, found)
+    local = fitting.divided_here(sized, fitting.limits_of(job)) is not None
+    found = looking_ahead.judged_by_memory(sized, RunStore(storage), found)
     if found.action == "refuse":
         return found
-    fitting.require_disk(job, storage)
-    untried = require_model(job, found, spec.vocab_size)
+    fitting.require_disk(sized, storage)
+    untried = require_model(job, found, spec.vocab_size, facts)
     unseen = () if local else ("what the cluster has is not looked at: memory, CPUs, GPUs, object store",)
     return replace(found, notes=(*found.notes, *untried, *unseen))
+
+
+def _measured(job: JobConfig, storage: Storage, found: ResumePlan) -> tuple[JobConfig, ModelFacts | None]:
+    """The job as its memory is judged, and what trying its model has found, if that was needed for it."""
+    from orchestrator.launch.known_shape import measured
+
+    return measured(job, found, newest_choice(storage, RunStore(storage).claim_numbers()))
 
 
 def _look_ahead(job: JobConfig, storage: Storage) -> tuple[ResumePlan, DataSpec | None]:

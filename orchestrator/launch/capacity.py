@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _MOST_WORKERS = 4096  # that are tried when a number is looked for that fits
 _SHOWN = 4  # machines that are listed by name
 _SIZE_NOT_KNOWN = (
-    "the size of the model is not known before it is built (docs/howto/shards.md says of which models it "
-    "is): what a worker holds of it is not counted, and refuses nothing"
+    "the size of the model is not known before it is built (docs/howto/shards.md says when): what a worker "
+    "holds of it is not counted, and refuses nothing"
 )
 
 
@@ -55,24 +55,29 @@ def choose_parallel(
 ) -> ParallelChoice:
     """What `train.parallel` comes to on these machines. `auto`: replicate, unless memory or some GPU cannot
     hold the whole state for each worker; then a shard for each worker. Where neither fits, what needs less.
-    A model whose size is not known is never cut.
+    A model whose size is not known is never cut, nor one that cannot be.
     """
     num_shards: int | None = 1
+    size = model_size(job.model.config or {})
     if job.train.parallel != "auto":
         num_shards, reason = job.train.num_shards, "train.parallel says so"
     elif job.train.numerics == "invariant":
         reason = "numerics: invariant needs the whole state on each worker"
-    elif not model_size(job.model.config or {}).parameters:
+    elif not size.parameters:
         reason = (
             "the size of the model is not known before it is built; set train.parallel=shard if one worker "
             "cannot hold its state"
         )
+    elif size.scalar:
+        reason = f"the model's parameter {size.scalar} has the shape (), and no rows that could be divided"
     elif not (problems := _problems(job, 1, workers, machines, every_gpu=True)):
         reason = "no machine that is known is too small for the whole state"
     else:
         num_shards, reason = _smaller(job, workers, machines), problems[0].partition("; ")[0]
         reason += ", and a shard for each worker does not fit better" if num_shards == 1 else ""
-    return ParallelChoice(num_shards=num_shards, reason=reason, machines=tuple(machines), cluster=cluster)
+    return ParallelChoice(
+        num_shards=num_shards, reason=reason, machines=tuple(machines), cluster=cluster, size=size
+    )
 
 
 def _smaller(job: JobConfig, workers: Workers, machines: Sequence[Machine]) -> int | None:

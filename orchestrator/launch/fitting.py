@@ -1,7 +1,7 @@
 """Does a job fit where it would run: memory by how its state is divided, CPUs, GPUs, disk and object store.
 
 The driver's side: it asks the cluster, where one is connected. What is enough, `elastic.policy` and
-`capacity` say. Importing it loads neither Ray nor torch.
+`capacity` say, of a job whose shape is known (`known_shape`). Importing it loads neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -62,14 +62,13 @@ def fitting(
     the job fits. Raises `ResourceError`.
     """
     from orchestrator.cluster.connection import address_of
-    from orchestrator.launch.known_shape import with_known_shape
     from orchestrator.launch.machine_facts import machines_of_cluster
     from orchestrator.launch.needs import needs_of
 
     problems: list[str] = []
     if here is None:
         here, problems = _divide(job, limits, machines_of_cluster(job.cluster.use_gpu), address_of(job))
-    needs = needs_of(with_known_shape(job), here.num_shards, limits.start_workers)
+    needs = needs_of(job, here.num_shards, limits.start_workers)
     limits = _preflight(job, needs, limits, storage, problems)
     disks.require_room(_kept_points(job) * needs.point_bytes)
     return here, limits
@@ -78,10 +77,9 @@ def fitting(
 def require_disk(job: JobConfig, storage: Storage) -> None:
     """Raises `ResourceError` if this machine's disk has no room for the points that the run keeps."""
     from orchestrator.elastic.policy import disk_problems
-    from orchestrator.launch.known_shape import with_known_shape
     from orchestrator.launch.needs import needs_of
 
-    _refuse(disk_problems(*_disk_bytes(job, needs_of(with_known_shape(job)), storage)))
+    _refuse(disk_problems(*_disk_bytes(job, needs_of(job), storage)))
 
 
 def _divide(
@@ -91,9 +89,8 @@ def _divide(
     fit there: what others hold now is not subtracted, for they may end.
     """
     from orchestrator.launch.capacity import Workers, capacity_problems, choose_parallel
-    from orchestrator.launch.known_shape import with_known_shape
 
-    job, workers = with_known_shape(job), Workers(num_workers=limits.start_workers)
+    workers = Workers(num_workers=limits.start_workers)
     choice = choose_parallel(job, workers, machines, cluster)
     return choice, capacity_problems(job, choice.num_shards, workers, machines)
 

@@ -1,7 +1,7 @@
-"""The transformers configuration by which a job's memory is judged: where it continues pretrained weights,
-that of their folder.
+"""The transformers configuration by which a job's memory is judged: the job's own, that of the folder whose
+weights it continues, or in place of both the size that its model was found to have.
 
-It reads one small file, and decides nothing.
+It reads one small file, or has the model tried.
 """
 
 from __future__ import annotations
@@ -10,20 +10,61 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orchestrator.errors import ConfigError
+from orchestrator.launch.needs import count_parameters, of_measured
+from orchestrator.trainer.trial import ModelFacts, is_to_try, try_model
+
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
+    from orchestrator.planning.parallel_choice import ParallelChoice
+    from orchestrator.planning.resume_plan import ResumePlan
 
 
-def with_known_shape(job: JobConfig) -> JobConfig:
-    """The job, its `model.config` filled from `config.json` of `model.pretrained`; as it is where there is no
-    such folder, or nothing there that can be read: whoever builds the model says so.
+def with_known_shape(job: JobConfig, before: tuple[int, ParallelChoice] | None = None) -> JobConfig:
+    """The job, its `model.config` filled from `config.json` of `model.pretrained`, or where that does not say
+    how large the model is with the size that an earlier attempt has noted; as it is where nothing does.
     """
-    if job.model.config is not None or job.model.pretrained is None:
-        return job
+    shape = job.model.config
+    if shape is None and job.model.pretrained is not None:
+        shape = _read(Path(job.model.pretrained))
+    if before is not None and before[1].size.parameters and not count_parameters(shape or {}):
+        shape = of_measured(before[1].size)
+    return _of_shape(job, shape)
+
+
+def measured(
+    job: JobConfig, plan: ResumePlan | None, before: tuple[int, ParallelChoice] | None
+) -> tuple[JobConfig, ModelFacts | None]:
+    """`with_known_shape`, or where nothing says how large the model is what trying it has found: then with
+    all that it has. `before`: what an attempt of the run has noted (by its number), by which the model goes
+    that the run's point was made with. Raises `ConfigError` as `try_model`, but not of the model of a point,
+    nor without a plan.
+    """
+    is_new = plan is not None and is_to_try(plan)
+    known = with_known_shape(job, None if is_new else before)
+    if count_parameters(known.model.config or {}):
+        return known, None
     try:
-        shape = json.loads((Path(job.model.pretrained) / "config.json").read_bytes())
+        facts = try_model(job)
+    except ConfigError:
+        if is_new:
+            raise
+        return known, None
+    return (known if facts.size is None else _of_shape(job, of_measured(facts.size))), facts
+
+
+def _read(folder: Path) -> dict[str, object] | None:
+    """None where there is no such folder, or nothing there that can be read: whoever builds the model says
+    so.
+    """
+    try:
+        shape = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):
-        return job
-    if not isinstance(shape, dict):
+        return None
+    return shape if isinstance(shape, dict) else None
+
+
+def _of_shape(job: JobConfig, shape: dict[str, object] | None) -> JobConfig:
+    if shape is job.model.config:
         return job
     return job.model_copy(update={"model": job.model.model_copy(update={"config": shape})})

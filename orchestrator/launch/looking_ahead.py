@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -231,9 +231,12 @@ def judged_by_memory(job: JobConfig, store: RunStore, found: ResumePlan) -> Resu
 def with_memory(job: JobConfig, known: KnownMachines, found: ResumePlan) -> ResumePlan:
     """`judged_by_memory`, by these machines."""
     from orchestrator.launch.capacity import memory_plan
-    from orchestrator.launch.known_shape import with_known_shape
 
-    notes, problems = memory_plan(with_known_shape(job), known)
+    notes, problems = memory_plan(job, known)
+    return refused(replace(found, notes=(*found.notes, *notes)), job, problems)
+
+
+def refused(found: ResumePlan, job: JobConfig, problems: Sequence[str]) -> ResumePlan:
+    """The plan, which refuses if there are problems."""
     refusals = (*found.refusals, *(f"{job.run.run_uri}: {problem}" for problem in problems))
-    action = "refuse" if problems else found.action
-    return replace(found, action=action, refusals=refusals, notes=(*found.notes, *notes))
+    return replace(found, action="refuse" if problems else found.action, refusals=refusals)

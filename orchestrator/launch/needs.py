@@ -6,7 +6,7 @@ Lower bounds: what they call too much cannot work; what they let pass may still 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.planning.memory import ModelSize, WorkerMemory, memory_every_steps, worker_memory
@@ -37,6 +37,7 @@ _GATED: dict[str, dict[str, Any]] = {
     "granite": {},
     "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
 }
+_MEASURED = "measured size"  # no key of transformers'
 _GPT2 = {"n_embd": 768, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
 _GPT2_NAMES = {  # under which transformers takes them, too
     "hidden_size": "n_embd",
@@ -71,19 +72,20 @@ def needs_of(
     state lies on the GPUs, and its copies in the machines' memory.
     """
     data, dtype_bytes, on_gpu = job.data, _weight_bytes(job), job.cluster.use_gpu
-    parameters = count_parameters(job.model.config or {})
+    size = model_size(job.model.config or {})
+    parameters = size.parameters
     layout = layout_of(num_workers, num_shards)
     held = memory_in(job, layout)
     points = _memory_points(job, layout, held, one_machine)
     copies = held.staged + points
-    of_state = _state_text(parameters, dtype_bytes, layout, held) if parameters else ""
+    of_state = _state_text(size, dtype_bytes, layout, held) if parameters else ""
     in_memory = f" + {of_state}" if of_state and not on_gpu else ""
     in_memory += f" + {gib(copies)} for copies that are saved, and memory points" if copies else ""
     tokenizer = _TOKENIZER_BYTES + data.window_bytes
     return Needs(
         worker_bytes=_WORKER_BYTES + copies + (0 if on_gpu else held.training),
         feed_bytes=_FEEDER_BYTES + data.replay_bytes + data.num_tokenizers * tokenizer,
-        point_bytes=parameters * dtype_bytes * _POINT_COPIES,
+        point_bytes=(parameters * _POINT_COPIES - size.frozen * (_POINT_COPIES - 1)) * dtype_bytes,
         object_store_bytes=(data.num_tokenizers + 2) * _TOKENIZER_OBJECT_BYTES,
         text=f"a worker takes {gib(_WORKER_BYTES)}{in_memory}, the feeder {gib(_FEEDER_BYTES)} + "
         f"data.replay_bytes={data.replay_bytes}, each of {data.num_tokenizers} tokenizers "
@@ -94,8 +96,10 @@ def needs_of(
     )
 
 
-def _state_text(parameters: int, dtype_bytes: int, layout: Layout, held: WorkerMemory) -> str:
-    text = f"{parameters:,} parameters × {dtype_bytes} bytes × 4 for weights, gradients and AdamW"
+def _state_text(size: ModelSize, dtype_bytes: int, layout: Layout, held: WorkerMemory) -> str:
+    trained = size.parameters - size.frozen
+    text = f"{trained:,} parameters × {dtype_bytes} bytes × 4 for weights, gradients and AdamW"
+    text += f" + {size.frozen:,} frozen × {dtype_bytes}" if size.frozen else ""
     if layout.num_shards > 1:
         text += f" / {layout.num_shards} shards + {gib(held.gathered)} for gathered blocks"
     at_the_loss = held.training - held.weights - held.gradients - held.moments - held.gathered
@@ -137,7 +141,8 @@ def memory_notes(job: JobConfig, num_shards: int | None, one_machine: bool = Fal
         ]
         if layout.num_shards > 1:
             parts.append(f"gathered blocks {gib(held.gathered)}")
-        parts.append(f"activations of a micro-batch {gib(held.activations)}")
+        if held.activations:
+            parts.append(f"activations of a micro-batch {gib(held.activations)}")
         reforming = ""
         if held.peak > held.training:
             reforming = f"; {gib(held.peak)} while workers come or go"
@@ -178,7 +183,9 @@ def count_parameters(shape: Mapping[str, Any]) -> int:
 
 
 def model_size(shape: Mapping[str, Any]) -> ModelSize:
-    """As `count_parameters`, with a layer as a block."""
+    """As `count_parameters`, with a layer as a block; what was measured, if the shape is `of_measured`."""
+    if _MEASURED in shape:
+        return ModelSize(**shape[_MEASURED])
     kind = shape.get("model_type")
     if kind == "gpt2":
         return _size_of_gpt2(shape)
@@ -202,6 +209,11 @@ def model_size(shape: Mapping[str, Any]) -> ModelSize:
         hidden=hidden,
         vocab=vocab,
     )
+
+
+def of_measured(size: ModelSize) -> dict[str, Any]:
+    """A shape of which only the size is known."""
+    return {_MEASURED: asdict(size)}
 
 
 def _size_of_gpt2(shape: Mapping[str, Any]) -> ModelSize:

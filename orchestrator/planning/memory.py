@@ -13,7 +13,6 @@ from orchestrator.planning.state_layout import Layout, chunk_rows
 AUTO_MEMORY_STEPS = 10  # `resume.memory_every_steps: auto` where the state is cut into shards
 _OWN_COPIES, _KEPT_COPIES = 2, 2  # in memory: of the own shard, and kept for a neighbour
 _MOMENTS = 2
-_SAVED = 1 + _MOMENTS  # weights and moments are in a point, gradients are not
 _LOGIT_BYTES = 8  # of a token's logit: itself and its softmax in float32
 
 
@@ -21,15 +20,19 @@ _LOGIT_BYTES = 8  # of a token's logit: itself and its softmax in float32
 class ModelSize:
     """Numbers of elements: of all `parameters`, of one of the equal blocks (`block`), and of what lies in no
     block (`rest`): embeddings, and a head that is not tied to them; of what a token is in front of each block
-    (`hidden`, for `num_blocks` of them) and of its logits (`vocab`). All 0: not known.
+    (`hidden`, for `num_blocks` of them) and of its logits (`vocab`). Of the parameters so many are `frozen`:
+    they have neither gradient nor moments. `scalar` names one without dimensions, which cannot be divided.
+    All 0: not known.
     """
 
     parameters: int = 0
+    frozen: int = 0
     block: int = 0
     rest: int = 0
     num_blocks: int = 0
     hidden: int = 0
     vocab: int = 0
+    scalar: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,14 +104,18 @@ def worker_memory(
     """
     own = chunk_rows(size.parameters, layout.num_shards) * weight_bytes
     gathered = 0 if layout.num_shards == 1 else 2 * (size.rest + size.block) * compute_bytes
+    trained = chunk_rows(size.parameters - size.frozen, layout.num_shards) * weight_bytes
     moved = before is not None and (layout.num_shards, before.num_shards) != (1, 1)
-    held = chunk_rows(size.parameters, before.num_shards) if before is not None and moved else 0
+    held = 0
+    if before is not None and moved:
+        held = chunk_rows(size.parameters, before.num_shards)
+        held += _MOMENTS * chunk_rows(size.parameters - size.frozen, before.num_shards)
     return WorkerMemory(
         weights=own,
-        gradients=own,
-        moments=_MOMENTS * own,
+        gradients=trained,
+        moments=_MOMENTS * trained,
         gathered=gathered,
-        staged=chunk_rows(_SAVED * own, layout.num_replicas),
-        reforming=_SAVED * held * weight_bytes,
+        staged=chunk_rows(own + _MOMENTS * trained, layout.num_replicas),
+        reforming=held * weight_bytes,
         activations=activation_bytes(size, num_tokens, compute_bytes),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orchestrator.planning.memory import ModelSize
 from orchestrator.planning.state_layout import Layout
 
 
@@ -26,13 +27,14 @@ class Machine:
 class ParallelChoice:
     """What `train.parallel` came to: `num_shards` as in `state_layout.layout_of` (1: replicate, None: a shard
     for each worker), and why. `machines` are those that were looked at, `cluster` the address of the Ray that
-    has them (empty: one that was started for the launch, or none).
+    has them (empty: one that was started for the launch, or none). `size`: by what the model was judged.
     """
 
     num_shards: int | None
     reason: str
     machines: tuple[Machine, ...] = ()
     cluster: str = ""
+    size: ModelSize = ModelSize()
 
 
 def choice_text(num_shards: int | None) -> str:

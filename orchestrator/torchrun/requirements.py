@@ -45,10 +45,12 @@ def require_memory(job: JobConfig) -> ParallelChoice:
         choose_parallel,
         without_memory_points,
     )
-    from orchestrator.launch.known_shape import with_known_shape
+    from orchestrator.launch.known_shape import measured, with_known_shape
     from orchestrator.launch.machine_facts import machines_here
 
-    job = without_memory_points(with_known_shape(job))
+    # one rank of a machine judges for all of it
+    judges = os.environ.get("LOCAL_RANK", "0") == "0"
+    job = without_memory_points(measured(job, None, None)[0] if judges else with_known_shape(job))
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     world_size = int(os.environ.get("WORLD_SIZE", str(num_ranks)))
     workers = Workers(num_workers=num_ranks, world_size=world_size, with_feed=False)

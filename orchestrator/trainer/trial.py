@@ -11,12 +11,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.paused_gc import paused_gc
+from orchestrator.planning.memory import ModelSize
 from orchestrator.trainer.known_keys import require_known_keys
 
 if TYPE_CHECKING:
@@ -31,23 +33,27 @@ _LIMIT_S = 300.0
 class ModelFacts:
     """What a model was found to be. `num_embeddings`: how many ids it embeds, None where it does not say
     (`get_input_embeddings`); `largest_table`: rows of the largest `torch.nn.Embedding` of such a one, None
-    if it has none. `scalars` names parameters without dimensions. `note`, if any, is for the user: what
-    could not be tried.
+    if it has none. `scalars` names parameters without dimensions. `size`: None where it was not built.
+    `note`, if any, is for the user: what could not be tried.
     """
 
     num_embeddings: int | None = None
     largest_table: int | None = None
     scalars: Sequence[str] = ()
+    size: ModelSize | None = None
     note: str = ""
 
 
-def require_model(job: JobConfig, plan: ResumePlan, vocab_size: int) -> tuple[str, ...]:
+def require_model(
+    job: JobConfig, plan: ResumePlan, vocab_size: int, facts: ModelFacts | None = None
+) -> tuple[str, ...]:
     """Raises `ConfigError` if no start can build the job's model, or the tokenizer, with its `vocab_size`,
     has ids that it does not embed; returns notes. What the run's point was made with is not tried again.
+    `facts`: what trying it has found, if that was done.
     """
     if not is_to_try(plan):
         return ()
-    facts = try_model(job)
+    facts = try_model(job) if facts is None else facts
     require_vocabulary(facts, job, vocab_size)
     require_rows(facts, job)
     notes = [facts.note] if facts.note else []
@@ -138,7 +144,8 @@ def _build_elsewhere(task: dict[str, Any]) -> ModelFacts:
     answer = json.loads(ended.stdout.splitlines()[-1])
     if "refused" in answer:
         raise ConfigError(answer["refused"])
-    return ModelFacts(**answer | {"scalars": tuple(answer["scalars"])})
+    size = answer["size"] and ModelSize(**answer["size"])
+    return ModelFacts(**answer | {"scalars": tuple(answer["scalars"]), "size": size})
 
 
 def _build(config: ModelConfig, device_type: str, invariant: bool, within: int | None = None) -> ModelFacts:
@@ -158,7 +165,9 @@ def _build(config: ModelConfig, device_type: str, invariant: bool, within: int |
                 require_document_attention(model, within)
             if config.init_from is not None:
                 require_fit(config, model)
-            return ModelFacts(num_embeddings=_num_embeddings(model), scalars=_scalars(model))
+            return ModelFacts(
+                num_embeddings=_num_embeddings(model), scalars=_scalars(model), size=_size(model)
+            )
         function = models.find_factory(config)
         try:
             made = function(**config.factory_args)
@@ -175,11 +184,39 @@ def _build(config: ModelConfig, device_type: str, invariant: bool, within: int |
     known = _num_embeddings(module)
     tables = [each.num_embeddings for each in module.modules() if isinstance(each, torch.nn.Embedding)]
     largest = None if known else max(tables, default=None)
-    return ModelFacts(num_embeddings=known, largest_table=largest, scalars=_scalars(module))
+    return ModelFacts(
+        num_embeddings=known, largest_table=largest, scalars=_scalars(module), size=_size(module)
+    )
 
 
 def _scalars(model: Any) -> tuple[str, ...]:
     return tuple(name for name, parameter in model.named_parameters() if not parameter.dim())
+
+
+def _size(model: Any) -> ModelSize:
+    """With the blocks that are gathered one after the other; what the model does not say counts as nothing:
+    how wide its blocks are, and whether it makes logits.
+    """
+    from orchestrator.trainer.sharded_model import blocks_of
+
+    scalars = _scalars(model)
+    blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(model)]
+    parameters = list(model.parameters())
+    num = sum(p.numel() for p in parameters)
+    settings = getattr(model, "config", None)
+    hidden, head = getattr(settings, "hidden_size", 0), None
+    with suppress(NotImplementedError, AttributeError):
+        head = model.get_output_embeddings()
+    return ModelSize(
+        parameters=num,
+        frozen=sum(p.numel() for p in parameters if not p.requires_grad),
+        block=max(blocks, default=0),
+        rest=num - sum(blocks),
+        num_blocks=len(blocks),
+        hidden=hidden if isinstance(hidden, int) else 0,
+        vocab=0 if head is None else head.weight.shape[0],
+        scalar=scalars[0] if scalars else "",
+    )
 
 
 def _num_embeddings(model: Any) -> int | None:

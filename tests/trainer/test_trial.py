@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.config.stored import nested
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
+from orchestrator.planning.memory import ModelSize
 from orchestrator.planning.resume_plan import plan_resume
 from orchestrator.trainer.known_keys import require_known_keys
 from orchestrator.trainer.model import build_model
@@ -66,7 +68,51 @@ def says():
 
 @pytest.mark.parametrize("config", [LLAMA, GEMMA2, {**LLAMA, "num_hidden_layers": 100, "hidden_size": 65536}])
 def test_a_model_that_can_be_built_is_tried_without_its_weights(config):
-    assert try_model(with_model(config=config)) == ModelFacts(num_embeddings=VOCABULARY)
+    facts = try_model(with_model(config=config))
+    assert replace(facts, size=None) == ModelFacts(num_embeddings=VOCABULARY)
+
+
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA2, MIXTRAL])
+def test_it_is_measured_without_its_weights(config):
+    asked = with_model(config=config)
+    size = try_model(asked).size
+    model = build_model(asked.model, "float32", 0, torch.device("cpu"), True)
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.layers]
+    assert size is not None
+    assert size.parameters == sum(p.numel() for p in model.parameters()) == size.rest + sum(blocks)
+    assert (size.block, size.num_blocks) == (max(blocks), len(blocks))
+    assert (size.hidden, size.vocab, size.frozen, size.scalar) == (
+        model.config.hidden_size,
+        VOCABULARY,
+        0,
+        "",
+    )
+
+
+# Three equal blocks, and a table that is not trained.
+FROZEN = """
+import torch
+class Frozen(torch.nn.Module):
+    def __init__(self, scale=False):
+        super().__init__()
+        self.table = torch.nn.Embedding(99, 8).requires_grad_(False)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        if scale:
+            self.scale = torch.nn.Parameter(torch.ones(()))
+"""
+
+
+@pytest.mark.usefixtures("begun_warm")
+def test_a_factorys_model_is_measured_with_what_it_does_not_train(tmp_path, monkeypatch):
+    (tmp_path / "frozen_models.py").write_text(FROZEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    size = ModelSize(parameters=99 * 8 + 3 * 72, frozen=99 * 8, block=72, rest=99 * 8, num_blocks=3)
+    assert try_model(with_model(factory="frozen_models:Frozen")).size == size
+    scaled = with_model(factory="frozen_models:Frozen", factory_args={"scale": True})
+    assert try_model(scaled).size == replace(size, parameters=size.parameters + 1, rest=793, scalar="scale")
 
 
 def test_a_process_without_torch_stays_without_it(warm):
@@ -184,7 +230,7 @@ def test_what_a_class_says_of_itself_it_knows(kind):
 def test_a_pretrained_folder_is_tried_with_its_own_configuration_and_must_hold_safetensors(tmp_path):
     build_model(ModelConfig(config=GEMMA2), "float32", 0, torch.device("cpu"), True).save_pretrained(tmp_path)
     asked = with_model(pretrained=str(tmp_path))
-    assert try_model(asked) == ModelFacts(num_embeddings=VOCABULARY)
+    assert try_model(asked).num_embeddings == VOCABULARY
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"holds no \*\.safetensors"):
         try_model(asked)
@@ -194,10 +240,12 @@ def test_a_factory_is_called_where_the_driver_would_find_it_and_what_cannot_be_t
     tmp_path, monkeypatch, warm
 ):
     with python_is(warm):
-        assert try_model(with_model(factory="torch.nn:Identity")) == ModelFacts()
+        assert try_model(with_model(factory="torch.nn:Identity")) == ModelFacts(size=ModelSize())
     (tmp_path / "our_models.py").write_text(FACTORY)
     monkeypatch.syspath_prepend(tmp_path)
-    note = try_model(with_model(factory="our_models:read_by_itself")).note
+    facts = try_model(with_model(factory="our_models:read_by_itself"))
+    note = facts.note
+    assert facts.size is None
     assert "model.factory=our_models:read_by_itself does not work on torch's meta device" in note
 
 
@@ -206,13 +254,14 @@ def test_the_vocabulary_of_a_factorys_model_is_looked_at_where_that_says_it(tmp_
     (tmp_path / "small_models.py").write_text(TABLES)
     monkeypatch.syspath_prepend(tmp_path)
     says = with_model(factory="small_models:says")
-    assert try_model(says) == ModelFacts(num_embeddings=99)
+    size = ModelSize(parameters=115 * 8, rest=115 * 8)
+    assert try_model(says) == ModelFacts(num_embeddings=99, size=size)
     fresh = plan_resume(says, {}, None)
     assert require_model(says, fresh, 99) == ()
     with pytest.raises(ConfigError, match=r"model\.factory=small_models:says embeds 99 ids, .* has 100"):
         require_model(says, fresh, 100)
     silent = with_model(factory="small_models:silent")
-    assert try_model(silent) == ModelFacts(largest_table=99)
+    assert try_model(silent) == ModelFacts(largest_table=99, size=size)
     assert require_model(silent, fresh, 99) == ()
     (note,) = require_model(silent, fresh, 100)
     assert "the largest torch.nn.Embedding of model.factory=small_models:silent has 99 rows" in note

@@ -30,6 +30,7 @@ from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedErr
 from orchestrator.history.beginnings import beginning_of
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.json_form import encode
+from orchestrator.launch.known_shape import with_known_shape
 from orchestrator.launch.looking_ahead import feed_memory, said_of_files, with_memory
 from orchestrator.launch.machine_facts import noted_machines
 from orchestrator.launch.start import read_frozen_data
@@ -109,7 +110,8 @@ class Planner:
             found = _completed(store, job, found, data, damages, refused, point)
             if data.spec is not None:
                 # not this machine's: the dashboard may run where no worker does
-                found = with_memory(job, noted_machines(store), found)
+                known = noted_machines(store)
+                found = with_memory(with_known_shape(job, known.before), known, found)
             if point is not None and asked.point:
                 found = replace(found, rewind=_rewinds(views, wanted, point))
             return {**found.to_json(), **_of_the_page(views, job, flat, asked, found, point)}
