@@ -223,7 +223,7 @@ def deletes_unannounced(patch: pytest.MonkeyPatch) -> None:
         (never_looks_again, 0),
         (believes_the_first_damage, 1),
         (trusts_the_journal_it_has_read, 765),
-        (lists_the_points_once, 21),
+        (lists_the_points_once, 332),
         (deletes_unannounced, 0),
     ],
 )
