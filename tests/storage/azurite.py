@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import shutil
 import subprocess
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,10 +34,12 @@ def azurite(folder: Path) -> Iterator[str]:
     try:
         assert process.stdout is not None
         line = next(line for line in process.stdout if "successfully listens on" in line)
+        # it says each request, and stands still while nobody reads that
+        threading.Thread(target=process.stdout.read, daemon=True).start()
         yield line.split()[-1]
     finally:
-        process.terminate()
-        process.wait(10)
+        process.kill()  # asked to end, it waits for connections that clients keep open
+        process.wait()
 
 
 def connection_string(url: str) -> str:
