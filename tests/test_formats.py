@@ -29,6 +29,7 @@ from orchestrator.history.request_files import RequestFiles
 from orchestrator.json_form import decode
 from orchestrator.launch.replay_history import History
 from orchestrator.launch.which_point import Wanted, find
+from orchestrator.monitor.run import Run
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.parts.documents import PARTS, read_manifest
 from orchestrator.parts.node_folder import make_node
@@ -138,6 +139,25 @@ def test_a_sealed_file_is_read_without_a_number_and_refused_with_the_next_one(
     path.write_bytes(spelled({**document, "format": 3}))
     text = str(said(partial(kind.read, storage)))
     assert "is a sealed document of format 3, this version reads 1 and 2; use the version that wrote" in text
+
+
+@pytest.mark.parametrize("path", ["run.json", "attempts/0003.json", "attempts/0003.parent.json", "COMMIT"])
+def test_nothing_is_decided_from_a_run_of_which_a_later_version_sealed_a_part(
+    path: str, tmp_path: Path
+) -> None:
+    storage = kinds_in(tmp_path / "kinds")
+    store, run = RunStore(storage), Run(storage.root)
+    name = store.point_names()[-1]
+    file = Path(storage.root, f"points/{name}/{path}" if path == COMMIT else path)
+    file.write_bytes(spelled({**json.loads(file.read_bytes()), "format": 3}))
+    before = sorted(Path(storage.root).rglob("*"))
+    reads: list[Callable[[], object]] = [lambda: survey(store), run.list_points, run.verify]
+    if path.startswith("attempts/"):
+        reads.append(partial(run.status, watch_s=0))  # it shows no more of the others than is known
+    for decide in reads:
+        with pytest.raises(LaterFormatError, match="of format 3, this version reads 1 and 2; use the version"):
+            decide()
+    assert sorted(Path(storage.root).rglob("*")) == before
 
 
 def test_an_end_of_a_later_version_is_no_end_so_that_the_attempt_is_watched(tmp_path: Path) -> None:

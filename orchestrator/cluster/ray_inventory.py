@@ -132,6 +132,15 @@ REPLACED_ALONE = PrivatePart(
     lost="when a worker dies, all workers of its node are started anew, and if there are no others the run "
     "goes back to its newest resume point",
 )
+REPLACED_TOGETHER = PrivatePart(
+    names={f"{_GROUP}WorkerGroup._replace_replica_group_impl": f"{_GROUP}WorkerGroup.replace_replica_group"},
+    shape=lambda one: (
+        list(inspect.signature(one).parameters) == ["self", "replica_group_index"]
+        and {"_replica_groups", "is_active", "clear_result_queue"} <= set(one.__code__.co_names)
+    ),
+    lost="when two of three or more workers of a node die at one moment, all workers of that node are started "
+    "anew",
+)
 TRAINER = PrivatePart(
     names={f"{_TRAINER}DataParallelTrainer": ""},
     lost="Ray's trainer for torch takes its place, which loads torch once more on each node, with about 2.5 "
@@ -297,7 +306,7 @@ THREADS = PrivatePart(
     lost="the feeder's statistics do not count Ray Data's threads",
 )
 OF_LIBRARIES = (
-    *(NODE_GROUPS, REPLACED_ALONE, TRAINER, CONTROLLER, CALLBACKS, SCALING, BARRIER),
+    *(NODE_GROUPS, REPLACED_ALONE, REPLACED_TOGETHER, TRAINER, CONTROLLER, CALLBACKS, SCALING, BARRIER),
     *(OWN_SHARE, STATISTICS, PLACES, LOOKS, *VARIABLES, DEATH_CAUSES, COPIES, THREADS),
 )
 

@@ -22,6 +22,7 @@ from orchestrator.cluster.ray_inventory import (
     CONTROLLER,
     NODE_GROUPS,
     REPLACED_ALONE,
+    REPLACED_TOGETHER,
     SCALING,
     TRAINER,
 )
@@ -39,6 +40,31 @@ class _NoBarrier:
     def remote(cls, **_: Any) -> NullActor:
         """No process is started."""
         return NullActor()
+
+
+class _Unasked:
+    """In the place of a worker that is not to be asked anything."""
+
+    def is_active(self) -> bool:
+        """See Ray's `ReplicaGroup`."""
+        return False
+
+
+def asking_nobody(replace_one: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
+    """Ray's replacement of one worker of a group, which has all others forget what they have reported, and
+    ends the group where one of these is dead, too. Ours report nothing, so none is asked.
+    """
+
+    def replaced(group: Any, index: int) -> None:
+        all_of_it = group._replica_groups
+        group._replica_groups = [one if n == index else _Unasked() for n, one in enumerate(all_of_it)]
+        try:
+            replace_one(group, index)
+        finally:
+            new = group._replica_groups[index]
+            group._replica_groups = [new if n == index else one for n, one in enumerate(all_of_it)]
+
+    return replaced
 
 
 def run_group(
@@ -104,6 +130,8 @@ def lean_trainer() -> Any:
         silent = dict.fromkeys(("after_controller_start", "_maybe_send_resource_request"), lambda *_: None)
         replace(SCALING, [type("PinnedPolicy", (scaling[1],), silent)])
     replace(BARRIER, [_NoBarrier, lambda *_: None])
+    if (replacing := REPLACED_TOGETHER.found()) is not None:
+        replace(REPLACED_TOGETHER, [asking_nobody(*replacing)])
     methods: dict[str, Any] = {}
     if (callbacks := CALLBACKS.found()) is not None:
         create, *unused = callbacks

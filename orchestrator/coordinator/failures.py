@@ -15,6 +15,7 @@ class Failures:
         self._budget = budget
         self._generations: set[int] = set()
         self._groups: set[tuple[int, str]] = set()  # generation, node
+        self._early = 0  # members that failed before the first generation
 
     @property
     def all(self) -> tuple[Failure, ...]:
@@ -42,6 +43,13 @@ class Failures:
         again = group in self._groups
         self._groups.add(group)
         return again
+
+    def is_next_round(self, expected: int) -> bool:
+        """A member failed before there was a generation; whether `expected` others had before, since the last
+        one of which this was so: they failed, were started again, and fail again.
+        """
+        self._early += 1
+        return self._early > 1 and (self._early - 1) % max(1, expected) == 0
 
     def verdict(self) -> str | None:
         """Why the run must stop now; None while it may go on."""

@@ -75,6 +75,7 @@ class LaunchMachine:
         self._finished = dict(finished or {})  # member: reason, step
         self._left_out: set[str] = set()  # and not known to be dead
         self._dead: set[str] = set()
+        self._failed: set[str] = set()
         self._save = ""
         self._num_saves = 0
         self._given_up = ""  # what was said of the newest save that was
@@ -133,7 +134,7 @@ class LaunchMachine:
         actions: list[Action] = [Note(kind=EventKind.MEMBER_DEAD, fields={"member": member, "reason": why})]
         if member not in self._finished:
             # members of one generation die of one cause; before the first one each death counts
-            alone = member not in self.members and self.rendezvous.generation == 0
+            alone = self._is_early(member) and member not in self._failed
             actions += self._failure(f"member {member} died", alone)
         return [*actions, *self._places.lost(member, writing=False), *self._over()]
 
@@ -157,7 +158,9 @@ class LaunchMachine:
         reason = text if fatal else f"{kind}: {text}"
         if kind == UnsavedError.__name__ and self._given_up:
             reason = f"{text}. Why: {self._given_up}"  # a member knows of its own part only
-        return [note, *(self.end("failed", reason) if fatal else self._failure(reason))]
+        self._failed.add(member)
+        again = self._is_early(member) and self._failures.is_next_round(self.rendezvous.expected)
+        return [note, *(self.end("failed", reason) if fatal else self._failure(reason, again))]
 
     def group_failed(self, node: str, reason: str) -> list[Action]:
         """The group of a node ended without having been asked to."""
@@ -402,6 +405,9 @@ class LaunchMachine:
             self._left_out.add(member)
             actions.append(Kill(member=self.infos[member], reason=action.reason))
         return [*actions, *self._places.lost(member, writing=True), *self._over()]
+
+    def _is_early(self, member: str) -> bool:
+        return member not in self.members and self.rendezvous.generation == 0
 
     def _failure(self, reason: str, again: bool = False) -> list[Action]:
         """See `Failures.count`; too many end the run."""

@@ -108,7 +108,7 @@ def _look(store: RunStore, with_steps: bool) -> Survey:
     claims, (parents, cut_off) = store.claims(), store.parents()
     run_id = _require_own(store, claims)
     unreadable = (*(unreadable_claim(c.number) for c in claims if c.why == UNREADABLE), *cut_off)
-    _require_known(store.storage, unreadable)
+    require_known(store.storage, unreadable)
     if with_steps:
         journal = read_journal(store.storage, run_id)
         lineage = effective_history(claims, parents, journal.generations, journal.records)
@@ -172,7 +172,7 @@ def _require_own(store: RunStore, claims: Iterable[Claim]) -> str | None:
     return run.id if run else None
 
 
-def _require_known(storage: Storage, unreadable: Iterable[UnreadableFile]) -> None:
+def require_known(storage: Storage, unreadable: Iterable[UnreadableFile]) -> None:
     """Raises `LaterFormatError` if one of these files is as a later version wrote it: it is not damaged, and
     what it says is not for guessing.
     """

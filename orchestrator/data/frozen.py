@@ -145,7 +145,8 @@ def write_frozen(
 
 
 def _write(storage: Storage, files: Mapping[str, bytes], record: bytes) -> bool:
-    for name in FILES:
+    # asked for first: where nothing can be deleted, a run can still begin
+    for name in set(storage.list(TOKENIZER_FOLDER)).intersection(FILES):
         if f"{TOKENIZER_FOLDER}/{name}" not in files:
             storage.delete(f"{TOKENIZER_FOLDER}/{name}")
     for path, content in files.items():

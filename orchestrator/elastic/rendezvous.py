@@ -145,6 +145,11 @@ class Rendezvous:
         """
         self._group.extend_deadline(member, until)
 
+    @property
+    def expected(self) -> int:
+        """How many members there should be."""
+        return min(self._expected, self._max)
+
     def expect(self, num_workers: int) -> None:
         """How many members the supervisor has started, or is starting."""
         self._expected = num_workers
@@ -209,7 +214,7 @@ class Rendezvous:
                 return []
             self._end(now)  # who trains on, in a long step, hears of it and has its time to come
         actions: list[Action] = [*self._group.leave_out_unresponsive(now)]
-        expected = min(self._expected, self._max)
+        expected = self.expected
         decision = self._nobody_to_stop() or self._group.too_early(expected, now) or self._close(now)
         if self._short_since is None and self._group.num_live < self._min:
             self._short_since = now

@@ -11,10 +11,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 
-from orchestrator.coordinator.survey import LOOKS
+from orchestrator.coordinator.survey import LOOKS, require_known
 from orchestrator.errors import ResumePointError
 from orchestrator.history.busy import Busy, Free
-from orchestrator.history.claim_files import RESUME
+from orchestrator.history.claim_files import RESUME, UNREADABLE, unreadable_claim
 from orchestrator.history.claims import ClaimParent
 from orchestrator.monitor.missing import (
     lost_points,
@@ -35,7 +35,8 @@ from orchestrator.resume.store import RunStore
 
 def look_at(store: RunStore, uri: str, watch_s: float, quiet_s: Quiet) -> RunView:
     """The run in `store`, named `uri`. One without an end is watched for a sign of life for at most `watch_s`
-    seconds (0: nobody watches). `quiet_s` as in `monitor.view.view_of`.
+    seconds (0: nobody watches). `quiet_s` as in `monitor.view.view_of`. Raises `LaterFormatError` where a
+    later version wrote what would be shown.
     """
     watched = None
     if watch_s > 0:
@@ -82,6 +83,7 @@ def _newest_parent(store: RunStore) -> tuple[ClaimParent | None, frozenset[int]]
         if isinstance(parent, ClaimParent):
             return parent, frozenset(torn)
         if parent is not None:
+            require_known(store.storage, [parent])
             torn.add(number)
     return None, frozenset(torn)
 
@@ -95,6 +97,9 @@ def _facts(
         # what was claimed since is as alive as what was claimed during the watch
         alive = isinstance(watched, Busy) or max(numbers, default=0) > watched.number
     number = numbers[-1] if numbers else None
+    claim = None if number is None else store.read_claim(number)
+    if claim is not None and claim.why == UNREADABLE:
+        require_known(store.storage, [unreadable_claim(claim.number)])
     end, names = None if number is None else store.read_end(number), store.point_names()
     marked = store.quarantined()
     mine = on_history(parent, [name for name in names if name not in marked])
@@ -114,7 +119,7 @@ def _facts(
         skipped=None if cursor is None else {n: at.bad_documents for n, at in cursor.sources.items()},
         left_out=None if cursor is None else left_out(cursor),
         quarantined=tuple(name for name in names if name in marked),
-        resumes=number is not None and store.read_claim(number).why == RESUME,
+        resumes=claim is not None and claim.why == RESUME,
         point_tokens=None if cursor is None or skipped else cursor.consumed_tokens,
     )
     return facts, wrong, names

@@ -21,7 +21,7 @@ from orchestrator.parts.documents import FORMATS
 from orchestrator.parts.node_folder import run_folder
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import unseal
+from orchestrator.storage.sealed import LaterSealError, unseal
 
 RUN_FILE = "run.json"
 
@@ -65,6 +65,8 @@ def read_run(storage: Storage) -> RunFile | None:
         return decode(RunFile, content, RUN_FILE)
     except FileNotFoundError:
         return None
+    except LaterSealError as error:
+        raise LaterFormatError(f"{storage.root}/{RUN_FILE} {error}") from error
     except OrchestratorError as error:
         if isinstance(error, StorageError | ConfigError | LaterFormatError):  # it was not read at all
             raise

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import orjson
 from blake3 import blake3
 
-from orchestrator.errors import OrchestratorError
+from orchestrator.errors import LaterFormatError, OrchestratorError
 from orchestrator.json_form import decode
 from orchestrator.parts.documents import FORMATS, PARTS, manifest_of, require_known
 from orchestrator.parts.format1 import weights_digest_of_format_1
@@ -26,7 +26,7 @@ from orchestrator.records.points import FileEntry
 from orchestrator.resume import points
 from orchestrator.resume.points import COMMIT, CONFIG, CURSOR, DOCUMENTS, RNG, Commit, Damage
 from orchestrator.storage.files import Storage
-from orchestrator.storage.sealed import SealError, unseal
+from orchestrator.storage.sealed import LaterSealError, SealError, unseal
 
 Kind = TypeVar("Kind")
 
@@ -61,6 +61,8 @@ def read_commit(storage: Storage, name: str) -> Commit:
     except FileNotFoundError as error:
         gone = name not in storage.list(POINTS)
         raise damage("is missing, with the point's whole folder" if gone else "is missing") from error
+    except LaterSealError as error:
+        raise LaterFormatError(f"resume point {name}: {COMMIT} {error}") from error
     except SealError as error:
         raise damage(str(error)) from error
     if isinstance(content, dict):

@@ -191,6 +191,21 @@ def test_a_stop_at_once_and_a_failure_say_who_caused_them() -> None:
     assert ends(machine.failed("a", "ConfigError", "wrong", True)) == [("failed", "a failure")]
 
 
+@pytest.mark.parametrize("expected", [1, 2, 8])
+def test_workers_that_fail_whenever_they_start_end_the_run_with_their_reason(expected: int) -> None:
+    rendezvous = Rendezvous(attempt=1, launch=LAUNCH, min_workers=1, max_workers=8, expected=expected)
+    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble())
+    rounds = [
+        [machine.failed(f"{start}-{n}", "RuntimeError", "no weights today", False) for n in range(expected)]
+        for start in range(4)
+    ]
+    over = [[ends(actions) for actions in each if ends(actions)] for each in rounds]
+    assert over == [[], [], [], [[("failed", "a failure")]]]
+    (end,) = [action for action in rounds[-1][0] if isinstance(action, End)]
+    assert "4 failures after step 0" in end.reason
+    assert end.reason.count("RuntimeError: no weights today") == 1
+
+
 def test_a_run_whose_last_state_could_not_be_saved_ends_with_the_reason_of_the_newest_save() -> None:
     for kind, reason in [
         ("UnsavedError", "tried for 300 s. Why: p2: no space"),

@@ -27,6 +27,7 @@ from orchestrator.planning.identity import compare
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from tests.data.making import job, plain, samples, some_texts, write_corpus
+from tests.storage.model_store import DELETE, Fate, ModelBucket, ModelStore
 
 Make = Callable[..., dict[str, Any]]
 
@@ -85,6 +86,15 @@ def test_what_a_cut_off_first_start_left_is_replaced(data: Path, run: Path, tiny
     spec = prepare_data(config, Storage(str(run)))
     assert prepare_data(config, Storage(str(run))) == spec
     assert not (run / "tokenizer" / "merges.txt").exists()
+
+
+def test_a_run_can_begin_where_nothing_can_be_deleted(data: Path, tiny_config: Make) -> None:
+    def no_deletes(what: str, _: str) -> Fate:
+        return Fate.REFUSED if what == DELETE else Fate.ANSWERED
+
+    config = job(tiny_config, data)
+    storage = Storage.on(ModelStore(ModelBucket(), turn=no_deletes))
+    assert prepare_data(config, storage).identity() == prepare_data(config).identity()
 
 
 def test_the_slower_of_two_first_starts_takes_what_the_quicker_one_froze(

@@ -10,11 +10,30 @@ from typing import Any
 import pytest
 
 from tests.monitor.lost_steps import assert_views_count_each_lost_step_once
-from tests.system.harness import Job, assert_exactly_once
+from tests.system.harness import Job, assert_exactly_once, assert_survivors_stayed
 from tests.torchrun.ranks import ranks
 
 pytestmark = pytest.mark.system
 HSDP = {"shard": 2, "replicate": 1}
+
+
+def test_two_workers_of_a_node_that_die_at_one_moment_take_no_other_along(
+    job: Job, cluster: Any, unbroken: tuple[str, list[float]]
+) -> None:
+    _, losses = unbroken
+    plan = job.faults().kill("gradient_done", step=6, rank=2).kill("gradient_done", step=6, rank=3)
+    result = job.train(
+        plan,
+        train__numerics="fast",
+        train__parallel={"shard": 2, "replicate": 2},
+        cluster__num_workers=[4, 4],
+    )
+    assert (result.outcome, result.step) == ("done", 16), result.reason
+    assert plan.struck() == [0, 1]
+    assert_survivors_stayed(job)
+    assert assert_views_count_each_lost_step_once(job.run) == 0, "a whole replica is left"
+    assert_exactly_once(job)
+    assert job.losses() == pytest.approx(losses, rel=1e-5)
 
 
 def test_a_killed_worker_takes_its_rows_along_and_the_run_goes_on_in_other_layouts(
