@@ -155,7 +155,9 @@ def test_nothing_is_decided_from_a_run_of_which_a_later_version_sealed_a_part(
     if path.startswith("attempts/"):
         reads.append(partial(run.status, watch_s=0))  # it shows no more of the others than is known
     for decide in reads:
-        with pytest.raises(LaterFormatError, match="of format 3, this version reads 1 and 2; use the version"):
+        with pytest.raises(
+            LaterFormatError, match="of format 3, this version reads 1 and 2; use the version"
+        ):
             decide()
     assert sorted(Path(storage.root).rglob("*")) == before
 

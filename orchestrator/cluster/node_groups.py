@@ -116,7 +116,8 @@ class NodeGroup:
         try:
             ray.get(self._end)
         except Exception as error:  # noqa: BLE001  whatever ended the group is a fact for the policy, named in the journal
-            return f"{type(error).__name__}: {error}"
+            cause = getattr(error, "cause", None) or error  # Ray's own text of it is coloured, and says where
+            return f"{type(cause).__name__}: {cause}"
         return ""
 
     def kill_member(self, pid: int) -> None:

@@ -138,8 +138,8 @@ REPLACED_TOGETHER = PrivatePart(
         list(inspect.signature(one).parameters) == ["self", "replica_group_index"]
         and {"_replica_groups", "is_active", "clear_result_queue"} <= set(one.__code__.co_names)
     ),
-    lost="when two of three or more workers of a node die at one moment, all workers of that node are started "
-    "anew",
+    lost="when two of three or more workers of a node die at one moment, all workers of that node are "
+    "started anew",
 )
 TRAINER = PrivatePart(
     names={f"{_TRAINER}DataParallelTrainer": ""},

@@ -180,7 +180,12 @@ def memory_plan(job: JobConfig, known: KnownMachines) -> tuple[list[str], list[s
     if every is not None and job.cluster.max_workers > 1 and one_machine:
         notes.append(
             "all workers are on one machine: a memory point, and the neighbour's copy of it, do not outlive "
-            "that machine; resume points do"
+            "that machine" + ("" if job.resume.node_folder else "; resume points do")
+        )
+    if job.resume.node_folder and one_machine:
+        notes.append(
+            "resume.node_folder: all workers are on one machine, whose disk has the only copy of each part: "
+            "resume points do not outlive it"
         )
     problems = capacity_problems(job, choice.num_shards, workers, known.machines)
     return notes, [f"{problem} (judged by {known.source})" for problem in problems]

@@ -88,7 +88,10 @@ class Tail:
             return str(line["reason"])
         if kind in (EventKind.FEEDER_DIED, EventKind.COORDINATOR_DIED):
             return sentences.died(kind.removesuffix(" died"), line["pid"], line["host"], line["reason"])
-        reason = sentences.first_sentence(str(line.get("reason") or line.get("text") or ""))
+        if kind == EventKind.MEMBER_FAILED:
+            reason = sentences.failure(line["error"], line["text"])
+        else:
+            reason = sentences.first_sentence(str(line.get("reason") or ""))
         if kind not in LOST:
             about = line.get("point") or line.get("file") or ""
             return f"{kind}{f' {about}' if about else ''}: {reason}"

@@ -29,12 +29,13 @@ _NEWEST, _BY_TURNS = 2, 16  # points whose sizes are compared at each look
 @dataclass(kw_only=True, slots=True)
 class PointFacts:
     """A committed point as its files are. `commit` is None if that cannot be read; `wrong` is what is wrong,
-    by file: sizes and presence only.
+    by file: sizes and presence only. `away`: on which nodes' disks what is not reached from here lies.
     """
 
     name: str
     commit: Commit | None
     wrong: dict[str, str] = field(default_factory=dict)
+    away: str = ""
 
 
 class RunFiles:
@@ -129,8 +130,9 @@ class RunFiles:
     def compare(self, name: str) -> bool:
         """Compare the sizes of one point's files now; whether that says something new."""
         facts = self.points[name]
-        before, facts.wrong = facts.wrong, self._wrong(name, facts.commit)
-        return before != facts.wrong
+        before = facts.wrong, facts.away
+        facts.wrong, facts.away = self._wrong(name, facts.commit)
+        return before != (facts.wrong, facts.away)
 
     def _due(self, there: list[str]) -> set[str]:
         """Which points to compare now: the newest, and some of the others in turn."""
@@ -176,18 +178,19 @@ class RunFiles:
             wrong = {COMMIT: str(error)}
         facts = PointFacts(name=name, commit=commit, wrong=wrong)
         if commit is not None:
-            facts.wrong = self._wrong(name, commit)
+            facts.wrong, facts.away = self._wrong(name, commit)
         return facts
 
-    def _wrong(self, name: str, commit: Commit | None) -> dict[str, str]:
+    def _wrong(self, name: str, commit: Commit | None) -> tuple[dict[str, str], str]:
         if commit is None:
-            return self._read(name).wrong
-        wrong = {}
+            return self._read(name).wrong, ""
+        wrong, away = {}, ""
         for entry in commit.files:
-            if self.store.storage.away(verify.point_path(name, entry.path)):
+            if text := self.store.storage.away(verify.point_path(name, entry.path)):
+                away = away or text
                 continue  # on the disk of a node that is not this one
             try:
                 verify.check_file(self.store.storage, name, entry, with_digest=False)
             except verify.DamageError as error:
                 wrong[error.damage.file] = error.damage.reason
-        return wrong
+        return wrong, away

@@ -334,7 +334,7 @@ def _sentence(e: Entry) -> str:  # noqa: C901, PLR0912  a sentence for each kind
         case "crash":
             return f"Everything died; resumed after {span(e['down_s'])} with {workers(b or 0)}, {lost}"
         case "error":
-            return f"A worker failed: {sentences.first_sentence(e['detail'])}{also_lost}"
+            return f"A worker failed: {sentences.failure('', e['detail'])}{also_lost}"
         case "coordinator":
             return f"The coordinator restarted; {_pause_text(e)}{lost}"
         case "feeder":

@@ -168,6 +168,7 @@ def _row(facts: Facts, name: str, there: PointFacts | None, event: Event | None,
     run = facts.files.run
     if commit is not None and run is not None and commit.run_id != run.id:
         orphan_why = f"it belongs to run {commit.run_id or 'without an id'}"
+    away = there.away if there is not None and not wrong else ""
     hold = facts.files.pins.get(name)
     pin = hold and {"by": hold.by, "reason": hold.reason, "created": hold.created, "t": stamp(hold.created)}
     return {
@@ -187,8 +188,9 @@ def _row(facts: Facts, name: str, there: PointFacts | None, event: Event | None,
         "save_blocked_s": commit.save_blocked_s if commit else None,
         "parent": commit.parent.point_name if commit and commit.parent else None,
         "weights_digest": commit.weights_digest if commit else "",
-        "healthy": not wrong,
-        "reason": "; ".join(f"{file} {reason}".strip() for file, reason in wrong.items()),
+        "healthy": None if away else not wrong,
+        "away": away,
+        "reason": away or "; ".join(f"{file} {reason}".strip() for file, reason in wrong.items()),
         "on_lineage": not orphan_why,
         "orphan_why": orphan_why,
         "state": DAMAGED if wrong else ORPHAN if orphan_why else HEALTHY,
