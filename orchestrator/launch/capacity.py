@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from orchestrator.history.sentences import count
 from orchestrator.launch.needs import Needs, gib, memory_notes, model_size, needs_of
 from orchestrator.planning.memory import memory_every_steps
 from orchestrator.planning.parallel_choice import Machine, ParallelChoice, choice_text, layout_text
@@ -71,7 +72,11 @@ def choose_parallel(
     elif size.scalar:
         reason = f"the model's parameter {size.scalar} has the shape (), and no rows that could be divided"
     elif not (problems := _problems(job, 1, workers, machines, every_gpu=True)):
-        reason = "no machine that is known is too small for the whole state"
+        reason = (
+            "no machine that is known is too small for the whole state"
+            if machines
+            else "which machines there are is not known here; the start looks, and decides"
+        )
     else:
         num_shards, reason = _smaller(job, workers, machines), problems[0].partition("; ")[0]
         reason += ", and a shard for each worker does not fit better" if num_shards == 1 else ""
@@ -125,10 +130,11 @@ def memory_problems(
     if needed <= sum(sizes) and needs.worker_bytes <= max(sizes):
         return []
     return [
-        f"{gib(needed)} of memory are needed for {num_workers} workers"
+        f"{gib(needed)} of memory are needed for {count(num_workers, 'worker')}"
         f"{' and the feed' if with_feed else ''} ({needs.text}), {gib(sum(sizes))} are there "
-        f"({machines_text(machines, gpus=False)}), and no worker may be larger than its machine; lower the "
-        "number of workers, data.num_tokenizers or data.replay_bytes, take a smaller model, or add memory"
+        f"({machines_text(machines, gpus=False)}), and no worker may be larger than its machine; "
+        f"{'lower' if num_workers == 1 else 'lower the number of workers,'} data.num_tokenizers or "
+        "data.replay_bytes, take a smaller model, or add memory"
     ]
 
 
@@ -276,6 +282,10 @@ def _problems(
 def _ways(job: JobConfig, num_shards: int | None, workers: Workers, machines: Sequence[Machine]) -> list[str]:
     """What could help, beside what each problem names."""
     train, ways = job.train, _enough_workers(job, num_shards, workers, machines)
+    fewer = _fewer_workers(job, num_shards, workers, machines)
+    if not ways and not fewer:
+        ways = ["no number of workers has room on these machines as it is"]
+    ways += fewer
     if num_shards != 1 and train.precision == "float32":
         ways.append("train.precision=bf16 halves what gathered blocks take")
     if num_shards != 1 and memory_every_steps(job.resume.memory_every_steps, sharded=True) is not None:
@@ -302,6 +312,19 @@ def _enough_workers(
             settings += [] if with_points else ["resume.memory_every_steps=null"]
             each = f"{gib(needs.gpu_bytes)} of a GPU" if needs.gpu_bytes else gib(needs.worker_bytes)
             return [f"with {' and '.join(settings)} {num} workers fit, of {each} each"]
+    return []
+
+
+def _fewer_workers(
+    job: JobConfig, num_shards: int | None, workers: Workers, machines: Sequence[Machine]
+) -> list[str]:
+    """The most workers below the wanted number that have room as it is; nothing if there are no such."""
+    if workers.world_size not in (0, workers.num_workers):
+        return []
+    wanted = min(workers.num_workers, _MOST_WORKERS)
+    for num in range(wanted - 1, 0, -1):
+        if not _problems(job, num_shards, replace(workers, num_workers=num, world_size=0), machines):
+            return [f"{count(num, 'worker')} would fit as it is"]
     return []
 
 

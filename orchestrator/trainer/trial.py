@@ -56,6 +56,11 @@ def require_model(
     facts = try_model(job) if facts is None else facts
     require_vocabulary(facts, job, vocab_size)
     require_rows(facts, job)
+    if facts.size is not None and facts.size.frozen == facts.size.parameters:
+        raise ConfigError(
+            f"the model of {_where(job)} has no parameter that is trained (requires_grad): of "
+            f"{facts.size.parameters:,} none is; leave some unfrozen"
+        )
     notes = [facts.note] if facts.note else []
     if facts.largest_table is not None and facts.largest_table < vocab_size:
         notes.append(
@@ -98,12 +103,16 @@ def require_vocabulary(facts: ModelFacts, job: JobConfig, vocab_size: int) -> No
     """Raises `ConfigError` if the tokenizer has ids, `vocab_size` of them, that the model does not embed."""
     if facts.num_embeddings is None or facts.num_embeddings >= vocab_size:
         return
-    model = "model.config" if job.model.pretrained is None else f"model.pretrained={job.model.pretrained}"
-    model = model if job.model.factory is None else f"model.factory={job.model.factory}"
     raise ConfigError(
-        f"the model of {model} embeds {facts.num_embeddings} ids, but the tokenizer {job.data.tokenizer} has "
-        f"{vocab_size}; take the model's own tokenizer, or a model of at least {vocab_size} ids"
+        f"the model of {_where(job)} embeds {facts.num_embeddings} ids, but the tokenizer "
+        f"{job.data.tokenizer} has {vocab_size}; take the model's own tokenizer, or a model of at "
+        f"least {vocab_size} ids"
     )
+
+
+def _where(job: JobConfig) -> str:
+    model = "model.config" if job.model.pretrained is None else f"model.pretrained={job.model.pretrained}"
+    return model if job.model.factory is None else f"model.factory={job.model.factory}"
 
 
 def require_rows(facts: ModelFacts, job: JobConfig) -> None:

@@ -122,7 +122,7 @@ def test_only_what_cannot_be_there_is_refused_with_both_values(
         assert f"{3 * num_workers + 2}.0 GiB of memory are needed" in problems[0]
         assert "as the test says" in problems[0]
         assert "m0: " in problems[0]
-        assert "; lower the number of workers" in problems[0]
+        assert ("; lower the number of workers" in problems[0]) is (num_workers > 1)
 
 
 def test_without_a_feed_of_its_own_only_the_workers_count() -> None:
@@ -158,6 +158,19 @@ def test_a_refusal_names_the_fewest_workers_that_would_do() -> None:
     assert "activations grow with train.micro_batch_size=4: lower it" in problem
     (none,) = capacity_problems(small, 1, Workers(num_workers=2), machines(1, 512, 1, 1))
     assert "workers fit" not in none, "the gathered blocks alone are larger"
+    assert "no number of workers has room on these machines as it is" in none
+
+
+def test_a_refusal_names_the_workers_that_have_room_as_it_is() -> None:
+    replicas = job(SEVEN_B, "train.parallel=replicate", NO_POINTS)
+    of_one = needs_of(replicas, 1, 1)
+    room = (2 * of_one.worker_bytes + of_one.feed_bytes) / GIB + 1
+    (problem,) = capacity_problems(replicas, 1, Workers(num_workers=4), machines(1, room))
+    assert "; 2 workers would fit as it is" in problem
+    assert capacity_problems(replicas, 1, Workers(num_workers=2), machines(1, room)) == []
+    (problem,) = capacity_problems(replicas, 1, Workers(num_workers=1), machines(1, 16))
+    assert "needed for 1 worker and the feed" in problem
+    assert "lower the number of workers" not in problem
 
 
 def test_shards_that_fit_without_memory_points_alone_are_named_so() -> None:
@@ -270,6 +283,19 @@ def test_a_plan_says_that_on_one_machine_memory_points_do_not_outlive_it(number:
     changes = {"train.parallel": "shard", "cluster.num_workers": "2"}
     notes, _ = memory_plan(job(SEVEN_B, *(f"{k}={v}" for k, v in changes.items())), known)
     assert any("do not outlive" in note for note in notes) == said
+    (on_nodes, _), text = (
+        memory_plan(
+            job(
+                SEVEN_B,
+                "resume.node_folder=/nvme/points",
+                *(f"{k}={v}" for k, v in changes.items()),
+            ),
+            known,
+        ),
+        "whose disk has the only copy of each part: resume points do not outlive it",
+    )
+    assert any(text in note for note in on_nodes) == said
+    assert not any("; resume points do" in note and "not outlive" in note for note in on_nodes)
     for key, value in (
         ("resume.memory_every_steps", "null"),
         ("cluster.num_workers", "1"),

@@ -232,7 +232,7 @@ def test_what_only_shows_stays_in_this_process(example: Path) -> None:
 
 def test_a_launch_that_cannot_begin_leaves_neither_a_pin_nor_a_folder(example: Path) -> None:
     before = contents(example.parent)
-    with pytest.raises(RefusedError, match="memory are needed for 20000 workers"):
+    with pytest.raises(RefusedError, match="memory are needed for 20,000 workers"):
         orchestrator.open(example).replay(9, overrides=["cluster.num_workers=20000"])
     assert contents(example.parent) == before
     run = orchestrator.open(example)

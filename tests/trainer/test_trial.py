@@ -115,6 +115,16 @@ def test_a_factorys_model_is_measured_with_what_it_does_not_train(tmp_path, monk
     assert try_model(scaled).size == replace(size, parameters=size.parameters + 1, rest=793, scalar="scale")
 
 
+@pytest.mark.usefixtures("begun_warm")
+def test_a_model_without_a_parameter_that_is_trained_is_refused(tmp_path, monkeypatch):
+    source = FROZEN.replace("for _ in range(3))", "for _ in range(3)).requires_grad_(False)")
+    (tmp_path / "all_frozen.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = with_model(factory="all_frozen:Frozen")
+    with pytest.raises(ConfigError, match="model.factory=all_frozen:Frozen has no parameter that is trained"):
+        require_model(asked, plan_resume(asked, {}, None), 99)
+
+
 def test_a_process_without_torch_stays_without_it(warm):
     program = (
         "import json, sys; sys.executable = sys.argv.pop(1); "
