@@ -78,10 +78,12 @@ def _read(config: Mapping[str, Any] | str | Path) -> tuple[Reading, str]:
         return read_mapping(config), "configuration"
     try:
         text = Path(config).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(
-            f"{config}: cannot be read as a UTF-8 text: {error}; give the path of a YAML file"
+            f"{config}: cannot be read: {error.strerror}; give the path of a YAML file"
         ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{config}: is no UTF-8 text: {error}; give the path of a YAML file") from error
     return read_yaml(text), str(config)
 
 
