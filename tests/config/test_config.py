@@ -410,7 +410,7 @@ def test_a_missing_or_binary_file_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path / "none.yaml")
     (tmp_path / "bin.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="is no UTF-8 text"):
         load_config(tmp_path / "bin.yaml")
 
 
