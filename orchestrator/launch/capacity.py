@@ -282,10 +282,9 @@ def _problems(
 def _ways(job: JobConfig, num_shards: int | None, workers: Workers, machines: Sequence[Machine]) -> list[str]:
     """What could help, beside what each problem names."""
     train, ways = job.train, _enough_workers(job, num_shards, workers, machines)
-    fewer = _fewer_workers(job, num_shards, workers, machines)
-    if not ways and not fewer:
-        ways = ["no number of workers has room on these machines as it is"]
-    ways += fewer
+    if workers.world_size in (0, workers.num_workers):  # else there are machines that are not known here
+        ways += _fewer_workers(job, num_shards, workers, machines)
+        ways = ways or ["no number of workers has room on these machines as it is"]
     if num_shards != 1 and train.precision == "float32":
         ways.append("train.precision=bf16 halves what gathered blocks take")
     if num_shards != 1 and memory_every_steps(job.resume.memory_every_steps, sharded=True) is not None:
@@ -319,8 +318,6 @@ def _fewer_workers(
     job: JobConfig, num_shards: int | None, workers: Workers, machines: Sequence[Machine]
 ) -> list[str]:
     """The most workers below the wanted number that have room as it is; nothing if there are no such."""
-    if workers.world_size not in (0, workers.num_workers):
-        return []
     wanted = min(workers.num_workers, _MOST_WORKERS)
     for num in range(wanted - 1, 0, -1):
         if not _problems(job, num_shards, replace(workers, num_workers=num, world_size=0), machines):

@@ -168,6 +168,10 @@ def test_a_refusal_names_the_workers_that_have_room_as_it_is() -> None:
     (problem,) = capacity_problems(replicas, 1, Workers(num_workers=4), machines(1, room))
     assert "; 2 workers would fit as it is" in problem
     assert capacity_problems(replicas, 1, Workers(num_workers=2), machines(1, room)) == []
+    of_several = Workers(num_workers=4, world_size=8, with_feed=False)
+    (problem,) = capacity_problems(replicas, 1, of_several, machines(1, 16))
+    assert "has room" not in problem, "the others' machines are not known"
+    assert "would fit" not in problem
     (problem,) = capacity_problems(replicas, 1, Workers(num_workers=1), machines(1, 16))
     assert "needed for 1 worker and the feed" in problem
     assert "lower the number of workers" not in problem
