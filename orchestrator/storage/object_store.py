@@ -185,6 +185,9 @@ class ObjectStore:
         """See `Store`."""
         with self._told("delete folder", folder):
             found = self._ask(folder, lambda library, bucket: self._below(library, bucket, self._key(folder)))
+            by_agreement = not self._creates_exclusively()
+        if folder and by_agreement:  # an object of that name goes, too
+            forget_entries(self, [folder])
         self._delete([*found, *([self._key(folder)] if folder else [])])
 
     # ---------------------------------------------------------------------- requests

@@ -326,6 +326,13 @@ class LaxModelStore(ModelStore):
         forget_entries(self, paths)
         self._delete(paths)
 
+    def delete_folder(self, folder: str) -> None:
+        with self.bucket.lock:
+            is_object = self._key(folder) in self.bucket.objects
+        if is_object:  # only then that takes requests, for searches
+            forget_entries(self, [folder])
+        super().delete_folder(folder)
+
 
 def _bytes(objects: Objects) -> dict[str, bytes]:
     return {key: stored.data for key, stored in objects.items()}

@@ -339,6 +339,15 @@ def test_roots_side_by_side_see_nothing_of_each_other(store: Store) -> None:
         store.facts("x")
 
 
+def test_a_name_that_went_with_a_folder_of_that_name_can_be_created_anew(store: Store) -> None:
+    if isinstance(store, LocalStore):
+        return  # there a folder is no file
+    for _ in range(2):
+        assert put(store, "a", b"1", exclusive=True)
+        store.delete_folder("a")
+        assert names(store, "") == []
+
+
 ACTS = st.lists(
     st.tuples(
         st.sampled_from(["put", "create", "delete", "delete_folder"]),
