@@ -8,9 +8,20 @@ from __future__ import annotations
 
 
 class OrchestratorError(Exception):
-    """Base of everything this package raises on purpose. `exit_code` is what a command ends with."""
+    """Base of every error that this package raises on purpose.
+
+    `exit_code` is the exit code of a command that ends with this error. `code` names the kind of error in
+    dotted lower case (`storage.no_conditional_create`), so that programs do not compare sentences. It never
+    changes once it is published, and is None for errors that have none yet.
+    """
 
     exit_code = 1
+    code: str | None = None
+
+    def __init__(self, *args: object, code: str | None = None) -> None:
+        super().__init__(*args)
+        if code is not None:
+            self.code = code
 
 
 class ConfigError(OrchestratorError):
@@ -109,9 +120,14 @@ class TrainingError(OrchestratorError):
     """
 
 
-# An environment variable: the file into which a command that ends with an error of ours writes its `class`
-# and `text` as JSON, for the process that started it
+# An environment variable: the file into which a command that ends with an error of ours writes the error as
+# JSON (`error_document`), for the process that started it
 ERROR_FILE = "ORCHESTRATOR_ERROR_FILE"
+
+
+def error_document(error: OrchestratorError) -> dict[str, str | None]:
+    """The error as commands print it with `--json`: `class`, `code` and `text`."""
+    return {"class": type(error).__name__, "code": error.code, "text": str(error)}
 
 
 def text_of(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from orchestrator.cli.examples import add_examples
 from orchestrator.cli.exit_codes import add_exit_codes
 from orchestrator.cli.shared import app, errors_as_json, say
 from orchestrator.cluster.connection import leaving_ray_behind
-from orchestrator.errors import ERROR_FILE, OrchestratorError
+from orchestrator.errors import ERROR_FILE, OrchestratorError, error_document
 from orchestrator.launch.screen import let_go
 
 # the modules declare the commands
@@ -65,9 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except OrchestratorError as error:
             say(f"error: {error}")
             if error_file:
-                Path(error_file).write_text(
-                    json.dumps({"class": type(error).__name__, "text": str(error)}), encoding="utf-8"
-                )
+                Path(error_file).write_text(json.dumps(error_document(error)), encoding="utf-8")
             sys.exit(error.exit_code)
         finally:
             for stream in (sys.stdout, sys.stderr):

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from orchestrator import __version__
-from orchestrator.errors import ConfigError, OrchestratorError
+from orchestrator.errors import ConfigError, OrchestratorError, error_document
 from orchestrator.launch.screen import Screen
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def errors_as_json(arguments: Sequence[str]) -> Iterator[None]:
     except OrchestratorError as error:
         if JSON in list(takewhile(lambda word: word != "--", arguments)) and _printed == before:
             with suppress(OSError, ValueError):  # it stands on stderr, too
-                print_json({"error": {"class": type(error).__name__, "text": str(error)}})
+                print_json({"error": error_document(error)})
         raise
 
 

@@ -70,7 +70,7 @@ class LocalLaunch:
         with suppress(FileNotFoundError, ValueError):
             said = json.loads((self.folder / "error.json").read_text(encoding="utf-8"))
             kind: type[OrchestratorError] = getattr(errors, said["class"], OrchestratorError)
-            return kind(said["text"])
+            return kind(said["text"], code=said["code"])
         log = self.folder / "stderr.log"
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES), os.SEEK_SET)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 
 from orchestrator.cli.commands import main
+from orchestrator.errors import RefusedError, error_document
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format1"
 
@@ -42,3 +44,14 @@ def test_a_refused_command_line_is_one_too_and_without_json_nothing_is_printed_b
         assert json.loads(capsys.readouterr().out)["error"]["class"] == "RefusedError"
         assert ended(command, str(tmp_path)) == 2
         assert capsys.readouterr().out == ""
+
+
+def test_the_document_names_the_code_of_an_error_and_other_processes_keep_it() -> None:
+    error = RefusedError("the bucket has no conditional create", code="storage.no_conditional_create")
+    assert error_document(error) == {
+        "class": "RefusedError",
+        "code": "storage.no_conditional_create",
+        "text": "the bucket has no conditional create",
+    }
+    assert pickle.loads(pickle.dumps(error)).code == error.code  # noqa: S301
+    assert error_document(RefusedError("no"))["code"] is None
