@@ -38,6 +38,8 @@ browser:
 
 chaos: $(TOOLS)
 	$(BIN)/python -m pytest -m chaos -n 2 --dist loadscope --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -m "not chaos and not system" -n 2 --hypothesis-profile=random \
+		$$(grep -l "^from hypothesis import .*given" -r tests --include="test_*.py")
 
 bench-data: $(STAMP)
 	$(BIN)/python -m benchmarks.data --json

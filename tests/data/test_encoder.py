@@ -30,7 +30,6 @@ from orchestrator.data.tokens.encoder import (
 )
 from orchestrator.data.tokens.tokenizer_files import (
     TokenizerFacts,
-    TokenizerModel,
     examine,
     fetch,
     ids_around,
@@ -50,6 +49,11 @@ def facts(corpus: Path) -> TokenizerFacts:
     return examine("t", fetch(str(corpus / "tokenizer")))
 
 
+@pytest.fixture(scope="module")
+def fast_encoder(facts: TokenizerFacts) -> Encoder:
+    return Encoder(facts.model, FAST, "text")
+
+
 @pytest.mark.parametrize("mode", ["text", "parse"])
 def test_both_encoders_agree_on_adversarial_texts(facts: TokenizerFacts, mode: str) -> None:
     texts = [
@@ -62,9 +66,8 @@ def test_both_encoders_agree_on_adversarial_texts(facts: TokenizerFacts, mode: s
 
 @settings(deadline=None)  # a loaded machine is no difference of encoders
 @given(text=st.text(max_size=60))
-def test_both_encoders_agree_on_any_text(facts: TokenizerFacts, text: str) -> None:
-    encoder = _fast(facts.model)
-    assert np.array_equal(encoder.encode([text])[0], encoder.encode_reference([text])[0])
+def test_both_encoders_agree_on_any_text(fast_encoder: Encoder, text: str) -> None:
+    assert np.array_equal(fast_encoder.encode([text])[0], fast_encoder.encode_reference([text])[0])
 
 
 @pytest.mark.parametrize("mode", ["text", "parse"])
@@ -77,13 +80,6 @@ def test_the_ids_do_not_depend_on_how_much_is_encoded_at_once(facts: TokenizerFa
     one_by_one = [encoder.encode([text])[0] for text in many]
     assert lengths.tolist() == list(map(len, one_by_one))
     assert np.array_equal(ids, np.concatenate(one_by_one))
-
-
-_made: dict[int, Encoder] = {}
-
-
-def _fast(model: TokenizerModel) -> Encoder:
-    return _made.setdefault(id(model), Encoder(model, FAST, "text"))
 
 
 def test_special_tokens_in_a_text_are_text_or_parsed(facts: TokenizerFacts) -> None:

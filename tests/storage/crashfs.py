@@ -8,10 +8,15 @@ may be there (any prefix, where there are many). What was synced is sure.
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 MANY = 6  # more unsynced names than this: prefixes of the changes instead of all subsets
 FOLDER = None
@@ -21,10 +26,23 @@ FOLDER = None
 class Inode:
     data: bytes = b""
     safe: bytes = b""  # what is sure to be on disk
+    number: int = field(default_factory=itertools.count().__next__)  # Python reuses an `id`
+
+
+def atomic(call: Call) -> Call:
+    """Runs a call of the disk alone: a journal and a heartbeat write from threads of their own."""
+
+    @functools.wraps(call)
+    def alone(self: ModelDisk, *args: Any) -> Any:
+        with self.lock:
+            return call(self, *args)
+
+    return alone  # type: ignore[return-value]
 
 
 Names = dict[str, Inode | None]  # path: a file, or FOLDER
 Files = dict[str, bytes | None]
+Contents = list[bytes]
 
 
 @dataclass
@@ -34,7 +52,7 @@ class Moment:
     what: str
     durable: Names
     pending: list[tuple[str, str, Inode | None]]
-    content: dict[int, tuple[bytes, bytes]]
+    content: dict[int, tuple[bytes, bytes]]  # (data, safe) by `Inode.number`
 
 
 @dataclass
@@ -48,6 +66,7 @@ class ModelDisk:
     history: list[Moment] = field(default_factory=list)
     handles: dict[int, tuple[Inode, int]] = field(default_factory=dict)
     next_handle: int = 3
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     @classmethod
     def of(cls, files: Files) -> ModelDisk:
@@ -58,11 +77,13 @@ class ModelDisk:
                 disk.live[path] = FOLDER if data is None else Inode(data, data)
         return disk
 
+    @atomic
     def files(self) -> Files:
         """What a running process sees."""
         return {path: None if node is FOLDER else node.data for path, node in self.live.items()}
 
     # ------------------------------------------------------------ the calls
+    @atomic
     def create(self, path: str) -> int:
         self._need_folder(path)
         if path in self.live:
@@ -71,6 +92,7 @@ class ModelDisk:
         self._change("link", path, node)
         return self._open(node)
 
+    @atomic
     def write(self, handle: int, data: memoryview) -> int:
         node, _ = self.handles[handle]
         piece = bytes(data[: self.block or len(data)])
@@ -81,17 +103,21 @@ class ModelDisk:
     def direct(self, handle: int, on: bool) -> bool:
         return on
 
+    @atomic
     def fsync(self, handle: int) -> None:
         node, _ = self.handles[handle]
         node.safe = node.data
         self._mark("fsync")
 
+    @atomic
     def close(self, handle: int) -> None:
         del self.handles[handle]
 
+    @atomic
     def open(self, path: str) -> int:
         return self._open(self._file(path))
 
+    @atomic
     def read(self, handle: int, into: memoryview) -> int:
         node, offset = self.handles[handle]
         piece = node.data[offset : offset + len(into)]
@@ -99,9 +125,11 @@ class ModelDisk:
         self.handles[handle] = (node, offset + len(piece))
         return len(piece)
 
+    @atomic
     def skip(self, handle: int, num_bytes: int) -> None:
         self.handles[handle] = (self.handles[handle][0], num_bytes)
 
+    @atomic
     def link(self, old: str, new: str) -> None:
         node = self._file(old)
         self._need_folder(new)
@@ -110,14 +138,17 @@ class ModelDisk:
         self.live[new] = node
         self._change("link", new, node)
 
+    @atomic
     def num_links(self, path: str) -> int:
         return sum(node is self._file(path) for node in self.live.values())
 
+    @atomic
     def unlink(self, path: str) -> None:
         self._file(path)
         del self.live[path]
         self._change("unlink", path, None)
 
+    @atomic
     def make_folder(self, path: str) -> None:
         self._need_folder(path)
         if path in self.live:
@@ -125,12 +156,14 @@ class ModelDisk:
         self.live[path] = FOLDER
         self._change("link", path, FOLDER)
 
+    @atomic
     def remove_folder(self, path: str) -> None:
         if self.list(path):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
         del self.live[path]
         self._change("unlink", path, None)
 
+    @atomic
     def fsync_folder(self, path: str) -> None:
         self.list(path)
         others = []
@@ -142,17 +175,21 @@ class ModelDisk:
         self.pending = others
         self._mark(f"fsync {path}")
 
+    @atomic
     def is_folder(self, path: str) -> bool:
         if path not in self.live:
             raise _error(FileNotFoundError, errno.ENOENT, path)
         return self.live[path] is FOLDER
 
+    @atomic
     def is_open_file(self, path: str, handle: int) -> bool:
         return self._file(path) is self.handles[handle][0]
 
+    @atomic
     def size(self, path: str) -> int:
         return len(self._file(path).data)
 
+    @atomic
     def list(self, path: str) -> list[str]:
         if not self.is_folder(path):
             raise _error(NotADirectoryError, errno.ENOTDIR, path)
@@ -163,11 +200,11 @@ class ModelDisk:
     # ------------------------------------------------------------ power cuts
     def crashes(self) -> Iterator[tuple[int, str, Files]]:
         """(number of calls before it, the last of them, the files left), for each different disk."""
-        for number, moment in enumerate(self.history, start=1):
+        for number, moment in enumerate(list(self.history), start=1):
             seen = set()
             for names in self._surviving_names(moment):
                 files = {path: node for path, node in names.items() if node is not FOLDER}
-                options = [self._surviving_contents(*moment.content[id(node)]) for node in files.values()]
+                options = [self._surviving_contents(*moment.content[node.number]) for node in files.values()]
                 for contents in itertools.product(*options):
                     left: Files = {path: None for path, node in names.items() if node is FOLDER}
                     left.update(zip(files, contents, strict=True))
@@ -189,7 +226,7 @@ class ModelDisk:
                 _apply(names, change)
             yield names
 
-    def _surviving_contents(self, data: bytes, safe: bytes) -> list[bytes]:
+    def _surviving_contents(self, data: bytes, safe: bytes) -> Contents:
         if data == safe:
             return [data]
         prefixes = [data[:n] for n in range(len(safe), len(data), self.block)]
@@ -221,7 +258,7 @@ class ModelDisk:
         if not self.block:
             return
         nodes = [*self.live.values(), *self.durable.values(), *(node for _, _, node in self.pending)]
-        content = {id(node): (node.data, node.safe) for node in nodes if node is not FOLDER}
+        content = {node.number: (node.data, node.safe) for node in nodes if node is not FOLDER}
         self.history.append(Moment(what, dict(self.durable), list(self.pending), content))
 
 
