@@ -51,7 +51,7 @@ from orchestrator.records.membership import GenerationView, RunOver
 from orchestrator.records.run_status import MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_driver import Commits, in_daemon_thread
-from orchestrator.resume.commit_events import GenerationFormed, Tick, VoterGone
+from orchestrator.resume.commit_events import GenerationFormed, GiveUp, Tick, VoterGone
 from orchestrator.resume.pin_watch import PinWatch, note_pins
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
@@ -339,11 +339,16 @@ class LaunchDriver:
             self._feeder_notes.soon(point.cursor.consumed_samples)
         await self.notify()
 
-    async def gave_up(self, key: StateKey, text: str, by_storage: bool) -> None:
+    async def gave_up(self, given_up: GiveUp, text: str) -> None:
         """See `CommitListener`: goes out with the next status."""
+        key, now = given_up.key, time.monotonic()
+        if given_up.differ is not None:
+            await self.carry_out(self.machine.replicas_differ(key, given_up.differ, now))
+            self._wake.set()
+            return
         await self.warned(text)
-        self.roster.storage_failed(by_storage)
-        await self.carry_out(self.machine.save_given_up(key, text, time.monotonic()))
+        self.roster.storage_failed(given_up.by_storage)
+        await self.carry_out(self.machine.save_given_up(key, text, now))
 
     def last_tried_s(self, key: StateKey) -> float | None:
         """See `CommitListener`."""

@@ -29,6 +29,7 @@ from orchestrator.planning.schedule import Budgets
 from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest, Refusal, RunOver
 from orchestrator.records.run_status import MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.resume.points import ReplicasDiffer
 
 
 class LaunchMachine:
@@ -305,6 +306,20 @@ class LaunchMachine:
         self._save_decided(key)
         return self._leaving.save_given_up(now)
 
+    def replicas_differ(self, key: StateKey, differ: ReplicasDiffer, now: float) -> list[Action]:
+        """The save of `key` was given up because ranks hold different states: the group goes back to the
+        newest resume point (rule 27). Counts as a failure, so that a faulty machine ends the run after
+        `cluster.max_failures` of them.
+        """
+        reason = f"the save of {key.point_name} was given up: {differ.sentence(self._worker)}"
+        back = f"resume point {self._saved.point_name}" if self._saved else "the first step"
+        self._given_up = reason
+        self._requests.save_given_up(now)
+        self._save_decided(key)
+        self.rendezvous.distrust(key, now)
+        text = f"{reason}. All workers go back to {back}"
+        return [Warn(text=text), *self._leaving.save_given_up(now), *self._failure(reason, again=True)]
+
     def is_last(self, key: StateKey) -> bool:
         """Whether no step follows the state `key`, as far as is known."""
         return is_last(key, self.last_step, self._budgets, self.stopping)
@@ -367,6 +382,11 @@ class LaunchMachine:
         return answers
 
     # ---- inside
+    def _worker(self, rank: int) -> str:
+        """The worker of this rank of the newest generation, with its machine where that is known."""
+        info = self.infos.get(self.members[rank]) if rank < len(self.members) else None
+        return f"rank {rank} (pid {info.pid} on {info.host})" if info else f"rank {rank}"
+
     def _save_begun(self, key: StateKey) -> None:
         if self._to_hold is None or key >= self._to_hold:
             self.rendezvous.save_answered(self._save)

@@ -7,6 +7,7 @@ It knows the generations that were formed and the newest point; not who is waite
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from orchestrator.elastic.formation import Formation, NewestPoint
 from orchestrator.elastic.holdings import held_by_all, newest_complete
@@ -23,6 +24,7 @@ class ParentStateSelection:
     ) -> None:
         self.formed: dict[int, Formation] = {}  # every generation of this attempt
         self.point: NewestPoint | None = None
+        self.distrusted: tuple[int, int] | None = None  # (attempt, generation); see `trusted`
         self._attempt, self._first_attempt, self._rebase = attempt, first_attempt, rebase
 
     def newest(self, requests: Iterable[JoinRequest]) -> tuple[StateKey | None, NewestPoint | None]:
@@ -33,6 +35,21 @@ class ParentStateSelection:
         if complete is not None:
             return complete.key, None
         return (None, None) if self.point is None else (self.point.key, self.point)
+
+    def trusted(self, request: JoinRequest) -> JoinRequest:
+        """The request without the states that may not be continued, because replicas of them differed: all
+        that are newer than the newest committed point and no newer than the generation `distrusted`. Such a
+        member counts as blank (membership rule 27).
+        """
+        held = tuple(h for h in request.holdings if not self._is_distrusted(h.key))
+        if self._is_distrusted(request.key):
+            return replace(request, key=None, cursor=None, prepared=None, holdings=held)
+        return replace(request, holdings=held)
+
+    def _is_distrusted(self, key: StateKey | None) -> bool:
+        if key is None or self.distrusted is None or (key.attempt, key.generation) > self.distrusted:
+            return False
+        return self.floor is None or key > self.floor
 
     @property
     def floor(self) -> StateKey | None:

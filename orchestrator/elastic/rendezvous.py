@@ -113,7 +113,7 @@ class Rendezvous:
         if self._group.is_inside(request.member):
             self._end(now)
         self._group.observe(request.key, self._backoff)
-        self._group.arrive(request, now)
+        self._group.arrive(self._states.trusted(request), now)
         return None
 
     def dead(self, member: str, now: float) -> None:
@@ -195,6 +195,16 @@ class Rendezvous:
     def stay(self) -> None:
         """Whoever is on a draining node goes on with the others."""
         self._drain = self._drain.on_stay()
+
+    def distrust(self, key: StateKey, now: float) -> None:
+        """The members of the generation of `key` hold different states: the next generation continues the
+        newest committed point, whatever members bring (rule 27).
+        """
+        self._states.distrusted = (key.attempt, key.generation)
+        for request in self._group.requests:
+            self._group.arrive(self._states.trusted(request), now)
+        if self._group.current is not None and self._group.current.identity <= self._states.distrusted:
+            self._end(now)
 
     def save_decided(self, key: StateKey) -> None:
         """The save of `key` was committed or given up."""
@@ -471,6 +481,7 @@ class Rendezvous:
             self.generation,
             group,
             self._states.point and self._states.point.key,
+            self._states.distrusted,
             (
                 self._asked.stop,
                 self._asked.save,

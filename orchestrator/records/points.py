@@ -86,15 +86,26 @@ class SavedTensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaDigests:
+    """Digests (32 hex digits) of the rows that a rank holds together with others (`trainer.replica_digest`):
+    `of_shard` with the ranks that have the same shard, `of_all` with every rank. Empty: no other rank holds
+    such rows, or the digest was not taken.
+    """
+
+    of_shard: str = ""
+    of_all: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Vote:
     """One rank's statement that its part of the save of `key` is written and synced. All ranks' votes of one
-    save agree in all but rank, files, sums, tensors.
+    save agree in all but rank, files, sums, tensors and `replicas`.
 
     `files` is the one file of this rank (`parts.part_file`), `layout` is (num_shards, num_replicas), `sums`
     says to each group the sum of the rows in that file (`planning.weights_sum`). Rank 0 alone lists the
     tensors of the whole state, in the order by which `planning.state_layout` divides them. `part_s`: from the
     begin of the save to this vote. `nodes` are those on whose disks the file lies, the rank's own first;
-    empty where it lies in the run's storage.
+    empty where it lies in the run's storage. `replicas`: for comparing replicas.
     """
 
     key: StateKey
@@ -111,3 +122,4 @@ class Vote:
     part_s: float = 0.0
     sums: dict[str, int] = field(default_factory=dict)
     nodes: tuple[NodePlace, ...] = ()
+    replicas: ReplicaDigests = ReplicaDigests()

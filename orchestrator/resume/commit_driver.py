@@ -52,10 +52,8 @@ class CommitListener(Protocol):
     async def committed(self, point: Point, newest: bool) -> None:
         """`point` is committed; `newest`: there is no newer one."""
 
-    async def gave_up(self, key: StateKey, text: str, by_storage: bool) -> None:
-        """The save of `key` was given up, which the user should hear of. `by_storage`: a write failed, and no
-        member was lost.
-        """
+    async def gave_up(self, given_up: GiveUp, text: str) -> None:
+        """A save was given up, which `text` says to the user."""
 
     def last_tried_s(self, key: StateKey) -> float | None:
         """For how many seconds it is tried to save the state of `key` where that is the run's last one (0: it
@@ -286,7 +284,7 @@ class Commits:
                 retry_s=retry_s,
             )
             text = f"the save of {action.key.point_name} was given up: {action.reason}"
-            await self._listener.gave_up(action.key, text, action.by_storage)
+            await self._listener.gave_up(action, text)
             if action.by_storage:
                 await self._tell_what_follows(action.key, retry_s)
         for rank in action.ranks:

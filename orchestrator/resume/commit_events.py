@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.resume.points import ReplicasDiffer
 
 
 # ---------------------------------------------------------------------- events
@@ -211,7 +212,8 @@ class Acknowledge:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GiveUp:
     """Notify these ranks that the save will not be acknowledged, and why; who wanted to leave with it saves
-    again. `late`: as in `Acknowledge`. `by_storage`: a write failed, and no member was lost.
+    again. `late`: as in `Acknowledge`. `by_storage`: a write failed, and no member was lost. `differ`: the
+    ranks hold different states, so that none of theirs may be continued.
     """
 
     key: StateKey
@@ -219,6 +221,7 @@ class GiveUp:
     reason: str
     late: bool = False
     by_storage: bool = False
+    differ: ReplicasDiffer | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

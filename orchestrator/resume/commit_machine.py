@@ -37,7 +37,7 @@ from orchestrator.resume.commit_events import (
 )
 from orchestrator.resume.departures import ALL_SILENT, NOBODY_LEFT, Departures
 from orchestrator.resume.kept_points import KeptPoints
-from orchestrator.resume.points import disagreement
+from orchestrator.resume.points import ReplicasDiffer, differing_replicas, disagreement
 from orchestrator.resume.save import UNDER_WAY, Save, Stage, first_of, set_of
 
 CHECK_EVERY_S = 5.0  # how often to look for a newer claim when nothing else makes one look (rule 11)
@@ -145,8 +145,9 @@ class CommitMachine:
         if not self.saves[key].is_complete:
             return self, ()
         votes = self.saves[key].votes
-        if reason := disagreement(votes):
-            after, actions = self._give_up(key, reason)
+        differ = differing_replicas(votes)
+        if reason := disagreement(votes) or (differ and differ.sentence()):
+            after, actions = self._give_up(key, reason, differ=differ)
             after, next_ones = after._take_up_next()
             return after, (*actions, *next_ones)
         records = tuple({record.key: record for voted in votes for record in voted.records}.values())
@@ -359,18 +360,20 @@ class CommitMachine:
         )
 
     def _give_up(
-        self, key: StateKey, reason: str, by_storage: bool = False
+        self, key: StateKey, reason: str, by_storage: bool = False, differ: ReplicasDiffer | None = None
     ) -> tuple[CommitMachine, tuple[Action, ...]]:
-        return self._give_up_all({key: reason}, by_storage)
+        return self._give_up_all({key: reason}, by_storage, differ)
 
     def _give_up_all(
-        self, reasons: Mapping[StateKey, str], by_storage: bool = False
+        self, reasons: Mapping[StateKey, str], by_storage: bool = False, differ: ReplicasDiffer | None = None
     ) -> tuple[CommitMachine, tuple[Action, ...]]:
         answers = []
         discarding = dict(self.discarding)
         for key in reasons:
             save = self.saves[key]
-            answers.append(GiveUp(key=key, ranks=save.ranks, reason=reasons[key], by_storage=by_storage))
+            answers.append(
+                GiveUp(key=key, ranks=save.ranks, reason=reasons[key], by_storage=by_storage, differ=differ)
+            )
             # Where COMMIT may exist the files stay: a whole point does no harm, a COMMIT without files would.
             if save.stage not in UNDER_WAY:
                 discarding[key] = save.waited_for

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -132,6 +132,41 @@ def disagreement(votes: Sequence[Vote]) -> str | None:
     if first.layout is not None and math.prod(first.layout) != first.world_size:
         return f"the layout {first.layout} (shards, replicas) is not one of {first.world_size} ranks"
     return _wrong_files(votes) or _wrong_tensors(votes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicasDiffer:
+    """Ranks that hold the same rows hold different bits. `ranks` differ from `others`; where most ranks
+    agree, `others` are these.
+    """
+
+    ranks: tuple[int, ...]
+    others: tuple[int, ...]
+
+    def sentence(self, name: Callable[[int], str] = lambda rank: f"rank {rank}") -> str:
+        """What is wrong; `name` says which worker a rank is."""
+        ranks, others = (", ".join(map(name, some)) for some in (self.ranks, self.others))
+        return (
+            f"replicas differ: {ranks} and {others} hold the same rows of the training state with different "
+            "bits. The memory or the processor of one of them is faulty, or they compute differently"
+        )
+
+
+def differing_replicas(votes: Sequence[Vote]) -> ReplicasDiffer | None:
+    """The ranks whose copies of the same rows differ by the digests of their votes
+    (`trainer.replica_digest`); None if all agree. Votes without digests are not compared. O(votes).
+    """
+    for fact in ("of_shard", "of_all"):
+        holders: dict[int, dict[str, list[int]]] = {}  # by shard: the ranks of each digest
+        for vote in votes:
+            if digest := getattr(vote.replicas, fact):
+                num_shards = vote.layout[0] if vote.layout and fact == "of_shard" else 1
+                holders.setdefault(vote.rank % num_shards, {}).setdefault(digest, []).append(vote.rank)
+        for by_digest in holders.values():
+            if len(by_digest) > 1:
+                *odd, most = sorted(by_digest.values(), key=lambda ranks: (len(ranks), -min(ranks)))
+                return ReplicasDiffer(ranks=tuple(sorted(sum(odd, []))), others=tuple(sorted(most)))
+    return None
 
 
 def _wrong_files(votes: Sequence[Vote]) -> str | None:

@@ -45,7 +45,7 @@ from orchestrator.records.points import Vote
 from orchestrator.records.run_status import RunStatus
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_driver import Commits, in_daemon_thread
-from orchestrator.resume.commit_events import GenerationFormed, PartFailed, Tick
+from orchestrator.resume.commit_events import GenerationFormed, GiveUp, PartFailed, Tick
 from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.resume.pin_watch import PinWatch, note_pins
@@ -403,9 +403,13 @@ class RankZeroRecorder:
         """See `CommitListener`: the next status says so."""
         self._note_answers(self._requests.committed(point.key))
 
-    async def gave_up(self, key: StateKey, text: str, by_storage: bool) -> None:  # noqa: ARG002  who leaves, asks nobody here
-        """See `CommitListener`: the group trains on."""
+    async def gave_up(self, given_up: GiveUp, text: str) -> None:
+        """See `CommitListener`: the group trains on, unless its replicas differ. Then it ends, and torchrun's
+        next start of the group continues the newest resume point.
+        """
         self._given_up = text
+        if given_up.differ is not None:
+            self._fail(ElasticError(text, code="training.replicas_differ"))
         await self.warned(text)
         self._requests.save_given_up(self._clock())
 

@@ -26,6 +26,7 @@ from orchestrator.records.points import SavedTensor, Vote
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.trainer.loading import dtype_name, saved_tensors
 from orchestrator.trainer.membership import Membership
+from orchestrator.trainer.replica_digest import SharedRows, replica_digests, shared_rows
 from orchestrator.trainer.save_slot import (
     Action,
     Answered,
@@ -60,6 +61,7 @@ class _Plan:
     parts: tuple[JobPart, ...]
     copies: Copies
     tensors: tuple[SavedTensor, ...]
+    shared: SharedRows  # for comparing replicas
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,6 +72,7 @@ class _Save:
     vote: Vote  # without its file, sums and nodes, until these are written
     job: PartJob
     copies: Copies
+    shared: SharedRows | None  # until it was read
     began_s: float
     blocked_s: float = 0.0
 
@@ -135,6 +138,7 @@ class Saver:
             parts=tuple(JobPart(place=place, dtype=dtype_name(item.tensor)) for place, item in mine),
             copies=[(place, _rows(item, place.rows)) for place, item in mine],
             tensors=saved_tensors(items) if rank == 0 else (),
+            shared=shared_rows(items, state.layout),
         )
         with self._changed:
             if self._slot.is_free:
@@ -169,7 +173,9 @@ class Saver:
             layout=(plan.layout.num_shards, plan.layout.num_replicas),
         )
         with self._changed:
-            self._save = _Save(view=view, vote=vote, job=job, copies=plan.copies, began_s=began)
+            self._save = _Save(
+                view=view, vote=vote, job=job, copies=plan.copies, shared=plan.shared, began_s=began
+            )
             self._begun = state.key
             self._on(Begin(key=state.key))
             self._blocked(time.monotonic() - began)
@@ -273,8 +279,9 @@ class Saver:
         match action:
             case Copy():
                 begun, ended = self._fault("staging_begun", save), self._fault("staged", save)
-                self._staging = self._buffer.stage(save.copies, begun, ended)
-                self._staging.done.add_done_callback(partial(self._staged, key))
+                assert save.shared is not None, f"{key} is copied twice"
+                self._staging = self._buffer.stage(save.copies, begun, ended, save.shared.sums)
+                self._staging.done.add_done_callback(partial(self._staged, key, self._staging))
             case Write():
                 self._writer.write(save.job).add_done_callback(partial(self._written, save))
             case StopWriting():
@@ -288,11 +295,15 @@ class Saver:
                 answer = self._membership.save_failed(save.view, key, error)
                 answer.add_done_callback(partial(self._answered, key))
 
-    def _staged(self, key: StateKey, done: Future[None]) -> None:
+    def _staged(self, key: StateKey, staging: Staging, done: Future[None]) -> None:
+        error = done.exception()
         with self._changed:
             if self._save is not None:
-                self._save.copies = ()  # the state may be another one before this save has ended
-        error = done.exception()
+                # the state may be another one before this save has ended
+                self._save.copies, self._save.shared = (), None
+                if error is None:
+                    of_shard, of_all = staging.beside
+                    self._save.vote = replace(self._save.vote, replicas=replica_digests((of_shard, of_all)))
         self._tell(Staged(key=key) if error is None else self._stopped(key, error))
 
     def _written(self, save: _Save, done: Future[PartWritten]) -> None:

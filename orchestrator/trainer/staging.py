@@ -34,6 +34,7 @@ class Staging:
         self.done: Future[None] = Future()
         self.read = threading.Event()  # nothing of the source is read on the CPU's side any more
         self.copied: torch.cuda.Event | None = None  # nor on the GPU's
+        self.beside: tuple[Tensor, ...] = ()  # what `StagingBuffer.stage` computed beside the copy
 
     def wait(self) -> None:
         """Returns when the source may be written to: on a GPU by what the current stream does from here on,
@@ -86,17 +87,24 @@ class StagingBuffer:
             self._reserved = num_bytes
             self._thread.submit(self._make, num_bytes)
 
-    def stage(self, copies: Copies, begun: Callable[[], None], ended: Callable[[], None]) -> Staging:
+    def stage(
+        self,
+        copies: Copies,
+        begun: Callable[[], None],
+        ended: Callable[[], None],
+        beside: Callable[[], tuple[Tensor, ...]] = tuple,
+    ) -> Staging:
         """Begins to copy into the buffer, and returns. `begun` is called in the thread before the first byte
-        is copied, `ended` after the last. Until `Staging.wait` nobody may write to the sources, nor to the
-        buffer until `done`.
+        is copied, `ended` after the last. `beside` reads the sources after the copy, in the same stream; its
+        result is `Staging.beside` once the copy is `done`. Until `Staging.wait` nobody may write to the
+        sources, nor to the buffer until `done`.
         """
         staging = Staging()
         ready = None
         if self._stream is not None:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream(self._device))
-        self._thread.submit(self._copy, copies, staging, ready, begun, ended)
+        self._thread.submit(self._copy, copies, staging, ready, (begun, ended, beside))
         return staging
 
     def close(self) -> None:
@@ -144,14 +152,14 @@ class StagingBuffer:
         copies: Copies,
         staging: Staging,
         ready: torch.cuda.Event | None,
-        begun: Callable[[], None],
-        ended: Callable[[], None],
+        calls: tuple[Callable[[], None], Callable[[], None], Callable[[], tuple[Tensor, ...]]],
     ) -> None:
+        begun, ended, beside = calls
         try:
             begun()
             self._make_again()
             targets = [_view(self._pinned, place, source) for place, source in copies]
-            self._into(targets, [source for _, source in copies], staging, ready)
+            self._into(targets, [source for _, source in copies], staging, ready, beside)
             staging.read.set()
             if staging.copied is not None:
                 staging.copied.synchronize()
@@ -165,17 +173,23 @@ class StagingBuffer:
             staging.done.set_result(None)
 
     def _into(
-        self, targets: list[Tensor], sources: list[Tensor], staging: Staging, ready: torch.cuda.Event | None
+        self,
+        targets: list[Tensor],
+        sources: list[Tensor],
+        staging: Staging,
+        ready: torch.cuda.Event | None,
+        beside: Callable[[], tuple[Tensor, ...]],
     ) -> None:
-        if not targets:
-            return
         if self._stream is None or ready is None:
-            torch._foreach_copy_(targets, sources)  # one call, which holds no GIL
+            if targets:
+                torch._foreach_copy_(targets, sources)  # one call, which holds no GIL
+            staging.beside = beside()
             return
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
+            staging.beside = beside()
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._stream)
             staging.copied = copied

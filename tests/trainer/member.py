@@ -31,6 +31,7 @@ from orchestrator.storage.store import Pieces, Traits
 from orchestrator.trainer.group import GenerationEnded
 from orchestrator.trainer.job import TrainJob
 from orchestrator.trainer.loop import train
+from orchestrator.trainer.state import MODEL, TrainState
 from tests.forked import FORKED
 from tests.processes import say_where_it_stands, where_it_stands
 from tests.trainer.feed import POISON, VOCABULARY, FormulaFeed
@@ -52,6 +53,8 @@ class Plan:
     lose_agreement: int | None = None  # a generation's at this step: that all have received their state
     kill_forming: int | None = None  # the how many-th process group, when all its members have met
     full_disk_at: int | None = None  # the step whose part of a save cannot be written
+    flip: Moment | None = None  # a bit of its weights flips
+    flips: int = 1  # how often it does
     node: str | None = None  # where it is; else on a node of its own
     # stops one after the other, each waited for once the one before it is over: there, at that step or later
     script: tuple[Moment, ...] = ()
@@ -170,6 +173,18 @@ class Script:
             self._stands = False
 
 
+def flip_a_bit() -> None:
+    """Flips a bit of one weight that the member trains, as faulty memory does. The trainer is the
+    `self` of a calling frame.
+    """
+    frame = sys._getframe()
+    while not isinstance(state := getattr(frame.f_locals.get("self"), "_state", None), TrainState):
+        assert frame.f_back is not None, "not called from a trainer"
+        frame = frame.f_back
+    weight = max((item for item in state.items() if item.group == MODEL), key=lambda i: i.tensor.numel())
+    weight.tensor.view(torch.int32).view(-1)[:1].bitwise_xor_(1 << 20)
+
+
 def kill_at_call(function: str, number: int) -> None:
     """SIGKILL to this process when it calls a function for the `number`-th time."""
     module, _, name = function.rpartition(".")
@@ -199,6 +214,7 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
         set()
     )  # a step is trained again after its summary was lost; what was planned for it happens once
 
+    flipped: list[int] = []
     unreached = iter(range(plan.unreachable))
     script = Script(plan.script, calls.hold)
 
@@ -212,6 +228,14 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
             if moment == (place, step) and what not in done:
                 done.add(what)
                 calls.hold(place)
+        if (
+            plan.flip is not None
+            and plan.flip[0] == place
+            and step >= plan.flip[1]
+            and len(flipped) < plan.flips
+        ):
+            flipped.append(step)
+            flip_a_bit()
         if plan.kill == (place, step):
             os.kill(os.getpid(), signal.SIGKILL)
         if place == "state_agreed" and plan.lose_agreement == step and "agreement" not in done:
