@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO, cast
 
 from orchestrator.cli import (
     branching,
@@ -28,7 +29,7 @@ from orchestrator.cli.exit_codes import add_exit_codes
 from orchestrator.cli.shared import app, errors_as_json, say
 from orchestrator.cluster.connection import leaving_ray_behind
 from orchestrator.errors import ERROR_FILE, OrchestratorError, error_document
-from orchestrator.launch.screen import let_go
+from orchestrator.launch.screen import ResultStream, let_go
 
 # the modules declare the commands
 __all__ = [
@@ -59,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     error_file = os.environ.pop(ERROR_FILE, "")
     with leaving_ray_behind():
+        stdout, stderr = sys.stdout, sys.stderr
+        sys.stdout = cast(TextIO, ResultStream(stdout))
         try:
             with errors_as_json(sys.argv[1:] if arguments is None else arguments):
                 app(args=arguments)
@@ -68,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 Path(error_file).write_text(json.dumps(error_document(error)), encoding="utf-8")
             sys.exit(error.exit_code)
         finally:
-            for stream in (sys.stdout, sys.stderr):
+            sys.stdout = stdout
+            for stream in (stdout, stderr):
                 let_go(stream)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -14,7 +15,8 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+        with suppress(OSError, ValueError, AttributeError):  # closed, or none at all
+            sys.stderr.write("interrupted\n")
         sys.exit(INTERRUPTED)
 
 

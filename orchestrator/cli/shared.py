@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from orchestrator import __version__
 from orchestrator.errors import ConfigError, OrchestratorError, error_document
-from orchestrator.launch.screen import Screen
+from orchestrator.launch.screen import OutputError, Screen
 
 if TYPE_CHECKING:
     from orchestrator.monitor.asking import Reply
@@ -134,11 +134,14 @@ _printed = 0
 def print_json(value: Any, lines: bool = False) -> None:
     """One document on stdout, indented, or on one line."""
     global _printed  # noqa: PLW0603  of the process, as stdout is
-    if not sys.stdout:
-        raise OSError("the command was started without it")
     _printed += 1
-    sys.stdout.write(orjson.dumps(value, option=0 if lines else orjson.OPT_INDENT_2).decode() + "\n")
+    sys.stdout.write(json_text(value, lines))
     sys.stdout.flush()
+
+
+def json_text(value: Any, lines: bool = False) -> str:
+    """The document as `print_json` prints it."""
+    return orjson.dumps(value, option=0 if lines else orjson.OPT_INDENT_2).decode() + "\n"
 
 
 @contextmanager
@@ -149,7 +152,7 @@ def errors_as_json(arguments: Sequence[str]) -> Iterator[None]:
         yield
     except OrchestratorError as error:
         if JSON in list(takewhile(lambda word: word != "--", arguments)) and _printed == before:
-            with suppress(OSError, ValueError):  # it stands on stderr, too
+            with suppress(OSError, OutputError):  # stderr has it, too
                 print_json({"error": error_document(error)})
         raise
 

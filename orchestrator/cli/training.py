@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from orchestrator.cli.shared import INTERRUPTED, Config, Json, Overrides, app, print_json, print_plan, say
+from orchestrator.cli.shared import (
+    INTERRUPTED,
+    Config,
+    Json,
+    Overrides,
+    app,
+    json_text,
+    print_json,
+    print_plan,
+    say,
+)
+from orchestrator.launch.screen import OutputError, output_never_waits, write_result
 
 
 @app.command()
@@ -34,18 +46,19 @@ def train(
     from orchestrator.launch.stop_signals import told
 
     try:
-        result = start(config, overrides or [])
+        with output_never_waits():
+            result = start(config, overrides or [])
     except KeyboardInterrupt as last:  # typer would end without a message
         interrupt = told(last)
         say(str(interrupt) or "interrupted; the same command starts again")
         raise typer.Exit(getattr(interrupt, "exit_code", INTERRUPTED)) from None
     if json:
         try:
-            print_json(result.to_json())
-        except (OSError, ValueError) as error:  # the run has ended as it has, whoever reads that
+            write_result(sys.stdout, json_text(result.to_json()))
+        except OutputError as error:  # the run ended as it did
             say(
-                f"cannot write the result to stdout ({error}); the run is {result.outcome}, and "
-                f"`orchestrator status {shlex.quote(result.run_uri)} --json` says so, too"
+                f"{error}: the run is {result.outcome}, "
+                f"`orchestrator status {shlex.quote(result.run_uri)} --json` reports it, too"
             )
     if result.outcome == "failed":  # the reason was shown when the run ended
         raise typer.Exit(1)

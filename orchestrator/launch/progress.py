@@ -148,6 +148,7 @@ class Progress:
         if self._live is not None:
             self._live.stop()
         self._log.close()
+        self._screen.drain()
 
     def _put(self, text: str) -> None:
         """On the screen."""
@@ -156,7 +157,6 @@ class Progress:
                 self._live.console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False, markup=False)
             else:
                 self._screen.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-                self._screen.flush()
 
     def _text(self, status: RunStatus) -> str:
         step, wanted = status.last_step, self._wanted or status.world_size

@@ -1,43 +1,141 @@
-"""Standard output and error of a launch, which may go away while it runs: a pipe whose reader has ended, a
-terminal that was closed, a full disk. What they do not take is lost, and nothing else.
+"""Standard output and error of a command, when their reader is slow, stands still or is gone.
 
-It knows nothing of what is written.
+A launch must never wait for the reader of its messages: a terminal after Ctrl-S, a pager, a `tee` whose disk
+hangs, a log collector that is stuck. `Screen` queues each message, and one thread per file descriptor writes
+the queue. What the reader does not take is lost, and nothing else: the log file of the run has all of it.
+The result of a command (`ResultStream`) is different: a pager may take its time, and a result that cannot be
+written is an error.
 """
 
 from __future__ import annotations
 
+import io
 import os
-from contextlib import suppress
-from typing import TextIO
+import queue
+import select
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO, cast
+
+from orchestrator.errors import OrchestratorError
 
 _GONE = (OSError, ValueError)  # a closed file raises the latter
+MOST_WAITING = 5_000  # messages that wait for a reader; later ones are dropped and counted
+LET_GO_S = 5.0  # how long the end of a command waits for the reader of its messages
 
 
-class Screen:
-    """A text stream for people over another one (None: the process was started without it). Each write is
-    tried, so a stream that recovers shows what comes then; none raises for what the stream does.
+class OutputError(OrchestratorError):
+    """The result of a command cannot be written to standard output."""
+
+    code = "output.not_written"
+
+
+class _Outlet:
+    """Writes to one file descriptor from a thread of its own. It uses no Python file object, whose lock a
+    write that blocks would hold while the interpreter ends.
+    """
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        self._queue: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
+        self._dropped = 0
+        self._error: OSError | None = None  # of the newest write
+        self._stands_still = False  # nothing was written since a `drain` waited in vain
+        threading.Thread(target=self._write_all, name="screen", daemon=True).start()
+
+    def put(self, data: bytes) -> None:
+        """Returns at once; also safe in a signal handler."""
+        if self._queue.qsize() < MOST_WAITING:
+            self._queue.put(data)
+        else:
+            self._dropped += 1
+
+    def drain(self, limit_s: float) -> str:
+        """Waits until all that was put before is written. Returns why not all of it is; empty if it is. Where
+        the reader still takes nothing since an earlier call waited in vain, this one does not wait again.
+        """
+        reached = threading.Event()
+        self._queue.put(reached)
+        if self._stands_still or not reached.wait(limit_s):
+            self._stands_still = True
+            return "its reader takes nothing"
+        return "" if self._error is None else self._error.strerror or str(self._error)
+
+    def _write_all(self) -> None:
+        while True:
+            data = self._queue.get()
+            if isinstance(data, threading.Event):
+                data.set()
+                continue
+            if self._dropped:
+                lost, self._dropped = self._dropped, 0
+                data = b"[%d messages are missing here: nothing read this output]\n%s" % (lost, data)
+            try:
+                self._write(data)
+                self._error, self._stands_still = None, False
+            except OSError as error:
+                self._error = error
+
+    def _write(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            try:
+                left = left[os.write(self._handle, left) :]
+            except BlockingIOError:  # another program made the descriptor non-blocking
+                select.select([], [self._handle], [])
+
+
+_outlets: dict[int, _Outlet] = {}
+_making = threading.RLock()  # a signal handler may write while its thread makes an outlet
+os.register_at_fork(after_in_child=_outlets.clear)  # a child has none of the threads
+
+
+def _outlet_of(stream: TextIO | None) -> _Outlet | None:
+    """The outlet of a stream's file descriptor; None for a stream that has none, such as a text in memory."""
+    if stream is None:
+        return None
+    try:
+        handle = stream.fileno()
+    except _GONE:
+        return None
+    with _making:
+        if handle not in _outlets:
+            _outlets[handle] = _Outlet(handle)
+        return _outlets[handle]
+
+
+class Screen(io.TextIOBase):
+    """A text stream for messages over another one (None: the process was started without it). A write
+    returns at once and raises nothing that the stream does. A stream that recovers shows what is written
+    then.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream
+        self._stream, self._outlet = stream, _outlet_of(stream)
 
     @property
-    def encoding(self) -> str:
+    def encoding(self) -> str:  # type: ignore[override]
         """The stream's."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        """Returns the length of `text`, whether it was taken or not."""
-        if self._stream is not None:
+        """Returns the length of `text`, whether it is shown or not."""
+        if self._outlet is not None:
+            self._outlet.put(text.encode(self.encoding, "backslashreplace"))
+        elif self._stream is not None:
             with suppress(*_GONE):
                 self._stream.write(text)
         return len(text)
 
-    def flush(self) -> None:
-        """What was written is on its way, or lost."""
-        if self._stream is not None:
-            with suppress(*_GONE):
-                self._stream.flush()
+    def drain(self, limit_s: float = LET_GO_S) -> str:
+        """Waits until all that was written is with the reader, at most `limit_s` seconds. Returns why it is
+        not; empty if it is.
+        """
+        if self._outlet is not None:
+            return self._outlet.drain(limit_s)
+        return "it is closed" if self._stream is None or self._stream.closed else ""
 
     def isatty(self) -> bool:
         """Whether it is a terminal, now."""
@@ -46,6 +144,87 @@ class Screen:
                 return self._stream.isatty()
         return False
 
+    def fileno(self) -> int:
+        """The stream's."""
+        if self._stream is None:
+            raise io.UnsupportedOperation("the process was started without this stream")
+        return self._stream.fileno()
+
+
+class ResultStream(io.TextIOBase):
+    """Standard output of a command that prints a result: each write waits for the reader. Raises
+    `OutputError` where the result cannot be written. A reader that has left (`| head`) raises
+    `BrokenPipeError`, as any stream does.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The stream's."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        """Writes all of `text`."""
+        if self._stream is None:
+            raise _not_written("it is closed")
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            raise
+        except _GONE as error:
+            raise _not_written(getattr(error, "strerror", None) or str(error)) from error
+
+    def flush(self) -> None:
+        """All that was written is with the operating system."""
+        if self._stream is None:
+            return
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            raise
+        except _GONE as error:
+            raise _not_written(getattr(error, "strerror", None) or str(error)) from error
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return self._stream is not None and self._stream.isatty()
+
+    def fileno(self) -> int:
+        """The stream's."""
+        if self._stream is None:
+            raise io.UnsupportedOperation("the process was started without this stream")
+        return self._stream.fileno()
+
+
+@contextmanager
+def output_never_waits() -> Iterator[None]:
+    """While a launch runs, what libraries print waits for no reader either."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, Screen(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def write_result(stream: TextIO, text: str) -> None:
+    """Writes the result of a launch, which has ended: waits `LET_GO_S` seconds for a reader that stands
+    still. Raises `OutputError`.
+    """
+    screen = Screen(stream)
+    screen.write(text)
+    if reason := screen.drain():
+        raise _not_written(reason)
+
+
+def _not_written(reason: str) -> OutputError:
+    return OutputError(
+        f"the result cannot be written to standard output: {reason}. What the command did is done; give it "
+        "an output that can be written to see the result"
+    )
+
 
 def let_go(stream: TextIO | None) -> None:
     """The last use of a standard stream: what it still holds is written or, if it cannot be, lost for good,
@@ -53,10 +232,13 @@ def let_go(stream: TextIO | None) -> None:
     """
     if stream is None:
         return
+    with suppress(*_GONE):
+        if stream.fileno() in _outlets:
+            Screen(stream).drain()
     try:
         stream.flush()
     except _GONE:
-        with suppress(*_GONE):  # no file stands behind it, or it is closed
+        with suppress(*_GONE):  # no file is behind it, or it is closed
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, stream.fileno())
             os.close(null)

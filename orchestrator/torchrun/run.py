@@ -33,7 +33,7 @@ from orchestrator.launch import start as starting
 from orchestrator.launch.dashboard_beside import dashboard_beside
 from orchestrator.launch.exports import exporting
 from orchestrator.launch.progress import Progress
-from orchestrator.launch.screen import Screen, let_go
+from orchestrator.launch.screen import Screen, let_go, output_never_waits
 from orchestrator.parts.parts_on_node import NoCopies, PartsOnNode
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.encoders import EncoderSpan
@@ -98,7 +98,8 @@ def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
             _say(_USAGE)
             code = 2
         else:
-            train(arguments[0], arguments[1:], fault_plan=fault_plan)
+            with output_never_waits():
+                train(arguments[0], arguments[1:], fault_plan=fault_plan)
     except OrchestratorError as error:
         _say(f"rank {os.environ.get('RANK', '?')}: {error}")
         code = error.exit_code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
@@ -14,9 +15,11 @@ import pytest
 
 from orchestrator.launch import stop_signals
 from orchestrator.launch.progress import Progress
-from orchestrator.launch.screen import let_go
+from orchestrator.launch.screen import MOST_WAITING, Screen, let_go
 from orchestrator.storage.files import Storage
 from tests.elastic.test_stall import status
+
+WAIT_S = 240.0  # on a busy machine
 
 # The command, with a run that lasts until SIGINT has asked it to stop. `go`: this end of a pipe says when the
 # readers of stdout and stderr have gone.
@@ -78,8 +81,62 @@ def test_a_reader_that_is_gone_when_ctrl_c_comes_costs_neither_the_stop_nor_the_
     if gone == "stderr":
         assert json.loads(shown)["outcome"] == outcome
     if gone == "stdout":
-        assert "cannot write the result to stdout" in said
+        assert "standard output" in said
         assert "Traceback" not in said
+
+
+MANY = """
+progress_say = Progress.say
+def say_much(self, text):
+    for number in range(8_000):
+        progress_say(self, f"{text} {number}")
+Progress.say = say_much
+"""
+
+
+def test_output_that_nobody_reads_delays_neither_a_stop_nor_the_end_and_the_log_has_all(
+    tmp_path: Path,
+) -> None:
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    program = PROGRAM.replace("api.train = train", f"{MANY}\napi.train = train")
+    command = [sys.executable, "-c", program, str(tmp_path), "stopped"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=writer, stderr=writer) as ended:
+        os.close(writer)
+        assert ended.wait(WAIT_S) == 0
+    kept = log_of(tmp_path)
+    assert "a line that nobody reads 7999" in kept
+    assert "asked to stop: True" in kept
+    with open(reader, "rb") as pipe:
+        assert pipe.read(12) != b"", "what the pipe had room for was written"
+
+
+def test_a_reader_that_starts_again_sees_how_many_messages_it_missed() -> None:
+    reader, writer = os.pipe()
+    with open(reader, "rb") as pipe, open(writer, "w", encoding="utf-8") as stream:
+        screen = Screen(stream)
+        for number in range(MOST_WAITING + 2000):
+            screen.write(f"line {number} {'x' * 100}\n")
+        assert screen.drain(0.0) != "", "nobody has read"
+        lines = [pipe.readline() for _ in range(MOST_WAITING)]
+        screen.write("the last one\n")
+        while b"the last one" not in lines[-1]:
+            lines.append(pipe.readline())
+    assert lines[0].startswith(b"line 0 ")
+    (missing,) = [line for line in lines if b"messages are missing here" in line]
+    shown_lines = sum(line.startswith(b"line ") for line in lines)
+    assert shown_lines + int(missing.split()[0].strip(b"[")) == MOST_WAITING + 2000
+
+
+@pytest.mark.parametrize("output", ["closed", "full"])
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["doctor", "--help"]])
+def test_a_result_that_cannot_be_written_is_an_error_in_a_line(output: str, arguments: list[str]) -> None:
+    to = ">&-" if output == "closed" else ">/dev/full"
+    line = f'exec "{sys.executable}" -m orchestrator.cli.commands "$@" {to}'
+    ended = subprocess.run(["sh", "-c", line, "sh", *arguments], check=False, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "standard output" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_terminal_that_is_closed_costs_lines_and_the_log_file_goes_on(
