@@ -144,22 +144,6 @@ def shared_memory_bytes() -> int | None:
     return shutil.disk_usage(folder).free if sys.platform == "linux" and os.path.isdir(folder) else None
 
 
-def file_system(folder: str) -> str:
-    """The kind of the file system that holds a folder (`ext4`, `nfs4`, `tmpfs`); "" where it is not known."""
-    try:
-        lines = (_PROC / "self" / "mounts").read_text().splitlines()
-    except OSError:
-        return ""
-    path, best = os.path.realpath(folder), ("", "")
-    for line in lines:
-        _, mount, kind, *_ = line.split(" ")
-        mount = mount.encode().decode("unicode_escape")  # a space stands as \\040
-        within = path == mount or path.startswith(mount.rstrip("/") + "/")
-        if within and len(mount) >= len(best[0]):
-            best = (mount, kind)
-    return best[1]
-
-
 def open_file_limit() -> int | None:
     """How many files a process may have open; None where the system has no such limit."""
     try:

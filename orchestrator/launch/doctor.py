@@ -12,6 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 from orchestrator.launch.doctor_bucket import BucketFacts, judge_bucket
 from orchestrator.launch.doctor_check import Check, State
+from orchestrator.launch.doctor_mount import Mount, judge_mount
 
 # by package: what pyproject.toml asks for, and the version that the tests run with (constraints.txt)
 VERSIONS = {
@@ -33,16 +34,16 @@ DEAD_NODE_S = 15.0  # the longest that Ray may take to call a node dead before i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageFacts:
-    """What was tried in a folder. `trouble` is why nothing could be, "" if all was. `kind` is the file
-    system's, `exclusive` whether of several who create one name exactly one did, `hard_links` whether it has
-    them, `grows` whether a file that is open for reading shows what another handle appends, `skew_s` the
-    storage's clock minus this machine's. `missing` are the folders of its path that do not exist, the
-    outermost first: it was tried in the one around them.
+    """What was tried in a folder. `trouble` is why nothing could be, "" if all was. `mount` is the one on
+    which it lies (None: not known), `exclusive` whether of several who create one name exactly one did,
+    `hard_links` whether it has them, `grows` whether a file that is open for reading shows what another
+    handle appends, `skew_s` the storage's clock minus this machine's. `missing` are the folders of its path
+    that do not exist, the outermost first: it was tried in the one around them.
     """
 
     folder: str
     trouble: str = ""
-    kind: str = ""
+    mount: Mount | None = None
     exclusive: bool = True
     hard_links: bool = True
     grows: bool = True
@@ -50,6 +51,11 @@ class StorageFacts:
     skew_s: float = 0.0
     free_bytes: int = 0
     missing: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """The type of the file system (`ext4`, `nfs4`, `tmpfs`); empty where it is not known."""
+        return self.mount.kind if self.mount else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,6 +268,7 @@ def _storage(found: StorageFacts | BucketFacts) -> Iterator[Check]:
         yield Check(name="storage", state="bad", value=value, limit="writable", advice=advice)
         return
     yield _folder(found)
+    yield from judge_mount(found.mount)
     yield _exclusive(found)
     yield _growing(found)
     yield _measured(

@@ -28,6 +28,7 @@ from orchestrator.launch.doctor import (
     StorageFacts,
 )
 from orchestrator.launch.doctor_bucket import BucketFacts, try_bucket
+from orchestrator.launch.doctor_mount import mount_at
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
@@ -108,7 +109,7 @@ def _tried(folder: str, tried: Path, storage: Storage) -> StorageFacts:
     after, touched = time.time(), (tried / "touched").stat().st_mtime
     return StorageFacts(
         folder=folder,
-        kind=machine.file_system(str(tried)),
+        mount=mount_at(str(tried)),
         exclusive=sum(created) == 1 and not storage.create("claim", b"later"),
         hard_links=_has_hard_links(tried),
         grows=_grows(storage, tried / "growing"),

@@ -131,10 +131,11 @@ def runs(storage: str | Path) -> list[Run]:
     there is no such folder, `ConfigError` for a URI of another kind.
     """
     where = open_storage(str(storage))
-    if where.folder is not None and not where.folder.is_dir():
+    names = where.list("")
+    if not names and where.folder is not None and not where.folder.is_dir():
         raise RefusedError(f"{storage}: there is no such folder; give the one that `run.storage` names")
     found = []
-    for name in where.list(""):
+    for name in names:
         with suppress(RefusedError):
             found.append(Run(join(str(storage), name)))
     return found

@@ -1,7 +1,5 @@
-"""The operating system's calls that storage makes, as a protocol that a test replaces by a model disk, and a
-file that grows.
-
-It knows single calls only: no retries, no meaning of any file.
+"""The operating system's calls that storage makes, as a protocol that a test replaces by a model disk; how
+they are used so that a network file system asks its server; and a file that grows.
 """
 
 from __future__ import annotations
@@ -10,11 +8,13 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol, TypeVar
 
 from orchestrator.errors import StorageError
+
+Result = TypeVar("Result")
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # of Linux
 
@@ -79,8 +79,10 @@ class Disk(Protocol):
     def size(self, path: str) -> int:
         """Bytes of a file; IsADirectoryError for a folder."""
 
-    def list(self, path: str) -> list[str]:
-        """The names in a folder, in any order."""
+    def list(self, path: str) -> Iterable[str]:
+        """The names in a folder, in any order. The real disk reads them in portions, as they are asked
+        for.
+        """
 
 
 class OsDisk:
@@ -97,8 +99,12 @@ class OsDisk:
     def direct(self, handle: int, on: bool) -> bool:
         """See `Disk`."""
         flags = fcntl.fcntl(handle, fcntl.F_GETFL) & ~_O_DIRECT
+        if on:
+            # Linux refuses O_APPEND together with O_DIRECT on NFS (`nfs_check_flags`). Without O_APPEND a
+            # write goes to the handle's own position, which is the end: nobody else writes this file.
+            flags = flags & ~os.O_APPEND | _O_DIRECT
         try:
-            fcntl.fcntl(handle, fcntl.F_SETFL, flags | _O_DIRECT if on else flags)
+            fcntl.fcntl(handle, fcntl.F_SETFL, flags)
         except OSError:
             return False  # a file system that knows no such writes
         return on and bool(_O_DIRECT)
@@ -166,9 +172,11 @@ class OsDisk:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         return found.st_size
 
-    def list(self, path: str) -> list[str]:
+    def list(self, path: str) -> Iterator[str]:
         """See `Disk`."""
-        return os.listdir(path)
+        with os.scandir(path) as entries:
+            for entry in entries:
+                yield entry.name
 
 
 class AppendHandle:
@@ -204,8 +212,7 @@ class AppendHandle:
         `StorageError` if that cannot be determined.
         """
         try:
-            found = self._disk.size(self._path)
-            same = self._handle is None or self._disk.is_open_file(self._path, self._handle)
+            found, same = retry_absent(self._disk, self._path, self._look)
         except (FileNotFoundError, NotADirectoryError):
             return f"{self._path} is gone"
         except OSError as error:
@@ -217,6 +224,12 @@ class AppendHandle:
         if self._handle is not None and found != self.num_bytes:
             return f"{self._path} has {found} bytes, written were {self.num_bytes}"
         return ""
+
+    def _look(self) -> tuple[int, bool]:
+        """The size of the file that has the path, and whether it is this one."""
+        with opened(self._disk, self._path):
+            same = self._handle is None or self._disk.is_open_file(self._path, self._handle)
+            return self._disk.size(self._path), same
 
     def close(self) -> None:
         """Close without syncing; a second call does nothing. Raises `StorageError` where the file system says
@@ -241,6 +254,46 @@ class AppendHandle:
             with suppress(StorageError):  # the first failure is the one to tell
                 self.close()
             raise storage_error(what, self._path, error) from error
+
+
+def retry_absent(disk: Disk, path: str, action: Callable[[], Result]) -> Result:
+    """Run `action`. If it finds `path` absent, open and list the folder of `path`, then run `action` again.
+
+    An NFS client answers "no such file" from its cache until the attributes of the folder expire, after up to
+    60 s (nfs(5): `lookupcache`, `acdirmax`). Opening the folder makes the client fetch these attributes from
+    the server, and a folder that has changed makes it look up every absent name again (close-to-open; in
+    Linux `nfs_lookup_verify_inode` and `nfs_neg_need_reval` of fs/nfs/dir.c). Linux does this before it
+    checks rights, so a folder that may not be read has been asked about, too. Of a list only the first
+    portion is read: it is for clients that refresh names by READDIR, and costs the same in a folder of any
+    size. The mount option `nocto` switches this off.
+
+    A folder that is absent is asked about in the same way, in the folder above it. Raises
+    `FileNotFoundError` if the name is absent on the server, and what `action` and `disk` raise.
+    """
+    try:
+        return action()
+    except FileNotFoundError:
+        folder = os.path.dirname(path)
+        if folder == path:
+            raise
+        with suppress(PermissionError):
+            retry_absent(disk, folder, lambda: next(iter(disk.list(folder)), None))
+    return action()
+
+
+@contextmanager
+def opened(disk: Disk, path: str) -> Iterator[int]:
+    """A handle of the file, closed at the end.
+
+    An NFS client answers a bare stat from its cache for 3 to 60 s (nfs(5): `acregmin`, `acregmax`). It
+    fetches size and links from the server when it opens the file (close-to-open), so ask for them while this
+    is open.
+    """
+    handle = disk.open(path)
+    try:
+        yield handle
+    finally:
+        disk.close(handle)
 
 
 def write_all(disk: Disk, handle: int, view: memoryview) -> None:

@@ -18,7 +18,15 @@ from typing import TypeVar
 from orchestrator.errors import ConfigError
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.direct import write_direct
-from orchestrator.storage.disk import AppendHandle, Disk, OsDisk, storage_error, write_all
+from orchestrator.storage.disk import (
+    AppendHandle,
+    Disk,
+    OsDisk,
+    opened,
+    retry_absent,
+    storage_error,
+    write_all,
+)
 from orchestrator.storage.exact_pieces import exact
 from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits
 from orchestrator.storage.tries import tried
@@ -47,6 +55,9 @@ class LocalStore:
     2 seconds.
 
     A name that holds a file is never written again. Folders are made as needed.
+
+    On a network file system "no such file" and a file's size are the server's answers, not those of this
+    machine's cache: see `retry_absent` and `opened`.
     """
 
     traits = Traits(
@@ -103,7 +114,8 @@ class LocalStore:
         """See `Store`."""
         full = self._full(folder)
         while True:
-            self._try("sync folder", full, partial(self.disk.fsync_folder, full))
+            fsync = partial(self.disk.fsync_folder, full)
+            self._try("sync folder", full, partial(retry_absent, self.disk, full, fsync))
             if full == self.root:
                 return
             full = os.path.dirname(full)
@@ -121,7 +133,8 @@ class LocalStore:
             return False
         full, other = self._full(path), source._full(theirs)
         self._make_folders(os.path.dirname(full))
-        return self._find("link", full, lambda: self._second_name(other, full))
+        link = partial(self._second_name, other, full)
+        return self._or_absent("link", full, lambda: retry_absent(self.disk, other, link))
 
     # ---------------------------------------------------------------------- reading
     def read(self, path: str, start: int, into: memoryview) -> int:
@@ -135,13 +148,13 @@ class LocalStore:
     def facts(self, path: str) -> ObjectFacts:
         """See `Store`."""
         full = self._full(path)
-        return ObjectFacts(size=self._find("look at", full, lambda: self.disk.size(full)), tag="")
+        return ObjectFacts(size=self._find("look at", full, lambda: self._size(full)), tag="")
 
     def list(self, folder: str) -> list[Listed]:
         """See `Store`."""
         full = self._full(folder)
         try:
-            names = sorted(self._find("list", full, lambda: self.disk.list(full)))
+            names = self._find("list", full, lambda: sorted(self.disk.list(full)))
         except FileNotFoundError:
             return []
         return [Listed(name=name, facts=None) for name in names]
@@ -175,6 +188,10 @@ class LocalStore:
         """As `_try`, but FileNotFoundError where there is surely no such file (a folder is none, and there is
         none below a file).
         """
+        return self._or_absent(what, full, lambda: retry_absent(self.disk, full, action))
+
+    def _or_absent(self, what: str, full: str, action: Callable[[], Result]) -> Result:
+        """As `_find`, but an answer of `action` counts at once."""
         try:
             return tried(action, self._sleep)
         except _ABSENT as error:
@@ -233,7 +250,8 @@ class LocalStore:
             self.disk.link(temporary, full)
         except FileExistsError:
             # A network file system may report a link that it made itself, in a request it repeated, as taken.
-            return self.disk.num_links(temporary) > 1
+            with opened(self.disk, temporary):
+                return self.disk.num_links(temporary) > 1
         except OSError as error:
             if error.errno in _NO_HARD_LINKS:
                 return None
@@ -258,7 +276,8 @@ class LocalStore:
         missing = []
         while True:
             try:
-                self._find("make folder", full, partial(self._make_folder, full))
+                # the server answers, for it is asked to make one
+                self._or_absent("make folder", full, partial(self._make_folder, full))
                 break
             except FileNotFoundError:
                 missing.append(full)
@@ -275,28 +294,28 @@ class LocalStore:
             self.disk.fsync_folder(os.path.dirname(full))
 
     def _read(self, full: str, start: int, into: memoryview) -> int:
-        handle, found = self.disk.open(full), 0
-        try:
+        found = 0
+        with opened(self.disk, full) as handle:
             if start:
                 self.disk.skip(handle, start)
             while found < len(into) and (num_bytes := self.disk.read(handle, into[found:])):
                 found += num_bytes
-        finally:
-            self.disk.close(handle)
         return found
 
+    def _size(self, full: str) -> int:
+        with opened(self.disk, full):
+            return self.disk.size(full)
+
     def _unlink(self, full: str) -> None:
-        try:
-            self.disk.unlink(full)
-        except (FileNotFoundError, NotADirectoryError):
-            return
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            retry_absent(self.disk, full, partial(self.disk.unlink, full))
 
     def _delete_tree(self, full: str) -> None:
         try:
-            if not self.disk.is_folder(full):
+            if not retry_absent(self.disk, full, partial(self.disk.is_folder, full)):
                 self.disk.unlink(full)
                 return
-            for name in self.disk.list(full):
+            for name in tuple(self.disk.list(full)):
                 self._delete_tree(os.path.join(full, name))
             self.disk.remove_folder(full)
         except FileNotFoundError:

@@ -107,7 +107,5 @@ def test_the_smallest_share_of_cpus_around_the_process_is_found(
     assert machine.cpu_limit(tmp_path / "membership", tmp_path / "mount") == (limit or cores)
 
 
-def test_a_folder_has_a_file_system_and_a_process_a_limit_of_open_files(tmp_path: Path) -> None:
-    assert machine.file_system("/proc") == "proc"
-    assert machine.file_system(str(tmp_path / "not there")) not in ("", "proc")
+def test_a_process_has_a_limit_of_open_files() -> None:
     assert (machine.open_file_limit() or 1) > 0

@@ -14,6 +14,14 @@ from typing import Any
 import pytest
 
 from orchestrator.history.busy import Busy, Free, Look, Watch, judge
+from orchestrator.history.claim_files import RESUME, AttemptEnd, ClaimFiles
+from orchestrator.history.claims import Claim
+from orchestrator.json_form import encode
+from orchestrator.storage.files import Storage
+from orchestrator.storage.sealed import seal
+from tests.resume.samples import no_sleep
+from tests.storage.crashfs import Files, ModelDisk
+from tests.storage.nfs_client import Cache, NfsClient, trusts_the_stat
 
 WATCH = 2  # ticks
 TICKS = 6
@@ -25,12 +33,15 @@ Judge = Callable[[Watch | None, Look, float, float], Watch | Free | Busy]
 
 @dataclass(frozen=True)
 class Start:
-    """One start command, and the launch that comes of it. `attempt`: the number that it claimed."""
+    """One start command, and the launch that comes of it. `attempt`: the number that it claimed. `cache`:
+    what its machine's NFS client believes, where it looks through one.
+    """
 
     phase: str = LOOKS
     watch: Watch | None = None
     free: int = 0
     attempt: int = 0
+    cache: Cache = Cache()
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,7 @@ class Protocol:
     judge: Judge = judge
     newest_plus_one: bool = False  # the number is chosen when it is claimed
     claimer_beats: bool = True
+    on_nfs: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,7 @@ class World:
     def changed(self, start: Start, **changes: Any) -> World:
         """This world after something befell `start`. Starts are alike: their order means nothing."""
         if changes["phase"] in (ENDED, BUSY, DEAD):
-            changes |= {"watch": None, "free": 0, "attempt": 0}
+            changes |= {"watch": None, "free": 0, "attempt": 0, "cache": Cache()}
         rest = list(self.starts)
         rest[rest.index(start)] = replace(start, **changes)
         return replace(self, starts=tuple(sorted(rest, key=repr)))
@@ -85,14 +97,30 @@ def steps(world: World, protocol: Protocol) -> Iterator[World]:
 
 
 def look(world: World, start: Start, protocol: Protocol) -> World:
-    seen = Look(newest=world.newest, over=world.over, signs=str(world.signs).encode())
+    seen, cache = Look(newest=world.newest, over=world.over, signs=str(world.signs).encode()), start.cache
+    if protocol.on_nfs:
+        client = NfsClient(ModelDisk.of(files_of(world)), cache)
+        seen, cache = ClaimFiles(Storage("/run", client, no_sleep))._look(lambda _: False, {}), client.cache
     match protocol.judge(start.watch, seen, world.now, WATCH):
         case Free(number=free):
-            return world.changed(start, phase=CLAIMS, free=free, watch=None)
+            return world.changed(start, phase=CLAIMS, free=free, watch=None, cache=cache)
         case Busy():
             return world.changed(start, phase=BUSY)
         case watch:
-            return world.changed(start, phase=LOOKS, watch=watch)
+            return world.changed(start, phase=LOOKS, watch=watch, cache=cache)
+
+
+def files_of(world: World) -> Files:
+    """What lies on the server: all claims, and of the newest attempt the heartbeat and the end."""
+    files: Files = {"/run": None, "/run/attempts": None}
+    for number in range(1, world.newest + 1):
+        claim = Claim(number=number, launch=f"launch-{number}", why=RESUME, host="", created="")
+        files[f"/run/attempts/{number:04d}.json"] = seal(encode(claim))
+    files[f"/run/attempts/{world.newest:04d}.heartbeat"] = b"." * world.signs
+    if world.over:
+        end = AttemptEnd(attempt=world.newest, outcome="done", reason="", ended="")
+        files[f"/run/attempts/{world.newest:04d}.end.json"] = seal(encode(end))
+    return files
 
 
 def claim(world: World, start: Start, protocol: Protocol) -> World:
@@ -130,6 +158,21 @@ def test_no_start_ever_fences_a_launch_that_lives(num_starts: int) -> None:
     rest = (BUSY,) * (num_starts - 2)
     for before in (DEAD, ENDED):
         assert tuple(sorted((before, RUNS, *rest))) in ends
+
+
+def test_no_start_fences_a_launch_that_lives_although_its_machine_caches_sizes_and_names() -> None:
+    count, wrong, ends = explore(Protocol(on_nfs=True), 2)
+    assert not wrong
+    assert count > 500
+    for before in (DEAD, ENDED):
+        assert tuple(sorted((before, RUNS))) in ends
+
+
+def test_a_start_that_takes_the_size_of_a_heartbeat_from_the_cache_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trusts_the_stat(monkeypatch)
+    assert explore(Protocol(on_nfs=True), 2)[1]
 
 
 def test_a_start_that_takes_whatever_number_is_free_is_caught() -> None:

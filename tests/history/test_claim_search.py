@@ -1,8 +1,8 @@
 """Every interleaving of an old coordinator that saves and deletes, and a start that claims the next attempt.
 
-Both sides are the real code (machine, committer, store) over a disk in memory; the search takes their steps
-in every order. A deletion is one step here, and nobody goes back: `tests/launch/test_rewind_search.py` has
-these, call by call, and forks.
+Both sides are the real code (machine, committer, store) over a disk in memory, or each over the cache of an
+NFS client before it; the search takes their steps in every order. A deletion is one step here, and nobody
+goes back: `tests/launch/test_rewind_search.py` has these, call by call, and forks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+import pytest
 
 from orchestrator.errors import ResumePointError
 from orchestrator.history.claim_files import RESUME, START
@@ -39,14 +41,17 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
 from tests.resume.samples import CONFIG, key, no_sleep, record, started_journal, write_vote
 from tests.storage.crashfs import Files, ModelDisk
+from tests.storage.nfs_client import Cache, NfsClient, trusts_the_miss
 
 STEPS = (10, 20, 30)
 KEEP = 1
 LIMIT = 5000
 
 
-def store_on(files: Files) -> RunStore:
-    return RunStore(Storage("/run", ModelDisk.of(files), no_sleep))
+def store_on(files: Files, cache: Cache | None = None) -> RunStore:
+    """`cache`: that of the NFS client through which the files are seen."""
+    disk = ModelDisk.of(files)
+    return RunStore(Storage("/run", disk if cache is None else NfsClient(disk, cache), no_sleep))
 
 
 class DurableJournal(JournalWriter):
@@ -63,7 +68,9 @@ class DurableJournal(JournalWriter):
 
 @dataclass(frozen=True)
 class World:
-    """A state of the search: the disk, the old coordinator, and how far the new start has come."""
+    """A state of the search: the disk, the old coordinator, and how far the new start has come. The caches
+    are those of their machines, where the disk is an NFS server.
+    """
 
     files: frozenset[tuple[str, bytes | None]]
     machine: CommitMachine
@@ -74,6 +81,8 @@ class World:
     claimed: bool = False
     listed: tuple[str, ...] | None = None
     parent: str | None = None
+    old_cache: Cache | None = None
+    new_cache: Cache | None = None
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -95,6 +104,8 @@ class World:
             self.claimed,
             self.listed,
             self.parent,
+            self.old_cache,
+            self.new_cache,
         )
 
 
@@ -112,6 +123,7 @@ class Protocol:
     machine: type[CommitMachine] = CommitMachine
     committer: MakeCommitter = real_committer
     list_before_claim: bool = False
+    on_nfs: bool = False
 
 
 def first_world(protocol: Protocol) -> World:
@@ -127,7 +139,8 @@ def first_world(protocol: Protocol) -> World:
     machine = protocol.machine(attempt=1, kept=KeptPoints(keep_latest=KEEP), vote_limit_s=60)
     for event in (GenerationFormed(generation=1, parent=None),):
         machine, _ = machine.on(event)
-    return World(files=frozenset(disk.files().items()), machine=machine)
+    cache = Cache() if protocol.on_nfs else None
+    return World(files=frozenset(disk.files().items()), machine=machine, old_cache=cache, new_cache=cache)
 
 
 def next_worlds(world: World, protocol: Protocol) -> list[tuple[str, World]]:
@@ -139,7 +152,7 @@ def old_steps(world: World, protocol: Protocol) -> list[tuple[str, World]]:
     """The old coordinator does what comes next; with nothing to do, its members save."""
     if world.fenced:
         return []
-    store = store_on(dict(world.files))
+    store = store_on(dict(world.files), world.old_cache)
     if not world.todo:
         if world.saves_begun == len(STEPS):
             return []
@@ -147,7 +160,7 @@ def old_steps(world: World, protocol: Protocol) -> list[tuple[str, World]]:
         after = replace(world, saves_begun=world.saves_begun + 1)
         for rank in range(2):
             after = told(after, VoteCast(vote=write_vote(store.storage, at, rank, num_bytes=4), now_s=0.0))
-        return [(f"members save {at.step}", replace(after, files=files_of(store)))]
+        return [(f"members save {at.step}", by_old(after, store))]
     action, rest = world.todo[0], world.todo[1:]
     after = replace(world, todo=rest)
     match action:
@@ -169,29 +182,28 @@ def perform(
     world: World, action: StoreAction, store: RunStore, protocol: Protocol
 ) -> list[tuple[str, World]]:
     answer = protocol.committer(store).perform(action)
-    after = replace(world, files=files_of(store))
+    after = by_old(world, store)
     return [(f"old: {action}"[:60], told(after, answer) if answer else after)]
 
 
 def new_steps(world: World, protocol: Protocol) -> list[tuple[str, World]]:
     """The new start claims, lists, chooses the newest healthy point, and writes its parent file."""
-    store = store_on(dict(world.files))
+    store = store_on(dict(world.files), world.new_cache)
     may_list = world.claimed or protocol.list_before_claim
     if may_list and world.listed is None:
-        return [("new lists", replace(world, listed=tuple(store.point_names())))]
+        names = tuple(store.point_names())
+        return [("new lists", by_new(replace(world, listed=names), store))]
     if not world.claimed:
         store.claim(2, "bbbb", RESUME, "host")
-        return [("new claims", replace(world, claimed=True, files=files_of(store)))]
+        return [("new claims", by_new(replace(world, claimed=True), store))]
     if world.parent is not None or world.listed is None:
         return []
     try:
         point, _ = store.healthy_newest(world.listed)
     except ResumePointError:
-        return [("new finds nothing healthy", replace(world, parent="nothing"))]
+        return [("new finds nothing healthy", by_new(replace(world, parent="nothing"), store))]
     store.write_parent(ClaimParent(attempt=2, parent=point.key if point else None, inherited=world.listed))
-    return [
-        ("new writes its parent", replace(world, parent=point.name if point else "", files=files_of(store)))
-    ]
+    return [("new writes its parent", by_new(replace(world, parent=point.name if point else ""), store))]
 
 
 def told(world: World, event: Event) -> World:
@@ -199,12 +211,26 @@ def told(world: World, event: Event) -> World:
     return replace(world, machine=machine, todo=(*world.todo, *actions))
 
 
-def files_of(store: RunStore) -> frozenset[tuple[str, bytes | None]]:
+def by_old(world: World, store: RunStore) -> World:
+    """The disk, and the old coordinator's cache, after it used this store."""
+    files, cache = seen_by(store)
+    return replace(world, files=files, old_cache=cache)
+
+
+def by_new(world: World, store: RunStore) -> World:
+    """As `by_old`, for the new start."""
+    files, cache = seen_by(store)
+    return replace(world, files=files, new_cache=cache)
+
+
+def seen_by(store: RunStore) -> tuple[frozenset[tuple[str, bytes | None]], Cache | None]:
     local = store.storage._store
     assert isinstance(local, LocalStore)
-    disk = local.disk
+    disk, cache = local.disk, None
+    if isinstance(disk, NfsClient):
+        disk, cache = disk.server, disk.cache
     assert isinstance(disk, ModelDisk)
-    return frozenset(disk.files().items())
+    return frozenset(disk.files().items()), cache
 
 
 def wrong_with(world: World) -> str | None:
@@ -245,8 +271,9 @@ def search(protocol: Protocol) -> tuple[int, set[str]]:
     return len(seen), wrong
 
 
-def test_no_interleaving_orphans_an_acknowledged_point_or_loses_the_parent() -> None:
-    states, wrong = search(Protocol())
+@pytest.mark.parametrize("on_nfs", [False, True])
+def test_no_interleaving_orphans_an_acknowledged_point_or_loses_the_parent(on_nfs: bool) -> None:
+    states, wrong = search(Protocol(on_nfs=on_nfs))
     assert wrong == set()
     assert states > 100, "the search must be one"
 
@@ -256,6 +283,15 @@ def test_the_search_catches_a_claim_that_lists_before_it_fences() -> None:
         "an acknowledged point is an orphan",
         "the new attempt finds no healthy point",
     }
+
+
+def test_the_search_catches_a_store_that_trusts_the_miss_of_an_nfs_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trusts_the_miss(monkeypatch)
+    wrong = search(Protocol(on_nfs=True))[1]
+    assert "an acknowledged point is an orphan" in wrong
+    assert "the new attempt's parent is gone or damaged" in wrong
 
 
 class BlindStore(RunStore):

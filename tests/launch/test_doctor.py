@@ -31,6 +31,7 @@ from orchestrator.launch.doctor import (
 )
 from orchestrator.launch.doctor_check import Check
 from orchestrator.launch.doctor_facts import collect, look_at_storage
+from orchestrator.launch.doctor_mount import Mount, judge_mount, mount_at, mount_of
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from tests.ports import free_ports
@@ -38,7 +39,8 @@ from tests.ports import free_ports
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 OURS = HEALTH_CHECKS
-STORED = StorageFacts(folder="runs", kind="ext4", fsync_s=0.002, free_bytes=100 * GIB)
+EXT4 = Mount(place="/", kind="ext4", source="/dev/vda", options=("rw",))
+STORED = StorageFacts(folder="runs", mount=EXT4, fsync_s=0.002, free_bytes=100 * GIB)
 CLUSTER = ClusterFacts(address="http://head:8265", seconds=0.002, ray="2.60.0")
 GPU = Gpu(name="H100", memory_bytes=80 * GIB, capability=9.0)
 SOUND = Facts(
@@ -69,6 +71,11 @@ def stored(**facts: Any) -> dict[str, Any]:
     return {"storage": replace(STORED, **facts)}
 
 
+def nfs(options: str) -> Mount:
+    given = ("rw", "vers=4.2", *options.split(","))
+    return Mount(place="/data", kind="nfs4", source="server:/export", options=given)
+
+
 def versions(**found: str | None) -> dict[str, Any]:
     return {"versions": {**SOUND.versions, **found}}
 
@@ -96,7 +103,10 @@ def test_a_sound_machine_has_nothing_to_do() -> None:
         (auth("token", "t", file_mode=0o644), "warn", "ray token", "mode 0644.*0600.*chmod 600 t"),
         ({"health": {}}, "warn", "ray health", "up to 65 s.*RAY_health_check_period_ms=1000"),
         (stored(trouble="no rights"), "bad", "storage", "no rights.*take another run.storage"),
-        (stored(kind="tmpfs"), "warn", "storage", "tmpfs.*in memory"),
+        (stored(mount=replace(EXT4, kind="tmpfs")), "warn", "storage", "tmpfs.*in memory"),
+        (stored(mount=nfs("nocto,soft")), "bad", "nfs mount", "nocto.*without nocto.*hard instead of soft"),
+        (stored(mount=nfs("softerr")), "warn", "nfs mount", "softerr, cto.*hard instead of softerr"),
+        (stored(mount=nfs("hard,noac")), "warn", "nfs mount", "noac.*without noac"),
         (stored(exclusive=False), "bad", "exclusive create", "two launches"),
         (stored(hard_links=False), "warn", "exclusive create", "without hard links.*counts as taken"),
         (stored(grows=False), "bad", "growing file", "take a run that is alive for dead"),
@@ -150,6 +160,60 @@ def test_the_versions_are_those_of_the_package_and_of_its_tests() -> None:
     )  # type: ignore[union-attr]
     tested = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()[1:])
     assert {name: (needed[name], tested[name]) for name in VERSIONS} == VERSIONS
+
+
+# ------------------------------------------------------------ the mount
+MOUNTINFO = r"""22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,errors=remount-ro
+31 22 0:30 / /data rw,relatime shared:7 - autofs systemd-1 rw,fd=45
+32 31 0:51 / /data rw,relatime - nfs4 files:/export/of\040all rw,vers=4.2,hard,lookupcache=none,proto=tcp
+33 32 0:52 / /data/my\040runs rw,noatime shared:8 master:2 - nfs files:/runs rw,vers=3,hard,nocto,addr=::1
+this is no line of it
+34 22 0:53 / /datasets ro - tmpfs tmpfs rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "place", "kind", "source"),
+    [
+        ("/home", "/", "ext4", "/dev/vda"),
+        ("/data", "/data", "nfs4", "files:/export/of all"),  # above the autofs that made it
+        ("/data/my", "/data", "nfs4", "files:/export/of all"),
+        ("/data/my runs/a", "/data/my runs", "nfs", "files:/runs"),
+        ("/datasets", "/datasets", "tmpfs", "tmpfs"),
+    ],
+)
+def test_the_mount_of_a_path_is_the_innermost_and_the_last(
+    path: str, place: str, kind: str, source: str
+) -> None:
+    found = mount_of(MOUNTINFO, path)
+    assert found is not None
+    assert (found.place, found.kind, found.source) == (place, kind, source)
+
+
+def test_options_of_the_mount_and_of_its_file_system_are_found() -> None:
+    found = mount_of(MOUNTINFO, "/data/my runs")
+    assert found is not None
+    assert {"rw", "noatime", "nocto", "vers=3"} <= set(found.options)
+    assert (found.value("vers"), found.value("lookupcache")) == ("3", "")
+    assert mount_of("", "/data") is None
+    assert mount_of("not a line\n", "/data") is None
+
+
+def test_a_sound_nfs_mount_is_named_with_the_options_that_matter() -> None:
+    (check,) = judge_mount(mount_of(MOUNTINFO, "/data"))
+    assert (check.state, check.advice) == ("ok", "")
+    for text in ("files:/export/of all", "vers=4.2", "hard", "cto", "lookupcache=none"):
+        assert text in check.value
+    (old,) = judge_mount(replace(nfs("hard"), options=("vers=3", "hard")))
+    assert old.state == "ok"
+    assert old.advice, "version 3 has a limit that is named"
+    assert list(judge_mount(EXT4)) == list(judge_mount(None)) == []
+
+
+def test_the_mount_of_a_real_folder_is_found() -> None:
+    found = mount_at("/proc/self")
+    assert found is not None
+    assert found.kind == "proc"
 
 
 # ------------------------------------------------------------ what is tried

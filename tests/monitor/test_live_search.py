@@ -1,5 +1,6 @@
 """Readers beside a run that goes on: random histories (saves, deletions, generations, restarts, rewinds,
 kills, leftovers) go on between any two calls of a reader to the disk; no reader calls a healthy run damaged.
+Some of the readers look through an NFS client, which has cached what they saw before.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from orchestrator.resume.verify import POINTS
 from orchestrator.storage.disk import Disk
 from orchestrator.storage.files import Storage
 from tests.monitor.live_run import SEGMENT_BYTES, Aside, LiveRun, reader
+from tests.storage.nfs_client import NfsClient, trusts_the_miss
 
 SEEDS = range(24)
 READINGS = 6  # in each history
@@ -53,7 +55,9 @@ class WrongError(AssertionError):
 class Beside:
     """One history and its readers."""
 
-    def __init__(self, job: JobConfig, data: DataSpec, seed: int, branches: bool = False) -> None:
+    def __init__(
+        self, job: JobConfig, data: DataSpec, seed: int, branches: bool = False, on_nfs: bool = False
+    ) -> None:
         """`branches`: some of the histories begin as forks, and are rewound by the command."""
         self.random, self.job, self.data = Random(seed), job, data
         self.is_fork, self.branches = branches and seed % 3 == 0, branches
@@ -61,6 +65,7 @@ class Beside:
         self.moved_on = self.left = 0  # `left`: how many calls the run may go on during this reading
         self.newest: list[str] = []  # the newest point that counts, after each thing that happened
         self.writer = Aside(self.history)
+        self.disk: Disk = NfsClient(self.writer.disk) if on_nfs else self.writer.disk
         while not self.newest:
             self.writer.on(1)
 
@@ -92,7 +97,7 @@ class Beside:
         self.left, self.often = self.random.choice([20, 100, 250]), self.random.choice([0.02, 0.1, 0.5])
         since = len(self.newest) - 1
         try:
-            with reader(self.writer.disk, self.goes_on) as (run, store):
+            with reader(self.disk, self.goes_on) as (run, store):
                 found = read(run, store)
         except StorageError as error:
             if "this says nothing about the run" not in str(error):
@@ -153,9 +158,9 @@ class Beside:
             raise WrongError(f"false damage: {found.verdict}")
 
 
-def walk(job: JobConfig, data: DataSpec, seed: int, branches: bool = False) -> int:
+def walk(job: JobConfig, data: DataSpec, seed: int, branches: bool = False, on_nfs: bool = False) -> int:
     """How often a reader gave up, because the run went on too fast."""
-    beside = Beside(job, data, seed, branches)
+    beside = Beside(job, data, seed, branches, on_nfs)
     try:
         for _ in range(READINGS):
             beside.look()
@@ -166,8 +171,8 @@ def walk(job: JobConfig, data: DataSpec, seed: int, branches: bool = False) -> i
     return beside.moved_on
 
 
-def search(job: JobConfig, data: DataSpec, seeds: Iterable[int]) -> int:
-    return sum(walk(job, data, seed) for seed in seeds)
+def search(job: JobConfig, data: DataSpec, seeds: Iterable[int], on_nfs: bool = False) -> int:
+    return sum(walk(job, data, seed, on_nfs=on_nfs) for seed in seeds)
 
 
 def test_no_reader_calls_a_healthy_run_damaged_whatever_happens_while_it_reads(
@@ -178,6 +183,18 @@ def test_no_reader_calls_a_healthy_run_damaged_whatever_happens_while_it_reads(
 
 def test_no_reader_calls_a_fork_or_a_rewound_run_damaged(job: JobConfig, data: DataSpec) -> None:
     assert sum(walk(job, data, seed, branches=True) for seed in range(12)) < 12 * READINGS / 50
+
+
+def test_no_reader_on_an_nfs_client_calls_a_healthy_run_damaged(job: JobConfig, data: DataSpec) -> None:
+    assert search(job, data, range(8), on_nfs=True) < 8 * READINGS / 50
+
+
+def test_the_search_catches_a_store_that_trusts_the_miss_of_an_nfs_client(
+    job: JobConfig, data: DataSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trusts_the_miss(monkeypatch)
+    with pytest.raises(WrongError):
+        search(job, data, range(1000), on_nfs=True)
 
 
 def never_looks_again(patch: pytest.MonkeyPatch) -> None:

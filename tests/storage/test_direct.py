@@ -103,6 +103,32 @@ def test_a_large_file_on_the_real_disk_is_written_past_the_cache_and_reads_as_it
     assert modes == [takes] * 6 + [False], "five buffers and a block, then what is behind it"
 
 
+def test_a_large_file_goes_past_the_cache_where_append_and_direct_exclude_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS: Linux refuses both flags together there (`nfs_check_flags`)."""
+    both, direct_writes, real = os.O_APPEND | os.O_DIRECT, list[bool](), fcntl.fcntl
+
+    def on_nfs(handle: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and flags & both == both:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(handle, command, flags)
+
+    class Watched(OsDisk):
+        def write(self, handle: int, data: memoryview) -> int:
+            direct_writes.append(bool(real(handle, fcntl.F_GETFL) & os.O_DIRECT))
+            return super().write(handle, data)
+
+    handle = OsDisk().create(str(tmp_path / "probe"))
+    real(handle, fcntl.F_SETFL, os.O_DIRECT)  # the test needs a folder that takes such writes
+    os.close(handle)
+    monkeypatch.setattr(fcntl, "fcntl", on_nfs)
+    content = os.urandom(3 * BUFFER_BYTES + 5)
+    Storage(str(tmp_path), Watched()).write("large", content)
+    assert (tmp_path / "large").read_bytes() == content
+    assert direct_writes == [True] * 3 + [False]
+
+
 def test_a_disk_that_is_full_in_the_middle_of_a_large_file_leaves_none_of_it(tmp_path: Path) -> None:
     class Full(OsDisk):
         def write(self, handle: int, data: memoryview) -> int:

@@ -1,6 +1,6 @@
-"""What every store promises, asked of each kind: a folder on disk, and a prefix of a bucket, of S3, of Google
-Cloud Storage, and of Azure (where its emulator is on the path); and of the model that stands for a bucket in
-searches.
+"""What every store promises, asked of each kind: a folder on disk, one on NFS that two machines use (a model
+of their caches), and a prefix of a bucket, of S3, of Google Cloud Storage, and of Azure (where its emulator
+is on the path); and of the model that stands for a bucket in searches.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from orchestrator.storage.object_store import PART_BYTES, ObjectStore
 from orchestrator.storage.store import Store
 from tests.storage.azurite import azurite, connection_string, make_container
 from tests.storage.model_store import LaxModelStore, ModelBucket, ModelStore
+from tests.storage.nfs_client import FromTwoMachines
 from tests.storage.servers import moto, new_bucket, proxy_before, reach
 
 # lax: one that refuses no second create
-KINDS = ("local", "model", "lax model", "s3", "lax s3", "gs", "az")
+KINDS = ("local", "nfs", "model", "lax model", "s3", "lax s3", "gs", "az")
 
 _containers = itertools.count()
 
@@ -71,6 +72,8 @@ def new_root(
     numbers = itertools.count()
     if kind == "local":
         return lambda: LocalStore(str(tmp_path / f"runs{next(numbers)}" / "a"))
+    if kind == "nfs":
+        return lambda: FromTwoMachines(str(tmp_path / f"runs{next(numbers)}" / "a"))
     if kind.endswith("model"):
         model, of_kind = ModelBucket(), ModelStore if kind == "model" else LaxModelStore
         return lambda: of_kind(model, f"s3://model/runs{next(numbers)}/a")

@@ -172,6 +172,9 @@ class Runs:
         try:
             if (root / name).resolve() != root.resolve() / name:
                 return None
+            with suppress(StorageError):  # what stat says of it is enough
+                if not self._storage.exists(f"{name}/{RUN_FILE}"):  # on NFS a stat alone may be 60 s behind
+                    return None
             found = os.stat(root / name / RUN_FILE)
         except (OSError, RuntimeError):  # a loop of links
             return None

@@ -54,7 +54,7 @@ def serve(
     Raises `RefusedError` if there is no such folder, or the address cannot be taken, and as `open_storage`.
     """
     where = open_storage(storage)
-    if where.folder is not None and not where.folder.is_dir():
+    if where.folder is not None and not where.list("") and not where.folder.is_dir():
         raise RefusedError(
             f"{storage} is no folder; give the storage in which runs lie (run.storage), or one run's folder"
         )

@@ -1,0 +1,124 @@
+"""The mount that holds a run's storage: how it is found, and which options of NFS make it unfit or slow."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.launch.doctor_check import Check, State
+
+_MOUNTINFO = Path("/proc/self/mountinfo")
+_FIELDS_BEFORE_OPTIONAL = 6  # of a line of it: number, parent, device, root, place, options
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mount:
+    """A line of /proc/self/mountinfo: the folder `place` shows `source` (a device, `server:/export`). `kind`
+    is the type of the file system. `options` are those of the mount and of the file system (`rw`, `hard`,
+    `vers=4.2`).
+    """
+
+    place: str
+    kind: str
+    source: str
+    options: tuple[str, ...]
+
+    def value(self, name: str) -> str:
+        """What follows `name=`; empty without such an option."""
+        return next((text for key, _, text in (o.partition("=") for o in self.options) if key == name), "")
+
+
+def mount_of(mountinfo: str, path: str) -> Mount | None:
+    """The mount on which `path` lies, which is absolute and without links; None if no line says. `mountinfo`
+    has the form of proc_pid_mountinfo(5); lines of another form are passed over.
+    """
+    found: Mount | None = None
+    for line in mountinfo.splitlines():
+        mount = _parsed(line)
+        if mount is None or not (path == mount.place or path.startswith(mount.place.rstrip("/") + "/")):
+            continue
+        if found is None or len(mount.place) >= len(found.place):  # the last one of a place hides the others
+            found = mount
+    return found
+
+
+def mount_at(folder: str) -> Mount | None:
+    """The mount on which a folder of this machine lies; None where the system does not tell (no Linux)."""
+    try:
+        text = _MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return None
+    return mount_of(text, os.path.realpath(folder))
+
+
+def judge_mount(mount: Mount | None) -> Iterator[Check]:
+    """One check for a mount of NFS, none for any other. docs/storage.md explains what NFS needs."""
+    if mount is None or mount.kind not in ("nfs", "nfs4"):
+        return
+    state, advice = _judged(mount)
+    yield Check(
+        name="nfs mount",
+        state=state,
+        value=f"{mount.source} on {mount.place}: {', '.join(_shown(mount))}",
+        limit="hard, without nocto",
+        advice="; ".join(advice),
+    )
+
+
+def _judged(mount: Mount) -> tuple[State, Sequence[str]]:
+    state: State = "ok"
+    advice = []
+    if "nocto" in mount.options:
+        state = "bad"
+        advice.append(
+            "mount without nocto: with it this machine does not ask the server when it opens a folder. It "
+            "then sees claims, commits and stop requests of other machines up to 60 s late, and two launches "
+            "can train one run"
+        )
+    for option in ("soft", "softerr"):
+        if option in mount.options:
+            state = "bad" if state == "bad" else "warn"
+            advice.append(
+                f"mount with hard instead of {option}: with {option} a write fails where the server is away "
+                "for a moment, and a hard mount waits"
+            )
+    for option in ("noac", "sync"):
+        if option in mount.options:
+            state = "bad" if state == "bad" else "warn"
+            advice.append(f"mount without {option}: it is not needed, and every write waits for the server")
+    if (version := mount.value("vers")) and not version.startswith("4"):
+        advice.append(
+            f"version {version} shows a change of a folder by the folder's time alone: take version 4.1 or "
+            "later, or a server whose times are finer than a second"
+        )
+    return state, advice
+
+
+def _shown(mount: Mount) -> Iterator[str]:
+    """The options that matter, and the defaults of those that Linux does not list."""
+    yield f"vers={mount.value('vers') or 'unknown'}"
+    yield next((option for option in ("softerr", "soft") if option in mount.options), "hard")
+    yield "nocto" if "nocto" in mount.options else "cto"
+    yield f"lookupcache={mount.value('lookupcache') or 'all'}"
+    yield from (option for option in ("noac", "sync") if option in mount.options)
+
+
+def _parsed(line: str) -> Mount | None:
+    before, separator, after = line.partition(" - ")
+    fields, (kind, source, options) = before.split(" "), (*after.split(" "), "", "", "")[:3]
+    if not separator or len(fields) < _FIELDS_BEFORE_OPTIONAL:
+        return None
+    return Mount(
+        place=_unescaped(fields[4]),
+        kind=kind,
+        source=_unescaped(source),
+        options=tuple(dict.fromkeys((*fields[5].split(","), *options.split(",")))),
+    )
+
+
+def _unescaped(text: str) -> str:
+    r"""A space stands as `\040`, a backslash as `\134`."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
