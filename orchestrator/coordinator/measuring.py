@@ -52,23 +52,36 @@ def measured(flat_config: Mapping[str, Any], location: str, run: str, attempt: A
     and is published from there.
     """
     storage = open_storage(location)
-    folder = storage.folder or _scratch(attempt)
-    saved_tokens = attempt.point.cursor.consumed_tokens if attempt.point else 0
+    folder, troubles = storage.folder, list[str]()
+    if folder is None and (flat_config.get("monitor.tensorboard") or flat_config.get("monitor.loggers")):
+        try:
+            folder = _scratch(attempt)
+        except OSError as error:
+            troubles.append(
+                f"TensorBoard and monitor.loggers have no folder on this machine ({error}): this attempt "
+                "sends no metrics to them. The run continues, and the journal has every step"
+            )
     sinks: list[Sink] = []
-    if flat_config.get("monitor.tensorboard"):
+    if folder is not None and flat_config.get("monitor.tensorboard"):
         sinks.append(TensorBoard(folder, attempt.number))
     if in_a_cluster():
         sinks.append(RaySink(run))
+    asked = [] if folder is None else _loggers(flat_config, run, folder, attempt)
+    saved_tokens = attempt.point.cursor.consumed_tokens if attempt.point else 0
+    logs = [MetricLog(Meter(saved_tokens), each) for each in (sinks, *asked)]
+    if folder is None or storage.folder is not None:
+        return MetricLogs(logs, troubles=troubles)
+    here = folder
+    return MetricLogs(logs, lambda trouble: PublishedFolder(storage, here, trouble))
+
+
+def _loggers(flat_config: Mapping[str, Any], run: str, folder: Path, attempt: Attempt) -> list[list[Sink]]:
+    """Those that the user asks for."""
     logged = LoggedRun(name=run, id=attempt.run_id, folder=folder, config=flat_config)
-    asked: list[list[Sink]] = [
+    return [
         [logger(name, logged, SavedHistory(attempt.history, attempt.history_saved_to))]
         for name in flat_config.get("monitor.loggers") or ()
     ]
-    logs = [MetricLog(Meter(saved_tokens), each) for each in (sinks, *asked)]
-    keeps_files = bool(flat_config.get("monitor.tensorboard") or asked)
-    if storage.folder is not None or not keeps_files:
-        return MetricLogs(logs)
-    return MetricLogs(logs, lambda trouble: PublishedFolder(storage, folder, trouble))
 
 
 def _scratch(attempt: Attempt) -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -149,10 +149,15 @@ class MetricLogs:
         self,
         logs: Sequence[MetricLog],
         publish: Callable[[Callable[[str], None]], PublishedFolder] | None = None,
+        troubles: Iterable[str] = (),
     ) -> None:
-        """`publish`: what publishes the files that the logs keep; it is given what hears of its troubles."""
+        """`publish`: what publishes the files that the logs keep; it is given what hears of its troubles.
+        `troubles` came before.
+        """
         self._logs = tuple(logs)
         self._troubles: queue.SimpleQueue[str] = queue.SimpleQueue()
+        for text in troubles:
+            self._troubles.put(text)
         self._published = publish(self._troubles.put) if publish is not None else None
 
     def step(self, record: StepRecord) -> None:

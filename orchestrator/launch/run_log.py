@@ -39,12 +39,21 @@ class RunLog:
         self._published: PublishedFolder | None = None
 
     def open(self, storage: Storage, attempt: int) -> None:
-        """The file lies in this run's storage; what was written before goes into it, too."""
+        """The file lies in this run's storage; what was written before goes into it, too. A later attempt of
+        the same start has a file of its own.
+        """
+        if self._writer is not None:
+            self._lines.put(None)
+            self._writer.join(CLOSE_S)
         host = re.sub(r"[^\w.-]", "_", socket.gethostname())
         name = f"{FOLDER}/{attempt:04d}-{host}.log"
-        folder = storage.folder
+        folder = storage.folder or self._local
         if folder is None:
-            folder = self._local = Path(tempfile.mkdtemp(prefix="orchestrator-log-"))
+            try:
+                folder = self._local = Path(tempfile.mkdtemp(prefix="orchestrator-log-"))
+            except OSError as error:
+                self._trouble(f"warning: there is no log file ({error}); the run continues without it")
+                return
             self._published = PublishedFolder(storage, folder, lambda text: self._trouble(f"warning: {text}"))
         path = folder / name
         self.path = f"{storage.root}/{name}"

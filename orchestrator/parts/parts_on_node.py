@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from orchestrator.errors import StorageError
+from orchestrator.errors import text_of
 from orchestrator.parts.node_folder import expanded, make_node, place_in
 from orchestrator.parts.part_job import PartCancelled
 from orchestrator.records.points import FileEntry, NodePlace
@@ -66,9 +66,10 @@ class PartsOnNode:
             kept = self._copies.keep(own, path, entry, check)
         except PartCancelled:
             return (own,)
-        except StorageError as error:
+        except Exception as error:  # noqa: BLE001  whatever it is, the save continues with one place
             self._say(
-                f"{path} of {own} has no copy on another node: {error}; if {own} is lost, so is this point"
+                f"{path} of {own} has no copy on another node: {text_of(error)}; if {own} is lost, so is "
+                "this point"
             )
             return (own,)
         return (own,) if kept is None else (own, kept)

@@ -7,9 +7,10 @@ knows.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from orchestrator.errors import StorageError
 from orchestrator.faults import Hook
 from orchestrator.planning.neighbours import neighbours
 from orchestrator.planning.state_layout import StateTensor, flat_shard
@@ -29,10 +31,17 @@ from orchestrator.trainer.neighbour import Address, CopyHeader, NeighbourLink, n
 from orchestrator.trainer.staging import Staging, StagingBuffer
 from orchestrator.trainer.state import TrainState
 
+_log = logging.getLogger(__name__)
+
 
 class MemoryPoints:
     """One member's memory points, one after every `every_steps`-th step that finds the last one sealed (None:
     none), and one as soon as a generation has agreed on its state.
+
+    They are an optional copy, so that nothing that fails here ends a generation that could train without: a
+    rank that has no room, no port or no link says so once (`say`) and has no memory point whole, which none
+    seals then. It tries again in the next generation. A link that breaks after a point of its generation was
+    sealed ends the generation, so that the next one has memory points again.
 
     Memory: four times the largest shard of the group, on the CPU; twice where the neighbour is on the same
     node, which lends what is kept for it (`lending`). In a group of one none are made. Between
@@ -40,10 +49,21 @@ class MemoryPoints:
     called in threads at `memory_staged` and `neighbour_half_sent`, and at `sealed`, with the step copied.
     """
 
-    def __init__(self, every_steps: int | None, device: torch.device, faults: Hook) -> None:
-        self._every, self._faults = every_steps, faults
-        self._own = tuple(StagingBuffer(device) for _ in range(2))
-        self._marks = Marks([buffer.path for buffer in self._own])
+    def __init__(
+        self,
+        every_steps: int | None,
+        device: torch.device,
+        faults: Hook,
+        say: Callable[[str], None] = _log.warning,
+    ) -> None:
+        self._every, self._device, self._faults, self._say = every_steps, device, faults, say
+        self._said = ""  # why there are none, as it was said last
+        self._own: tuple[StagingBuffer, ...] = ()
+        self._marks: Marks | None = None
+        if every_steps is not None:
+            self._try(self._open)
+        self._has_sealed = False  # in this generation
+        self._num_unlinked = 0  # steps in a row that were applied after the link had failed
         # what is kept for a neighbour, in memory of this process or lent
         self._kept: list[Tensor | LentCopy] = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._lock = threading.Lock()
@@ -104,11 +124,9 @@ class MemoryPoints:
         """
         self._view, self._store = view, store
         if self._every is not None and view.nodes:
-            self._listener = self._listener or _listening()
-            port = int(self._listener.getsockname()[1])
-            self._address = Address(host=view.own_host, port=port, token=new_token())
+            self._try(self._listen)
             with collective("announcing the memory points"):
-                store.set(f"memory/{view.rank}", self._address.to_json())
+                store.set(f"memory/{view.rank}", self._address.to_json() if self._address else "")
         try:
             yield
         finally:
@@ -120,23 +138,67 @@ class MemoryPoints:
         assert view is not None, "a generation is entered within it"
         assert store is not None, "a generation is entered within it"
         keeper = neighbours([str(node) for node in view.nodes])
+        self._has_sealed, self._num_unlinked = False, 0
         with self._lock:
             self._slots = self._slots.entered(view.keep, has_neighbour=bool(keeper))
-        if not keeper or self._address is None or self._listener is None:
+        if not keeper or self._address is None:
             return
         with collective("looking for the neighbour"):
             found = store.get(f"memory/{keeper[view.rank]}").decode()
+        if not found:  # it has said why
+            return
         self._tensors = [item.whole for item in state.items()]
+        beside = view.nodes[keeper[view.rank]] == view.nodes[view.rank]
+        self._try(partial(self._connect, Address.from_json(found), beside))
+        if self._link is not None:
+            self._begin(state)
+
+    # ------------------------------------------------------------------------------ what may fail
+    def _try(self, act: Callable[[], object]) -> None:
+        """What does not succeed leaves this rank without memory points, and is said."""
+        try:
+            act()
+        except (OSError, RuntimeError, MemoryError, StorageError) as error:  # of the system, threads, torch
+            self._go_without(f"{type(error).__name__}: {error}")
+
+    def _go_without(self, reason: str) -> None:
+        """Said once for a reason."""
+        if reason != self._said:
+            self._said = reason
+            self._say(
+                f"this worker makes no memory points ({reason}): training continues, and a lost worker costs "
+                "the steps since the newest resume point"
+            )
+
+    def _open(self) -> None:
+        if not self._own:
+            self._own = (StagingBuffer(self._device),)
+        if len(self._own) < 2:
+            self._own = (*self._own, StagingBuffer(self._device))
+        if self._marks is None:
+            self._marks = Marks([buffer.path for buffer in self._own])
+
+    def _listen(self) -> None:
+        assert self._view is not None, "a generation is entered within it"
+        self._open()
+        self._listener = self._listener or _listening()
+        port = int(self._listener.getsockname()[1])
+        self._address = Address(host=self._view.own_host, port=port, token=new_token())
+
+    def _connect(self, keeper: Address, beside: bool) -> None:
+        """`beside`: the keeper is on this node."""
+        assert self._listener is not None, "who has an address listens"
+        assert self._address is not None, "who has an address listens"
+        assert self._marks is not None, "who has an address listens"
         half = partial(self._fault, "neighbour_half_sent")
         self._link = NeighbourLink(
             self._listener,
             self._address,
-            Address.from_json(found),
+            keeper,
             self,
             lambda header: half(header.copy.key),
-            self._marks.offer if view.nodes[keeper[view.rank]] == view.nodes[view.rank] else None,
+            self._marks.offer if beside else None,
         )
-        self._begin(state)
 
     def _leave(self) -> None:
         if self._staging is not None:
@@ -152,7 +214,8 @@ class MemoryPoints:
             self._listener.close()
         for buffer in self._own:
             buffer.close()
-        self._marks.close()
+        if self._marks is not None:
+            self._marks.close()
         for number in range(len(self._kept)):
             self._keep(number, torch.empty(0, dtype=torch.uint8))
 
@@ -180,21 +243,33 @@ class MemoryPoints:
                 self._slots = self._slots.sealed()
                 key = self._slots.keep
             assert key is not None, "a memory point was sealed"
+            self._has_sealed = True
             self._fault("sealed", key)
         if link.failure:
+            self._num_unlinked += 1
+            # once may be the end of the generation, of which this rank has not heard
+            if self._num_unlinked > 1:
+                self._go_without(link.failure)
             return
         if self._staging is not None and self._staging.done.done():
-            self._staging.done.result()  # what went wrong in the thread is raised here
+            error = self._staging.done.exception()
+            if error is not None and not isinstance(error, Exception):
+                raise error
+            if error is not None:
+                self._go_without(f"{type(error).__name__}: {error}")
+                return
         assert state.key is not None, "a member that trains holds a state"
         if self._every is not None and state.key.step % self._every == 0 and self._slots.is_free:
             self._begin(state)
 
     def check(self) -> None:
-        """Raises `GenerationEnded` if the copies do not get through. To be asked when a step begins: what the
-        summary of the one before asked for comes first, and after a re-form at a step boundary some ranks
-        have closed their links while others still apply that step.
+        """Raises `GenerationEnded` if the copies do not get through any more, which they did in this
+        generation: the next one may have memory points again. Where they never did it would not.
+
+        To be asked when a step begins: what the summary of the one before asked for comes first, and after a
+        re-form at a step boundary some ranks have closed their links while others still apply that step.
         """
-        if self._link is not None and self._link.failure:
+        if self._has_sealed and self._link is not None and self._link.failure:
             raise GenerationEnded(f"memory points do not reach their neighbours: {self._link.failure}")
 
     def _begin(self, state: TrainState) -> None:
@@ -211,6 +286,10 @@ class MemoryPoints:
         with self._lock:
             keep = self._slots.keep
             self._slots, number = self._slots.begun(copy)
+        self._try(partial(self._stage, state, copy, keep, number))
+
+    def _stage(self, state: TrainState, copy: HeldShard, keep: StateKey | None, number: int) -> None:
+        assert self._marks is not None, "who has a link has buffers"
         mark = self._marks.renew(number)
         flat = flat_shard(self._tensors, copy.num_shards, copy.shard)
         copies = [

@@ -109,12 +109,15 @@ class NeighbourLink:
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
         targets = {"memory point out": self._send_all, "memory point in": self._receive_all}
-        self._threads = [
-            threading.Thread(target=self._guarded, args=(name, target), daemon=True, name=name)
-            for name, target in targets.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for name, target in targets.items():
+                thread = threading.Thread(target=self._guarded, args=(name, target), daemon=True, name=name)
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:  # the machine lets this process have no more threads
+            self.close()
+            raise
 
     def send(self, header: CopyHeader, data: memoryview) -> None:
         """Hands a copy to the sending thread; `data` stays as it is until the next copy was sent, or

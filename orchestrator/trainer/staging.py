@@ -117,6 +117,8 @@ class StagingBuffer:
     def _make(self, num_bytes: int) -> None:
         self._release()
         os.ftruncate(self._handle, num_bytes)
+        # where there is no room it fails here; a page that cannot be had is a SIGBUS later
+        os.posix_fallocate(self._handle, 0, num_bytes)
         memory = mmap.mmap(self._handle, num_bytes, mmap.MAP_SHARED)
         self._shared = self._pinned = torch.frombuffer(memory, dtype=torch.uint8).zero_()
         if self._stream is None:
@@ -136,7 +138,7 @@ class StagingBuffer:
             return
         try:
             self._make(self._reserved)
-        except (OSError, RuntimeError) as error:  # of mmap, of torch
+        except (OSError, RuntimeError, MemoryError) as error:  # of the system, of torch
             raise StorageError(
                 f"there is no room for a staging buffer of {self._reserved} bytes in shared memory "
                 f"({error}); give the workers more memory"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 import struct
 import threading
@@ -401,3 +403,96 @@ def test_alone_there_is_nobody_to_give_a_copy_to_and_none_is_made():
         group.step()
         assert group.held() == []
         assert group.sealed == []
+
+
+def no_memory(*arguments: object) -> None:
+    raise OSError(errno.ENOSPC, "no space left in shared memory")
+
+
+def no_files(*arguments: object, **options: object) -> None:
+    raise OSError(errno.EMFILE, "too many open files")
+
+
+def no_threads(thread: threading.Thread) -> None:
+    if thread.name.startswith("memory point"):
+        raise RuntimeError("can't start new thread")
+    START(thread)
+
+
+START = threading.Thread.start
+# what the machine refuses: shared memory, a file of it, a port, a thread
+REFUSALS = {
+    "room": (os, "posix_fallocate", no_memory),
+    "handle": (os, "memfd_create", no_files),
+    "port": (socket, "create_server", no_files),
+    "thread": (threading.Thread, "start", no_threads),
+}
+
+
+@pytest.mark.parametrize("lost", REFUSALS)
+def test_where_the_machine_refuses_a_memory_point_training_continues_and_the_next_generation_has_them(
+    lost, monkeypatch
+):
+    where, name, refuse = REFUSALS[lost]
+    monkeypatch.setattr(where, name, refuse)
+    with ranks(2) as group:
+        said = [[points._said] if points._said else [] for points in group.points]
+        for points, lines in zip(group.points, said, strict=True):
+            points._say = lines.append
+        for _ in range(2):
+            group.enter()
+            for points in group.points:
+                if points._staging is not None:
+                    points._staging.done.exception(LIMIT_S)
+            for _ in range(3):
+                for points in group.points:
+                    points.check()
+                group.step()
+            group.leave()
+        assert group.sealed == []
+        assert [len(lines) for lines in said] == [1, 1], "each says so once"
+        monkeypatch.undo()
+        group.enter()
+        group.wait()
+        group.step()
+        assert len(group.sealed) == 1
+
+
+def test_one_rank_without_memory_points_leaves_all_without_and_nobody_waits(monkeypatch):
+    with ranks(3) as group:
+        lines: list[str] = []
+        for points in group.points:
+            points._say = lines.append
+        listen = group.points[1]._listen
+        monkeypatch.setattr(group.points[1], "_listen", no_files)
+        group.enter()
+        for _ in range(3):
+            group.step()
+        group.leave()
+        assert group.sealed == []
+        assert len(lines) == 1
+        monkeypatch.setattr(group.points[1], "_listen", listen)
+        group.enter()
+        group.wait()
+
+
+def test_a_link_that_never_worked_ends_no_generation(monkeypatch):
+    """As behind a firewall: each generation that forms anew would end in the same way."""
+
+    def unreached(*arguments: object, **options: object) -> None:
+        raise ConnectionRefusedError("nobody listens there")
+
+    monkeypatch.setattr(socket, "create_connection", unreached)
+    with ranks(2) as group:
+        lines: list[str] = []
+        for points in group.points:
+            points._say = lines.append
+        group.enter()
+        for points in group.points:
+            end_of(points._link, 0)
+        for _ in range(3):
+            for points in group.points:
+                points.check()
+            group.step()
+        assert group.sealed == []
+        assert len(lines) == 2
