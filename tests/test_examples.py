@@ -58,7 +58,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_an_old_run_is_read_whole_and_changed_by_no_reading(example: Path) -> None:
     before = contents(example)
     run = orchestrator.open("example")
-    rows = run.list_points()
+    rows = run.list_points(verify=True)
     assert [(row["name"], row["healthy"], row["on_lineage"]) for row in rows] == [
         (name, True, name != ORPHAN) for name in POINTS
     ]
@@ -88,7 +88,7 @@ def test_an_old_run_trains_on_and_loses_nothing_that_it_had(example: Path, tmp_p
     assert {path: after.get(path) for path in before} == before
     run = orchestrator.open("example")
     names = [*POINTS, "00000012-a0004-g0001", "00000014-a0004-g0001"]
-    assert [(row["name"], row["healthy"], row["on_lineage"]) for row in run.list_points()] == [
+    assert [(row["name"], row["healthy"], row["on_lineage"]) for row in run.list_points(verify=True)] == [
         (name, True, name != ORPHAN) for name in names
     ]
     assert run.audit()["exactly_once"]

@@ -38,15 +38,18 @@ def points(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="with --prune: only say what it would do")
     ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="read every byte of each and compare the digests")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """List the run's resume points: where each stands, whether it is whole, whether it belongs to the
-    history, and whether it is pinned.
+    """List the run's resume points: where each stands, whether it belongs to the history, whether it is
+    pinned, and whether its files have their sizes (with --verify: their digests).
     """
     from orchestrator.monitor.run import open_run
 
-    if prune and tree:
-        raise typer.BadParameter("give --prune or --tree, not both")
+    if prune and (tree or verify):
+        raise typer.BadParameter("give --prune alone, or --tree and --verify")
     if prune:
         from orchestrator.cli.tables import pruned_lines
 
@@ -61,7 +64,13 @@ def points(
     if dry_run:
         raise typer.BadParameter("--dry-run goes with --prune")
     opened = open_run(run)
-    rows = opened.list_points()
+    if verify:
+        from orchestrator.cli.verify_progress import shown
+
+        with shown() as progress:
+            rows = opened.list_points(verify=True, progress=progress)
+    else:
+        rows = opened.list_points()
     if json:
         print_json(rows)
     elif tree:

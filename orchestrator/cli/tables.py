@@ -84,7 +84,7 @@ def _trouble(row: Mapping[str, Any]) -> str:
     """What is wrong with a point; empty if nothing is."""
     if row["away"]:
         return f"{row['name']}: not looked at: {row['away']}"
-    if not row["healthy"]:
+    if row["healthy"] is False:
         return f"{row['name']}: damaged{'' if row['on_lineage'] else ', orphan'}: {row['reason']}"
     if row["quarantined"]:
         return f"{row['name']}: quarantined, though every byte is right now; this process may not lift that"
@@ -92,8 +92,8 @@ def _trouble(row: Mapping[str, Any]) -> str:
 
 
 def _point_row(row: Mapping[str, Any]) -> list[str]:
-    state = HEALTH[row["healthy"]]
-    state = "orphan" if row["healthy"] and not row["on_lineage"] else state
+    state = HEALTH[row["healthy"]] if row["healthy"] is not None or row["away"] else "unverified"
+    state = "orphan" if not (row["healthy"] is False or row["away"] or row["on_lineage"]) else state
     state += ", pinned" if row["pin"] else ""
     counts = ["-" if row[key] is None else str(row[key]) for key in _COUNTS.values()]
     sizes = [f"{row['bytes'] / 2**20:.1f}", f"{row['save_s']:.2f}"] if row["bytes"] else ["-", "-"]

@@ -10,22 +10,27 @@ from contextlib import contextmanager
 from orchestrator.cli.shared import say
 from orchestrator.history.sentences import count
 from orchestrator.monitor.verifying import HEALTH, Progress
+from orchestrator.resume.reading_progress import ReadingProgress
 
 
 class _Lines:
-    """A line per point, where there is more than one."""
+    """A line per point, where there is more than one, and every few seconds one with the bytes read."""
 
     def __init__(self) -> None:
         self._num_points, self._done, self._since = 0, 0, time.monotonic()
+        self._bytes = ReadingProgress(say, "resume points")
 
     def begin(self, num_points: int, num_bytes: int) -> None:
         """See `Progress`."""
         self._num_points, self._done = num_points, 0
+        self._bytes = ReadingProgress(say, "resume points")
+        self._bytes.expect(num_bytes)
         if num_points > 1:
             say(f"reading {num_points} points, {num_bytes / 2**20:,.1f} MiB")
 
     def read(self, num_bytes: int) -> None:
         """See `Progress`."""
+        self._bytes.read(num_bytes)
 
     def done(self, point: str, healthy: bool | None) -> None:
         """See `Progress`."""

@@ -47,7 +47,7 @@ def export(
     point = before[0] if before else None
     if parse_point_name(out) is not None:
         raise typer.BadParameter(f"{out} is a point's name; the folder to make comes last: RUN POINT OUT")
-    document = open_run(run).export(out, point, dtype)
+    document = open_run(run).export(out, point, dtype, say)
     print_json(document) if json else print_lines(export_lines(document))
 
 
@@ -113,7 +113,7 @@ def replay_lines(found: Replayed) -> list[str]:
 
 def export_lines(document: dict[str, Any]) -> list[str]:
     """What was written, for people."""
-    from orchestrator.resume.points import Damage
+    from orchestrator.records.points import Damage
 
     numbers = document["dtype"] or "as trained"
     return [

@@ -39,7 +39,7 @@ from orchestrator.records.membership import (
     RunOver,
     StillWaiting,
 )
-from orchestrator.records.points import Vote
+from orchestrator.records.points import Damage, Vote
 from orchestrator.records.run_status import MemberInfo, RunStatus
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_events import PartFailed, PartGrows
@@ -91,6 +91,8 @@ class Coordinator:
             start, attempt, store, journal, metrics, fault, why_dead or ray_says, feeder_notes
         )
         self._launch, self._commits = driver.machine, driver.commits
+        self._damages: tuple[Damage, ...] = ()
+        self._loading: dict[str, tuple[int, int]] = {}  # until the next step
         self._journalled: dict[str, JoinRequest] = {}  # the newest join of each member, without its records
 
     # ------------------------------------------------------------ calls of members
@@ -141,6 +143,7 @@ class Coordinator:
         """
         self._check(launch)
         self._driver.take_records(records)
+        self._loading.clear()
         if attempt == self._attempt.number and records:
             self._launch.rendezvous.applied(generation, records[-1].step, time.monotonic())
         await self._driver.notify()
@@ -149,6 +152,12 @@ class Coordinator:
         """`member` has begun or left a phase: from now on the others may have to wait `limit_s` for it."""
         self._check(launch)
         self._launch.busy(member, time.monotonic() + limit_s)
+
+    async def loading(self, launch: str, member: str, done_bytes: int, num_bytes: int) -> None:
+        """`member` has read so many bytes of what it loads of a point; said for as long as it loads."""
+        self._check(launch)
+        self._loading[member] = done_bytes, num_bytes
+        await self._driver.notify()
 
     async def finished(self, launch: str, member: str, key: StateKey, reason: str) -> StillWaiting | None:
         """A member's part of the run is over (`done` or `stopped`); it may go when that is durable, and asks
@@ -162,9 +171,21 @@ class Coordinator:
         await asyncio.sleep(launch_driver.FLUSH_EVERY_S)
         return StillWaiting()
 
-    async def failed(self, launch: str, member: str, kind: str, text: str, fatal: bool) -> None:
-        """What ended a member. `fatal`: an error of ours, which another try would only repeat, ends run."""
+    async def failed(
+        self,
+        launch: str,
+        member: str,
+        kind: str,
+        text: str,
+        fatal: bool,
+        damages: tuple[Damage, ...] = (),
+    ) -> None:
+        """What ended a member. `fatal`: an error of ours, which another try would only repeat, ends run.
+        `damages`: what it found wrong with the point that it was to load. The status has them: the driver
+        claims anew and continues an older point.
+        """
         self._check(launch)
+        self._damages = tuple(dict.fromkeys((*self._damages, *damages)))
         if kind != UnsavedError.__name__:  # it left on purpose, and the reason of the run's end says why
             self._driver.roster.gone(member, sentences.failure(kind, text))
         await self._driver.carry_out(self._launch.failed(member, kind, text, fatal))
@@ -248,6 +269,8 @@ class Coordinator:
             lost=driver.roster.losses,
             notices=unheard.notices,
             pid=os.getpid(),
+            damages=self._damages,
+            loading=(sum(n for n, _ in self._loading.values()), sum(n for _, n in self._loading.values())),
         )
 
     async def expect(self, num_workers: int) -> None:

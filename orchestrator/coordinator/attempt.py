@@ -20,10 +20,11 @@ from orchestrator.planning.restarting import RestartRequest, SourceChange
 from orchestrator.planning.schedule import Budgets
 from orchestrator.planning.skipping import Skip
 from orchestrator.planning.state_layout import Layout, layout_of
+from orchestrator.records.points import Damage
 from orchestrator.records.run_status import MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.leftovers import Leftover
-from orchestrator.resume.points import Damage, Point
+from orchestrator.resume.points import Point
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -87,6 +87,13 @@ def _note_point(journal: JournalWriter, attempt: Attempt) -> None:
         )
 
 
+def note_loaded(journal: JournalWriter, point: str, seconds: float) -> None:
+    """Journals that the workers have loaded a point and compared all its digests. `seconds`: from when their
+    generation was formed to the record of its first step.
+    """
+    journal.event(EventKind.POINT_VERIFIED, point=point, checked="digests", healthy=True, seconds=seconds)
+
+
 def _note_what_was_wrong(journal: JournalWriter, found: StartFindings) -> None:
     for damage in found.damages:
         journal.event(EventKind.DAMAGED_POINT, point=damage.point, file=damage.file, reason=damage.reason)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -25,14 +26,16 @@ from orchestrator.coordinator.survey import (
     saved_history,
     survey,
 )
-from orchestrator.errors import RefusedError
+from orchestrator.errors import RefusedError, StorageError
 from orchestrator.history.beginnings import choice_in
 from orchestrator.history.claims import Claim, ClaimParent, Origin
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.skipping import Skip, SkipDecision
+from orchestrator.records.points import Damage
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
-from orchestrator.resume.points import Damage, Point
+from orchestrator.resume.point_files import Each
+from orchestrator.resume.points import Point
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 
@@ -42,11 +45,22 @@ if TYPE_CHECKING:
 
 
 def begin_launch(
-    store: RunStore, config: JobConfig, claim: Claim, run: RunFile, data: DataSpec, drawn: Skip | None = None
+    store: RunStore,
+    config: JobConfig,
+    claim: Claim,
+    run: RunFile,
+    data: DataSpec,
+    drawn: Skip | None = None,
+    known: Sequence[Damage] = (),
+    each: Each | None = None,
 ) -> tuple[Attempt, ResumePlan]:
     """Chooses what a start command's claim continues and writes what it inherits. `run` is the run's
     run.json, `data` the job's data. What is to be skipped is `drawn` if that was drawn at the point which it
-    continues; else it is drawn here.
+    continues; else it is drawn here. `known` are damages that this start has found before, with digests;
+    `each` as in `PointFiles.verify_point`.
+
+    Compares sizes and headers of the point; the workers compare the digests of what they load. Of a point
+    that is marked as damaged all bytes are read here.
 
     Raises `RefusedError` if the configuration may not continue the run, or names a point that somebody has
     begun to delete (the claim then stays without descendants and harms nobody; whoever claimed it says its
@@ -58,7 +72,7 @@ def begin_launch(
     seen = survey(store)
     require_frozen(seen, data)
     require_journals(store, seen)
-    chosen = _choose(store, config, run, claim.number, seen)
+    chosen = _choose(store, config, run, claim.number, seen, known, each)
     asked = skip_here(config, chosen.point.key if chosen.point else None, seen.parents, seen.lineage)
     info = point_info(store, chosen.point, chosen.origin) if chosen.point else None
     here = sources_here(config, store.storage, info, seen.parents, seen.lineage)
@@ -99,8 +113,8 @@ def begin_launch(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chosen:
-    """The point that the claim continues, every byte of it read back; `origin`: it is another run's, with
-    which a fork begins. The rest as in `StartFindings`.
+    """The point that the claim continues; `origin`: it is another run's, with which a fork begins. The rest
+    as in `StartFindings`.
     """
 
     point: Point | None
@@ -124,27 +138,38 @@ def _findings(
     )
 
 
-def _choose(store: RunStore, config: JobConfig, run: RunFile, number: int, seen: Survey) -> _Chosen:
+def _choose(
+    store: RunStore,
+    config: JobConfig,
+    run: RunFile,
+    number: int,
+    seen: Survey,
+    known: Sequence[Damage],
+    each: Each | None,
+) -> _Chosen:
     if run.forked_from is not None and seen.lineage.attempt is None:
         point, origin = take_over(store, run, number)
         return _Chosen(point=point, origin=origin)
-    began = time.monotonic()
-    newest, damages = choose_point(store, seen, kept_point(store, seen, config))
+    marked, began, by = store.quarantined(), time.monotonic(), f"attempt {number}"
+    wanted = kept_point(store, seen, config)
+    newest, damages = choose_point(store, seen, wanted, known=known, each=each)
+    mark_damaged(store, damages, by)
+    was_read = newest is not None and newest.name in marked
     return _Chosen(
         point=newest,
         damages=damages,
-        verified_s=time.monotonic() - began,
-        lifted=_mark(store, damages, newest, f"attempt {number}"),
+        verified_s=time.monotonic() - began if was_read else None,
+        lifted=newest is not None and was_read and store.note_reading(newest.name, (), by),
     )
 
 
-def _mark(store: RunStore, damages: Sequence[Damage], chosen: Point | None, by: str) -> bool:
-    """Every byte of the chosen point was right, and these damages were found in newer ones; whether that
-    lifted the mark of the chosen one.
+def mark_damaged(store: RunStore, damages: Sequence[Damage], by: str) -> None:
+    """Marks the points of these damages (`resume.quarantine`). A mark that cannot be made costs another look
+    and no start.
     """
     for name in dict.fromkeys(damage.point for damage in damages):
-        store.note_reading(name, [damage for damage in damages if damage.point == name], by)
-    return chosen is not None and store.note_reading(chosen.name, (), by)
+        with suppress(StorageError):
+            store.note_reading(name, [damage for damage in damages if damage.point == name], by)
 
 
 def _after_skip(

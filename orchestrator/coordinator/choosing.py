@@ -21,7 +21,9 @@ from orchestrator.planning.identity import RunIdentity
 from orchestrator.planning.restarting import RestartDecision, undone
 from orchestrator.planning.resume_plan import ResumePlan, plan_resume
 from orchestrator.planning.skipping import SkipDecision
-from orchestrator.resume.points import Damage, Point, parse_point_name
+from orchestrator.records.points import Damage
+from orchestrator.resume.point_files import Each
+from orchestrator.resume.points import Point, newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
 
 if TYPE_CHECKING:
@@ -31,8 +33,9 @@ if TYPE_CHECKING:
 
 def wanted_point(seen: Survey, config: JobConfig) -> str:
     """`resume.from`, but `latest` if that rewind is done: the newest attempt was begun with the same one, and
-    with all else the same that has an influence on what is trained. So the same command continues, whoever
-    gives it again (torchrun does by itself); one that would train something else rewinds again.
+    with all else the same that has an influence on what is trained, and has saved a newer point. So the same
+    command continues, also where torchrun repeats it; one that would train something else rewinds again.
+    Until there is a newer point the named one is the only one that the run may continue.
     """
     from orchestrator.config.field_rules import field_rules
     from orchestrator.config.stored import in_todays_fields
@@ -45,7 +48,9 @@ def wanted_point(seen: Survey, config: JobConfig) -> str:
         return wanted
     before, now = in_todays_fields(begun[-1]), config.flat()
     decisive = ["resume.from", *(rule.path for rule in field_rules() if rule.rule != "free")]
-    return "latest" if all(before.get(path) == now[path] for path in decisive) else wanted
+    is_done = all(before.get(path) == now[path] for path in decisive)
+    newest = newest_first((*seen.points, *seen.lost))[:1]
+    return "latest" if is_done and newest != [wanted] else wanted
 
 
 def kept_point(store: RunStore, seen: Survey, config: JobConfig) -> str:
@@ -56,30 +61,42 @@ def kept_point(store: RunStore, seen: Survey, config: JobConfig) -> str:
 
 
 def choose_point(
-    store: RunStore, seen: Survey, wanted: str, fast: bool = False
+    store: RunStore,
+    seen: Survey,
+    wanted: str,
+    fast: bool = True,
+    known: Sequence[Damage] = (),
+    each: Each | None = None,
 ) -> tuple[Point | None, tuple[Damage, ...]]:
-    """See `choose_among`, of what was seen."""
-    return choose_among(store, seen.points, (*seen.lost, *seen.foreign), wanted, fast)
+    """See `choose_among`, of what was seen. `known` and `each` as in `PointFiles.healthy_newest`."""
+    return choose_among(store, seen.points, (*seen.lost, *seen.foreign), wanted, fast, known, each)
 
 
 def choose_among(
-    store: RunStore, points: Sequence[str], unfit: Sequence[str], wanted: str, fast: bool = False
+    store: RunStore,
+    points: Sequence[str],
+    unfit: Sequence[str],
+    wanted: str,
+    fast: bool = True,
+    known: Sequence[Damage] = (),
+    each: Each | None = None,
 ) -> tuple[Point | None, tuple[Damage, ...]]:
     """The point to resume from: the newest healthy one on the lineage, or the one that `resume.from` names.
 
     `points` are those on the lineage, oldest first, `unfit` those on it of which it is known that they are
-    lost or another run's. A named point must be whole: another one is not taken in its place. `fast` trusts
-    sizes (for `plan`).
+    lost or another run's. A named point must be whole: another one is not taken in its place. `fast` compares
+    sizes and headers: the workers compare the digests of what they load.
     """
     if wanted == "latest":
-        return store.healthy_newest((*points, *unfit), fast=fast)
+        return store.healthy_newest((*points, *unfit), fast=fast, known=known, each=each)
     if wanted not in (*points, *unfit):
         listed = ", ".join(points) or "none"
         raise RefusedError(
             f"resume.from={wanted}, but the points on this run's lineage are: {listed}; name one of these, "
             "or latest"
         )
-    if damages := store.verify_point(wanted, fast=fast):
+    damages = [damage for damage in known if damage.point == wanted]
+    if damages := damages or store.verify_point(wanted, fast=fast, each=each):
         listed = "; ".join(map(str, damages))
         raise WantedPointError(
             f"resume.from={wanted}, which is damaged ({listed}); name another point, or latest"

@@ -19,6 +19,7 @@ from orchestrator.planning.manifests import SourceLists
 from orchestrator.planning.resume_plan import PointInfo
 from orchestrator.planning.schedule import Budgets
 from orchestrator.resume.pins import Hold
+from orchestrator.resume.point_files import Each
 from orchestrator.resume.points import Point, parse_point_name
 from orchestrator.resume.run_file import RUN_FILE, RunFile
 from orchestrator.resume.store import RunStore
@@ -117,7 +118,9 @@ def describe(other: RunStore, name: str) -> ForkedFrom:
     )
 
 
-def read_parent_point(store: RunStore, fork: ForkedFrom, name: str, fast: bool) -> tuple[RunStore, Point]:
+def read_parent_point(
+    store: RunStore, fork: ForkedFrom, name: str, fast: bool, each: Each | None = None
+) -> tuple[RunStore, Point]:
     """The other run, and its point as the fork `name` in `store` will have it. Raises `WantedPointError` if
     it is gone or damaged: a fork without a point of its own needs it.
     """
@@ -128,7 +131,7 @@ def read_parent_point(store: RunStore, fork: ForkedFrom, name: str, fast: bool) 
     if run is None or run.id != fork.run_id:
         found = "there is no run any more" if run is None else f"now run {run.id} lies there"
         raise WantedPointError(f"{what}, which was run {fork.run_id}, but {found}; {advice}")
-    if damages := other.verify_point(fork.point, fast=fast):
+    if damages := other.verify_point(fork.point, fast=fast, each=each):
         listed = "; ".join(f"{damage.file} {damage.reason}" for damage in damages)
         raise WantedPointError(f"{what}, which is gone or damaged ({listed}); {advice}")
     point = other.read_point(fork.point)
@@ -221,12 +224,12 @@ def _began_with(fork: RunStore, pin: Hold) -> bool:
 
 
 def take_over(store: RunStore, run: RunFile, number: int) -> tuple[Point, Origin]:
-    """Makes the other run's point the first one of the fork, for claim `number`, every digest of it read back
-    before. Raises as `read_parent_point`.
+    """Makes the other run's point the first one of the fork, for claim `number`. Sizes and headers of its
+    files are compared before. Raises as `read_parent_point`.
     """
     fork = run.forked_from
     assert fork is not None, "asked for a fork alone"
-    other, point = read_parent_point(store, fork, run.name, fast=False)
+    other, point = read_parent_point(store, fork, run.name, fast=True)
     info = point_info(other, point)
     origin = Origin(
         forked_from=fork,

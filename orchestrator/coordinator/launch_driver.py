@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.cluster.ray_state import NODE_DIED
 from orchestrator.coordinator.attempt import Attempt
-from orchestrator.coordinator.attempt_journal import write_down_end
+from orchestrator.coordinator.attempt_journal import note_loaded, write_down_end
 from orchestrator.coordinator.coordinator_start import CoordinatorStart, commit_machine, launch_machine
 from orchestrator.coordinator.feeder_notes import NOT_SAID, FeederNotes, SkippedDocuments
 from orchestrator.coordinator.launch_actions import (
@@ -118,6 +118,7 @@ class LaunchDriver:
         self._pulse = Pulse(store.heartbeat(attempt.number))
         self._requests = RequestFiles(store.storage, attempt.launch, attempt.run_id)
         self._pins = PinWatch(store)
+        self._loaded, self._formed_at = "", 0.0  # the newest point that members have loaded
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -142,8 +143,18 @@ class LaunchDriver:
     def take_records(self, records: tuple[StepRecord, ...]) -> None:
         """Step records came, with a report, a join or a vote; copies change nothing."""
         for record in records:
+            self._note_loaded(record)
             self.journal.step(record)
             self.machine.recorded(record, time.monotonic())
+
+    def _note_loaded(self, record: StepRecord) -> None:
+        """Before the first step of members that have loaded a point: they have compared all its digests."""
+        view = self.view
+        if view is None or view.point is None or view.point == self._loaded:
+            return
+        if (record.attempt, record.generation) == (view.attempt, view.generation):
+            self._loaded = view.point
+            note_loaded(self.journal, view.point, time.monotonic() - self._formed_at)
 
     async def carry_out(self, actions: Iterable[Action]) -> None:
         """Carries out what the launch machine decided; `Form` is `_act`'s alone."""
@@ -215,7 +226,7 @@ class LaunchDriver:
         self._fault("generation_journalled", formation.step, -1)
         await self.commits.advance(GenerationFormed(generation=formation.generation, parent=formation.parent))
         answers = self.machine.formed(formation, time.monotonic())
-        self.acknowledged = formation.step
+        self.acknowledged, self._formed_at = formation.step, time.monotonic()
         for answer in answers:
             if isinstance(answer, Answer) and isinstance(answer.answer, GenerationView):
                 self.view = answer.answer

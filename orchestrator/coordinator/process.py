@@ -30,7 +30,7 @@ from orchestrator.records.membership import (
     RunOver,
     StillWaiting,
 )
-from orchestrator.records.points import Vote
+from orchestrator.records.points import Damage, Vote
 from orchestrator.records.run_status import MemberInfo, RunStatus
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_driver import in_daemon_thread
@@ -121,6 +121,13 @@ class CoordinatorProcess:
             return None
         return self._unheard()
 
+    async def loading(self, launch: str, member: str, done_bytes: int, num_bytes: int) -> StillWaiting | None:
+        """See `Coordinator`."""
+        if here := await self._begun():
+            await here.loading(launch, member, done_bytes, num_bytes)
+            return None
+        return self._unheard()
+
     async def vote(self, launch: str, vote: Vote) -> bool | StillWaiting:
         """See `Coordinator`."""
         if here := await self._begun():
@@ -151,11 +158,17 @@ class CoordinatorProcess:
         return self._unheard()
 
     async def failed(
-        self, launch: str, member: str, kind: str, text: str, fatal: bool
+        self,
+        launch: str,
+        member: str,
+        kind: str,
+        text: str,
+        fatal: bool,
+        damages: tuple[Damage, ...] = (),
     ) -> StillWaiting | None:
         """See `Coordinator`."""
         if here := await self._begun():
-            await here.failed(launch, member, kind, text, fatal)
+            await here.failed(launch, member, kind, text, fatal, damages)
             return None
         return self._unheard()
 

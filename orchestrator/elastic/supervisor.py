@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -129,7 +129,7 @@ class Supervisor:
                     self._ask_nodes()
                 if status.ended is None:
                     self._act(status)
-            return status
+            return replace(status, stopping=status.stopping or bool(self._stop_by))
         finally:
             # whoever interrupts waits for nothing
             self._release(END_S if status is not None and status.ended is not None else 0.0)

@@ -20,7 +20,7 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.errors import ConfigError, DataIdentityError, StorageError
 from orchestrator.history.beginnings import newest_choice
 from orchestrator.history.loggers import require_loggers
-from orchestrator.launch import busy_watch, claiming, fitting, looking_ahead
+from orchestrator.launch import busy_watch, claiming, fitting, looking_ahead, older_point
 from orchestrator.launch import start as starting
 from orchestrator.launch.progress import Progress
 from orchestrator.parts.node_storage import NodeStorage
@@ -28,6 +28,7 @@ from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import RunStatus
 from orchestrator.resume.points import parse_point_name
+from orchestrator.resume.reading_progress import ReadAtOnce
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.trial import is_to_try, require_model
@@ -106,7 +107,7 @@ def _launch(
         if lacks:
             progress.say(f"note: {lacks}")
         spec = starting.prepare(job, storage, freeze=False)
-        plan = looking_ahead.look_before_start(store, job, spec, watched)
+        plan = looking_ahead.look_before_start(store, job, spec, watched, progress.say)
         if looking_ahead.reached(plan):
             return _already_done(job, plan, time.monotonic() - began, progress)
         looked_at = _LookedAt(
@@ -158,7 +159,15 @@ def _on_cluster(
         disks.reached_by(storage)
         starting.require_run_id(at.store.read_run(), job)
         parallel, limits = fitting.fitting(sized, limits, storage, here, disks)
-        return _claimed(at, newest, parallel, limits, disks, progress, fault_plan, until_tokens)
+        while True:
+            status = _claimed(at, newest, parallel, limits, disks, progress, fault_plan, until_tokens)
+            if not older_point.is_damaged_load(status):
+                return status
+            newest = status.attempt
+            plan = older_point.plan_older_point(
+                at.store, job, at.spec, status.damages, at.plan.damages, newest, progress.say
+            )
+            at = replace(at, plan=plan)
 
 
 def _claimed(
@@ -186,6 +195,8 @@ def _claimed(
         command=at.command,
         drawn=at.plan.drawn,
         parallel=parallel,
+        known=at.plan.damages,
+        each=ReadAtOnce(storage, progress.say, "resume points that are marked as damaged"),
     ) as (attempt, plan):
         spec = starting.freeze(job, storage, at.spec, attempt)
         with (
@@ -203,7 +214,8 @@ def plan(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence
 
     Memory is judged by the machines that are known without a cluster: this one, where a start would start a
     Ray on it, else those that the newest attempt on the same cluster found; the start on the cluster decides.
-    The newest point is trusted by sizes here; `train` verifies every digest before it uses one. A run that
+    Sizes and headers of the newest point are compared here; under `train` the workers compare the digests of
+    what they load. A run that
     may be read and not written can be planned, too: a note says so. A model whose size nobody knows by heart
     is built on torch's meta device, in a process of its own where that takes torch or a factory.
     """

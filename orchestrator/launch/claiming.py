@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -27,6 +27,8 @@ from orchestrator.launch.start import find_run
 from orchestrator.planning.parallel_choice import ParallelChoice
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.skipping import Skip
+from orchestrator.records.points import Damage
+from orchestrator.resume.point_files import Each
 from orchestrator.resume.store import RunStore
 
 if TYPE_CHECKING:
@@ -46,11 +48,13 @@ def claimed(
     command: str = "",
     drawn: Skip | None = None,
     parallel: ParallelChoice | None = None,
+    known: Sequence[Damage] = (),
+    each: Each | None = None,
 ) -> Iterator[tuple[Attempt, ResumePlan]]:
     """Makes the run if it is new, and claims the attempt after `watched` (of `refuse_busy`) for a launch; see
     `coordinator.begin_launch`. Inside, this process shows other starts that the attempt is alive;
     `process` is the one in whose name it claims, itself if not given; `command` and `parallel` as in
-    `Attempt`; `drawn` is what `look_before_start` drew.
+    `Attempt`; `drawn` is what `look_before_start` drew; `known` and `each` as in `begin_launch`.
 
     Raises `BusyError` if another start was quicker. What goes wrong before the attempt's journal is begun
     ends the attempt; afterwards whoever keeps the journal says its end.
@@ -63,7 +67,7 @@ def claimed(
     why = why_claimed(watched, forks=run.forked_from is not None, from_=job.resume.from_)
     with claiming(store, run.id, watched + 1, why, process) as made:
         hook(fault_plan)("claim_made", -1, -1)
-        attempt, plan = begin_launch(store, job, made, run, spec, drawn)
+        attempt, plan = begin_launch(store, job, made, run, spec, drawn, known, each)
         yield replace(attempt, command=command, parallel=parallel), plan
 
 

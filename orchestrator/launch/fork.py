@@ -23,6 +23,7 @@ from orchestrator.launch.nested_runs import refuse_around, refuse_inside
 from orchestrator.launch.rewind import end_at_once
 from orchestrator.launch.which_point import Found, PointPlan, Wanted, find, planned
 from orchestrator.resume.points import Point
+from orchestrator.resume.reading_progress import ReadAtOnce
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.open import absolute, split
@@ -85,7 +86,8 @@ def fork(
     require_journals(store, seen)
     foreign = store.foreign(seen.committed)
     own = [name for name in seen.committed if name not in foreign]
-    found = find(store, seen, wanted, own)
+    read = ReadAtOnce(store.storage, say, "the resume point to fork")
+    found = find(store, seen, wanted, own, each=read)
     origin = describe(store, found.point.name)
     there = _there(new, origin, wanted)
     if there is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from orchestrator.config.schema import JobConfig
@@ -33,7 +34,10 @@ from orchestrator.launch.nested_runs import refuse_inside
 from orchestrator.launch.start import find_run, prepare
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.skipping import SkipDecision
-from orchestrator.resume.points import Damage, Point
+from orchestrator.records.points import Damage
+from orchestrator.resume.point_files import Each
+from orchestrator.resume.points import Point
+from orchestrator.resume.reading_progress import ReadAtOnce
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.verify import point_path
@@ -42,31 +46,46 @@ if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
     from orchestrator.launch.capacity import KnownMachines
 
-_BY_SIZES = "sizes of the point's files are right; the start verifies their digests, too"
+_BY_SIZES = (
+    "sizes and headers of the point's files are right; the workers compare the digests of what they load"
+)
 
 
 def look_before_start(
-    store: RunStore, job: JobConfig, spec: DataSpec, watched: Callable[[], int]
+    store: RunStore,
+    job: JobConfig,
+    spec: DataSpec,
+    watched: Callable[[], int],
+    say: Callable[[str], None] = lambda text: None,
 ) -> ResumePlan:
     """`look_ahead` for a start: one that would train draws what is to be skipped, so that data that end in it
-    are refused here, and verifies the point when it has claimed. One that has nothing left to train verifies
-    it here, for nobody else would, and only when nobody is at work on the run any more, as `watched` (of
-    `watching`) says: what another launch still trains has not reached its end.
+    are refused here; its workers compare the digests of what they load. One that has nothing left to train
+    reads all bytes of the point here, for nobody else would, and only when nobody is at work on the run any
+    more, as `watched` (of `watching`) says: what another launch still trains has not reached its end.
     """
     plan = look_ahead(store, job, spec, draw=True)
     if not reached(plan):
         return plan
     watched()
     try:
-        return look_ahead(store, job, spec, fast=False)
+        each = ReadAtOnce(store.storage, say, "nothing is left to train; the newest resume point")
+        return look_ahead(store, job, spec, fast=False, each=each)
     except UnreachableNodeError as error:  # nothing is started that would reach it
         return replace(plan, notes=(*plan.notes, f"not verified from here: {error}"))
 
 
 def look_ahead(
-    store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = True, draw: bool = False
+    store: RunStore,
+    job: JobConfig,
+    spec: DataSpec,
+    *,
+    fast: bool = True,
+    draw: bool = False,
+    known: Sequence[Damage] = (),
+    each: Each | None = None,
 ) -> ResumePlan:
-    """What a start would do now; with `fast` the newest point is trusted by sizes. A new run's first records
+    """What a start would do now. `fast`, `known` and `each` as in `choose_point`; the plan's `damages` are
+    those of a reading of all bytes and the known ones. A new run's first records
     are looked at (see `check_first_records`). With `draw` the samples that are to be skipped are read, as the
     start does: where they end, and whether the data hold so many, is known then.
     """
@@ -74,10 +93,11 @@ def look_ahead(
 
     run = _run_to_look_at(store)
     if (fork := fork_to_begin(store, job, run)) is not None:
-        return _look_at_fork(store, job, spec, fork, fast=fast, draw=draw)
+        return _look_at_fork(store, job, spec, fork, draw=draw, fast=fast, each=each)
     if run is None:
         check_first_records(spec)
-    seen, spec, point, damages = _point_to_continue(store, job, spec, fast)
+    choose = partial(choose_point, fast=fast, known=known, each=each)
+    seen, spec, point, damages = _point_to_continue(store, job, spec, choose)
     run = run or find_run(store)
     asked = skip_here(job, point.key if point else None, seen.parents, seen.lineage)
     info = point_info(store, point) if point is not None else None
@@ -88,11 +108,19 @@ def look_ahead(
     found = decide(store, job, point, identities, data=spec, skip=asked, here=here, epochs=epochs)
     found = _with_drawn_skip(found, job, spec, point, asked) if draw else found
     notes = _notes(store, job, seen, point, damages, fast)
-    return replace(found, notes=(*found.notes, *notes), rewind=rewind_sentence(seen, job, point))
+    return replace(
+        found,
+        notes=(*found.notes, *notes),
+        rewind=rewind_sentence(seen, job, point),
+        damages=() if fast and not known else damages,
+    )
 
 
 def _point_to_continue(
-    store: RunStore, job: JobConfig, spec: DataSpec, fast: bool
+    store: RunStore,
+    job: JobConfig,
+    spec: DataSpec,
+    choose: Callable[[RunStore, Survey, str], tuple[Point | None, tuple[Damage, ...]]],
 ) -> tuple[Survey, DataSpec, Point | None, tuple[Damage, ...]]:
     """What is there, the data, the point, and what is wrong with newer ones; of a run that may go on
     meanwhile, and delete points.
@@ -106,7 +134,7 @@ def _point_to_continue(
         require_journals(store, seen)
         wanted = kept_point(store, seen, job)
         try:
-            point, damages = choose_point(store, seen, wanted, fast=fast)
+            point, damages = choose(store, seen, wanted)
         except ResumePointError:
             if not deleted_now(store, seen.points):
                 raise
@@ -160,10 +188,17 @@ def _run_to_look_at(store: RunStore) -> RunFile | None:
 
 
 def _look_at_fork(
-    store: RunStore, job: JobConfig, spec: DataSpec, fork: ForkedFrom, *, fast: bool, draw: bool
+    store: RunStore,
+    job: JobConfig,
+    spec: DataSpec,
+    fork: ForkedFrom,
+    *,
+    draw: bool,
+    fast: bool,
+    each: Each | None,
 ) -> ResumePlan:
     """What a start would do that begins with a point of another run."""
-    other, point = read_parent_point(store, fork, job.run.name, fast)
+    other, point = read_parent_point(store, fork, job.run.name, fast, each)
     run = other.read_run()
     assert run is not None, "just read"
     asked = skip_here(job, point.key)

@@ -37,6 +37,7 @@ from orchestrator.launch.announcing import announce, trained_again, why_done
 from orchestrator.launch.ending import say_end
 from orchestrator.launch.node_disks import NodeDisks
 from orchestrator.launch.node_facts import node_facts
+from orchestrator.launch.older_point import is_damaged_load
 from orchestrator.launch.progress import Progress
 from orchestrator.launch.stop_signals import stop_on_signals
 from orchestrator.launch.worker import WorkerTask, train_function
@@ -88,6 +89,8 @@ def supervise(
     try:
         with stop_on_signals(partial(_ask_stop, supervisor), progress.say):
             status = supervisor.run()
+        if is_damaged_load(status):
+            return status  # the start continues an older point
         if status.ended == "done":
             why = why_done(job, attempt.budgets, status.last_step)
             status = replace(status, reason=f"{status.reason}: {why}")

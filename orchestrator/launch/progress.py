@@ -19,6 +19,7 @@ from orchestrator.history import sentences
 from orchestrator.launch.run_log import RunLog
 from orchestrator.launch.screen import Screen
 from orchestrator.records.run_status import RunStatus
+from orchestrator.resume.reading_progress import read_of
 from orchestrator.storage.files import Storage
 
 _TRACEBACK = "Traceback (most recent call last)"
@@ -173,6 +174,8 @@ class Progress:
         if step is None:
             number = status.world_size or wanted
             workers = f"{number} worker{'s' if number != 1 else ''}"
+            if status.loading[1]:
+                return f"{workers} read the resume point: {read_of(*status.loading)}"
             if trains:
                 return f"{workers} in the first step"
             return f"no step yet  workers {there}{waiting}" if status.world_size else f"starting {workers}"

@@ -30,16 +30,17 @@ from orchestrator.records.membership import (
     RunOver,
     StillWaiting,
 )
-from orchestrator.records.points import Vote
+from orchestrator.records.points import DamagedPointError, Vote
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.trainer.membership import connect_store, open_store
-from orchestrator.trainer.phases import BETWEEN, ENDING, PHASE_LIMITS_S, SAVE_WAIT, STEP
+from orchestrator.trainer.phases import BETWEEN, ENDING, LOAD, PHASE_LIMITS_S, SAVE_WAIT, STEP
 
 # A coordinator of our launch that cannot be reached: after this long members stop (membership rule 11).
 COORDINATOR_LIMIT_S = 60.0
 ANSWER_LIMIT_S = 30.0  # a coordinator that lives answers every call within 10 s
 _RETRY_S = 0.1
 _REPORT_EVERY_S = 0.5
+_LOADING_EVERY_S = 5.0
 _GIVEN_UP_EVERY_S = 5.0  # how often a member that saves asks whether that is still wanted, at most
 _QUESTIONS_PER_S = 200.0  # of all members together: a coordinator answers more than 1,000 calls a second
 _QUIET = ControlRequests(ended=False, save=False, stop=False, reform=False, acknowledged_step=-1)
@@ -111,6 +112,7 @@ class RemoteMembership:
         self._step_limit_s = PHASE_LIMITS_S[SAVE_WAIT]
         self._end = GenerationEnd()
         self._stepped_at = time.monotonic()  # when the newest step was finished
+        self._loading: tuple[int, int] | None = None  # what the coordinator is to hear
         self._undecided: _Undecided | None = None
         self._given_up: StateKey | None = None  # the newest that is known to be
         self._broken: BaseException | None = None
@@ -165,6 +167,10 @@ class RemoteMembership:
         if name == BETWEEN:
             self._stepped_at = self._phase[1]
 
+    def loading(self, done_bytes: int, num_bytes: int) -> None:
+        """The reporting thread notifies the coordinator every `_LOADING_EVERY_S`."""
+        self._loading = done_bytes, num_bytes
+
     def report(self, view: GenerationView, records: Sequence[StepRecord]) -> None:
         """Hands the records to the reporting thread; never blocks."""
         self._reports.put((view, tuple(records)))
@@ -207,7 +213,8 @@ class RemoteMembership:
         self._send_reports()
         fatal = isinstance(error, OrchestratorError)
         text = str(error) if fatal else "".join(traceback.format_exception(error))[-4000:]
-        self._ask("failed", self._launch, self.member, type(error).__name__, text, fatal)
+        damages = (error.damages,) if isinstance(error, DamagedPointError) else ()
+        self._ask("failed", self._launch, self.member, type(error).__name__, text, fatal, *damages)
 
     # ---- inside
     def _join_request(self, state: MemberState) -> JoinRequest:
@@ -322,7 +329,7 @@ class RemoteMembership:
         stays away the records stay with the members, who bring them to the next join.
         """
         reports = PhaseReports(told_at=time.monotonic())
-        asked_at = reports.told_at
+        asked_at = loading_at = reports.told_at
         while True:
             time.sleep(_REPORT_EVERY_S)
             phase, since = self._doing()
@@ -333,6 +340,9 @@ class RemoteMembership:
                 if limit_s is not None:
                     self._ask("phase", self._launch, self.member, limit_s)
                     reports = PhaseReports(told=phase, told_at=now)
+                if phase == LOAD and now - max(loading_at, since) > _LOADING_EVERY_S and self._loading:
+                    loading_at = now
+                    self._ask("loading", self._launch, self.member, *self._loading)
                 asked = self._undecided
                 if asked is not None and now - asked_at > ask_every_s(asked.world_size):
                     asked_at = now

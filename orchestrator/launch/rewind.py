@@ -18,7 +18,7 @@ from orchestrator.coordinator.attempt_journal import note_beginning, write_down_
 from orchestrator.coordinator.choosing import up_to
 from orchestrator.coordinator.forking import point_info
 from orchestrator.coordinator.survey import Survey, require_journals, survey
-from orchestrator.errors import RefusedError
+from orchestrator.errors import RefusedError, WantedPointError
 from orchestrator.history.claim_files import REWIND
 from orchestrator.history.claims import Claim, ClaimParent
 from orchestrator.history.event_kinds import EventKind
@@ -30,6 +30,7 @@ from orchestrator.launch import start as starting
 from orchestrator.launch.which_point import Found, PointPlan, Wanted, find, place, planned
 from orchestrator.planning.schedule import budgets_for
 from orchestrator.resume.points import Point
+from orchestrator.resume.reading_progress import ReadAtOnce
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 
@@ -103,16 +104,23 @@ def rewind_plan(run: str, seen: Survey, found: Found, wanted: Wanted, ended: boo
 
 
 def look(store: RunStore, wanted: Wanted, run: str = "") -> RewindPlan:
-    """The plan for a run as it lies in storage. Raises as `which_point.find` and `PinFiles.require_kept`."""
+    """The plan for a run as it lies in storage; the point's sizes and headers are compared. Raises as
+    `which_point.find` and `PinFiles.require_kept`.
+    """
+    return _look(store, wanted, run)[0]
+
+
+def _look(store: RunStore, wanted: Wanted, run: str) -> tuple[RewindPlan, int]:
+    """The plan, and the newest attempt if that had ended before the run was read (else 0)."""
+    newest = store.newest_claim()
+    ended = newest.number if newest is not None and store.read_end(newest.number) is not None else 0
     seen = survey(store)
     require_journals(store, seen)
-    found = find(store, seen, wanted)
-    newest = store.newest_claim()
-    ended = newest is not None and store.read_end(newest.number) is not None
-    plan = rewind_plan(run or store.storage.root, seen, found, wanted, ended)
+    found = find(store, seen, wanted, fast=True)
+    plan = rewind_plan(run or store.storage.root, seen, found, wanted, bool(ended))
     if not plan.stands_there:
         store.require_kept(plan.point)
-    return plan
+    return plan, ended
 
 
 def rewind(
@@ -130,38 +138,47 @@ def rewind(
     did not say its end), `RefusedError` and `ResumePointError` as `which_point.find` does, and `RefusedError`
     if the run has moved on since `agree` heard of it.
     """
-    plan = look(store, wanted, run)  # first: a wish that cannot be met needs no watch
+    plan, ended = _look(store, wanted, run)  # first: a wish that cannot be met needs no watch
     with busy_watch.watching(store, say) as watched:
         newest = watched()
-        again = look(store, wanted, run)  # a launch that ended during the watch has trained until then
-        plan = again if again.sets_aside() != plan.sets_aside() else replace(plan, attempt=again.attempt)
+    if newest != ended:  # a launch that ended during the watch has trained until then
+        plan, _ = _look(store, wanted, run)
     if not agree(plan):
         return plan
     if not plan.stands_there:
-        carry_out(store, plan, newest, by)
+        carry_out(store, plan, newest, by, say)
     return replace(plan, done=True)
 
 
-def carry_out(store: RunStore, plan: RewindPlan, newest: int, by: str) -> None:
+def carry_out(
+    store: RunStore, plan: RewindPlan, newest: int, by: str, say: Callable[[str], None] = lambda text: None
+) -> None:
     """Claims the attempt after `newest`, on which nobody is at work any more, with the plan's point as its
-    parent, and ends it. The run is rewound as soon as the parent file is durable; a kill before that leaves
-    it as it was, and after it all that is missing is the end record. Raises as `rewind` does.
+    parent, and ends it. All bytes of the point are compared between the two. The run is rewound as soon as
+    the parent file is durable; a kill before that leaves it as it was, and after it all that is missing is
+    the end record. Raises as `rewind` does.
     """
     run = starting.find_run(store)
     if run is None:
         raise RefusedError(f"{store.storage.root}: there is no run (no run.json), so nothing to rewind")
     with claiming.claiming(store, run.id, newest + 1, REWIND) as claim:
-        attempt, config = _begin(store, claim, run, plan)
+        attempt, config = _begin(store, claim, run, plan, say)
         end_at_once(store, attempt, run, config, f"rewound to {plan.point} by {by}")
 
 
-def _begin(store: RunStore, claim: Claim, run: RunFile, plan: RewindPlan) -> tuple[Attempt, dict[str, Any]]:
+def _begin(
+    store: RunStore,
+    claim: Claim,
+    run: RunFile,
+    plan: RewindPlan,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[Attempt, dict[str, Any]]:
     """Writes what the claim inherits: the history up to the point."""
     store.require_kept(plan.point)
     seen = survey(store)
     require_journals(store, seen)
     wanted = Wanted(point=plan.point)
-    found = find(store, seen, wanted)
+    found = find(store, seen, wanted, fast=True)
     now = rewind_plan(plan.run, seen, found, wanted, False)
     if now.sets_aside() != plan.sets_aside():
         raise RefusedError(
@@ -169,6 +186,7 @@ def _begin(store: RunStore, claim: Claim, run: RunFile, plan: RewindPlan) -> tup
             f"{count(plan.steps_aside, 'step')}, now {now.steps_aside}; nothing is changed. Give the command "
             "again"
         )
+    _require_whole(store, claim, plan, say)
     config = newest_config(seen, found.point)
     info = point_info(store, found.point)
     parent = ClaimParent(
@@ -181,6 +199,21 @@ def _begin(store: RunStore, claim: Claim, run: RunFile, plan: RewindPlan) -> tup
     )
     store.write_parent(parent)
     return Attempt.claimed(claim, parent, found.point, found.point.key.step, run.id), config
+
+
+def _require_whole(store: RunStore, claim: Claim, plan: RewindPlan, say: Callable[[str], None]) -> None:
+    """Compares all bytes of the plan's point. Raises `WantedPointError`, and marks the point, if one is
+    wrong.
+    """
+    read = ReadAtOnce(store.storage, say, f"resume point {plan.point}")
+    if damages := store.verify_point(plan.point, each=read):
+        store.note_reading(plan.point, damages, f"attempt {claim.number}")
+        listed = "; ".join(map(str, damages))
+        raise WantedPointError(
+            f"{plan.run}: nothing is changed: the point to go back to is damaged ({listed}); restore the "
+            "file, or go back to another point",
+            code="point.damaged",
+        )
 
 
 def end_at_once(

@@ -15,8 +15,10 @@ from typing import Any
 from orchestrator.coordinator.survey import Survey
 from orchestrator.errors import RefusedError, ResumePointError, WantedPointError
 from orchestrator.history.sentences import count
+from orchestrator.records.points import Damage
 from orchestrator.records.steps import StepRecord
-from orchestrator.resume.points import Damage, Point, newest_first
+from orchestrator.resume.point_files import Each
+from orchestrator.resume.points import Point, newest_first
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.at_once import at_once
 
@@ -178,8 +180,16 @@ def wanted_place(wanted: Wanted, records: Sequence[StepRecord], points: Sequence
     return alike[0]
 
 
-def find(store: RunStore, seen: Survey, wanted: Wanted, among: Sequence[str] | None = None) -> Found:
-    """The point that is meant, every digest of it read back.
+def find(
+    store: RunStore,
+    seen: Survey,
+    wanted: Wanted,
+    among: Sequence[str] | None = None,
+    fast: bool = False,
+    each: Each | None = None,
+) -> Found:
+    """The point that is meant, every digest of it read back; `fast` and `each` as in
+    `PointFiles.verify_point`.
 
     `among`: the points that may be named, those of the history if not given. A named point must be whole:
     another one is not taken in its place; by a place, and by `latest`, damaged ones are passed and reported.
@@ -187,13 +197,13 @@ def find(store: RunStore, seen: Survey, wanted: Wanted, among: Sequence[str] | N
     """
     history = newest_first((*seen.points, *seen.lost, *seen.foreign))
     if wanted.point is not None and wanted.point != LATEST:
-        return _named(store, wanted.point, history if among is None else among)
+        return _named(store, wanted.point, history if among is None else among, fast, each)
     points, damages = _readable(store, history)
     end = wanted_place(wanted, seen.lineage.records, points) if wanted.point is None else None
     for point in points:
         if end is not None and place(point).tokens > end.tokens:
             continue
-        if found := store.verify_point(point.name):
+        if found := store.verify_point(point.name, fast=fast, each=each):
             damages += found
             continue
         return Found(
@@ -210,7 +220,7 @@ def find(store: RunStore, seen: Survey, wanted: Wanted, among: Sequence[str] | N
     raise RefusedError(f"{wanted}: no resume point of the run's history lies at or before it; {there}")
 
 
-def _named(store: RunStore, name: str, among: Sequence[str]) -> Found:
+def _named(store: RunStore, name: str, among: Sequence[str], fast: bool, each: Each | None) -> Found:
     if name not in among and name in store.point_names() and not store.is_foreign(name):
         raise RefusedError(
             f"resume point {name} of {store.storage.root} is off the run's history (an orphan); the run goes "
@@ -220,7 +230,7 @@ def _named(store: RunStore, name: str, among: Sequence[str]) -> Found:
     if name not in among:
         listed = ", ".join(sorted(among)) or "none"
         raise RefusedError(f"{store.storage.root} has no resume point {name} there; it has: {listed}")
-    if damages := store.verify_point(name):
+    if damages := store.verify_point(name, fast=fast, each=each):
         listed = "; ".join(map(str, damages))
         raise WantedPointError(
             f"resume point {name} of {store.storage.root} is damaged ({listed}); name another point"

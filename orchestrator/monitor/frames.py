@@ -46,7 +46,7 @@ POINTS: Table = {
     "bytes": ("bytes", "on storage"),
     "save_blocked_s": ("s", "for which training stood: of its workers the longest"),
     "save_s": ("s", "from the first worker's vote to its commit"),
-    "healthy": ("", "every digest of every file is right; none where some are out of reach"),
+    "healthy": ("", "every digest of every file is right; none where only sizes were compared"),
     "reason": ("", "why not"),
     "quarantined": ("", "it is marked as damaged"),
     "on_lineage": ("", "it belongs to the history; an orphan does not"),

@@ -5,19 +5,19 @@ may delete some of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from orchestrator.coordinator.survey import LOOKS, Survey, deleted_now, moved_on, survey
-from orchestrator.errors import RefusedError, ResumePointError, StorageError, UnreachableNodeError
-from orchestrator.history.request_files import asker
+from orchestrator.errors import RefusedError
 from orchestrator.monitor.verifying import Verifying
 from orchestrator.planning.state_layout import Layout
+from orchestrator.records.points import DamagedPointError
 from orchestrator.resume.export_files import export_states
 from orchestrator.resume.pins import Hold
-from orchestrator.resume.points import Damage, Point, newest_first, parse_point_name
+from orchestrator.resume.points import Point, newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
+from orchestrator.resume.verify import point_path
 from orchestrator.storage.at_once import at_once
 
 Rows = list[dict[str, Any]]
@@ -53,7 +53,8 @@ def standing(store: RunStore, read: Callable[[Survey], Rows]) -> Rows:
 
 def not_deleted(store: RunStore, rows: Rows) -> Rows:
     """Without the points that are not whole because the run deleted them while they were read."""
-    gone = deleted_now(store, [row["name"] for row in rows if not row["healthy"]])
+    unfit = [row["name"] for row in rows if row["healthy"] is False or row["away"]]
+    gone = deleted_now(store, unfit)
     return [row for row in rows if row["name"] not in gone]
 
 
@@ -72,55 +73,68 @@ def verified_point(store: RunStore, uri: str, point: str, reading: Verifying) ->
     )
 
 
-def point_rows(store: RunStore, seen: Survey) -> Rows:
-    """A row for each of them, every byte read back: the document of `points --json`. From afar several are
-    read at a time, each with 8 MiB of memory.
+def point_rows(store: RunStore, seen: Survey, reading: Verifying | None = None) -> Rows:
+    """A row for each of them: the document of `points --json`. Compares documents and sizes, so that
+    `healthy` is None where nothing is wrong; with `reading` it reads every byte, too. From afar it looks at
+    several points at a time.
     """
+    names = names_of(store, seen)
+    read = {row["name"]: row for row in reading.rows(names)} if reading is not None else {}
     pins, exports = store.pins(), export_states(store.storage)
-    rows = at_once(store.storage, partial(_row, store, seen, pins), names_of(store, seen))
+    rows = at_once(store.storage, partial(_row, store, seen, pins, read), names)
     marked = store.quarantined()
     return [{**row, "quarantined": row["name"] in marked, "export": exports.get(row["name"])} for row in rows]
 
 
-def _row(store: RunStore, seen: Survey, pins: Mapping[str, Hold], name: str) -> dict[str, Any]:
+def _row(
+    store: RunStore,
+    seen: Survey,
+    pins: Mapping[str, Hold],
+    read: Mapping[str, Mapping[str, Any]],
+    name: str,
+) -> dict[str, Any]:
     key = parse_point_name(name)
     assert key is not None, "point_names gives names of points"
-    away = ""
-    try:
-        point, damages, layout = _read_back(store, name)
-    except UnreachableNodeError as error:
-        point, damages, away = store.read_point(name), [], str(error)
-        layout = store.read_manifest(name).layout
     row: dict[str, Any] = {
         "name": name,
         "attempt": key.attempt,
         "generation": key.generation,
         "step": key.step,
     }
+    point, layout, wrong = _look(store, name, read.get(name))
+    away = "" if wrong else _away(store, point, read.get(name))
     on_lineage = seen.lineage.on_lineage(key)
     pin = {f: getattr(pins[name], f) for f in ("by", "reason", "created")} if name in pins else None
-    row |= {**_contents(point, damages, layout), "on_lineage": on_lineage, "pin": pin}
-    return row | {"away": away, "nodes": _nodes(point)} | ({"healthy": None, "reason": away} if away else {})
+    healthy = False if wrong else None if away or name not in read else True
+    row |= {**_contents(point, layout), "healthy": healthy, "reason": wrong or away}
+    return row | {"on_lineage": on_lineage, "pin": pin, "away": away, "nodes": _nodes(point)}
 
 
-def _read_back(store: RunStore, name: str) -> tuple[Point | None, list[Damage], Layout | None]:
-    """A point of which every file was read, or what is wrong with it; and how the state lay on the group that
-    saved it (None: of format 1).
+def _look(
+    store: RunStore, name: str, read: Mapping[str, Any] | None
+) -> tuple[Point | None, Layout | None, str]:
+    """A point (None: damaged) and how the state lay on the group that saved it (None: of format 1); else what
+    is wrong with it. `read`: what a reading of all its bytes found.
     """
-    unread: ResumePointError | None = None
-    layout = None
-    try:
-        point, layout = store.read_point(name), store.read_manifest(name).layout
-    except ResumePointError as error:
-        unread = error
-    damages = store.verify_point(name)
-    with suppress(StorageError):  # who may not write there reads nevertheless
-        store.note_reading(name, damages, asker())
+    if read is not None and read["damaged"]:
+        return None, None, "; ".join(f"{each['file']} {each['reason']}" for each in read["damaged"])
+    damages = store.compare_sizes(name) if read is None else []
     if damages:
-        return None, damages, None
-    if unread is not None:
-        raise unread  # it was repaired between the two
-    return point, [], layout
+        return None, None, "; ".join(f"{damage.file} {damage.reason}" for damage in damages)
+    try:
+        return store.read_point(name), store.read_manifest(name).layout, ""
+    except DamagedPointError as error:  # since it was looked at
+        return None, None, "; ".join(f"{damage.file} {damage.reason}" for damage in error.damages)
+
+
+def _away(store: RunStore, point: Point | None, read: Mapping[str, Any] | None) -> str:
+    """Which parts are on nodes that are not reached from here; empty if none is."""
+    if read is not None:
+        return str(read["away"])
+    if point is None or not point.commit.nodes:
+        return ""
+    paths = (point_path(point.name, entry.path) for entry in point.commit.files)
+    return next(filter(None, map(store.storage.away, paths)), "")
 
 
 def _nodes(point: Point | None) -> list[str]:
@@ -128,7 +142,7 @@ def _nodes(point: Point | None) -> list[str]:
     return [str(each.node) for each in point.commit.nodes] if point is not None else []
 
 
-def _contents(point: Point | None, damages: list[Damage], layout: Layout | None) -> dict[str, Any]:
+def _contents(point: Point | None, layout: Layout | None) -> dict[str, Any]:
     """What a point holds, and how its save went; of a damaged one nothing is known."""
     if point is None:
         return {
@@ -136,8 +150,6 @@ def _contents(point: Point | None, damages: list[Damage], layout: Layout | None)
             "bytes": 0,
             "save_blocked_s": 0.0,
             "save_s": 0.0,
-            "healthy": False,
-            "reason": "; ".join(f"{damage.file} {damage.reason}" for damage in damages),
             "parent": None,
             "weights_digest": "",
         }
@@ -155,8 +167,6 @@ def _contents(point: Point | None, damages: list[Damage], layout: Layout | None)
         "bytes": point.num_bytes,
         "save_blocked_s": commit.save_blocked_s,
         "save_s": commit.save_s,
-        "healthy": True,
-        "reason": "",
         "parent": commit.parent.point_name if commit.parent else None,
         "weights_digest": commit.weights_digest,
     }

@@ -73,11 +73,14 @@ class Run:
                     f"{self.uri}: there is no run (no run.json); give <storage>/<name>, e.g. runs/quickstart"
                 )
 
-    def list_points(self) -> list[dict[str, Any]]:
+    def list_points(self, *, verify: bool = False, progress: Progress | None = None) -> list[dict[str, Any]]:
         """All committed points, oldest first, on the lineage or not, damaged ones too; the document of
-        `points --json`.
+        `points --json`. Compares documents and sizes: `healthy` is False for a point that they show to be
+        damaged, or that is marked so, and None for all others. With `verify` it reads every byte, as `verify`
+        does, which makes `healthy` True or False.
         """
-        return standing(self._store, lambda seen: point_rows(self._store, seen))
+        reading = Verifying(store=self._store, progress=progress or NoProgress()) if verify else None
+        return standing(self._store, lambda seen: point_rows(self._store, seen, reading))
 
     def tree(self, rows: list[dict[str, Any]] | None = None) -> list[str]:
         """The run's lineage as lines: attempts, world sizes, points, rewinds, forks; see `monitor.tree`.
@@ -282,13 +285,19 @@ class Run:
     def _findings(self) -> FindingFiles:
         return FindingFiles(self._store.storage, self._run_id())
 
-    def export(self, out: str | Path, point: str | None = None, dtype: str | None = None) -> dict[str, Any]:
+    def export(
+        self,
+        out: str | Path,
+        point: str | None = None,
+        dtype: str | None = None,
+        say: Callable[[str], None] = unheard,
+    ) -> dict[str, Any]:
         """Writes a point's weights (default: the newest healthy one's) as a folder that transformers opens;
         the document of `export --json`. See `resume.export.export_point`.
         """
         from orchestrator.monitor.weights import export
 
-        return export(self.uri, self._store, out, point, dtype)
+        return export(self.uri, self._store, out, point, dtype, say)
 
     def save(self, wait: bool = True, tell: Callable[[str], None] = unheard) -> Reply:
         """Asks the launch that works on the run, wherever it is, for a resume point of all that it has
@@ -315,11 +324,11 @@ class Run:
         text = f"asked for, as request {asking.request.number}; the run's journal will say what became of it"
         return Reply(request=asking.request.number, what=what, outcome="open", text=text)
 
-    def points(self) -> pd.DataFrame:
-        """All committed points, oldest first, also damaged ones and orphans; every digest is read. Columns:
-        `monitor.frames.POINTS`.
+    def points(self, *, verify: bool = False) -> pd.DataFrame:
+        """All committed points, oldest first, also damaged ones and orphans; `verify` as in `list_points`.
+        Columns: `monitor.frames.POINTS`.
         """
-        return frames.frame(frames.POINTS, frames.with_pins(self.list_points()))
+        return frames.frame(frames.POINTS, frames.with_pins(self.list_points(verify=verify)))
 
     def steps(self) -> pd.DataFrame:
         """The steps of the effective history, in order. Columns: `monitor.frames.STEPS`."""

@@ -157,7 +157,7 @@ def _points(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             lines += [f"│    ● {each['name']}" for each in plain]
         plain = []
         if row is not None:
-            whole = row["on_lineage"] and row["healthy"]
+            whole = row["on_lineage"] and row["healthy"] is not False
             lines.append(f"│    {'●' if whole else '○'} {row['name']}  {', '.join(_marks(row))}")
     return lines
 

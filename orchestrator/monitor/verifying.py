@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from orchestrator.errors import ResumePointError, StorageError, UnreachableNodeError
 from orchestrator.history.finding_files import VERIFY, Finding, verify_result
 from orchestrator.history.request_files import asker
+from orchestrator.records.points import Damage
 from orchestrator.resume.point_files import PointFiles
-from orchestrator.resume.points import Damage
 from orchestrator.resume.verify import Stretch
 from orchestrator.storage.at_once import answers_at_once, asked_at_a_time, at_once
 

@@ -4,6 +4,7 @@ itself is `resume.export`'s.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,25 @@ from typing import Any
 from orchestrator.coordinator.choosing import choose_point
 from orchestrator.coordinator.survey import survey
 from orchestrator.errors import RefusedError
+from orchestrator.records.points import Damage
 from orchestrator.resume.export import export_point
-from orchestrator.resume.points import Damage
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.open import absolute
 
 
 def export(
-    uri: str, store: RunStore, out: str | Path, point: str | None, dtype: str | None
+    uri: str,
+    store: RunStore,
+    out: str | Path,
+    point: str | None,
+    dtype: str | None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """The document of `export --json`. Raises `RefusedError` for a run without points and a point that it has
     not, and as `export_point` does.
     """
     name, damages = which_point(uri, store, point)
-    exported = export_point(store, name, out, dtype)
+    exported = export_point(store, name, out, dtype, say=say)
     return {
         "run": uri,
         "point": name,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from orchestrator.errors import ResumePointError
 from orchestrator.parts.dtypes import SAFETENSORS
 from orchestrator.parts.part_file import part_path
 from orchestrator.planning.state_layout import (
@@ -19,7 +18,14 @@ from orchestrator.planning.state_layout import (
     writing_replicas,
     written_rows,
 )
-from orchestrator.records.points import FileEntry, SavedTensor, TensorChunk
+from orchestrator.records.points import (
+    Damage,
+    DamagedPointError,
+    FileEntry,
+    SavedTensor,
+    TensorChunk,
+    damaged_point,
+)
 
 MODEL, OPTIMIZER = "model", "optimizer"  # groups of tensors
 Name = tuple[str, str]  # group and name of a tensor
@@ -35,9 +41,9 @@ class PartDamage(Exception):
         super().__init__(f"{file} {reason}")
 
 
-def damaged(point: str, damage: PartDamage) -> ResumePointError:
-    """What to report of it to whoever wanted to load the point."""
-    return ResumePointError(f"resume point {point}: {damage}; restore the file, or resume from another point")
+def damaged(point: str, damage: PartDamage) -> DamagedPointError:
+    """The error with which a process that loads the point reports the damage."""
+    return damaged_point([Damage(point=point, file=damage.file, reason=damage.reason)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,9 +82,16 @@ class PieceFetcher:
     """
 
     def __init__(
-        self, storage: Storage, folder: str, make_buffer: Callable[[int], memoryview], at_a_time: int
+        self,
+        storage: Storage,
+        folder: str,
+        make_buffer: Callable[[int], memoryview],
+        at_a_time: int,
+        was_read: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
+        """`was_read` is called with the bytes of each request when they were compared."""
         self._storage, self._folder, self._make_buffer = storage, folder, make_buffer
+        self._was_read = was_read
         self._at_a_time = at_a_time
         self._buffers: list[memoryview] = []  # those that nobody uses now
         self._hasher = blake3()
@@ -145,6 +152,7 @@ class PieceFetcher:
                 _compare(piece, self._hasher)
         if request.into is None:
             self._buffers.append(memory)
+        self._was_read(request.num_bytes)
 
 
 @contextmanager

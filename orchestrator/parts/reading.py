@@ -19,6 +19,7 @@ from orchestrator.parts.manifest import Manifest, Name, PartDamage
 from orchestrator.parts.part_file import FORMAT, Extent, parse_header, part_path, read_header
 from orchestrator.parts.pieces import Piece, PieceFetcher, Target, new_buffer
 from orchestrator.planning.weights_sum import MODULUS
+from orchestrator.storage.at_once import at_once
 from orchestrator.storage.files import Storage
 
 Result = TypeVar("Result")
@@ -79,9 +80,12 @@ class PointReader:
 
     def pieces(self, wanted: Mapping[Name, Wanted]) -> list[Piece]:
         """All pieces in which there are wanted rows, sorted by their files and places there: the same list
-        wherever the same rows are wanted. Reads headers. Raises as `extents`.
+        wherever the same rows are wanted. Reads headers, several at a time from afar. Raises as
+        `extents`.
         """
         found: list[Piece] = []
+        files = (file for name, want in wanted.items() for file in self._manifest.files_of(name, want.rows))
+        at_once(self._storage, self.extents, [*dict.fromkeys(files)])
         for name, want in wanted.items():
             num_rows = 0
             for file in self._manifest.files_of(name, want.rows):
@@ -93,15 +97,20 @@ class PointReader:
             assert num_rows == len(want.rows), f"{num_rows} of {len(want.rows)} rows of {name} are in it"
         return sorted(found, key=_by_place)
 
-    def fetch(self, pieces: Iterable[Piece]) -> None:
-        """Fills what these pieces have of their targets. Raises as `read`."""
+    def fetch(
+        self, pieces: Iterable[Piece], was_read: Callable[[int], None] = lambda num_bytes: None
+    ) -> None:
+        """Fills what these pieces have of their targets; `was_read` is called with so many bytes when they
+        were compared. Raises as `read`.
+        """
         together = list[Piece]()
         for file, group in groupby(sorted(pieces, key=_by_place), key=attrgetter("file")):
             if self._storage.on_nodes(self._path(file)):
-                self._fetch_any_copy(file, list(group))
+                self._fetch_any_copy(file, list(group), was_read)
             else:
                 together += group
-        self._fetcher(self._make_buffer, self._storage.traits.reads_at_a_time).fetch(together)
+        at_a_time = self._storage.traits.reads_at_a_time
+        self._fetcher(self._make_buffer, at_a_time, was_read).fetch(together)
 
     def check(self, file: str, first_byte: int = 0, end: int | None = None) -> None:
         """Compares the size of a file, and all its pieces that begin in [first_byte, end) with their digests.
@@ -218,12 +227,17 @@ class PointReader:
         if found != committed:
             raise PartDamage(file, f"has {found} bytes, committed were {committed}")
 
-    def _fetch_any_copy(self, file: str, pieces: list[Piece]) -> None:
+    def _fetch_any_copy(self, file: str, pieces: list[Piece], was_read: Callable[[int], None]) -> None:
         """By this thread alone, which is asked where it read what turns out to be wrong."""
-        self._again(file, lambda: self._fetcher(self._make_buffer, 1).fetch(pieces))
+        self._again(file, lambda: self._fetcher(self._make_buffer, 1, was_read).fetch(pieces))
 
-    def _fetcher(self, make_buffer: Callable[[int], memoryview], at_a_time: int) -> PieceFetcher:
-        return PieceFetcher(self._storage, self._path("")[:-1], make_buffer, at_a_time)
+    def _fetcher(
+        self,
+        make_buffer: Callable[[int], memoryview],
+        at_a_time: int,
+        was_read: Callable[[int], None] = lambda num_bytes: None,
+    ) -> PieceFetcher:
+        return PieceFetcher(self._storage, self._path("")[:-1], make_buffer, at_a_time, was_read)
 
     def _path(self, file: str) -> str:
         return f"points/{self._manifest.point}/{file}"

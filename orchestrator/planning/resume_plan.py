@@ -39,6 +39,7 @@ from orchestrator.planning.resume_notes import end_notes, world_size_notes
 from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
 from orchestrator.planning.skipping import Skip, SkipDecision
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.points import Damage
 from orchestrator.records.steps import StateKey
 
 if TYPE_CHECKING:
@@ -70,14 +71,15 @@ class ResumePlan:
     `lr_before` and `lr_after` are the learning rates at the point's place in the schedule, under the point's
     configuration and the new one; for a start, `lr_after` is that of the first step. Not part of the JSON are
     `budgets`, which go into the claim, `encoders`, who encoded until now, `encoder`, who does from the
-    next whole document on (None: the run is not begun, and nobody has chosen), and `drawn`, what a claim says
-    of `skip` (None: not drawn). `notes` are sentences: how the
-    batch lies on the workers, what another number of them means, what is special about the data. `rewind`
-    says what `resume.from` sets aside. `sources` say how much of each source the run has had (empty where the
-    data are not known), `skip` what is left out after the point (`cursor` is the point's own), `lists` what
-    becomes of the sources (`cursor` is then where they begin anew); `skip_note` and `restart_note` say why a
-    skip or a restart that is asked for is done already, or why nothing becomes of the sources. `data_tokens`
-    are the positions that the data still hold, where a launch has come to their end before (None: not known).
+    next whole document on (None: the run is not begun, and nobody has chosen), `drawn`, what a claim says
+    of `skip` (None: not drawn), and `damages`, what this start found wrong with points that it or its workers
+    have read. `notes` are sentences: how the batch lies on the workers, what another number of them means,
+    what is special about the data. `rewind` says what `resume.from` sets aside. `sources` say how much of
+    each source the run has had (empty where the data are not known), `skip` what is left out after the point
+    (`cursor` is the point's own), `lists` what becomes of the sources (`cursor` is then where they begin
+    anew); `skip_note` and `restart_note` say why a skip or a restart that is asked for is done already, or
+    why nothing becomes of the sources. `data_tokens` are the positions that the data still hold, where a
+    launch has come to their end before (None: not known).
     """
 
     action: str
@@ -106,12 +108,14 @@ class ResumePlan:
     restart_note: str = ""
     drawn: Skip | None = None
     data_tokens: int | None = None
+    damages: tuple[Damage, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The document of `orchestrator plan --json`."""
         document: dict[str, Any] = encode(self)
-        for inner in ("budgets", "encoders", "encoder", "rewind", "skip_note", "restart_note", "drawn"):
-            del document[inner]
+        inner = ("budgets", "encoders", "encoder", "rewind", "skip_note", "restart_note", "drawn", "damages")
+        for name in inner:
+            del document[name]
         return {**document, "notes": list(self.all_notes)}
 
     def _repr_html_(self) -> str:

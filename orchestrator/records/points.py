@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from orchestrator.errors import ResumePointError
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StateKey, StepRecord
 
@@ -17,6 +19,37 @@ class FileEntry:
     path: str
     bytes: int
     digest: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Damage:
+    """A file of a point that is surely absent or has other bytes than were committed."""
+
+    point: str
+    file: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"resume point {self.point}: {self.file} {self.reason}"
+
+
+class DamagedPointError(ResumePointError):
+    """A point that is to be loaded is damaged; `damages` name its files."""
+
+    code = "point.damaged"
+
+    def __init__(self, text: str, damages: tuple[Damage, ...] = ()) -> None:
+        super().__init__(text)
+        self.damages = damages
+
+
+def damaged_point(damages: Sequence[Damage]) -> DamagedPointError:
+    """The error that names these damages of one point."""
+    listed = "; ".join(map(str, damages))
+    return DamagedPointError(
+        f"{listed}; restore the file, or resume from another point (`orchestrator points` lists them)",
+        tuple(damages),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

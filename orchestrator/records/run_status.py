@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.points import Damage
 from orchestrator.records.steps import StepRecord
 
 
@@ -112,3 +113,8 @@ class RunStatus:
     lost: tuple[Loss, ...] = ()  # since the newest generation was formed
     notices: tuple[str, ...] = ()  # what else the user must hear: who asked for a save or a stop
     pid: int = 0  # of the coordinator's process
+    loading: tuple[int, int] = (
+        0,
+        0,
+    )  # bytes of a point that members have read since the last step, of how many
+    damages: tuple[Damage, ...] = ()  # what members found wrong with a point that they were to load

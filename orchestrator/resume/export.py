@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,19 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def export_point(
-    store: RunStore, name: str, out: str | Path, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
+    store: RunStore,
+    name: str,
+    out: str | Path,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Exported:
     """Writes the weights of the point `name` to the folder `out`, which must not exist, or be empty; whole or
     not at all: it is written beside it under another name (`.OUT.tmp-…`, which a kill leaves) and then
     renamed. An `out` in a bucket (`s3://…`) has no other name: it is whole as soon as EXPORT is there.
 
     `dtype` (one of `DTYPES`) rounds floating-point numbers as torch does; without it they are as trained.
+    `say` is called with how far it is, where that takes long.
     Raises `RefusedError` for another `dtype`, an `out` that is taken or lies in the run's folder, and a point
     that the run has deleted meanwhile; `ResumePointError` naming the file that is damaged; `StorageError`.
     """
@@ -58,12 +64,12 @@ def export_point(
     where = store.storage.beside(str(out))
     if where.folder is None:
         _require_free_prefix(where, store.storage.root)
-        return write_export(store, name, where, "", dtype, shard_bytes)
+        return write_export(store, name, where, "", dtype, shard_bytes, say)
     folder, run = where.folder, store.storage.root
     _require_free(folder, run)
     beside = folder.with_name(f".{folder.name}{TEMPORARY}{secrets.token_hex(8)}")
     try:
-        exported = write_export(store, name, Storage(str(beside)), "", dtype, shard_bytes)
+        exported = write_export(store, name, Storage(str(beside)), "", dtype, shard_bytes, say)
         _require_free(folder, run)
         os.rename(beside, folder)  # also where `out` is an empty folder
         Storage(str(folder.parent)).sync("")
@@ -81,11 +87,12 @@ def write_export(
     folder: str,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Exported:
     """New files in `folder` of `storage`, EXPORT last. Raises as `export_point`; then there is no EXPORT."""
     try:
         point = store.read_point(name)
-        tensors = PointTensors(store, name)
+        tensors = PointTensors(store, name, say)
         pieces, files = _pieces(store, point, tensors, dtype)
         files |= _tokenizer(store)
         written = [write_file(storage, folder, path, data) for path, data in sorted(files.items())]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 import orjson
@@ -23,19 +24,10 @@ from orchestrator.parts.reading import PointReader
 from orchestrator.planning.state_layout import Layout
 from orchestrator.planning.weights_sum import weights_sum
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.points import FileEntry, Vote
+from orchestrator.records.points import Damage, FileEntry, Vote, damaged_point
 from orchestrator.records.steps import StateKey
 from orchestrator.resume import points, verify
-from orchestrator.resume.points import (
-    COMMIT,
-    CONFIG,
-    CURSOR,
-    DOCUMENTS,
-    RNG,
-    Commit,
-    Damage,
-    Point,
-)
+from orchestrator.resume.points import COMMIT, CONFIG, CURSOR, DOCUMENTS, RNG, Commit, Point
 from orchestrator.resume.quarantine import QuarantineFiles
 from orchestrator.resume.run_file import RUN_FILE, read_run
 from orchestrator.resume.verify import POINTS, Stretch, point_path
@@ -126,7 +118,7 @@ class PointFiles(QuarantineFiles):
             cursor = verify.decoded(name, CURSOR, Cursor, verify.read_document(self.storage, commit, CURSOR))
             config = verify.read_document(self.storage, commit, CONFIG)
         except verify.DamageError as error:
-            raise _point_error(error.damage) from error
+            raise damaged_point([error.damage]) from error
         return Point(name=name, commit=commit, cursor=cursor, config=config)
 
     def read_manifest(self, name: str) -> Manifest:
@@ -134,68 +126,110 @@ class PointFiles(QuarantineFiles):
         try:
             return verify.read_manifest(self.storage, self._commit(name))
         except verify.DamageError as error:
-            raise _point_error(error.damage) from error
+            raise damaged_point([error.damage]) from error
 
     def read_listed(self, name: str, file: str) -> bytes:
         """A file of a point, with the bytes that COMMIT lists. Raises `ResumePointError` naming it."""
         try:
             return verify.read_listed(self.storage, self._commit(name), file)
         except verify.DamageError as error:
-            raise _point_error(error.damage) from error
+            raise damaged_point([error.damage]) from error
 
-    def verify_point(self, name: str, fast: bool = False, each: Each = map) -> list[Damage]:
+    def verify_point(self, name: str, fast: bool = False, each: Each | None = None) -> list[Damage]:
         """What is wrong with a committed point; empty if it is whole.
 
-        Every file's digest is computed; `fast` reads only the documents and compares the sizes of the others,
-        but for a point that somebody has marked as damaged (`quarantine`): there bytes decide again; files on
-        nodes that are not reached from here are left out then, else they raise `UnreachableNodeError`.
-        `each` looks at stretches of the files, as `map` does, one after the other or several at a time. A
-        file that COMMIT does not list belongs to no point: it is not looked at and never loaded. No file's
-        content is ever executed.
+        Computes every file's digest. `fast` reads the documents and the headers of the parts, and compares
+        the sizes of the files and the sums of the headers. Of a point that is marked as damaged
+        (`quarantine`) all bytes are read nevertheless. Parts on nodes that are not reached from here are left
+        out then; without `fast` they raise `UnreachableNodeError`. `each` calls a function with each stretch
+        of the files, as `map` does, in whatever number of threads; by default as `at_once`. Files that
+        COMMIT does not list are not read and never loaded. No file's content is ever executed.
         """
         fast = fast and not self.is_quarantined(name)
+        return self._verify(name, each, lambda path: not fast)
+
+    def compare_sizes(self, name: str) -> list[Damage]:
+        """What the documents of a committed point and the sizes of its files show to be wrong; of a point
+        that is marked as damaged, what the mark says. Parts on nodes that are not reached are left out.
+        """
+        if (mark := self.read_mark(name)) is not None:
+            return [*mark.damages]
+        return self._verify(name, None, lambda path: False, headers=False)
+
+    def confirmed(self, damages: Sequence[Damage], each: Each | None = None) -> list[Damage]:
+        """Of damages that another process found, those that this process sees, too: it compares the digests
+        of the files that are named, and all else by sizes and headers.
+        """
+        files: dict[str, set[str]] = {}
+        for damage in damages:
+            files.setdefault(damage.point, set()).add(damage.file)
+        return [
+            found for point, named in files.items() for found in self._verify(point, each, named.__contains__)
+        ]
+
+    def _verify(
+        self, name: str, each: Each | None, with_digests: Callable[[str], bool], headers: bool = True
+    ) -> list[Damage]:
+        """What is wrong with a point; the digests of the parts whose paths `with_digests` accepts are
+        compared, too. Without `headers` only the sizes of the other parts are.
+        """
         try:
             commit = self._commit(name)
         except verify.DamageError as error:
             return [error.damage]
+        at_once_here: Each = partial(at_once, self.storage)
         documents = [verify.whole(entry) for entry in commit.files if entry.path in DOCUMENTS]
-        damages = self._damages(each, documents, lambda one: self._check(name, one, with_digest=True))
+        read_all = each or at_once_here
+        damages = self._damages(read_all, documents, lambda one: self._check(name, one, with_digest=True))
         reader: PointReader | None = None
         if not damages:
             try:
                 reader = PointReader(self.storage, verify.check_documents(self.storage, name, commit))
             except verify.DamageError as error:
                 damages.append(error.damage)
-        if fast or reader is None:
-            parts = [verify.whole(entry) for entry in commit.files if self._is_to_look_at(name, entry)]
-            return damages + self._damages(each, parts, lambda one: self._check(name, one, with_digest=False))
-        here = reader
-        damages = self._damages(
-            each,
-            verify.stretches(commit),
+        parts = [entry for entry in commit.files if entry.path not in DOCUMENTS]
+        if reader is None:
+            here_only = [verify.whole(e) for e in parts if not self.storage.away(point_path(name, e.path))]
+            return damages + self._damages(
+                read_all, here_only, lambda one: self._check(name, one, with_digest=False)
+            )
+        read = [entry for entry in parts if with_digests(entry.path)]
+        others = [entry for entry in parts if not with_digests(entry.path)]
+        looked_at = [entry for entry in others if not self.storage.away(point_path(name, entry.path))]
+        damages += verify.check_sizes(self.storage, name, looked_at)
+        if not headers:
+            return damages
+        here, wrong = reader, {damage.file for damage in damages}
+        begins = [verify.whole(entry) for entry in looked_at if entry.path not in wrong]
+        damages += self._damages(at_once_here, begins, lambda one: verify.check_header(name, here, one))
+        damages += self._damages(
+            read_all,
+            verify.stretches(commit, read),
             lambda one: verify.check_part(self.storage, name, here, one),
         )
         try:
-            if not damages:
+            if not damages and len(read) + len(looked_at) == len(parts):
                 verify.check_sums(commit, here)
         except verify.DamageError as error:
             damages.append(error.damage)
         return damages
 
     def healthy_newest(
-        self, names: Iterable[str], fast: bool = False
+        self, names: Iterable[str], fast: bool = False, known: Sequence[Damage] = (), each: Each | None = None
     ) -> tuple[Point | None, tuple[Damage, ...]]:
         """The newest healthy one of the named points (those on the lineage), and the damages of newer ones.
 
-        The caller must report the damages; `fast` trusts the sizes of points without a mark. (None, ()) if
-        no point is named. Raises `ResumePointError` if there are points and none is healthy: training from
-        nothing is then not a thing to do unasked.
+        The caller must report the damages. `known` are damages that were found before: their points are not
+        read again. `fast` and `each` as in `verify_point`. (None, ()) if no point is named. Raises
+        `ResumePointError` if there are points and none is healthy: training from nothing is then not a thing
+        to do unasked.
         """
         skipped: list[Damage] = []
         candidates = points.newest_first(names)
         for name in candidates:
+            damages = [damage for damage in known if damage.point == name]
             try:
-                damages = self.verify_point(name, fast=fast)
+                damages = damages or self.verify_point(name, fast=fast, each=each)
             except UnreachableNodeError as error:
                 raise self._with_older(error, candidates[candidates.index(name) + 1 :]) from error
             if not damages:
@@ -377,10 +411,6 @@ class PointFiles(QuarantineFiles):
                 "of them"
             )
 
-    def _is_to_look_at(self, name: str, entry: FileEntry) -> bool:
-        """Whether the size of a file of tensors can be compared from here."""
-        return entry.path not in DOCUMENTS and not self.storage.away(point_path(name, entry.path))
-
     def _check(self, name: str, stretch: Stretch, with_digest: bool) -> None:
         verify.check_file(self.storage, name, stretch.entry, with_digest=with_digest)
 
@@ -431,9 +461,3 @@ def _layout_of(votes: Sequence[Vote]) -> Layout:
             "run, and report this"
         )
     return Layout(num_shards=layout[0], num_replicas=layout[1])
-
-
-def _point_error(damage: Damage) -> ResumePointError:
-    return ResumePointError(
-        f"{damage}; restore the file, or resume from another point (`orchestrator points` lists them)"
-    )

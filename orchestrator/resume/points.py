@@ -32,18 +32,6 @@ _NAME = re.compile(r"(\d{8,})-a(\d{4,})-g(\d{4,})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Damage:
-    """A file of a point that is surely absent or has other bytes than were committed."""
-
-    point: str
-    file: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"resume point {self.point}: {self.file} {self.reason}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
     """The content of COMMIT. `parent` is what the generation that saved the point continued, `world_size` its
     size.

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history.claim_files import now_text
 from orchestrator.json_form import decode, encode
-from orchestrator.resume.points import COMMIT, Damage, parse_point_name
+from orchestrator.records.points import Damage
+from orchestrator.resume.points import COMMIT, parse_point_name
 from orchestrator.resume.verify import point_path
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import SealError, seal, unseal

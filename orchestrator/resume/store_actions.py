@@ -15,6 +15,7 @@ from orchestrator.faults import Hook, no_fault
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.json_form import encode
+from orchestrator.records.points import Damage
 from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import (
     CheckNewerClaim,
@@ -32,7 +33,7 @@ from orchestrator.resume.commit_events import (
     VerifyPoint,
     WriteCommit,
 )
-from orchestrator.resume.points import Damage, Point
+from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 
 # places of scripted faults: all votes are there, COMMIT is not sent; COMMIT is sent, nobody is answered

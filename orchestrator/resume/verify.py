@@ -22,9 +22,9 @@ from orchestrator.parts.part_file import FORMAT, part_path
 from orchestrator.parts.reading import PointReader
 from orchestrator.planning.weights_sum import weights_sum
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.points import FileEntry
+from orchestrator.records.points import Damage, FileEntry
 from orchestrator.resume import points
-from orchestrator.resume.points import COMMIT, CONFIG, CURSOR, DOCUMENTS, RNG, Commit, Damage
+from orchestrator.resume.points import COMMIT, CONFIG, CURSOR, DOCUMENTS, RNG, Commit
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import LaterSealError, SealError, unseal
 
@@ -114,9 +114,8 @@ def whole(entry: FileEntry) -> Stretch:
     return Stretch(entry=entry, start=0, bytes=entry.bytes)
 
 
-def stretches(commit: Commit) -> list[Stretch]:
-    """The point's files of tensors, so cut that several threads find work in one."""
-    parts = [entry for entry in commit.files if entry.path not in DOCUMENTS]
+def stretches(commit: Commit, parts: Sequence[FileEntry]) -> list[Stretch]:
+    """These files of tensors of the point, so cut that several threads find work in one."""
     if commit.format == 1:
         return [whole(entry) for entry in parts]
     return [
@@ -133,6 +132,14 @@ def check_part(storage: Storage, name: str, reader: PointReader, stretch: Stretc
         return check_file(storage, name, stretch.entry, with_digest=True)
     try:
         reader.check(path, stretch.start, stretch.start + stretch.bytes)
+    except PartDamage as error:
+        raise DamageError(name, error.file, error.reason) from error
+
+
+def check_header(name: str, reader: PointReader, part: Stretch) -> None:
+    """Raise `DamageError` unless the header of a file of tensors is the one that was committed."""
+    try:
+        reader.extents(part.entry.path)
     except PartDamage as error:
         raise DamageError(name, error.file, error.reason) from error
 

@@ -6,6 +6,7 @@ It knows neither what is asked nor what that means.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -35,13 +36,20 @@ def at_once(storage: Storage, ask: Callable[[Item], Answer], items: Sequence[Ite
     return [*answers_at_once(storage, ask, items)]
 
 
+def hashed_at_once(storage: Storage, ask: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
+    """`at_once` for questions whose answers also take CPU time, as a digest does: as many at a time as there
+    are CPUs, or more where `asked_at_a_time` is more.
+    """
+    return [*answers_at_once(storage, ask, items, os.cpu_count() or 1)]
+
+
 def answers_at_once(
-    storage: Storage, ask: Callable[[Item], Answer], items: Sequence[Item]
+    storage: Storage, ask: Callable[[Item], Answer], items: Sequence[Item], at_least: int = 1
 ) -> Generator[Answer, None, None]:
     """`at_once` for who looks at each answer before the next ones are there; who stops before the end closes
-    it.
+    it. It asks `at_least` so many at a time.
     """
-    most = min(asked_at_a_time(storage), len(items))
+    most = min(max(asked_at_a_time(storage), at_least), len(items))
     if most <= 1:
         yield from map(ask, items)
         return

@@ -58,6 +58,9 @@ class Recorder(Protocol):
     def begin(self, world_size: int) -> Start:
         """Claims the run and journals the only generation. Raises whatever refuses the start."""
 
+    def loading(self, done_bytes: int, num_bytes: int) -> None:
+        """So many bytes of what rank 0 loads were read."""
+
     def records(self, records: Sequence[StepRecord]) -> None:
         """Journals them in the background; never blocks."""
 
@@ -115,6 +118,11 @@ class StaticMembership:
         """Save and stop at the next step boundary; `by` is who wants it."""
         self._stop_by = self._stop_by or by
         self._stop.set()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether this rank was asked to stop."""
+        return self._stop.is_set()
 
     def join(self, state: MemberState) -> GenerationView | None:
         """See `Membership`; a second call raises `ElasticError`, because nobody can form another
@@ -180,6 +188,11 @@ class StaticMembership:
 
     def phase(self, name: str) -> None:
         """See `Membership`: nobody is left out of a static group."""
+
+    def loading(self, done_bytes: int, num_bytes: int) -> None:
+        """See `Membership`: rank 0's share is shown."""
+        if self._recorder is not None:
+            self._recorder.loading(done_bytes, num_bytes)
 
     def report(self, view: GenerationView, records: Sequence[StepRecord]) -> None:
         """See `Membership`."""

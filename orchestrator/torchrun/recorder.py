@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt
-from orchestrator.coordinator.attempt_journal import note_beginning, write_down_end
+from orchestrator.coordinator.attempt_journal import note_beginning, note_loaded, write_down_end
 from orchestrator.coordinator.ended_by import end_text, ended_by, is_last
 from orchestrator.coordinator.measuring import measured
 from orchestrator.coordinator.requests import Answered, Requests, heard_sentence
@@ -118,8 +118,9 @@ class RankZeroRecorder:
         self._stopping, self._failed = asyncio.Event(), asyncio.Event()
         self._failure: Exception | None = None
         self._voting: set[asyncio.Task[bool]] = set()
-        self._acknowledged = -1
+        self._acknowledged, self._began_at = -1, 0.0
         self._world_size = 0
+        self._loading = 0, 0
         self._last_step: StepRecord | None = None
         self._over = threading.Event()
         self._writer: threading.Thread | None = None
@@ -132,6 +133,7 @@ class RankZeroRecorder:
         from orchestrator.torchrun.membership import Start
 
         attempt, self._world_size = self._attempt, world_size
+        self._began_at = time.monotonic()
         cursor = attempt.point.cursor if attempt.point else Cursor()
         layout = attempt.layout(world_size)
         note_beginning(self._journal, attempt, self._job.flat())
@@ -177,11 +179,17 @@ class RankZeroRecorder:
             step=attempt.step_label,
         )
 
+    def loading(self, done_bytes: int, num_bytes: int) -> None:
+        """For `status`."""
+        self._loading = done_bytes, num_bytes
+
     def records(self, records: Sequence[StepRecord]) -> None:
         """Notes them; they are durable soon after. Raises what ended the recording, if it has ended."""
         if self._failure is not None:
             raise self._failure
         for record in records:
+            if self._last_step is None and self._attempt.point is not None:
+                note_loaded(self._journal, self._attempt.point.name, time.monotonic() - self._began_at)
             self._journal.step(record)
             self._last_step = record
 
@@ -270,6 +278,7 @@ class RankZeroRecorder:
             left_out=(),
             members=(),
             failures=(),
+            loading=self._loading if self._last_step is None else (0, 0),
         )
 
     # ---------------------------------------------------------------------- inside

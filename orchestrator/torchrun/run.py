@@ -6,6 +6,7 @@ The first failure ends the group, and the same command continues.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,7 @@ from orchestrator.launch import announcing, busy_watch, claiming, looking_ahead,
 from orchestrator.launch import start as starting
 from orchestrator.launch.dashboard_beside import dashboard_beside
 from orchestrator.launch.exports import exporting
+from orchestrator.launch.older_point import plan_older_point
 from orchestrator.launch.progress import Progress
 from orchestrator.launch.screen import Screen, let_go, output_never_waits
 from orchestrator.parts.parts_on_node import NoCopies, PartsOnNode
@@ -40,8 +43,10 @@ from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.manifests import Reading
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
+from orchestrator.records.points import Damage, DamagedPointError, damaged_point
 from orchestrator.records.run_status import GroupMember, Held, RunStatus, Stall
 from orchestrator.resume.committed import CommittedFiles
+from orchestrator.resume.reading_progress import ReadAtOnce
 from orchestrator.resume.run_file import folder_on_nodes
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
@@ -78,8 +83,7 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
     from orchestrator.torchrun.store_rendezvous import meet
 
     rendezvous = meet()
-    place = [socket.gethostname(), os.getpid()]
-    rendezvous.store.set(f"place/{rendezvous.rank}", json.dumps(place))
+    _tell_place(rendezvous)
     say_disk(rendezvous, job.resume.node_folder)
     if rendezvous.rank != 0:
         return _follow(rendezvous, job, storage, fault_plan)
@@ -132,8 +136,10 @@ def _lead(
     command: str,
     parallel: ParallelChoice,
 ) -> Outcome | None:
-    """Rank 0: decides whether and how the run goes on, claims it, and records it."""
-    store = RunStore(storage)
+    """Rank 0: decides whether and how the run continues, claims it, and records it. Where the ranks find the
+    point damaged it claims again and continues an older one.
+    """
+    store, group = RunStore(storage), rendezvous
     with rendezvous.reporting_failure("decision"):
         require_group(rendezvous, job, store, progress.say)
         spec, plan, watched = _look(store, job, storage, progress.say)
@@ -141,11 +147,60 @@ def _lead(
             rendezvous.publish("decision", None)
             progress.say(f"done: {looking_ahead.stop_is_reached(job, plan)}")
             return None
-        with claiming.claimed(
-            store, job, spec, watched, fault_plan, command=command, drawn=plan.drawn, parallel=parallel
-        ) as (attempt, plan):
-            recorder = RankZeroRecorder(store, attempt, job, progress.say, fault_plan)
-    total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
+    for number in itertools.count(1):
+        found = _attempt(group, job, spec, plan, watched, fault_plan, progress, command, parallel)
+        if not isinstance(found, _NotLoaded):
+            return found
+        group = rendezvous.round(number)
+        _tell_place(group)
+        with group.reporting_failure("decision"):
+            if found.stopping:
+                raise damaged_point(found.damages)
+            watched = found.attempt
+            plan = plan_older_point(store, job, spec, found.damages, plan.damages, watched, progress.say)
+    raise AssertionError("the loop has no end of its own")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _NotLoaded:
+    """The ranks found the point of an attempt damaged. `stopping`: a stop was asked for meanwhile."""
+
+    attempt: int
+    damages: tuple[Damage, ...]
+    stopping: bool
+
+
+def _attempt(
+    rendezvous: StoreRendezvous,
+    job: JobConfig,
+    spec: DataSpec,
+    plan: ResumePlan,
+    watched: int,
+    fault_plan: str,
+    progress: Progress,
+    command: str,
+    parallel: ParallelChoice,
+) -> Outcome | _NotLoaded:
+    """Rank 0's part of one attempt, which it claims after `watched`."""
+    storage = starting.run_storage(job)
+    store = RunStore(storage)
+    with (
+        rendezvous.reporting_failure("decision"),
+        claiming.claimed(
+            store,
+            job,
+            spec,
+            watched,
+            fault_plan,
+            command=command,
+            drawn=plan.drawn,
+            parallel=parallel,
+            known=plan.damages,
+            each=ReadAtOnce(storage, progress.say, "resume points that are marked as damaged"),
+        ) as (attempt, begun),
+    ):
+        recorder = RankZeroRecorder(store, attempt, job, progress.say, fault_plan)
+    total = None if begun.remaining_steps is None else begun.step_after + begun.remaining_steps
     progress.begin(storage, attempt.number, rendezvous.world_size, total)
     with _ending(recorder), rendezvous.reporting_failure("decision"):
         spec = starting.freeze(job, storage, spec, attempt)
@@ -154,7 +209,7 @@ def _lead(
         rendezvous.publish("decision", [encode(attempt.budgets), spans, reading, parallel.num_shards])
     for note in spec.notes:
         progress.say(f"note: {note}")
-    announcing.announce(progress.say, job, attempt, plan)
+    announcing.announce(progress.say, job, attempt, begun)
     with (
         dashboard_beside(job, storage.root, progress),
         exporting(store, attempt.number, job.resume.export_every, progress.say),
@@ -171,8 +226,15 @@ def _lead(
             fault_plan,
             parallel.num_shards,
         )
+    if isinstance(outcome, _NotLoaded):
+        return replace(outcome, attempt=attempt.number)
     _say_end(job, attempt.budgets, outcome, recorder.status(), progress.say)
     return outcome
+
+
+def _tell_place(rendezvous: StoreRendezvous) -> None:
+    """Where this rank lives, for `_members`."""
+    rendezvous.store.set(f"place/{rendezvous.rank}", json.dumps([socket.gethostname(), os.getpid()]))
 
 
 def _members(rendezvous: StoreRendezvous) -> list[GroupMember]:
@@ -196,23 +258,30 @@ def _follow(rendezvous: StoreRendezvous, job: JobConfig, storage: Storage, fault
     """The other ranks: of the decision they need budgets, encoders, lists and shards; the data are frozen by
     then.
     """
-    decision = rendezvous.receive("decision")
-    if decision is None:
-        return None
-    budgets, encoders, reading, num_shards = decision
-    spec = starting.read_frozen_data(job, storage, decode(Reading, reading))
-    spec = spec.made_by(tuple(decode(EncoderSpan, span) for span in encoders))
-    return _train(
-        rendezvous,
-        job,
-        spec,
-        storage,
-        decode(Budgets, budgets),
-        None,
-        lambda text: None,
-        fault_plan,
-        num_shards,
-    )
+    group = rendezvous
+    for number in itertools.count(1):
+        decision = group.receive("decision")
+        if decision is None:
+            return None
+        budgets, encoders, reading, num_shards = decision
+        spec = starting.read_frozen_data(job, storage, decode(Reading, reading))
+        spec = spec.made_by(tuple(decode(EncoderSpan, span) for span in encoders))
+        outcome = _train(
+            group,
+            job,
+            spec,
+            storage,
+            decode(Budgets, budgets),
+            None,
+            lambda text: None,
+            fault_plan,
+            num_shards,
+        )
+        if not isinstance(outcome, _NotLoaded):
+            return outcome
+        group = rendezvous.round(number)
+        _tell_place(group)
+    raise AssertionError("the loop has no end of its own")
 
 
 def _look(
@@ -223,7 +292,7 @@ def _look(
     """
     with busy_watch.watching(store, say) as watched:
         spec = starting.prepare(job, storage, freeze=False)
-        plan = looking_ahead.look_before_start(store, job, spec, watched)
+        plan = looking_ahead.look_before_start(store, job, spec, watched, say)
         if looking_ahead.reached(plan):
             return spec, plan, 0
         for note in require_model(job, plan, spec.vocab_size):
@@ -241,7 +310,8 @@ def _train(
     say: Callable[[str], None],
     fault_plan: str,
     num_shards: int | None,
-) -> Outcome:
+) -> Outcome | _NotLoaded:
+    """This rank's part of an attempt."""
     from orchestrator.data.feed.local_feed import InProcessFeed
     from orchestrator.trainer.job import TrainJob
 
@@ -268,6 +338,8 @@ def _train(
         with stop_signals.stop_on_signals(membership.ask_stop, say), _ending(recorder):
             files = _files(storage, job.resume.node_folder)
             return run_loop(task, membership, feed, files, faults=hook(fault_plan))
+    except DamagedPointError as error:
+        return _NotLoaded(attempt=0, damages=error.damages, stopping=membership.is_stopping)
     finally:
         feed.close()
 

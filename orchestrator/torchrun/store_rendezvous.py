@@ -43,6 +43,10 @@ class StoreRendezvous:
         store, _, _ = _connect(RENDEZVOUS_LIMIT_S)
         return replace(self, store=PrefixStore(self.start, store))
 
+    def round(self, number: int) -> StoreRendezvous:
+        """The same ranks with keys of their own: for another attempt of this start."""
+        return replace(self, start=f"{self.start}/{number}", store=PrefixStore(str(number), self.store))
+
     def publish(self, name: str, value: Any) -> None:
         """Rank 0 gives the others the value, as JSON."""
         self.store.set(name, json.dumps({"value": value}))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, ResumePointError
 from orchestrator.parts.documents import read_manifest
 from orchestrator.parts.manifest import MODEL, Manifest, PartDamage, damaged
 from orchestrator.parts.node_storage import run_storage
 from orchestrator.parts.reading import PointReader
+from orchestrator.records.points import DamagedPointError
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import absolute, split
 from orchestrator.trainer.weight_files import is_point, stored_tensors
@@ -84,7 +85,10 @@ def fill(
     """
     require_fit(config, model)
     if is_point(str(config.init_from)):
-        _fill_from_point(model, str(config.init_from))
+        try:
+            _fill_from_point(model, str(config.init_from))
+        except DamagedPointError as error:  # no point of this run: nothing older can take its place
+            raise ResumePointError(f"model.init_from={config.init_from}: {error}") from error
     elif config.factory is not None:
         _fill_from_files(model, str(config.init_from))
     else:
@@ -142,7 +146,7 @@ def open_point(where: str) -> tuple[Storage, Manifest]:
     try:
         return storage, read_manifest(storage, name)
     except PartDamage as error:
-        raise damaged(name, error) from error
+        raise ResumePointError(f"model.init_from={where}: {damaged(name, error)}") from error
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -156,6 +156,7 @@ class _Trainer:
                 self._faults,
                 self._has_stepped,
                 self._memory,
+                self._membership.loading,
             )
             self._memory.enter(self._state)
             self._membership.phase(STEP)

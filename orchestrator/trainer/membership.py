@@ -86,6 +86,9 @@ class Membership(Protocol):
         long to wait for it; never blocks.
         """
 
+    def loading(self, done_bytes: int, num_bytes: int) -> None:
+        """This member has read so many bytes of all that it reads of the point; never blocks."""
+
     def report(self, view: GenerationView, records: Sequence[StepRecord]) -> None:
         """Takes the records of new steps; never blocks. Called by rank 0 only."""
 

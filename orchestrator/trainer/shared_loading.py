@@ -18,13 +18,17 @@ from orchestrator.parts.pieces import Piece
 from orchestrator.planning.shared_reading import even_runs, readers_with
 from orchestrator.planning.state_layout import Layout
 from orchestrator.planning.state_moves import Move
+from orchestrator.records.points import Damage, DamagedPointError, damaged_point
 from orchestrator.trainer.group import GenerationEnded, Group, collective
 from orchestrator.trainer.loading import StateFiles, point_reader, wanted_of
 from orchestrator.trainer.reshard import DigestError, Parcel, exchange, tensor_as_bytes
 from orchestrator.trainer.state import Item
 
-_TOLD = (ResumePointError, StorageError)  # what one member may find, and all of them must hear of
+# the errors of one member that all of them raise; of several kinds the first one here counts
+_TOLD = (DamagedPointError, ResumePointError, StorageError)
 _TOLD_BYTES = 2000
+
+Loading = Callable[[int, int], None]  # bytes that were read, and all that are to be
 
 
 def load_together(
@@ -35,6 +39,7 @@ def load_together(
     point: str,
     files: StateFiles,
     half: Callable[[bool], None],
+    loading: Loading = lambda done_bytes, num_bytes: None,
 ) -> None:
     """Fills the `items` of the ranks `needy` with their rows of a point, as `loading.load` does;
     `TrainState.filled` must follow. A collective: every rank of the group calls it.
@@ -43,11 +48,12 @@ def load_together(
     piece of 64 MiB, and the headers of all its files. From a bucket these are all; from a file system one on
     each machine, while others there find what it has read in memory, which takes half the CPU time of having
     it given by a peer. What they give one another is compared with xxh3_128 digests. Beside the state it
-    takes what a `PointReader` does, and then 64 MiB for messages. `half` as in `reshard.exchange`.
+    takes what a `PointReader` does, and then 64 MiB for messages. `half` as in `reshard.exchange`;
+    `loading` is called with the bytes that this rank has read, and all that it reads.
 
     Where one of them finds damage, or cannot read, the others hear of it before anything is given: all raise
-    `ResumePointError` or `StorageError` with its text. Raises `GenerationEnded` if a member is lost. Then
-    items may hold anything.
+    `DamagedPointError` with what all have found, `ResumePointError` or `StorageError` with its text. Raises
+    `GenerationEnded` if a member is lost. Then items may hold anything.
     """
     rank, shard = group.view.rank, layout.shard_of(group.view.rank)
     runs: list[list[Piece]] = []
@@ -58,7 +64,7 @@ def load_together(
         alike = [each for each in needy if layout.shard_of(each) == shard]
         sharing = readers_with(rank, alike, machines)
         try:
-            runs = _read_own(items, len(sharing), sharing.index(rank), point, files)
+            runs = _read_own(items, len(sharing), sharing.index(rank), point, files, loading)
         except _TOLD as error:
             problem = error
     _hear_of(group, problem)
@@ -78,7 +84,7 @@ def _machine(rank: int, files: StateFiles) -> int:
 
 
 def _read_own(
-    items: Sequence[Item], num_sharing: int, own: int, point: str, files: StateFiles
+    items: Sequence[Item], num_sharing: int, own: int, point: str, files: StateFiles, loading: Loading
 ) -> list[list[Piece]]:
     """What each of those who share the reading has to read, of which this member has read its own."""
     reader = point_reader(items, point, files)
@@ -86,7 +92,14 @@ def _read_own(
         pieces = reader.pieces(wanted_of(items))
         cut = even_runs([piece.num_bytes for piece in pieces], num_sharing)
         runs = [[pieces[number] for number in run] for run in cut]
-        reader.fetch(runs[own])
+        done, num_bytes = 0, sum(piece.num_bytes for piece in runs[own])
+
+        def was_read(bytes_more: int) -> None:
+            nonlocal done
+            done += bytes_more
+            loading(done, num_bytes)
+
+        reader.fetch(runs[own], was_read)
     except PartDamage as error:
         raise damaged(point, error) from error
     return runs
@@ -121,17 +134,36 @@ def _exchange(
 
 
 def _hear_of(group: Group, problem: OrchestratorError | None) -> None:
-    """Raises on every rank what the first of those found that have a problem; its own where it has one."""
-    said = str(problem).encode()[:_TOLD_BYTES] if problem is not None else b""
+    """Raises the same kind of error on every rank where some have a problem."""
     kind = next((n for n, each in enumerate(_TOLD, 1) if isinstance(problem, each)), 0)
+    said = _said(problem)
     rows = group.gather([kind, len(said)], "whether all could read the point")
-    found = [(rank, kind) for rank, (kind, _) in enumerate(rows) if kind]
-    if not found:
+    if not any(kind for kind, _ in rows):
         return
     longest = max(num_bytes for _, num_bytes in rows)
     texts = group.gather([*said.ljust(longest)], "why the point cannot be read")
-    if problem is not None:
+    heard = [
+        (kind, rank, bytes(texts[rank][:num_bytes]).decode(errors="replace"))
+        for rank, (kind, num_bytes) in enumerate(rows)
+        if kind
+    ]
+    kind, rank, text = min(heard)
+    if _TOLD[kind - 1] is DamagedPointError:
+        found = [_damage(text) for each, _, text in heard if each == kind]
+        raise damaged_point(list(dict.fromkeys(found)))
+    if isinstance(problem, _TOLD[kind - 1]):
         raise problem
-    rank, kind = found[0]
-    text = bytes(texts[rank][: rows[rank][1]]).decode(errors="replace")
     raise _TOLD[kind - 1](f"{text} (found by rank {rank})")
+
+
+def _said(problem: OrchestratorError | None) -> bytes:
+    """The text for the others; of a damage the point, the file and the reason, a line each."""
+    if isinstance(problem, DamagedPointError) and problem.damages:
+        first = problem.damages[0]
+        return "\n".join((first.point, first.file, first.reason)).encode()[:_TOLD_BYTES]
+    return str(problem or "").encode()[:_TOLD_BYTES]
+
+
+def _damage(said: str) -> Damage:
+    point, file, reason = said.split("\n", 2)
+    return Damage(point=point, file=file, reason=reason)

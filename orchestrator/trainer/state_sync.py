@@ -20,7 +20,7 @@ from orchestrator.records.steps import StateKey
 from orchestrator.trainer.group import GenerationEnded, Group, collective
 from orchestrator.trainer.loading import StateFiles
 from orchestrator.trainer.reshard import DigestError, Resharding, tensor_as_bytes
-from orchestrator.trainer.shared_loading import load_together
+from orchestrator.trainer.shared_loading import Loading, load_together
 from orchestrator.trainer.state import TrainState
 
 
@@ -75,10 +75,11 @@ def agree(
     faults: Hook,
     warm: bool,
     copies: Copies | None = None,
+    loading: Loading = lambda done_bytes, num_bytes: None,
 ) -> bool:
     """All members hold their rows of the parent's state afterwards, under the key (attempt, generation,
     label) of this generation. `warm`: this member has done a step before; the answer: all have. `copies`: the
-    memory points of this member, if it keeps any.
+    memory points of this member, if it keeps any. `loading` as in `load_together`.
 
     Raises `GenerationEnded` if a collective fails or a copy is not equal to its source; a member keeps the
     key it came with then, and the tensors of it, or is blank if it was about to receive in their place.
@@ -98,7 +99,7 @@ def agree(
         committed = view.point is not None
         # who holds a shard holds one of what nobody can put together
         needy = [rank for rank, row in enumerate(rows) if state.sharded or not row[0]]
-        _from_storage(group, state, needy, files, faults)
+        _from_storage(group, state, needy, files, faults, loading)
     key = StateKey(attempt=view.attempt, generation=view.generation, step=view.step)
     cursor = state.cursor if view.cursor is None else view.cursor
     # who falls out before this still has its old key, or none, and learns what to do from the next view; as
@@ -131,7 +132,12 @@ def _check_holders(view: GenerationView, holds: Sequence[bool]) -> None:
 
 
 def _from_storage(
-    group: Group, state: TrainState, needy: Sequence[int], files: StateFiles, faults: Hook
+    group: Group,
+    state: TrainState,
+    needy: Sequence[int],
+    files: StateFiles,
+    faults: Hook,
+    loading: Loading,
 ) -> None:
     view = group.view
     blank = view.rank in needy
@@ -140,7 +146,7 @@ def _from_storage(
         state.writable()
     if view.point is not None:
         half = _half(view, faults)
-        load_together(group, state.items(), state.layout, needy, view.point, files, half)
+        load_together(group, state.items(), state.layout, needy, view.point, files, half, loading)
         if blank:
             state.filled()
     elif blank:

@@ -28,10 +28,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("example")
 
 
-def shown(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
+def shown(
+    run: Path, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[dict[str, dict[str, str]], list[str]]:
     """(name of the point → column → what stands there, the lines below the table)."""
     with pytest.raises(SystemExit) as ended:
-        main(["points", str(run)])
+        main(["points", str(run), *words])
     head, *lines = capsys.readouterr().out.splitlines()
     columns = head.replace("save s", "save_s").split()
     rows = [line.split() for line in lines[:4]]
@@ -48,13 +50,14 @@ def flip_a_byte(file: Path) -> None:
 
 
 def test_a_healthy_run_has_nothing_below_its_table(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows, below = shown(run, capsys)
-    assert {name: row["state"] for name, row in rows.items()} == {
-        REWOUND_TO: "healthy",
-        ORPHAN: "orphan",
-        THIRD: "healthy",
-        NEWEST: "healthy",
-    }
+    for words, state in (([], "unverified"), (["--verify"], "healthy")):
+        rows, below = shown(run, capsys, *words)
+        assert {name: row["state"] for name, row in rows.items()} == {
+            REWOUND_TO: state,
+            ORPHAN: "orphan",
+            THIRD: state,
+            NEWEST: state,
+        }
     assert [row["tokens"] for row in rows.values()] == ["576", "768", "768", "960"]
     assert {row["layout"] for row in rows.values()} == {"replicate"}, "each rank of format 1 held all of it"
     assert below == []
@@ -76,10 +79,11 @@ def test_points_of_shards_say_how_the_state_lay_on_the_group(
 def test_a_flipped_byte_leaves_the_table_readable_and_its_reason_stands_below(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before, _ = shown(run, capsys)
+    before, _ = shown(run, capsys, "--verify")
     (file,) = (run / "points" / NEWEST / "model").glob("*.safetensors")
     flip_a_byte(file)
-    rows, below = shown(run, capsys)
+    assert shown(run, capsys)[0][NEWEST]["state"] == "unverified", "sizes do not show it"
+    rows, below = shown(run, capsys, "--verify")
     assert {name: row for name, row in rows.items() if name != NEWEST} == {
         name: row for name, row in before.items() if name != NEWEST
     }

@@ -69,6 +69,7 @@ CALLS: dict[str, Call] = {
     "ended": lambda actor, _: actor.ended(OTHER, 1, 7),
     "report": lambda actor, _: actor.report(OTHER, "m", 1, 1, (record(key(1)),)),
     "phase": lambda actor, _: actor.phase(OTHER, "m", 1.0),
+    "loading": lambda actor, _: actor.loading(OTHER, "m", 1, 2),
     "vote": lambda actor, store: actor.vote(OTHER, write_vote(store.storage, key(1), 0, 1)),
     "save_failed": lambda actor, _: actor.save_failed(OTHER, key(1), 0, 1, "No space left on device"),
     "is_given_up": lambda actor, _: actor.is_given_up(OTHER, key(1), 0, 1, False),

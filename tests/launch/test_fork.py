@@ -59,7 +59,7 @@ def test_a_fork_is_a_run_of_its_own_that_names_and_pins_its_parent(trained: Trai
     fork, before = Forked(runner), survey(runner.store)
     plan = Run(runner.folder).fork(fork.folder, first.point_name)
     assert (plan.done, plan.step, plan.point) == (True, 10, first.point_name)
-    (row,) = Run(fork.folder).list_points()
+    (row,) = Run(fork.folder).list_points(verify=True)
     digest = runner.store.read_point(first.point_name).commit.weights_digest
     assert (row["name"], row["healthy"], row["on_lineage"]) == ("00000010-a0000-g0001", True, True)
     assert (row["weights_digest"], row["consumed_tokens"]) == (digest, 2560)
@@ -122,7 +122,7 @@ def test_a_fork_without_a_pin_leaves_none(trained: Trained) -> None:
     fork, wanted = Forked(runner), Wanted(point=first.point_name)
     forks.fork(runner.store, str(fork.folder), wanted, "me", lambda plan: True, pinned=False)
     assert runner.store.pins() == {}
-    assert Run(fork.folder).list_points()[0]["healthy"]
+    assert Run(fork.folder).list_points(verify=True)[0]["healthy"]
 
 
 def test_a_fork_of_a_fork_keeps_the_lengths_that_were_given_in_steps(trained: Trained) -> None:

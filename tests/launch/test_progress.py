@@ -151,6 +151,13 @@ def test_before_the_first_step_the_line_says_what_is_being_started(
     assert " 2 workers in the first step\n" in shown
 
 
+def test_while_workers_read_the_resume_point_the_line_has_the_bytes_done_and_the_total(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = line_of(replace(status(None), loading=(3 << 30, 84 << 30)), capsys=capsys)
+    assert "read the resume point: 3.0 of 84.0 GiB" in line
+
+
 def line_of(*statuses: RunStatus, capsys: pytest.CaptureFixture[str]) -> str:
     """The newest line, when these were shown one after the other."""
     progress = Progress(0.0)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orchestrator.cli import commands as cli
-from orchestrator.errors import BusyError, RefusedError, ResumePointError
+from orchestrator.errors import BusyError, RefusedError, ResumePointError, WantedPointError
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.launch import busy_watch
 from orchestrator.launch import rewind as rewinding
@@ -17,6 +18,9 @@ from orchestrator.launch.rewind import RewindPlan
 from orchestrator.launch.which_point import Wanted
 from orchestrator.monitor.run import Run
 from orchestrator.records.steps import StateKey
+from orchestrator.resume.store import RunStore
+from orchestrator.storage.files import Storage
+from orchestrator.storage.local_store import LocalStore
 from tests.launch.test_start import Runner, files, runner  # noqa: F401  a fixture
 
 
@@ -252,3 +256,70 @@ def test_the_command_asks_and_without_a_terminal_or_yes_changes_nothing(
     assert runner.plan().point == first.point_name
     kinds = [event.kind for event in read_journal(runner.store.storage).events if event.attempt == 5]
     assert kinds == ["attempt", "end"]
+
+
+class Counting(LocalStore):
+    """Counts the bytes that are read of each part behind its header."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.behind: Counter[str] = Counter()
+
+    def read(self, path: str, start: int, into: memoryview) -> int:
+        found = super().read(path, start, into)
+        if "/state/" in path and start:
+            self.behind[path] += found
+        return found
+
+
+def counted(folder: Path) -> tuple[RunStore, Counting]:
+    store = Counting(str(folder))
+    return RunStore(Storage.on(store)), store
+
+
+def test_a_rewind_reads_the_run_before_and_after_its_claim_and_each_byte_of_the_point_once(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, (first, _, _) = trained  # noqa: F811
+    store, reads = counted(runner.folder)
+    surveys: list[RunStore] = []
+    survey = rewinding.survey
+    monkeypatch.setattr(rewinding, "survey", lambda store: [surveys.append(store), survey(store)][1])
+    plan = rewinding.rewind(store, Wanted(point=first.point_name), "me", lambda plan: True)
+    assert plan.done
+    folder = runner.folder / "points" / first.point_name / "state"
+    for path in folder.iterdir():
+        content = path.read_bytes()
+        header = 8 + int.from_bytes(content[:8], "little")
+        (read,) = [num for name, num in reads.behind.items() if name.endswith(path.name)]
+        assert read == len(content) - header
+    assert {first.point_name in path for path in reads.behind} == {True}, "no other point"
+    assert len(surveys) == 2
+
+
+def test_damage_that_only_the_bytes_show_changes_nothing_and_the_next_rewind_passes_it_over(
+    trained: Trained,
+) -> None:
+    runner, (first, second, newest) = trained  # noqa: F811
+    part = max((runner.folder / "points" / second.point_name / "state").iterdir())
+    part.write_bytes(part.read_bytes()[:-1] + bytes([part.read_bytes()[-1] ^ 1]))
+    for wanted in ({"to": second.point_name}, {"step": 25}):
+        runner.store.lift_mark(second.point_name)
+        with pytest.raises(WantedPointError) as refused:
+            Run(runner.folder).rewind(**wanted)
+        assert part.name in str(refused.value)
+        assert runner.plan().point == newest.point_name, "nothing is changed"
+    assert runner.store.is_quarantined(second.point_name)
+    assert Run(runner.folder).rewind(step=25).point == first.point_name
+
+
+def test_a_list_of_points_reads_no_tensor_and_says_that_none_was_verified(trained: Trained) -> None:
+    runner, points = trained  # noqa: F811
+    store, reads = counted(runner.folder)
+    run = Run(runner.folder)
+    run._store = store
+    rows = run.list_points()
+    assert [(row["name"], row["healthy"]) for row in rows] == [(at.point_name, None) for at in points]
+    assert reads.behind == Counter()
+    assert [row["healthy"] for row in run.list_points(verify=True)] == [True] * len(points)
+    assert reads.behind

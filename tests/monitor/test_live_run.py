@@ -66,6 +66,11 @@ def once_at(
     return before
 
 
+def read_points(run: Run) -> list[dict[str, Any]]:
+    """`orchestrator points --verify`."""
+    return run.list_points(verify=True)
+
+
 def as_it_is_read(first: str, file: str, happens: Callable[[], Any]) -> Callable[[str, str], None]:
     """The same for a file of a point that is read; who lists the points has looked into COMMIT before."""
     return once_at(f"{first}/{file}", happens, number=2 if file == "COMMIT" else 1)
@@ -84,7 +89,7 @@ def after(path: str, happens: Callable[[], Any]) -> Callable[[str, str], None]:
     return before
 
 
-@pytest.mark.parametrize("command", [Run.verify, Run.list_points])
+@pytest.mark.parametrize("command", [Run.verify, Run.list_points, read_points])
 @pytest.mark.parametrize("file", ["COMMIT", "cursor.json", "parts.json"])
 def test_a_point_that_retention_deletes_while_it_is_read_is_not_shown(
     disk: ModelDisk, live: LiveRun, command: Callable[[Run], list[dict[str, Any]]], file: str
@@ -92,11 +97,11 @@ def test_a_point_that_retention_deletes_while_it_is_read_is_not_shown(
     first, second = live.on_lineage
     at = as_it_is_read(first, file, lambda: live.save(live.live))
     with reader(disk, at) as (run, _):
-        assert [(row["name"], row["healthy"]) for row in command(run)] == [(second, True)]
+        assert [(row["name"], row["healthy"] is False) for row in command(run)] == [(second, False)]
     assert first not in live.on_lineage, "it was deleted meanwhile"
 
 
-@pytest.mark.parametrize("command", [Run.verify, Run.list_points])
+@pytest.mark.parametrize("command", [Run.verify, Run.list_points, read_points])
 def test_if_all_listed_points_are_deleted_meanwhile_the_new_ones_are_shown(
     disk: ModelDisk, job: JobConfig, data: DataSpec, command: Callable[[Run], list[dict[str, Any]]]
 ) -> None:
@@ -104,7 +109,8 @@ def test_if_all_listed_points_are_deleted_meanwhile_the_new_ones_are_shown(
     live.launch()
     live.save(live.live)
     with reader(disk, once_at("/config.json", lambda: live.save(live.live))) as (run, _):
-        assert [(row["name"], row["healthy"]) for row in command(run)] == [(live.on_lineage[-1], True)]
+        rows = command(run)
+        assert [(row["name"], row["healthy"] is False) for row in rows] == [(live.on_lineage[-1], False)]
 
 
 def test_a_named_point_that_is_deleted_while_it_is_read_is_refused_as_deleted(
@@ -116,7 +122,7 @@ def test_a_named_point_that_is_deleted_while_it_is_read_is_refused_as_deleted(
         run.verify(first)
 
 
-@pytest.mark.parametrize("command", [Run.verify, Run.list_points])
+@pytest.mark.parametrize("command", [Run.verify, Run.list_points, read_points])
 @pytest.mark.parametrize("file", ["COMMIT", "state/00000-of-00002.safetensors"])
 def test_damage_is_shown_by_file_while_another_point_is_deleted(
     disk: ModelDisk, live: LiveRun, command: Callable[[Run], list[dict[str, Any]]], file: str
@@ -175,7 +181,7 @@ def test_a_coordinator_that_restarts_between_two_looks_is_no_contradiction(
         with reader(disk, before) as (run, _):
             found = read(run)
         rows = found if isinstance(found, list) else []
-        assert all(row["healthy"] and row.get("on_lineage", True) for row in rows)
+        assert all(row["healthy"] is not False and row.get("on_lineage", True) for row in rows)
     with reader(disk, lambda call, path: None) as (run, _):
         assert {row["name"] for row in run.list_points()} == {*live.on_lineage}
 

@@ -116,7 +116,7 @@ class Beside:
     def points(self) -> None:
         found, _ = self.read(lambda run, _: run.list_points())
         for row in found or ():
-            if not row["healthy"]:
+            if row["healthy"] is False:
                 raise WrongError(f"false damage of {row['name']}: {row['reason']}")
             if not row["on_lineage"] and row["name"] not in self.live.orphans:
                 raise WrongError(f"{row['name']} is no orphan")

@@ -145,7 +145,7 @@ def test_the_rows_of_points_are_those_of_a_folder_damaged_ones_too(many: Runner)
     expected = standing(many.store, lambda seen: point_rows(many.store, seen))
     assert rows == expected
     assert [row["step"] for row in rows] == [*range(1, NUM_POINTS + 1)]
-    assert [row["step"] for row in rows if row["quarantined"]] == [7]
+    assert [row["step"] for row in rows if row["healthy"] is False] == [7]
     assert asked.most <= ASKED_AT_A_TIME
     verified = Verifying(store=there).rows([row["name"] for row in rows])
     assert verified == Verifying(store=many.store).rows([row["name"] for row in rows])

@@ -39,7 +39,7 @@ def test_orphans_are_deleted_and_the_history_stays(rewound: tuple[Runner, list[s
     assert run.prune(dry_run=True) == [Pruned(point=name) for name in orphans]
     assert {row["name"] for row in run.list_points()} == {*history, *orphans}
     assert run.prune() == [Pruned(point=name, deleted=True) for name in orphans]
-    rows = run.list_points()
+    rows = run.list_points(verify=True)
     assert [(row["name"], row["on_lineage"], row["healthy"]) for row in rows] == [
         (name, True, True) for name in history
     ]
@@ -184,7 +184,7 @@ def test_the_commands_say_what_they_did(
 
     assert f"{history[0]} is pinned by " in said("pin", history[0], "--why", "a milestone")
     assert json.loads(said("points", "--json"))[0]["pin"]["reason"] == "a milestone"
-    assert "healthy, pinned" in said("points")
+    assert "healthy, pinned" in said("points", "--verify")
     why = "orphan: the history does not pass through generation 1 of attempt {}"
     assert said("points", "--prune", "--dry-run") == (
         f"{first}: would be deleted  ({why.format(2)})\n{second}: would be deleted  ({why.format(3)})\n"
@@ -215,7 +215,7 @@ def test_what_retention_lets_go_is_deleted_and_missed_by_nobody(runner: Runner) 
     assert pruned(runner, dry_run=True) == {names[0]: False, names[2]: pin}
     assert runner.store.point_names() == names
     assert pruned(runner) == {names[0]: True, names[2]: pin}
-    rows = Run(runner.folder).list_points()
+    rows = Run(runner.folder).list_points(verify=True)
     assert [row["name"] for row in rows] == names[1:], "20 is a multiple of 20"
     assert all(row["healthy"] and row["on_lineage"] for row in rows)
     assert Run(runner.folder).status(0).missing == ()
@@ -264,7 +264,7 @@ def test_a_kill_while_retention_is_carried_out_loses_nothing(
         copy = runner.copied(tmp_path / str(number))
         was_cut_off = pruning_is_cut_off(copy, number, monkeypatch)
         assert copy.plan().point == names[-1]
-        assert all(row["healthy"] for row in Run(copy.folder).list_points())
+        assert all(row["healthy"] for row in Run(copy.folder).list_points(verify=True))
         assert Run(copy.folder).status(0).missing == ()
         Run(copy.folder).prune()
         assert [row["name"] for row in Run(copy.folder).list_points()] == names[2:]

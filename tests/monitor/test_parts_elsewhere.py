@@ -42,7 +42,7 @@ def test_a_plan_says_of_parts_that_are_out_of_reach_only_that_it_did_not_look(di
     name = committed(disks)
     elsewhere, there = RunStore(with_nodes(open_storage(str(disks.folder / "run")))), disks.store("a")
     point = there.read_point(name)
-    assert said_of_files(there, point).startswith("sizes of the point's files are right")
+    assert said_of_files(there, point).startswith("sizes and headers of the point's files are right")
     said = said_of_files(elsewhere, point)
     assert said.startswith(f"not looked at from here: resume point {name} needs nodes")
     assert said.endswith("the start looks, from the cluster")

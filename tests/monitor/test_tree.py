@@ -27,7 +27,7 @@ def test_a_rewind_a_fork_and_what_became_of_points_are_seen(
     damage(runner.folder, third)
     pin = run._store.pins()[first.point_name]  # noqa: SLF001
     with pytest.raises(SystemExit, match="1"):  # a point is damaged
-        cli.main(["points", str(runner.folder), "--tree"])
+        cli.main(["points", str(runner.folder), "--tree", "--verify"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[:-1] == [
         str(runner.folder),

@@ -14,7 +14,7 @@ from orchestrator.cli.commands import main
 from orchestrator.errors import StorageError
 from orchestrator.history.finding_files import AUDIT, VERIFY, Finding
 from orchestrator.monitor.verifying import Verifying, done_before
-from orchestrator.resume.points import Damage
+from orchestrator.records.points import Damage
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 
@@ -94,11 +94,18 @@ def test_a_damaged_point_is_marked_until_a_verification_finds_it_whole(
     file.write_bytes(whole)
     with pytest.raises(SystemExit) as ended:
         main(["points", str(example)])
+    assert ended.value.code == 1, "a list goes by the mark"
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["points", str(example), "--verify"])
     assert ended.value.code == 0
     assert f"{newest}  healthy " in capsys.readouterr().out
     assert not any(row["quarantined"] for row in run.list_points()), "whoever reads it whole lifts the mark"
     damage(example, newest)
-    assert [row["quarantined"] for row in run.list_points()] == [False, False, False, True]
+    assert [row["healthy"] for row in run.list_points()] == [None] * 4
+    rows = run.list_points(verify=True)
+    assert [row["quarantined"] for row in rows] == [False, False, False, True]
+    assert [row["healthy"] for row in rows] == [True, True, True, False]
     file.write_bytes(whole)
     assert [row["quarantined"] for row in run.verify(newest)] == [False]
 

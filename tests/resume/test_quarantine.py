@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import ResumePointError
+from orchestrator.records.points import Damage
 from orchestrator.resume.commit_events import Acknowledge, ClaimChecked, DeletePoints, GenerationFormed
 from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.resume.kept_points import KeptPoints
-from orchestrator.resume.points import Damage
 from orchestrator.resume.retention import held_point, to_delete
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage

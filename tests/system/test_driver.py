@@ -80,3 +80,29 @@ def test_a_start_falls_back_past_a_damaged_point_and_says_so(
     assert "falling back" in said
     assert_same_training(finished, unbroken)
     assert [record.attempt for record in finished.run.records()] == [1] * kept + [2] * (16 - kept)
+
+
+def test_workers_that_find_the_newest_point_damaged_continue_the_older_one_within_the_same_start(
+    job: Job, unbroken: tuple[str, list[float]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert job.train(train__max_steps=8).outcome == "done"
+    older, newest = sorted((Path(job.run.uri) / "points").iterdir())
+    part = max((newest / "state").iterdir())
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1  # neither sizes nor headers show it
+    part.write_bytes(bytes(content))
+    capfd.readouterr()
+    result = job.train()
+    assert (result.outcome, result.attempt) == ("done", 3)
+    said = capfd.readouterr().err
+    assert f"{newest.name}: state/{part.name} holds" in said
+    assert "falling back" in said
+    assert_same_training(job, unbroken)
+    assert [record.attempt for record in job.run.records()] == [1] * 4 + [3] * 12
+    checked = [
+        (event.attempt, event.fields["point"])
+        for event in read_journal(Storage(job.run.uri)).events
+        if event.kind == EventKind.POINT_VERIFIED and event.attempt > 1
+    ]
+    assert (3, older.name) in checked, "the workers have read it"
+    assert newest.name not in [name for _, name in checked]

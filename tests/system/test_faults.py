@@ -38,7 +38,7 @@ def test_an_attempt_that_was_cut_off_and_commits_late_never_enters_the_lineage(
     old.send_signal(signal.SIGCONT)
     said, _ = old.communicate(timeout=LIMIT_S)
     # it did commit, and then it learned that it has been replaced
-    late = {row["name"]: row for row in job.run.list_points()}["00000016-a0001-g0001"]
+    late = {row["name"]: row for row in job.run.list_points(verify=True)}["00000016-a0001-g0001"]
     assert (late["healthy"], late["on_lineage"]) == (True, False)
     assert "another launch has taken it over" in said
     assert not said.rstrip().endswith("done")

@@ -147,7 +147,7 @@ def test_a_killed_group_continues_with_a_skip_on_another_world_batch_and_length(
     watch.join()
     assert "SIGTERM: saving and stopping" in err, err
     assert last_end(job) == ("stopped", 2), err
-    stopped = job.run.list_points()[-1]
+    stopped = job.run.list_points(verify=True)[-1]
     assert (stopped["attempt"], stopped["seq_len"], stopped["global_batch_size"]) == (2, 16, 6)
     assert (stopped["world_size"], stopped["healthy"]) == (2, True)
     assert stopped["consumed_tokens"] == job.run.records()[-1].consumed_tokens
@@ -170,6 +170,36 @@ def test_a_killed_group_continues_with_a_skip_on_another_world_batch_and_length(
     for record in Random(9).sample(job.run.records(), 5):
         again = job.run.replay(tokens=record.consumed_tokens)
         assert (again.step, again.equal, again.first_difference) == (record.step, True, None), again
+
+
+def test_ranks_that_find_the_newest_point_damaged_continue_the_older_one_within_the_same_start(
+    job: Job, unbroken: Job, tmp_path: Path
+) -> None:
+    with ranks(tmp_path, 2, job.config(train__max_steps=8)) as group:
+        assert ended(group) == [0, 0], group.said()
+    folder = Path(job.run.uri, "points")
+    older, newest = sorted(folder.iterdir())
+    part = max((newest / "state").iterdir())
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1  # neither sizes nor headers show it
+    part.write_bytes(bytes(content))
+
+    # who names the damaged point gets no other one, however often the command is given
+    for _ in range(2):
+        with ranks(tmp_path, 2, job.config(resume__from=newest.name)) as group:
+            assert ended(group)[0] == 2, group.said()
+        assert part.name in group.said()
+    (folder.parent / "quarantine" / f"{newest.name}.json").unlink()
+
+    before = RunStore(Storage(job.run.uri)).claim_numbers()[-1]
+    with ranks(tmp_path, 2, job.config()) as group:
+        assert ended(group) == [0, 0], group.said()
+    assert f"state/{part.name} holds" in group.said()
+    assert last_end(job) == ("done", before + 2), "the attempt that loaded the point, and the next one"
+    assert RunStore(Storage(job.run.uri)).quarantined() == {newest.name}
+    assert [row["name"] for row in job.run.list_points() if row["on_lineage"]][0] == older.name
+    assert_exactly_once(job)
+    assert job.final_digest() == unbroken.final_digest()
 
 
 def test_torchrun_restarts_ranks_of_two_machines_and_no_sample_is_trained_twice(
@@ -234,7 +264,7 @@ def test_two_ranks_train_the_same_bits_as_one_and_a_frozen_one_is_named_while_th
         r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d 2 of 2 workers are ready · starting at step 1$", said, re.M
     )
     assert_exactly_once(job)
-    rows = [(row["step"], row["world_size"], row["healthy"]) for row in job.run.list_points()]
+    rows = [(row["step"], row["world_size"], row["healthy"]) for row in job.run.list_points(verify=True)]
     # another one between these begins when the first is decided
     assert (rows[0], rows[-1]) == ((4, 2, True), (10, 2, True))
     assert all(row[1:] == (2, True) for row in rows)

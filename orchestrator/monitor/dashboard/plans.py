@@ -39,7 +39,8 @@ from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.planning.batches import idle_share, micro_batches_per_rank, num_micro_batches, rank_run
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.planning.resume_plan import ResumePlan
-from orchestrator.resume.points import Damage, Point
+from orchestrator.records.points import Damage
+from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 
 SHOWN_WORKERS = 64

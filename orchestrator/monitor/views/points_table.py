@@ -169,6 +169,7 @@ def _row(facts: Facts, name: str, there: PointFacts | None, event: Event | None,
     if commit is not None and run is not None and commit.run_id != run.id:
         orphan_why = f"it belongs to run {commit.run_id or 'without an id'}"
     away = there.away if there is not None and not wrong else ""
+    checked = finding["checked"] if finding is not None else SIZES
     hold = facts.files.pins.get(name)
     pin = hold and {"by": hold.by, "reason": hold.reason, "created": hold.created, "t": stamp(hold.created)}
     return {
@@ -188,7 +189,7 @@ def _row(facts: Facts, name: str, there: PointFacts | None, event: Event | None,
         "save_blocked_s": commit.save_blocked_s if commit else None,
         "parent": commit.parent.point_name if commit and commit.parent else None,
         "weights_digest": commit.weights_digest if commit else "",
-        "healthy": None if away else not wrong,
+        "healthy": False if wrong else True if checked == DIGESTS and not away else None,
         "away": away,
         "reason": away or "; ".join(f"{file} {reason}".strip() for file, reason in wrong.items()),
         "on_lineage": not orphan_why,
@@ -198,7 +199,7 @@ def _row(facts: Facts, name: str, there: PointFacts | None, event: Event | None,
         "pinned": pin is not None,
         "pin": pin,
         "held": False,
-        "checked": finding["checked"] if finding is not None else SIZES,
+        "checked": checked,
         "checked_at": finding["t"] if finding is not None else None,
         # of each rank's process, as far as it was recorded
         "peak_memory_bytes": (event.fields.get("peak_memory_bytes") or None) if event is not None else None,

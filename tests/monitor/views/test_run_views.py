@@ -468,7 +468,7 @@ def test_a_reader_of_the_stream_gets_what_came_after_its_id(live: LiveRun) -> No
     live.launch()
     views.refresh()
     came = views.happenings_since(at)
-    assert [row["kind"] for row in came] == ["attempt", "sources", "point verified", "generation"]
+    assert [row["kind"] for row in came] == ["attempt", "sources", "generation"]
     assert views.happenings_since(came[0]["id"]) == came[1:]
     assert views.happenings_since("odd") == []
 
@@ -481,7 +481,7 @@ def test_events_are_found_by_level_kind_attempt_text_and_time(live: LiveRun) -> 
     every = views.events(limit=500)["rows"]
     assert every == sorted(every, key=lambda row: -row["t"])
     of_points = {row["kind"] for row in views.events(level=["point"])["rows"]}
-    assert of_points == {"point committed", "point verified"}
+    assert of_points == {"point committed"}
     assert {row["attempt"] for row in views.events(attempt=2)["rows"]} == {2}
     assert [row["kind"] for row in views.events(q="IS RESUMED")["rows"]] == ["attempt"]
     assert views.events(kind=["attempt"], limit=1)["total"] == 2
