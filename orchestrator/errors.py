@@ -98,6 +98,14 @@ class UnreachableNodeError(StorageError):
     """
 
 
+class NoConditionalCreateError(RefusedError, StorageError):
+    """The bucket cannot create an object only where its name is free, so two launches could claim one
+    attempt; names the bucket, its server and what to use instead.
+    """
+
+    code = "storage.no_conditional_create"
+
+
 class FencedError(OrchestratorError):
     """A newer attempt of this run exists; this process may not write any more and ends."""
 

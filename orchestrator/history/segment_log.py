@@ -108,8 +108,8 @@ class SegmentsInPieces:
     """A new object for each call, created exclusively, with whole lines: no line is ever torn. A segment that
     is full is published as one object, and then its pieces are deleted; the next one begins only then.
 
-    Nobody else writes the attempt's journal, for the claim is one launch's: that a create refuses only shows
-    who does it all the same. So where it is not one request a piece is written as anything else.
+    The claim gives the attempt's journal to one launch, so a create that is refused shows that another
+    process writes it by mistake.
 
     An object that is put again and again would not do: a request that is repeated late could put an older
     content in the place of a newer one. Here what comes late finds its name taken, or makes a piece that
@@ -167,9 +167,7 @@ class SegmentsInPieces:
 
     def _create(self, data: bytes) -> None:
         path = piece_path(self._attempt, self._number, len(self._pieces) + 1)
-        if not self._storage.creates_exclusively():
-            self._storage.write(path, data)
-        elif not self._storage.create(path, data) and self._found(path) != data:
+        if not self._storage.create(path, data) and self._found(path) != data:
             raise StorageError(
                 f"{self._storage.root}/{path} holds other lines than this process wrote: somebody else "
                 "writes the journal of this attempt; end that process, then run again"

@@ -17,7 +17,7 @@ from orchestrator import html_text
 from orchestrator.config.loading import as_data_job, as_job
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig
-from orchestrator.errors import ConfigError, DataIdentityError, StorageError
+from orchestrator.errors import ConfigError, DataIdentityError, NoConditionalCreateError, StorageError
 from orchestrator.history.beginnings import newest_choice
 from orchestrator.history.loggers import require_loggers
 from orchestrator.launch import busy_watch, claiming, fitting, looking_ahead, older_point
@@ -234,6 +234,8 @@ def plan(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence
         found = looking_ahead.judged_by_memory(sized, RunStore(storage), found)
     try:
         lacks = starting.check_writable(storage)
+    except NoConditionalCreateError:
+        raise
     except StorageError as error:
         lacks = f"warning: a start would fail: {error}"
     found = replace(found, notes=(*found.notes, *filter(None, [lacks])))

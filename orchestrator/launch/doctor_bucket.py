@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from orchestrator.launch.doctor_check import Check, State
+from orchestrator.errors import NoConditionalCreateError
+from orchestrator.launch.doctor_check import Check
+from orchestrator.storage.buckets import no_conditional_create
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import join
 
@@ -23,15 +25,13 @@ _CONTENT = b"x" * 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketFacts:
-    """What was tried below a URI. `exclusive`: of several who create one name exactly one did; `refuses`: the
-    server refuses the others, so that they need not agree; `listed`: a list shows at once what was written;
-    `reads`: it gives back what was written; `deletes`: nothing of it is left; `request_s`: the slower of a
-    write and a read of 4 KiB.
+    """What was tried below a URI. `exclusive`: of several that created one name exactly one did; `listed`: a
+    list shows at once what was written; `reads`: it gives back what was written; `deletes`: nothing of it is
+    left; `request_s`: the slower of a write and a read of 4 KiB.
     """
 
     location: str
     exclusive: bool
-    refuses: bool
     listed: bool
     reads: bool
     deletes: bool
@@ -39,9 +39,7 @@ class BucketFacts:
 
 
 def try_bucket(storage: Storage) -> BucketFacts:
-    """About 20 small requests; more where the server refuses no create. Raises `StorageError` with what to do
-    if one is refused.
-    """
+    """About 20 small requests. Raises `StorageError` with what to do if one is refused."""
     name = f".doctor-{secrets.token_hex(4)}"
     tried, times = storage.beside(join(storage.root, name)), list[float]()
     try:
@@ -51,22 +49,32 @@ def try_bucket(storage: Storage) -> BucketFacts:
         began = time.monotonic()
         reads = tried.read("written") == _CONTENT
         times.append(time.monotonic() - began)
-        with ThreadPoolExecutor(_CREATORS) as threads:
-            texts = [b"%d" % number for number in range(_CREATORS)]
-            created = list(threads.map(lambda text: tried.create("claim", text), texts))
-        exclusive = sum(created) == 1 and not tried.create("claim", b"later")
-        listed = tried.list("") == ["claim", "written"]
+        exclusive = _creates_once(tried, "claim")
+        listed = tried.list("") == (["claim", "written"] if exclusive else ["written"])
     finally:
         storage.delete_folder(name)
     return BucketFacts(
         location=storage.root,
         exclusive=exclusive,
-        refuses=tried.creates_exclusively(),
         listed=listed,
         reads=reads,
         deletes=tried.list("") == [],
         request_s=max(times),
     )
+
+
+def _creates_once(storage: Storage, name: str) -> bool:
+    """Whether one of several that create a name at the same time did so, and a later one does not."""
+    try:
+        with ThreadPoolExecutor(_CREATORS) as threads:
+            texts = [b"%d" % number for number in range(_CREATORS)]
+            created = list(threads.map(lambda text: storage.create(name, text), texts))
+        if sum(created) == 1 and not storage.create(name, b"later"):
+            return True
+    except NoConditionalCreateError:
+        pass
+    storage.delete(name)
+    return False
 
 
 def judge_bucket(found: BucketFacts) -> Iterator[Check]:
@@ -112,19 +120,10 @@ def judge_bucket(found: BucketFacts) -> Iterator[Check]:
 
 
 def _judge_creates(found: BucketFacts) -> Check:
-    value, advice = "one of 8 created it", ""
-    state: State = "ok"
-    if not found.exclusive:
-        value, state = "several created one name", "bad"
-        advice = (
-            "the store does not heed If-None-Match, and its lists come late, so two launches could work on "
-            "one run: none is started there; take one that does, or a folder"
-        )
-    elif not found.refuses:
-        value, state = "one of 8 created it, by agreement", "warn"
-        advice = (
-            "the store does not heed If-None-Match, so who claims a name first is agreed on by plain writes "
-            "and lists: six requests instead of one, and safe as long as its lists show at once what was "
-            "written"
-        )
-    return Check(name="exclusive create", state=state, value=value, limit="exactly one", advice=advice)
+    return Check(
+        name="exclusive create",
+        state="ok" if found.exclusive else "bad",
+        value=f"one of {_CREATORS} created it" if found.exclusive else "several created one name",
+        limit="exactly one",
+        advice="" if found.exclusive else f"no run starts there: {no_conditional_create(found.location)}",
+    )

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
+from urllib.parse import urlsplit
 
 from orchestrator.errors import ConfigError, StorageError
 from orchestrator.storage.redacted import SHOWN, redacted
@@ -199,11 +200,24 @@ def _retry(limits: Limits) -> Any:
 def forget_buckets() -> None:
     """The next `bucket_of` looks anew where they are and how one is let in: the environment has changed."""
     _made.cache_clear()
-    known_to_refuse.clear()
+    refuses_taken_names.clear()
 
 
-# By a bucket's own URI whether its server refuses to create a name twice, as it has shown in this process.
-known_to_refuse: dict[str, bool] = {}
+# The own URIs of buckets whose server has refused, in this process, to create a name that is taken.
+refuses_taken_names: set[str] = set()
+
+
+def no_conditional_create(uri: str) -> str:
+    """What is wrong with a bucket that creates an object although its name is taken, and what to use."""
+    bucket = (split_bucket(uri) or (uri, ""))[0]
+    endpoint = _s3_config().get("endpoint") if may_create_twice(bucket) else None
+    at = f" at {urlsplit(endpoint).netloc.rpartition('@')[2]}" if endpoint else ""
+    return (
+        f"{bucket}{at} cannot create an object only where its name is free (a conditional write, "
+        "`If-None-Match: *`), so two launches could claim the same attempt of a run and both train it. Use "
+        "Amazon S3, Google Cloud Storage, Azure Blob Storage, Cloudflare R2, or MinIO or Ceph in a version "
+        "with conditional writes; or a folder that all machines of the run share"
+    )
 
 
 def may_create_twice(bucket: str) -> bool:

@@ -64,10 +64,6 @@ class Storage:
         """What this kind of storage can do."""
         return self._store.traits
 
-    def creates_exclusively(self) -> bool:
-        """See `Store`: whether `create` is one request."""
-        return self._store.creates_exclusively()
-
     def __repr__(self) -> str:
         return f"Storage({self.root!r})"
 

@@ -106,10 +106,6 @@ class LocalStore:
         self._try("write", full, lambda: self._write_new(full, pieces, size))
         return True
 
-    def creates_exclusively(self) -> bool:
-        """See `Store`."""
-        return True
-
     def sync(self, folder: str) -> None:
         """See `Store`."""
         full = self._full(folder)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from orchestrator.errors import ConfigError, StorageError
+from orchestrator.errors import ConfigError, NoConditionalCreateError, StorageError
 from orchestrator.storage.buckets import (
     CONTENT,
     DOCUMENT,
@@ -22,13 +22,14 @@ from orchestrator.storage.buckets import (
     NoBucketError,
     bucket_of,
     explained,
-    known_to_refuse,
     may_create_twice,
     no_bucket,
+    no_conditional_create,
+    refuses_taken_names,
     split_bucket,
 )
-from orchestrator.storage.creating import ENTRIES, create_by_agreement, forget_entries
 from orchestrator.storage.exact_pieces import exact
+from orchestrator.storage.local_store import TEMPORARY
 from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits
 from orchestrator.storage.tries import tried
 
@@ -45,6 +46,9 @@ _AT_A_TIME = 1000  # the most objects that one request lists or deletes
 _DOCUMENT_BYTES = 1 << 20  # a request with more than that carries content
 _NO_BULK = ("status code: 501", "status code: 405")
 _NO_CONDITIONS = "status code: 501"
+# The folder of objects that are created to try the server; earlier versions kept other ones in such folders,
+# too. No list shows it.
+_HIDDEN = f"{TEMPORARY}creates"
 _one_by_one = set[str]()  # the buckets whose server deletes no other way, as it has said
 _RIGHTS = "list, read, write and delete in"
 # What an object that was created exclusively carries: who made it.
@@ -99,25 +103,20 @@ class ObjectStore:
 
         Of a create whose answer is lost nobody knows whether it took effect, and a repeated one is refused by
         what it made itself. So each carries a random token, and who is refused looks whose it is. (The
-        content would not do: two launches may write equal claims.) A server that refuses nothing is asked as
-        `creating` does.
+        content would not do: two launches may write equal claims.)
+
+        An exclusive one raises `NoConditionalCreateError` if the server answers every try with 501. Each
+        process tries a server of S3 that is not Amazon's once: if that overwrites a taken name, it raises the
+        same.
         """
         if exclusive:
             with self._told("create", path):
                 data = b"".join(exact(pieces, size, self._uri(path)))
-                if self._creates_exclusively():
-                    return self._create(path, data)
-            return create_by_agreement(self, path, data, secrets.token_hex(16), self._sleep)
+                self._require_conditional_create()
+                return self._create(path, data)
         with self._told("write", path):
             self._tried(lambda: self._put(path, pieces, size), size)
         return True
-
-    def creates_exclusively(self) -> bool:
-        """See `Store`. Tried once in each process, with an object that is taken away again, at servers of S3
-        that are not Amazon's.
-        """
-        with self._told("create in", ""):
-            return self._creates_exclusively()
 
     def sync(self, folder: str) -> None:
         """See `Store`. What a bucket has answered is durable already."""
@@ -166,7 +165,7 @@ class ObjectStore:
         listed = {name[here:].rstrip("/"): None for name in found["common_prefixes"]}
         listed |= {meta["path"][here:]: _facts(meta) for meta in found["objects"]}
         # a console that is asked for a folder makes an object whose name is empty in it
-        for hidden in ("", ENTRIES):
+        for hidden in ("", _HIDDEN):
             listed.pop(hidden, None)
         return [Listed(name=name, facts=facts) for name, facts in sorted(listed.items())]
 
@@ -175,19 +174,13 @@ class ObjectStore:
         """See `Store`. One request for 1,000 objects of S3, and one for each where a server says that it has
         no such request (or `AWS_DISABLE_BULK_DELETE` is set).
         """
-        with self._told("delete in", ""):
-            by_agreement = not self._creates_exclusively()
-        if by_agreement:
-            forget_entries(self, paths)
         self._delete([self._key(path) for path in paths])
 
     def delete_folder(self, folder: str) -> None:
         """See `Store`."""
         with self._told("delete folder", folder):
             found = self._ask(folder, lambda library, bucket: self._below(library, bucket, self._key(folder)))
-            by_agreement = not self._creates_exclusively()
-        if folder and by_agreement:  # an object of that name goes, too
-            forget_entries(self, [folder])
+        # an object of that name goes, too
         self._delete([*found, *([self._key(folder)] if folder else [])])
 
     # ---------------------------------------------------------------------- requests
@@ -264,18 +257,10 @@ class ObjectStore:
                 raise content.failure from None
             raise
 
-    def _creates_exclusively(self) -> bool:
-        if not may_create_twice(self._bucket_uri):
-            return True
-        if self._bucket_uri not in known_to_refuse:
-            known_to_refuse[self._bucket_uri] = self._refuses()
-        return known_to_refuse[self._bucket_uri]
-
-    def _refuses(self) -> bool:
-        """Whether the server refuses to create a name that is there. Nothing else shows it: an error of
-        another kind may come from any server.
-        """
-        path, refused = f"{ENTRIES}/{secrets.token_hex(8)}", False  # what a kill leaves is listed for nobody
+    def _require_conditional_create(self) -> None:
+        if not may_create_twice(self._bucket_uri) or self._bucket_uri in refuses_taken_names:
+            return
+        path, refused = f"{_HIDDEN}/{secrets.token_hex(8)}", False
 
         def request(library: Any, bucket: Any) -> None:
             nonlocal refused
@@ -284,21 +269,27 @@ class ObjectStore:
             except library.exceptions.AlreadyExistsError:
                 refused = True
 
-        def once() -> bool:
-            """Whether it understands the question."""
-            try:
-                self._ask_once(path, request)
-            except OSError as error:
-                if _NO_CONDITIONS in str(error):
-                    return False
-                raise
-            return True
-
         try:
-            return self._tried(once) and (refused or (self._tried(once) and refused))
+            with self._conditional():
+                self._ask(path, request)
+                if not refused:  # it is: where the answer to the first request was lost
+                    self._ask(path, request)
         finally:
             with suppress(StorageError):
                 self._delete([self._key(path)])
+        if not refused:
+            raise NoConditionalCreateError(no_conditional_create(self.root))
+        refuses_taken_names.add(self._bucket_uri)
+
+    @contextmanager
+    def _conditional(self) -> Iterator[None]:
+        """`NoConditionalCreateError` for a server that does not know the condition of a request (501)."""
+        try:
+            yield
+        except OSError as error:
+            if _NO_CONDITIONS not in str(error):
+                raise
+            raise NoConditionalCreateError(no_conditional_create(self.root)) from error
 
     def _create(self, path: str, data: bytes) -> bool:
         token, created = secrets.token_hex(16), False
@@ -329,7 +320,8 @@ class ObjectStore:
             text = "the name was refused as taken, and nothing is there; try again"
             raise unknown or OSError(errno.EIO, text, self._uri(path))
 
-        return self._tried(once)
+        with self._conditional():
+            return self._tried(once)
 
     def _token(self, path: str) -> str | None:
         """Of the object that is there: what it carries, "" where it was not created exclusively."""

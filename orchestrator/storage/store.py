@@ -103,14 +103,8 @@ class Store(Protocol):
         False: it is taken. Not exclusive: the caller owns the name for good; what happens where it is taken
         all the same is the store's (`Traits.refuses_taken`), but never a mixture of both; durable after
         `sync` of its folder. Raises `StorageError` if `pieces` have another number of bytes, and where it
-        cannot be found out what became of it: then the name may be taken, by nobody who knows it.
-        """
-        ...
-
-    def creates_exclusively(self) -> bool:
-        """Whether an exclusive `put` is one request, which the store itself refuses where the name is taken.
-        Otherwise those who try a name agree on it by plain puts and lists (membership rule 9), which costs
-        six, and keeps the content twice. Raises `StorageError` if that cannot be determined.
+        cannot be found out what became of it: then the name may be taken, by nobody who knows it. Exclusive:
+        raises `NoConditionalCreateError` where the store cannot refuse a taken name (membership rule 9).
         """
         ...
 

@@ -16,7 +16,7 @@ from orchestrator.cli.commands import main
 from orchestrator.coordinator.survey import survey
 from orchestrator.data.sources import frozen_list
 from orchestrator.data.sources.fragments import load_plan
-from orchestrator.errors import ConfigError, RefusedError, StorageError
+from orchestrator.errors import ConfigError, NoConditionalCreateError, RefusedError, StorageError
 from orchestrator.launch.doctor_bucket import BucketFacts, judge_bucket
 from orchestrator.launch.doctor_facts import look_at_storage
 from orchestrator.monitor.dashboard.app import make_app
@@ -25,8 +25,7 @@ from orchestrator.storage.buckets import forget_buckets
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import above, absolute, join, open_storage, split
 from orchestrator.storage.probe import check_bucket
-from orchestrator.storage.store import Listed
-from tests.storage.model_store import DELETE, Fate, LaxModelStore, ModelBucket, ModelStore
+from tests.storage.model_store import DELETE, Fate, ModelBucket, ModelStore, OverwritingModelStore
 from tests.storage.servers import moto, new_bucket, proxy_before, reach
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -248,58 +247,45 @@ def test_a_bucket_that_can_be_written_is_left_as_it_was(bucket: str) -> None:
     assert open_storage(bucket).list("") == []
 
 
-def test_of_a_store_that_lets_a_name_be_created_twice_it_is_said_what_that_means(
-    server: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("server_is", ["overwriting", "without conditions"])
+def test_a_bucket_without_conditional_create_is_refused_and_left_as_it_was(
+    server_is: str, server: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with proxy_before(server) as proxy:
-        proxy.forgets = ("if-none-match",)
         reach(monkeypatch, proxy.url, tmp_path)
-        lacks = check_bucket(open_storage(f"{bucket}/runs/new"))
-        assert "does not heed If-None-Match" in lacks
-        assert "agreed on by plain writes and lists" in lacks
+        if server_is == "overwriting":
+            proxy.forgets = ("if-none-match",)
+        else:
+            proxy.unknown = ("if-none-match",)
+        with pytest.raises(NoConditionalCreateError) as refused:
+            check_bucket(open_storage(f"{bucket}/runs/new"))
+        assert refused.value.code == "storage.no_conditional_create"
+        assert bucket in str(refused.value)
         found = look_at_storage(f"{bucket}/runs")
         assert isinstance(found, BucketFacts)
-        assert (found.exclusive, found.refuses, found.listed, found.deletes) == (True, False, True, True)
+        assert (found.exclusive, found.listed, found.deletes) == (False, True, True)
         states = {check.name: check.state for check in judge_bucket(found)}
-        assert (states["exclusive create"], states["list after write"]) == ("warn", "ok")
+        assert (states["exclusive create"], states["list after write"]) == ("bad", "ok")
         assert open_storage(bucket).list("") == []
 
 
-def test_one_that_does_not_know_the_condition_is_such_a_store(
-    server: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with proxy_before(server) as proxy:
-        reach(monkeypatch, proxy.url, tmp_path)
-        proxy.unknown = ("if-none-match",)
-        assert "agreed on by plain writes" in check_bucket(open_storage(f"{bucket}/runs/new"))
+def test_a_bucket_of_any_cloud_that_overwrites_is_refused() -> None:
+    bucket = ModelBucket()
+    with pytest.raises(NoConditionalCreateError):
+        check_bucket(Storage.on(OverwritingModelStore(bucket)))
+    assert bucket.contents() == {}
 
 
 def deletes_nothing(what: str, path: str) -> Fate:
     return Fate.REFUSED if what == DELETE else Fate.ANSWERED
 
 
-@pytest.mark.parametrize("kind", [ModelStore, LaxModelStore])
-def test_of_a_store_that_deletes_nothing_it_is_said_that_points_stay(kind: type[ModelStore]) -> None:
+def test_of_a_store_that_deletes_nothing_it_is_said_that_points_stay() -> None:
     bucket = ModelBucket()
-    lacks = check_bucket(Storage.on(kind(bucket, turn=deletes_nothing)))
+    lacks = check_bucket(Storage.on(ModelStore(bucket, turn=deletes_nothing)))
     assert "nothing can be deleted in run.storage (cannot delete" in lacks
     assert "storage fills up. Give this user the right to delete" in lacks
-    assert ("agreed on by plain writes" in lacks) is (kind is LaxModelStore)
     assert bucket.contents() != {}
-
-
-class ListsLate(LaxModelStore):
-    """Shows the newest name of a folder only to who asks again."""
-
-    def list(self, folder: str) -> list[Listed]:
-        return super().list(folder)[:-1]
-
-
-def test_a_store_that_refuses_no_create_and_lists_late_is_refused() -> None:
-    bucket = ModelBucket()
-    with pytest.raises(StorageError, match="do not show at once .* two launches could train one run"):
-        check_bucket(Storage.on(ListsLate(bucket)))
-    assert bucket.contents() == {}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def server() -> Iterator[Proxy]:
 @pytest.fixture
 def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """That of the module, without faults, and how a user reaches it."""
-    server.rule, server.forgets = no_fault, ()
+    server.rule, server.forgets, server.unknown = no_fault, (), ()
     reach(monkeypatch, server.url, tmp_path)
     yield server
-    server.rule, server.forgets = no_fault, ()
+    server.rule, server.forgets, server.unknown = no_fault, (), ()

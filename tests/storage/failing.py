@@ -132,9 +132,6 @@ class FailingStore:
             lambda number: effect(lambda: _half(pieces, size, number)),
         )
 
-    def creates_exclusively(self) -> bool:
-        return self.store.creates_exclusively()
-
     def sync(self, folder: str) -> None:
         self._do("sync folder", folder, lambda: self.store.sync(folder))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,6 @@ from weakref import WeakValueDictionary
 from blake3 import blake3
 
 from orchestrator.errors import StorageError
-from orchestrator.storage.creating import ENTRIES, create_by_agreement, forget_entries
 from orchestrator.storage.exact_pieces import exact
 from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits
 
@@ -190,9 +188,6 @@ class ModelStore:
             raise self._error(PUT, path) from error
         return self._change(CREATE if exclusive else PUT, path, Stored(data, (self._name, len(self.seen))))
 
-    def creates_exclusively(self) -> bool:
-        return True
-
     def sync(self, folder: str) -> None:
         pass
 
@@ -299,39 +294,11 @@ class FarModelStore(ModelStore):
     traits = replace(ModelStore.traits, reads_at_a_time=2)
 
 
-class LaxModelStore(ModelStore):
-    """One of a bucket that lets everybody write a name that is taken: as `ObjectStore` has it then."""
-
-    def creates_exclusively(self) -> bool:
-        return False
-
-    def beside(self, root: str) -> ModelStore:
-        return type(self)(self.bucket, root, self._turn, self._name, self.seen)
+class OverwritingModelStore(ModelStore):
+    """One of a bucket that overwrites a name that is taken, whatever condition the request has."""
 
     def put(self, path: str, pieces: Pieces, size: int, *, exclusive: bool = False) -> bool:
-        if not exclusive:
-            return super().put(path, pieces, size)
-        try:
-            data = b"".join(exact(pieces, size, f"{self.root}/{path}"))
-        except OSError as error:
-            raise self._error(PUT, path) from error
-        # a search needs the same one in each order; all other processes are called ""
-        token = f"p{self._name}c{len(self.seen)}" if self._name != "" else secrets.token_hex(8)
-        return create_by_agreement(self, path, data, token, lambda seconds: None)
-
-    def list(self, folder: str) -> list[Listed]:
-        return [listed for listed in super().list(folder) if listed.name != ENTRIES]
-
-    def delete(self, paths: Sequence[str]) -> None:
-        forget_entries(self, paths)
-        self._delete(paths)
-
-    def delete_folder(self, folder: str) -> None:
-        with self.bucket.lock:
-            is_object = self._key(folder) in self.bucket.objects
-        if is_object:  # only then that takes requests, for searches
-            forget_entries(self, [folder])
-        super().delete_folder(folder)
+        return super().put(path, pieces, size)
 
 
 def _bytes(objects: Objects) -> dict[str, bytes]:

@@ -25,10 +25,10 @@ from tests.resume.samples import no_sleep
 from tests.storage.an_attempt import WRITTEN, Promises, an_attempt, broken, short
 from tests.storage.crashfs import ModelDisk
 from tests.storage.failing import LIMIT_S, FailingAppendingStore, FailingStore, Failure, How
-from tests.storage.model_store import LaxModelStore, ModelBucket, ModelStore
+from tests.storage.model_store import ModelBucket, ModelStore
 from tests.storage.servers import moto, new_bucket, reach
 
-KINDS = ("local", "bucket", "lax bucket")  # lax: one that refuses no second create
+KINDS = ("local", "bucket")
 IN_PROCESS = (How.RAISES, How.RAISES_AFTER, How.TORN, How.FULL)
 
 
@@ -44,9 +44,7 @@ class Run:
         self.disk, self.bucket = ModelDisk(), ModelBucket()
         self.promises = Promises()
         self.below: Store = (
-            LocalStore("/run", self.disk, no_sleep)
-            if self.kind == "local"
-            else (LaxModelStore if self.kind == "lax bucket" else self.model)(self.bucket)
+            LocalStore("/run", self.disk, no_sleep) if self.kind == "local" else self.model(self.bucket)
         )
         self.clean = Storage.on(self.below)
 

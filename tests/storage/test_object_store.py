@@ -6,6 +6,7 @@ The same faults meet a version that lets the store's own "exists" decide, which 
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import random
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import obstore
 import pytest
 
-from orchestrator.errors import StorageError
+from orchestrator.errors import NoConditionalCreateError, StorageError
 from orchestrator.storage.buckets import bucket_of, forget_buckets
 from orchestrator.storage.object_store import PART_BYTES, TOKEN, ObjectStore
 from orchestrator.storage.tries import TRIES
@@ -29,8 +30,14 @@ LARGE = os.urandom(1 << 20) * 17  # three parts
 @pytest.fixture
 def store(proxy: Proxy) -> ObjectStore:
     store = ObjectStore(f"{new_bucket(proxy.url)}/run", no_sleep)
-    assert store.creates_exclusively()  # asked once for each bucket, before faults are counted
+    tried_once(store)  # so that no test counts these requests
     return store
+
+
+def tried_once(store: ObjectStore) -> None:
+    """This process has found out that the server refuses a name that is taken."""
+    assert put(store, "first", b"", exclusive=True)
+    store.delete(["first"])
 
 
 def put(store: ObjectStore, path: str, data: bytes, *, exclusive: bool = False) -> bool:
@@ -56,16 +63,60 @@ def test_a_create_that_meets_a_fault_has_won_and_a_second_one_has_not(
 
 
 @pytest.mark.parametrize("first", [1, 2])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*FAULTS, "501"])
 @pytest.mark.parametrize("refuses", [True, False])
 def test_a_fault_is_no_sign_that_a_server_refuses_a_second_create_nor_that_it_does_not(
     proxy: Proxy, store: ObjectStore, refuses: bool, fault: Fault, first: int
 ) -> None:
-    forget_buckets()  # whatever was asked before
+    forget_buckets()  # what the fixture found out
     proxy.forgets = () if refuses else ("if-none-match",)
     proxy.one_in(fault, "PUT", first=first)
-    assert store.creates_exclusively() is refuses
-    assert store.list("") == []
+    if refuses:
+        assert put(store, "claim", b"mine", exclusive=True)
+    else:
+        with pytest.raises(NoConditionalCreateError):
+            put(store, "claim", b"mine", exclusive=True)
+    assert [listed.name for listed in store.list("")] == ["claim"] * refuses
+
+
+def test_a_server_without_conditional_create_is_refused_by_name_and_gets_no_object(
+    proxy: Proxy, store: ObjectStore
+) -> None:
+    for forgets, unknown in ((("if-none-match",), ()), ((), ("if-none-match",))):
+        forget_buckets()
+        proxy.forgets, proxy.unknown = forgets, unknown
+        with pytest.raises(NoConditionalCreateError) as refused:
+            put(store, "attempts/0001.json", b"mine", exclusive=True)
+        assert (refused.value.code, refused.value.exit_code) == ("storage.no_conditional_create", 2)
+        assert store.root.rpartition("/")[0] in str(refused.value)
+        assert proxy.url.partition("://")[2] in str(refused.value)
+        proxy.forgets, proxy.unknown = (), ()
+        assert store.list("") == []
+        assert put(store, "attempts/0001.json", b"mine", exclusive=True), "the server is tried again"
+        store.delete_folder("attempts")
+
+
+def test_two_processes_that_are_answered_differently_never_both_create_one_name(
+    proxy: Proxy, store: ObjectStore
+) -> None:
+    """A part of the servers behind one address does not know the condition, and answers 501."""
+    asked, won = itertools.count(), list[tuple[bool, bool]]()
+    for number in range(6):
+        forget_buckets()
+        proxy.rule = lambda method, path: "501" if method == "PUT" and next(asked) % 5 < 3 else None
+        told = []
+        for data in (b"first", b"other"):
+            try:
+                told.append(put(store, f"claims/{number}", data, exclusive=True))
+            except StorageError:
+                told.append(False)
+        proxy.rule = no_fault
+        won.append((told[0], told[1]))
+        names = [listed.name for listed in store.list("claims")]
+        holder = content(store, f"claims/{number}") if str(number) in names else None
+        assert holder == (b"first" if told[0] else b"other" if told[1] else None)
+    assert (True, True) not in won
+    assert (True, False) in won, "some are created"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -133,7 +184,7 @@ def test_a_server_that_deletes_one_object_at_a_time_and_minds_an_absent_one_is_e
         put(store, f"a/{number}", b"x")
     monkeypatch.setenv("AWS_DISABLE_BULK_DELETE", "true")
     forget_buckets()
-    assert store.creates_exclusively()
+    tried_once(store)
     proxy.rule = lambda method, path: "404" if method == "DELETE" and path.endswith(("none", "/a")) else None
     proxy.asked.clear()
     store.delete(["a/none", "a/0"])

@@ -24,12 +24,11 @@ from orchestrator.storage.local_store import LocalStore
 from orchestrator.storage.object_store import PART_BYTES, ObjectStore
 from orchestrator.storage.store import Store
 from tests.storage.azurite import azurite, connection_string, make_container
-from tests.storage.model_store import LaxModelStore, ModelBucket, ModelStore
+from tests.storage.model_store import ModelBucket, ModelStore
 from tests.storage.nfs_client import FromTwoMachines
 from tests.storage.servers import moto, new_bucket, proxy_before, reach
 
-# lax: one that refuses no second create
-KINDS = ("local", "nfs", "model", "lax model", "s3", "lax s3", "gs", "az")
+KINDS = ("local", "nfs", "model", "s3", "gs", "az")
 
 _containers = itertools.count()
 
@@ -38,13 +37,6 @@ _containers = itertools.count()
 def s3() -> Iterator[str]:
     with moto() as url:
         yield url
-
-
-@pytest.fixture(scope="module")
-def lax_s3(s3: str) -> Iterator[str]:
-    with proxy_before(s3) as proxy:
-        proxy.forgets = ("if-none-match",)
-        yield proxy.url
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +66,10 @@ def new_root(
         return lambda: LocalStore(str(tmp_path / f"runs{next(numbers)}" / "a"))
     if kind == "nfs":
         return lambda: FromTwoMachines(str(tmp_path / f"runs{next(numbers)}" / "a"))
-    if kind.endswith("model"):
-        model, of_kind = ModelBucket(), ModelStore if kind == "model" else LaxModelStore
-        return lambda: of_kind(model, f"s3://model/runs{next(numbers)}/a")
-    url = request.getfixturevalue(kind.replace(" ", "_"))
+    if kind == "model":
+        model = ModelBucket()
+        return lambda: ModelStore(model, f"s3://model/runs{next(numbers)}/a")
+    url = request.getfixturevalue(kind)
     reach(monkeypatch, url, tmp_path)
     if kind == "az":
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection_string(url))
@@ -85,7 +77,7 @@ def new_root(
         make_container(url, name)
         bucket = f"az://{name}"
     else:
-        bucket = new_bucket(url, kind.removeprefix("lax "))
+        bucket = new_bucket(url, kind)
     return lambda: ObjectStore(f"{bucket}/runs{next(numbers)}/a")
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 import orchestrator
+from orchestrator.cli.commands import main
 from orchestrator.faults import FaultPlan
 from orchestrator.monitor.run import Run
-from orchestrator.storage.creating import ENTRIES
 from orchestrator.storage.open import open_storage
 from tests.storage.servers import CLOUD, Fault, Proxy, Rule, moto, new_bucket, no_fault, proxy_before, reach
 from tests.system.harness import LIMIT_S
@@ -102,20 +102,31 @@ def test_a_run_through_a_server_that_fails_is_killed_and_continued_without_a_gap
     require_whole(run, said)
 
 
-def test_a_run_in_a_bucket_that_refuses_no_create_is_killed_and_continued_and_says_so(
-    proxy: Proxy, job: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("server", "commands"),
+    [("overwrites", ("train", "train --dry-run", "plan", "plan --json")), ("answers 501", ("plan --json",))],
+)
+def test_a_start_in_a_bucket_without_conditional_create_is_refused_by_name_and_leaves_nothing(
+    proxy: Proxy,
+    job: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    server: str,
+    commands: tuple[str, ...],
 ) -> None:
-    proxy.forgets = ("if-none-match",)
-    run, said = trained(proxy, tmp_path, job)
-    require_whole(run, said)
-    assert "note: " in said
-    assert "agreed on by plain writes and lists" in said
-    point = run.list_points()[0]["name"]
-    run.pin(point, "mine")
-    run.unpin(point)
-    run.pin(point, "again")
-    assert run.list_points()[0]["pin"]["reason"] == "again"
-    storage = open_storage(run.uri)
-    assert storage.list(f"attempts/{ENTRIES}") != []
-    assert storage.list(f"journal/a0001/{ENTRIES}") == [], "a journal costs nothing more"
-    assert not any(ENTRIES in name for folder in ("", "attempts", "pins") for name in storage.list(folder))
+    bucket = new_bucket(proxy.url)
+    changed = {**job, "run": {**job["run"], "storage": f"{bucket}/runs"}}
+    (tmp_path / "job.json").write_text(json.dumps(changed))
+    if server == "overwrites":
+        proxy.forgets = ("if-none-match",)
+    else:
+        proxy.unknown = ("if-none-match",)
+    for command in commands:
+        name, *options = command.split()
+        with pytest.raises(SystemExit) as ended:
+            main([name, str(tmp_path / "job.json"), *options])
+        printed = capsys.readouterr()
+        assert ended.value.code == 2, command
+        assert bucket in printed.err + printed.out, command
+        assert open_storage(bucket).list("") == [], command
+    assert json.loads(printed.out)["error"]["code"] == "storage.no_conditional_create"
