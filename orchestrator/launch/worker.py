@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,12 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError
 
 from orchestrator.config.schema import JobConfig
-from orchestrator.errors import OrchestratorError
+from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.schedule import Budgets
 
 if TYPE_CHECKING:
+    from orchestrator.parts.reached_nodes import ReachedNodes
     from orchestrator.resume.committed import CommittedFiles
     from orchestrator.trainer.job import TrainJob
 
@@ -74,9 +75,17 @@ def _files(task: WorkerTask, address: str) -> CommittedFiles:
     storage, folder = run_storage(task.storage, task.nodes), task.config.resume.node_folder
     if folder is None:
         return CommittedFiles(storage)
-    task.nodes.workers_came()  # before this one joins: the others' copies may come here
     say = logging.getLogger(__name__).warning
+    announce_workers(task.nodes, say)  # before this one joins: the others' copies may come here
     return CommittedFiles(storage, PartsOnNode(folder, folder_on_nodes(storage), address, task.nodes, say))
+
+
+def announce_workers(nodes: ReachedNodes, say: Callable[[str], None]) -> None:
+    """Offers this node's disk for copies of the other nodes' parts; without an answer none come here."""
+    try:
+        nodes.workers_came()
+    except StorageError as error:
+        say(f"no copies of other nodes' resume points come to this node ({error}); training continues")
 
 
 def _job(task: WorkerTask) -> TrainJob:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.measuring import measured
-from orchestrator.errors import StorageError
+from orchestrator.errors import StorageError, UnreachableNodeError
 from orchestrator.launch.run_log import RunLog
+from orchestrator.launch.worker import announce_workers
 from orchestrator.parts.part_job import PartCancelled
 from orchestrator.parts.parts_on_node import PartsOnNode
+from orchestrator.parts.reached_nodes import ReachedNodes, Servers
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage
@@ -62,6 +65,26 @@ def test_a_later_attempt_of_a_start_has_a_log_file_of_its_own(tmp_path: Path) ->
     assert "of attempt 1" in first.read_text()
     assert "of attempt 2" in second.read_text()
     assert "of attempt 2" not in first.read_text()
+
+
+class Unreached(Servers):
+    """Nodes of which none answers."""
+
+    def own(self) -> str:
+        return "here"
+
+    def all(self) -> list[str]:
+        return ["here"]
+
+    def call(self, node: str, method: str, *arguments: object) -> Any:
+        raise UnreachableNodeError(f"node {node} does not answer")
+
+
+def test_a_node_that_cannot_be_offered_for_copies_costs_those_and_no_worker() -> None:
+    said: list[str] = []
+    announce_workers(ReachedNodes(Unreached(), "/nvme"), said.append)
+    assert len(said) == 1
+    assert "does not answer" in said[0]
 
 
 class Failing:
