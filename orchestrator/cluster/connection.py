@@ -10,6 +10,7 @@ import atexit
 import logging
 import math
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -18,16 +19,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.cluster import ray_inventory
 from orchestrator.cluster.machine import shared_memory_bytes
 from orchestrator.cluster.private_ray import replace
 from orchestrator.errors import ElasticError, ResourceError
+from orchestrator.storage.home import ensure_home
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
+AUTH_MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"  # noqa: S105
 _CONNECT_S = 5.0
 SLOW_START_S = 10.0  # a local Ray that takes longer to start is reported
 SHUTDOWN_S = 20.0  # how long Ray may take to let this process go
@@ -69,6 +73,18 @@ class Node:
     grace_s: float | None = None
 
 
+def token_for_local_ray(environment: Mapping[str, str], home: Path) -> dict[str, str]:
+    """What to set in the environment so that a local Ray starts: `ray.init` wants a token in the user's home,
+    and makes one. A new token where it cannot make one, because the home is read-only; else nothing.
+    """
+    if any(name in environment for name in (AUTH_MODE, TOKEN, TOKEN_PATH)):
+        return {}
+    kept = home / ".ray" / "auth_token"
+    nearest = next(path for path in (kept, *kept.parents) if path.exists())
+    usable = os.access(nearest, os.R_OK if nearest == kept else os.W_OK)
+    return {} if usable and nearest.is_relative_to(home) else {TOKEN: secrets.token_hex(16)}
+
+
 class ClusterConnection:
     """A connection to Ray; as a context manager it ends what it began, and nothing else."""
 
@@ -94,6 +110,7 @@ class ClusterConnection:
         ray_inventory.check(heard or logging.getLogger(__name__).warning)
         self.started = False
         self._heard = _RayHeard(heard) if heard is not None else None
+        ensure_home()
         if ray.is_initialized():
             return
         address = address_of(config)
@@ -112,6 +129,7 @@ class ClusterConnection:
                 ) from error
             return
         os.environ.update({name: os.environ.get(name, value) for name, value in _HEALTH.items()})
+        os.environ.update(token_for_local_ray(os.environ, Path.home()))
         store_bytes = _local_object_store(object_store_needed_bytes)
         try:
             with _starting(say), _without_helpers(), _hangups_ignored():

@@ -7,6 +7,7 @@ It decides nothing. A token itself is read by nobody here and sent to nobody.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import stat
 import time
@@ -16,13 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from orchestrator.cluster.connection import HEALTH_CHECKS
+from orchestrator.cluster.connection import AUTH_MODE, HEALTH_CHECKS, TOKEN, TOKEN_PATH
 
-AUTH_MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"  # noqa: S105
 ANSWER_S = 1.0  # how long a cluster's answer is waited for
 
 
-def auth(environment: Mapping[str, str], home: Path) -> tuple[str, str, bool, int | None, str]:
+def auth(environment: Mapping[str, str], home: Path | None) -> tuple[str, str, bool, int | None, str]:
     """(mode, where a token is, whether that is Ray's own place, its file's rights, why it cannot be read).
 
     Ray looks at the variable, then the file that is named, then ~/.ray/auth_token.
@@ -31,7 +31,12 @@ def auth(environment: Mapping[str, str], home: Path) -> tuple[str, str, bool, in
     if environment.get(TOKEN):
         return mode, f"${TOKEN}", False, None, ""
     named = environment.get(TOKEN_PATH)
-    path = Path(named).expanduser() if named else home / ".ray" / "auth_token"
+    if named:
+        path = Path(os.path.expanduser(named))
+    elif home is not None:
+        path = home / ".ray" / "auth_token"
+    else:
+        return mode, "", False, None, ""
     try:
         found = path.stat()
         with path.open("rb"):

@@ -31,6 +31,7 @@ from orchestrator.launch.doctor_bucket import BucketFacts, try_bucket
 from orchestrator.launch.doctor_mount import mount_at
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.files import Storage
+from orchestrator.storage.home import expanded, home
 from orchestrator.storage.open import open_storage
 
 STORAGE_S = 10.0  # how long storage is waited for
@@ -43,7 +44,7 @@ def collect(storage: str, address: str | None) -> Facts:
         gpus = threads.submit(_gpus)
         cluster = threads.submit(_cluster, address) if address else None
         stored = look_at_storage(storage)
-        mode, token, is_default, file_mode, trouble = ray_environment.auth(os.environ, Path.home())
+        mode, token, is_default, file_mode, trouble = ray_environment.auth(os.environ, home())
         return Facts(
             python=platform.python_version(),
             versions={name: _version(name) for name in VERSIONS},
@@ -80,7 +81,7 @@ def look_at_storage(folder: str, make: Callable[[str], Storage] = open_storage) 
 def _try_storage(folder: str, make: Callable[[str], Storage]) -> StorageFacts | BucketFacts:
     if is_uri(folder):
         return try_bucket(make(folder))
-    parent, missing = Path(os.path.abspath(os.path.expanduser(folder))), list[str]()
+    parent, missing = Path(os.path.abspath(expanded(folder))), list[str]()
     while not parent.exists():
         missing.insert(0, str(parent))
         parent = parent.parent

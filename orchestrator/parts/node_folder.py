@@ -25,6 +25,7 @@ from orchestrator.json_form import decode, encode
 from orchestrator.parts.part_file import goes_on, parse_header, piece_digest, read_header
 from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage
+from orchestrator.storage.home import expanded as expanded_home
 from orchestrator.storage.local_store import LocalStore
 from orchestrator.storage.sealed import seal, unseal
 from orchestrator.storage.store import Listed, Readable
@@ -88,7 +89,7 @@ def expanded(folder: str) -> str:
     """A configured node folder on this machine: `~` and `$NAME` are what they are here. Raises
     `ResourceError` where that gives no absolute path.
     """
-    found = os.path.expandvars(os.path.expanduser(folder))
+    found = os.path.expandvars(expanded_home(folder, "resume.node_folder"))
     if not os.path.isabs(found) or "$" in found:
         raise ResourceError(
             f"resume.node_folder={folder} is {found!r} on {socket.gethostname()}, which is no absolute path; "

@@ -6,7 +6,6 @@ It knows names and bytes. What lies in a folder already is used where it is.
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from orchestrator.errors import StorageError
+from orchestrator.storage.home import cache_folder, temporary_cache_folder
 from orchestrator.storage.open import open_storage
 from orchestrator.storage.sealed import canonical
 
@@ -26,6 +26,7 @@ def small_files(location: str, wanted: Callable[[str], bool]) -> Path:
 
     That folder is `~/.cache/orchestrator/files/<digest>` (or in `XDG_CACHE_HOME`), named by what the files
     hold and compared with it by every call: so it depends neither on where they lie nor on who fetched them.
+    Where it cannot be written, or there is no home, it is a temporary folder of this process.
     Raises as `open_storage`, and `StorageError`.
     """
     storage = open_storage(location)
@@ -37,8 +38,15 @@ def small_files(location: str, wanted: Callable[[str], bool]) -> Path:
 
 def _kept(files: Mapping[str, bytes]) -> Path:
     digests = {name: blake3(data).hexdigest() for name, data in files.items()}
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "orchestrator" / "files"
-    folder = cache / blake3(canonical(digests)).hexdigest()
+    name, cache = blake3(canonical(digests)).hexdigest(), cache_folder()
+    if cache is not None:
+        with suppress(StorageError):
+            return _kept_in(cache / "files", name, files)
+    return _kept_in(temporary_cache_folder(), name, files)
+
+
+def _kept_in(cache: Path, digest: str, files: Mapping[str, bytes]) -> Path:
+    folder = cache / digest
     if _holds(folder, files):
         return folder
     part = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")

@@ -28,6 +28,7 @@ from orchestrator.storage.disk import (
     write_all,
 )
 from orchestrator.storage.exact_pieces import exact
+from orchestrator.storage.home import expanded
 from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits
 from orchestrator.storage.tries import tried
 
@@ -80,7 +81,7 @@ class LocalStore:
         require_local(root)
         if not root:
             raise ConfigError("the path of a run's storage is empty; give a folder, e.g. ./runs")
-        self.root = os.path.abspath(os.path.expanduser(root))
+        self.root = os.path.abspath(expanded(root))
         self.disk = disk or OsDisk()
         self._sleep = sleep
 

@@ -10,7 +10,13 @@ import pytest
 import ray
 
 from orchestrator.cluster import connection
-from orchestrator.cluster.connection import ClusterConnection
+from orchestrator.cluster.connection import (
+    AUTH_MODE,
+    TOKEN,
+    TOKEN_PATH,
+    ClusterConnection,
+    token_for_local_ray,
+)
 from orchestrator.config.loading import load_config
 from orchestrator.errors import ElasticError
 
@@ -65,3 +71,16 @@ def test_a_ray_that_takes_long_to_start_is_said_once_and_one_that_is_quick_is_no
     assert said == [
         "waiting for Ray, which is being started on this machine: it takes longer where that is busy"
     ]
+
+
+def test_a_local_ray_gets_a_token_of_its_own_only_where_no_home_can_keep_one(tmp_path: Path) -> None:
+    assert token_for_local_ray({}, tmp_path) == {}, "Ray makes ~/.ray/auth_token"
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("kept")
+    assert token_for_local_ray({}, tmp_path) == {}
+    for without in (Path("/proc/nowhere"), tmp_path / "missing"):
+        (made,) = token_for_local_ray({}, without).items()
+        assert made[0] == TOKEN
+        assert made[1]
+        for name in (AUTH_MODE, TOKEN, TOKEN_PATH):
+            assert token_for_local_ray({name: "chosen"}, without) == {}

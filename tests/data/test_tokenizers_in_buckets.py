@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from orchestrator.data.tokens.tokenizer_files import examine, fetch
 from orchestrator.errors import ConfigError, StorageError
 from orchestrator.planning.identity import compare
 from orchestrator.storage.files import Storage
+from orchestrator.storage.home import temporary_cache_folder
 from orchestrator.storage.open import open_storage
 from tests.data.making import job, some_texts, write_corpus
 from tests.data.test_foreign import CL100K, ranks
@@ -105,11 +107,22 @@ def test_what_gives_no_tokenizer_is_named(name: str, error: type[Exception], sai
         fetch(name.format(bucket))
 
 
-def test_a_machine_without_room_for_the_copy_says_so(
+def test_a_machine_whose_cache_cannot_be_written_reads_the_tokenizer_nevertheless(
     bucket: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = uploaded(corpus / "tokenizer", f"{bucket}/tokenizer")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(StorageError, match="data.tokenizer: cannot keep . small files of a bucket in .*file"):
+    assert tokenizer_files.fetch(uri) == tokenizer_files.fetch(str(corpus / "tokenizer"))
+
+
+def test_a_machine_without_any_room_for_the_copy_says_so(
+    bucket: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = uploaded(corpus / "tokenizer", f"{bucket}/tokenizer")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    temporary_cache_folder.cache_clear()
+    with pytest.raises(StorageError, match="data.tokenizer: .*TMPDIR"):
         tokenizer_files.fetch(uri)

@@ -6,13 +6,13 @@ The digest decides which list it is; where it was read from does not.
 
 from __future__ import annotations
 
-import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
 
 from orchestrator.data.sources.manifest import Manifest, from_parquet
 from orchestrator.errors import DataIdentityError, OrchestratorError, StorageError
+from orchestrator.storage.home import cache_folder
 from orchestrator.storage.open import is_bucket, join, open_storage
 
 
@@ -23,7 +23,8 @@ def read_list(storage: str, path: str, digest: str) -> Manifest:
     Raises `DataIdentityError` if it is gone, altered, or not the one with that digest.
     """
     where = join(storage, path)
-    copy = _cache() / f"{digest}.parquet" if is_bucket(storage) else None
+    cache = cache_folder()
+    copy = cache / "lists" / f"{digest}.parquet" if cache is not None and is_bucket(storage) else None
     if copy is not None and (kept := _kept(copy, digest)) is not None:
         return kept
     try:
@@ -42,10 +43,6 @@ def read_list(storage: str, path: str, digest: str) -> Manifest:
     if copy is not None:
         _keep(copy, data)
     return manifest
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "orchestrator" / "lists"
 
 
 def _kept(copy: Path, digest: str) -> Manifest | None:

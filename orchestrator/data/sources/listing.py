@@ -25,6 +25,7 @@ from orchestrator.data.sources.object_stores import is_remote, split_uri
 from orchestrator.data.sources.remote_files import RemoteMatches, remote_matches
 from orchestrator.errors import ConfigError
 from orchestrator.records.arrays import Int64Array
+from orchestrator.storage.home import expanded
 
 _NAMED = 5
 # What a dataset's files are called by.
@@ -123,7 +124,7 @@ def list_files(source: str, path: str | Sequence[str], format_: str, at: str = "
         return _list_code(source, paths)
     if any(is_remote(one) for one in paths):
         return _list_remote(source, paths, format_, at)
-    each = [_find(os.path.abspath(os.path.expanduser(one)), format_) for one in paths]
+    each = [_find(os.path.abspath(expanded(one, f"the path of source {source}")), format_) for one in paths]
     base = each[0].base if len(each) == 1 else os.path.commonpath([found.base for found in each])
     found = dict.fromkeys(name for one in each for name in one.names_in(base))
     unlisted = {folder: why for one in each for folder, why in one.unlisted.items()}

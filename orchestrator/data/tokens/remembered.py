@@ -7,7 +7,6 @@ that freezes its choices in its own folder.
 from __future__ import annotations
 
 import os
-import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from blake3 import blake3
 
 from orchestrator.errors import OrchestratorError
 from orchestrator.json_form import decode, encode
+from orchestrator.storage.home import cache_folder
 
 Record = TypeVar("Record")
 FOLDER = "ORCHESTRATOR_CACHE_DIR"
@@ -78,7 +78,4 @@ def _folder() -> Path | None:
     asked = os.environ.get(FOLDER)
     if asked is not None:
         return Path(asked) if asked else None
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "orchestrator"
-    usual = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(usual) / "orchestrator"
+    return cache_folder()

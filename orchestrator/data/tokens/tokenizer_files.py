@@ -32,6 +32,7 @@ from orchestrator.data.tokens.remembered import remembered
 from orchestrator.errors import ConfigError, DataError, StorageError
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.fetched import small_files
+from orchestrator.storage.home import expanded
 from orchestrator.storage.open import split
 
 # What is copied into a run: everything transformers reads to make the tokenizer again, no weights.
@@ -114,7 +115,7 @@ def fetch(name: str, known: Mapping[str, bytes] | None = None) -> dict[str, byte
     """
     if name.startswith("tiktoken:"):
         return from_tiktoken_name(name.removeprefix("tiktoken:"))
-    folder = _of_bucket(name) if is_uri(name) else Path(os.path.expanduser(name))
+    folder = _of_bucket(name) if is_uri(name) else Path(expanded(name, "data.tokenizer"))
     if folder.is_dir():
         return _with_json(name, folder, known or {})
     if folder.suffix in _FILE_ENDS and folder.is_file():
@@ -138,7 +139,7 @@ def is_there(name: str) -> bool:
     if is_uri(name):
         folder = _of_bucket(name)
         return folder.is_file() or any(folder.iterdir())
-    return Path(name).expanduser().is_dir()
+    return Path(expanded(name, "data.tokenizer")).is_dir()
 
 
 def _of_bucket(uri: str) -> Path:

@@ -8,6 +8,7 @@ journal is not read once more.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import threading
 import time
@@ -173,7 +174,7 @@ class Planner:
         """Whether the data can be looked at without asking a hub for a tokenizer."""
         frozen = read_frozen(self._run.store.storage)
         known = frozen is not None and frozen.record.tokenizer == job.data.tokenizer
-        return frozen is not None and (known or Path(job.data.tokenizer).expanduser().is_dir())
+        return frozen is not None and (known or Path(os.path.expanduser(job.data.tokenizer)).is_dir())
 
 
 def layout(job: JobConfig) -> list[dict[str, Any]]:
