@@ -6,6 +6,8 @@ It knows nothing of Ray, torch or storage. Every class pickles, because errors c
 
 from __future__ import annotations
 
+import traceback
+
 
 class OrchestratorError(Exception):
     """Base of every error that this package raises on purpose.
@@ -106,6 +108,12 @@ class NoConditionalCreateError(RefusedError, StorageError):
     code = "storage.no_conditional_create"
 
 
+class MachineError(OrchestratorError):
+    """A worker's machine cannot take part in the run: its storage, packages or clock are not the run's. User
+    corrects that machine; the run continues on the others.
+    """
+
+
 class FencedError(OrchestratorError):
     """A newer attempt of this run exists; this process may not write any more and ends."""
 
@@ -136,6 +144,15 @@ ERROR_FILE = "ORCHESTRATOR_ERROR_FILE"
 def error_document(error: OrchestratorError) -> dict[str, str | None]:
     """The error as commands print it with `--json`: `class`, `code` and `text`."""
     return {"class": type(error).__name__, "code": error.code, "text": str(error)}
+
+
+def report_of(error: BaseException) -> tuple[str, str, bool]:
+    """An error as a worker reports it: its class, its text (the end of the traceback for one that is not
+    ours), and whether it is ours.
+    """
+    ours = isinstance(error, OrchestratorError)
+    text = str(error) if ours else "".join(traceback.format_exception(error))[-4000:]
+    return type(error).__name__, text, ours
 
 
 def text_of(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.cluster.ray_state import ray_says
 from orchestrator.coordinator import launch_driver
 from orchestrator.coordinator.attempt_journal import note_beginning
+from orchestrator.coordinator.checked_machine import checked
 from orchestrator.coordinator.continue_launch import continue_launch
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.launch_driver import LaunchDriver
@@ -35,12 +36,14 @@ from orchestrator.records.membership import (
     ControlRequests,
     GenerationView,
     JoinRequest,
+    MachineProof,
     Refusal,
     RunOver,
     StillWaiting,
+    Unfit,
 )
 from orchestrator.records.points import Damage, Vote
-from orchestrator.records.run_status import MemberInfo, RunStatus
+from orchestrator.records.run_status import Doing, MemberInfo, RunStatus
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_events import PartFailed, PartGrows
 from orchestrator.resume.store import RunStore
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 # an open call is answered at least this often: a dead caller does not leave it open, and a caller knows a
 # coordinator that is frozen from one that waits
 ANSWER_S = 10.0
+_END_AGAIN_S = 0.5  # how soon a member that failed is answered whether its process may end
 
 
 class Coordinator:
@@ -90,9 +94,10 @@ class Coordinator:
         driver = self._driver = LaunchDriver(
             start, attempt, store, journal, metrics, fault, why_dead or ray_says, feeder_notes
         )
-        self._launch, self._commits = driver.machine, driver.commits
+        self._launch, self._commits, self._storage = driver.machine, driver.commits, store.storage
         self._damages: tuple[Damage, ...] = ()
         self._loading: dict[str, tuple[int, int]] = {}  # until the next step
+        self._doing: dict[str, Doing] = {}  # of members, since the newest step
         self._journalled: dict[str, JoinRequest] = {}  # the newest join of each member, without its records
 
     # ------------------------------------------------------------ calls of members
@@ -111,6 +116,13 @@ class Coordinator:
         self._driver.look_soon()
         await asyncio.wait([answer], timeout=ANSWER_S)
         return answer.result() if answer.done() else StillWaiting()
+
+    async def check_machine(self, launch: str, proof: MachineProof) -> Unfit | StillWaiting | None:
+        """What keeps the machine of a worker that is about to join from taking part; None: nothing.
+        `StillWaiting` while storage fails here.
+        """
+        self._check(launch)
+        return await checked(self._storage, proof)
 
     async def watch(
         self, launch: str, attempt: int, generation: int, known: ControlRequests | None
@@ -144,6 +156,7 @@ class Coordinator:
         self._check(launch)
         self._driver.take_records(records)
         self._loading.clear()
+        self._doing.clear()
         if attempt == self._attempt.number and records:
             self._launch.rendezvous.applied(generation, records[-1].step, time.monotonic())
         await self._driver.notify()
@@ -158,6 +171,11 @@ class Coordinator:
         self._check(launch)
         self._loading[member] = done_bytes, num_bytes
         await self._driver.notify()
+
+    async def doing(self, launch: str, member: str, what: Doing) -> None:
+        """What a member does that has finished no step for long, in its own words."""
+        self._check(launch)
+        self._doing[member] = what
 
     async def finished(self, launch: str, member: str, key: StateKey, reason: str) -> StillWaiting | None:
         """A member's part of the run is over (`done` or `stopped`); it may go when that is durable, and asks
@@ -179,8 +197,10 @@ class Coordinator:
         text: str,
         fatal: bool,
         damages: tuple[Damage, ...] = (),
-    ) -> None:
-        """What ended a member. `fatal`: an error of ours, which another try would only repeat, ends run.
+        place: MemberInfo | None = None,
+    ) -> bool | StillWaiting:
+        """What ended a member; see `LaunchMachine.failed`. Answers when its process may end: True if another
+        one is to take its place, False if the run is over. `StillWaiting` after a while: it asks again.
         `damages`: what it found wrong with the point that it was to load. The status has them: the driver
         claims anew and continues an older point.
         """
@@ -188,7 +208,13 @@ class Coordinator:
         self._damages = tuple(dict.fromkeys((*self._damages, *damages)))
         if kind != UnsavedError.__name__:  # it left on purpose, and the reason of the run's end says why
             self._driver.roster.gone(member, sentences.failure(kind, text))
-        await self._driver.carry_out(self._launch.failed(member, kind, text, fatal))
+        await self._driver.carry_out(self._launch.failed(member, kind, text, fatal, place, time.monotonic()))
+        self._driver.look_soon()
+        if not self._launch.may_end(member, time.monotonic()):
+            await self._driver.news.wait(_END_AGAIN_S)
+        if not self._launch.may_end(member, time.monotonic()):
+            return StillWaiting()
+        return self._launch.ended is None
 
     # ------------------------------------------------------------ calls of members about a save
     async def vote(self, launch: str, vote: Vote) -> bool | StillWaiting:
@@ -271,6 +297,8 @@ class Coordinator:
             pid=os.getpid(),
             damages=self._damages,
             loading=(sum(n for n, _ in self._loading.values()), sum(n for _, n in self._loading.values())),
+            doing=tuple(self._doing.items()),
+            resting=launch.rendezvous.resting(time.monotonic()),
         )
 
     async def expect(self, num_workers: int) -> None:

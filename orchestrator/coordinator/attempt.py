@@ -54,7 +54,8 @@ class EarlierCoordinator:
     `previous` is the generation that trains on meanwhile, `members` where its members live, `finished`
     (member, reason, step) those whose part is over; `ended` is (outcome, reason) when the launch had ended
     before; `failures` and `last_step` are what its failure budget counts, `answered` the requests from
-    outside that are. `died` is the process (pid and host; 0: not known) of the one whose place is taken.
+    outside that are, `reported` the members that have reported an error. `died` is the process (pid and host;
+    0: not known) of the one whose place is taken.
     """
 
     previous: PreviousGeneration | None = None
@@ -64,6 +65,7 @@ class EarlierCoordinator:
     failures: tuple[Failure, ...] = ()
     last_step: StepRecord | None = None
     answered: tuple[int, ...] = ()
+    reported: tuple[str, ...] = ()
     died: tuple[int, str] | None = None
 
 

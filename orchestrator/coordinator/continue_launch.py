@@ -119,12 +119,13 @@ def _read_back(journal: Journal, first: int, died: tuple[int, str]) -> EarlierCo
     mine = [event for event in journal.events if event.attempt >= first]
     last = max((g for g in journal.generations if g.attempt >= first), key=lambda g: g.id, default=None)
     # whose death is known is not waited for, and not counted again
-    over = (EventKind.MEMBER_DEAD, EventKind.MEMBER_LEFT)
+    over = (EventKind.MEMBER_DEAD, EventKind.MEMBER_LEFT, EventKind.MEMBER_FAILED)
     dead = {event.fields["member"] for event in mine if event.kind in over}
     live = tuple(member for member in last.members if member not in dead) if last else ()
     finished = [event.fields for event in mine if event.kind == EventKind.MEMBER_FINISHED]
     failures = [event.fields for event in mine if event.kind == EventKind.FAILURE]
     records = [record for record in journal.records if record.attempt >= first]
+    reported = [e.fields["member"] for e in mine if e.kind == EventKind.MEMBER_FAILED]
     answered = [e.fields["request"] for e in mine if e.kind == EventKind.REQUEST_ANSWERED]
     return EarlierCoordinator(
         previous=None
@@ -137,6 +138,7 @@ def _read_back(journal: Journal, first: int, died: tuple[int, str]) -> EarlierCo
         failures=tuple(Failure(step=f["step"], reason=f["reason"]) for f in failures),
         last_step=max(records, key=lambda record: record.key, default=None),
         answered=tuple(answered),
+        reported=tuple(reported),
         died=died,
     )
 

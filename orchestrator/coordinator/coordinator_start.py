@@ -77,6 +77,7 @@ def launch_machine(start: CoordinatorStart, attempt: Attempt) -> LaunchMachine:
         ended=earlier.ended,
         saved=attempt.parent,
         answered=earlier.answered,
+        reported=earlier.reported,
         budgets=attempt.budgets,
         stop_by=start.stop_by,
         sharded=start.sharded,

@@ -16,6 +16,14 @@ from orchestrator.coordinator.launch_actions import Action, Answer, End, Fenced,
 from orchestrator.coordinator.leaving import Leaving
 from orchestrator.coordinator.places import Places
 from orchestrator.coordinator.recent_steps import RecentSteps
+from orchestrator.coordinator.reported_errors import (
+    OWN,
+    MachineRefused,
+    Report,
+    ReportedErrors,
+    RunsError,
+    WorkersError,
+)
 from orchestrator.coordinator.requests import Answered, Requests, heard_sentence
 from orchestrator.elastic.failure_budget import Failure, FailureBudget
 from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, Refused, StopRun, Waiting
@@ -27,7 +35,7 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.request_files import STOP, STOP_NOW, Request
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest, Refusal, RunOver
-from orchestrator.records.run_status import MemberInfo
+from orchestrator.records.run_status import GroupMember, MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.points import ReplicasDiffer
 
@@ -37,7 +45,7 @@ class LaunchMachine:
     while a restarted coordinator takes over, `infos` where they live, `finished` those whose part is over,
     with reason and step; `ended` is (outcome, reason) of a launch that had ended before; `last_step` the
     newest step that was recorded, `saved` the newest resume point; `answered` are the requests that are.
-    `sharded`: no member holds the whole state.
+    `sharded`: no member holds the whole state. `reported`: members whose errors were counted.
 
     Guarantees: whoever waits in `join` is answered when the run ends; the run ends once some member of the
     newest generation has finished and the others have, too, or are gone, or came to join again, whoever else
@@ -60,6 +68,7 @@ class LaunchMachine:
         budgets: Budgets = Budgets(),  # noqa: B008  frozen
         stop_by: str = "",
         sharded: bool = False,
+        reported: Iterable[str] = (),
     ) -> None:
         self.rendezvous, self._failures, self._trouble = rendezvous, Failures(budget), trouble
         self.infos = {info.member: info for info in infos}
@@ -76,7 +85,9 @@ class LaunchMachine:
         self._finished = dict(finished or {})  # member: reason, step
         self._left_out: set[str] = set()  # and not known to be dead
         self._dead: set[str] = set()
-        self._failed: set[str] = set()
+        self._errors = ReportedErrors(rendezvous)
+        self._reported = frozenset(reported)
+        self._now = float("-inf")  # of the newest event that had a time
         self._save = ""
         self._num_saves = 0
         self._given_up = ""  # what was said of the newest save that was
@@ -98,7 +109,7 @@ class LaunchMachine:
     # ---- members
     def join(self, request: JoinRequest, now: float) -> list[Action]:
         """A member asks for the next generation; it is answered now, or by a later action."""
-        member = request.member
+        member, self._now = request.member, now
         if self.ended is not None:
             return [Answer(member=member, answer=RunOver(reason=self.ended[1]))]
         if member in self._dead:
@@ -123,20 +134,26 @@ class LaunchMachine:
         )
         self._left_out.discard(member)
         self.waiting.add(member)
+        self._errors.joined(request.node_id)
         return [*self._places.joined(member, request.saving), *self._over()]
 
     def dead(self, member: str, why: str, now: float) -> list[Action]:
-        """The process of `member` is gone; a call of it that comes later is not heeded."""
+        """The process of `member` is gone, or Ray has given up its node: if it lives, its next call is
+        refused, and it ends. A newcomer that the run can spare is no failure of the run.
+        """
+        self._now = now
+        spare = self.rendezvous.can_spare(member)
+        if spare and member in self.infos and not self._errors.knows(member):
+            self.rendezvous.blame(self.infos[member].node_id, now, first_is_free=True)
         self._dead.add(member)
         self._left_out.discard(member)
         self.waiting.discard(member)
-        self.rendezvous.dead(member, now)
+        self.rendezvous.dead(member, now, spare=spare)
         self.infos.pop(member, None)
         actions: list[Action] = [Note(kind=EventKind.MEMBER_DEAD, fields={"member": member, "reason": why})]
-        if member not in self._finished:
+        if member not in self._finished and not spare and not self._errors.knows(member):
             # members of one generation die of one cause; before the first one each death counts
-            alone = self._is_early(member) and member not in self._failed
-            actions += self._failure(f"member {member} died", alone)
+            actions += self._failure(f"member {member} died", self._is_early(member))
         return [*actions, *self._places.lost(member, writing=False), *self._over()]
 
     def finished(self, member: str, key: StateKey, reason: str, now: float) -> list[Action]:
@@ -153,19 +170,67 @@ class LaunchMachine:
         # its votes are answered, and what it failed to write it has reported: nothing is to be concluded here
         return [*(() if known else (note,)), *self._places.lost(member, writing=True), *self._over()]
 
-    def failed(self, member: str, kind: str, text: str, fatal: bool) -> list[Action]:
-        """What ended a member. `fatal`: an error of ours, which another try would only repeat."""
+    def failed(
+        self,
+        member: str,
+        kind: str,
+        text: str,
+        fatal: bool,
+        place: MemberInfo | None = None,
+        now: float | None = None,
+    ) -> list[Action]:
+        """What ended a worker, which may never have joined. `fatal`: an error of ours, which another try on
+        the same machine would only repeat. `place`: where the worker ran. What follows, see `ReportedErrors`.
+        """
+        self._now = self._now if now is None else now
+        if self.ended is not None or self._errors.knows(member):
+            return []
         note = Note(kind=EventKind.MEMBER_FAILED, fields={"member": member, "error": kind, "text": text})
         reason = text if fatal else f"{kind}: {text}"
         if kind == UnsavedError.__name__ and self._given_up:
             reason = f"{text}. Why: {self._given_up}"  # a member knows of its own part only
-        self._failed.add(member)
-        again = self._is_early(member) and self._failures.is_next_round(self.rendezvous.expected)
-        return [note, *(self.end("failed", reason) if fatal else self._failure(reason, again))]
+        report = Report(
+            member=member,
+            kind=kind,
+            text=text,
+            reason=reason,
+            repeats=fatal and kind not in OWN,
+            place=self.infos.get(member, place),
+            since=self._now,
+        )
+        inside = member in self.members and not self.rendezvous.is_gone(member)
+        own = kind in OWN and not inside
+        if own or member in self._dead or member in self._left_out or member in self._finished:
+            self._errors.noted(report)  # no group depends on it
+            return [note]
+        spare = self.rendezvous.can_spare(member)
+        actions: list[Action] = [note, *self._ends(member)]
+        if report.repeats or inside:
+            self._errors.came(report)
+        elif member in self._reported:
+            self._errors.noted(report)
+        elif spare:
+            actions += self._refused(self._errors.refuse(report, self._now))
+        else:
+            self._errors.noted(report)
+            again = self._is_early(member) and self._failures.is_next_round(self.rendezvous.expected)
+            actions += self._failure(reason, again)
+        return [*actions, *self._over(), *self._judge_errors()]
+
+    def may_end(self, member: str, now: float) -> bool:
+        """Whether the process of a worker that has reported an error may end now. Another one takes its place
+        then, so that of a refused newcomer waits before it ends.
+        """
+        return self.ended is not None or self._errors.may_end(member, now)
 
     def group_failed(self, node: str, reason: str) -> list[Action]:
         """The group of a node ended without having been asked to."""
-        return self._failure(reason, self._failures.is_again(self.rendezvous.generation, node))
+        again = self._failures.is_again(self.rendezvous.generation, node)
+        if self.rendezvous.can_spare(*(m for m, info in self.infos.items() if info.node_id == node)):
+            if again:
+                self.rendezvous.blame(node, self._now)
+            return []
+        return self._failure(reason, again)
 
     def busy(self, member: str, until: float) -> None:
         """`member` is in a phase with a limit of its own (rule 23)."""
@@ -269,6 +334,8 @@ class LaunchMachine:
         """
         if self.ended is not None:
             return []
+        if outcome == "failed":
+            reason = "\n".join([reason, *self._errors.refusals(reason)])
         self.ended = (outcome, reason)
         answers = [_note(answer) for answer in self._requests.ended(outcome, reason)]
         over: list[Action] = [Answer(member=m, answer=RunOver(reason=reason)) for m in sorted(self.waiting)]
@@ -336,11 +403,12 @@ class LaunchMachine:
     # ---- time
     def tick(self, now: float) -> list[Action]:
         """What must be done now. Call it after every event and at least every 0.1 s."""
+        self._now = now
         if self.ended is not None:
             return []
         if reason := self._trouble.verdict(now):
             return self.end("failed", reason)
-        actions = self._over()
+        actions = [*self._over(), *self._judge_errors()]
         if self.ended is not None:
             return actions
         if self._requests.wants_save(now):
@@ -386,6 +454,46 @@ class LaunchMachine:
         """The worker of this rank of the newest generation, with its machine where that is known."""
         info = self.infos.get(self.members[rank]) if rank < len(self.members) else None
         return f"rank {rank} (pid {info.pid} on {info.host})" if info else f"rank {rank}"
+
+    def _ends(self, member: str) -> list[Action]:
+        """It has reported an error, and its process will end; until then it may be writing its part."""
+        self.waiting.discard(member)
+        self.rendezvous.dead(member, self._now, spare=self.rendezvous.can_spare(member))
+        if member in self.infos:
+            self._left_out.add(member)
+        return list(self._places.lost(member, writing=True))
+
+    def _judge_errors(self) -> list[Action]:
+        actions = list[Action]()
+        if self.ended is not None:
+            return actions
+        for verdict in self._errors.judge(self.members, self._now):
+            match verdict:
+                case RunsError():
+                    actions += self.end("failed", verdict.reason)
+                case WorkersError():
+                    actions += self._failure(verdict.report.reason)
+                case MachineRefused():
+                    actions += self._refused(verdict)
+        return actions
+
+    def _refused(self, verdict: MachineRefused) -> list[Action]:
+        report, place = verdict.report, verdict.report.place
+        note = Note(
+            kind=EventKind.MACHINE_REFUSED,
+            fields={
+                "node": place.node_id if place else "",
+                "host": place.host if place else "",
+                "pid": place.pid if place else 0,
+                "member": report.member,
+                "error": report.kind,
+                "text": report.text,
+                "retry_s": verdict.retry_s,
+            },
+        )
+        named = GroupMember(rank=None, host=place.host if place else "", pid=place.pid if place else 0)
+        text = sentences.machine_refused(named, report.kind, report.text, verdict.retry_s)
+        return [note, Warn(text=text)] if verdict.is_new else [note]
 
     def _save_begun(self, key: StateKey) -> None:
         if self._to_hold is None or key >= self._to_hold:

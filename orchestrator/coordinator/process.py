@@ -26,12 +26,14 @@ from orchestrator.records.membership import (
     ControlRequests,
     GenerationView,
     JoinRequest,
+    MachineProof,
     Refusal,
     RunOver,
     StillWaiting,
+    Unfit,
 )
 from orchestrator.records.points import Damage, Vote
-from orchestrator.records.run_status import MemberInfo, RunStatus
+from orchestrator.records.run_status import Doing, MemberInfo, RunStatus
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_driver import in_daemon_thread
 from orchestrator.resume.store import RunStore
@@ -82,6 +84,12 @@ class CoordinatorProcess:
         fenced = isinstance(self._over, FencedError)
         return Refusal(reason=self._reason) if fenced else RunOver(reason=self._reason)
 
+    async def check_machine(self, launch: str, proof: MachineProof) -> Unfit | StillWaiting | None:
+        """See `Coordinator`. A run that is over needs no check: the worker's join is answered so."""
+        if here := await self._begun():
+            return await here.check_machine(launch, proof)
+        return self._unheard()
+
     async def watch(
         self, launch: str, attempt: int, generation: int, known: ControlRequests | None
     ) -> ControlRequests | StillWaiting:
@@ -128,6 +136,13 @@ class CoordinatorProcess:
             return None
         return self._unheard()
 
+    async def doing(self, launch: str, member: str, what: Doing) -> StillWaiting | None:
+        """See `Coordinator`."""
+        if here := await self._begun():
+            await here.doing(launch, member, what)
+            return None
+        return self._unheard()
+
     async def vote(self, launch: str, vote: Vote) -> bool | StillWaiting:
         """See `Coordinator`."""
         if here := await self._begun():
@@ -165,12 +180,12 @@ class CoordinatorProcess:
         text: str,
         fatal: bool,
         damages: tuple[Damage, ...] = (),
-    ) -> StillWaiting | None:
+        place: MemberInfo | None = None,
+    ) -> bool | StillWaiting:
         """See `Coordinator`."""
         if here := await self._begun():
-            await here.failed(launch, member, kind, text, fatal, damages)
-            return None
-        return self._unheard()
+            return await here.failed(launch, member, kind, text, fatal, damages, place)
+        return self._unheard() or False
 
     # ------------------------------------------------------------ calls of the supervisor
     async def status(self, seen: tuple[int, int], wait_s: float) -> RunStatus:

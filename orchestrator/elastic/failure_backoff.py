@@ -40,13 +40,18 @@ class FailureBackoff:
         """When a newcomer from `node` may be taken in (seconds)."""
         return self._delays.get(node, (0, float("-inf")))[1]
 
-    def blame(self, nodes: Iterable[str], now: float) -> None:
+    def resting(self, now: float) -> tuple[str, ...]:
+        """The nodes whose newcomers have to wait."""
+        return tuple(node for node, (_, until) in self._delays.items() if until > now)
+
+    def blame(self, nodes: Iterable[str], now: float, *, first_is_free: bool = False) -> None:
         """A generation with newcomers from `nodes` failed before its first step: they wait, each time twice
-        as long.
+        as long; not the first time if `first_is_free`.
         """
         for node in sorted(set(nodes)):
             times = self._delays.get(node, (0, 0.0))[0]
             delay = min(self._settings.forming_s * 2**times, self._settings.longest_delay_s)
+            delay = 0.0 if first_is_free and not times else delay
             self._delays[node] = (times + 1, now + delay)
 
     def failed_to_start(self) -> None:

@@ -6,7 +6,7 @@ It knows neither states nor points: which state the next generation continues is
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import replace
 
 from orchestrator.elastic.failure_backoff import FailureBackoff
@@ -23,6 +23,7 @@ from orchestrator.records.steps import StateKey
 
 # why a member of the current generation is not waited for
 DEAD, UNRESPONSIVE, LEFT = "dead", "unresponsive", "left"
+SPARED = "spared"  # dead, before its first step, and the others are enough
 
 
 class MembershipState:
@@ -121,6 +122,24 @@ class MembershipState:
         members = self.current.members if self.current else ()
         return [m for m in members if m not in self.waiting and m not in self.gone]
 
+    def is_proven(self, member: str) -> bool:
+        """Whether a member of the current generation has trained in this launch: it was in the generation
+        before, or this one has done a step.
+        """
+        current = self.current
+        if current is None or member not in current.ranks:
+            return False
+        return member not in current.newcomers or self._reached > current.start
+
+    def num_without(self, members: Collection[str]) -> int:
+        """How many are left to train without these members: proven ones that are not gone, and before the
+        first generation all that wait.
+        """
+        if self.current is None:
+            return len(set(self.waiting) - set(members))
+        proven = (m for m in self.current.members if m not in self.gone and self.is_proven(m))
+        return len(set(proven) - set(members))
+
     def is_trusted(self, member: str) -> bool:
         """A member of the current generation, and not one of its newcomers."""
         current = self.current
@@ -185,7 +204,7 @@ class MembershipState:
         if current.formation is not None and current.formation.probe_ports:
             return False  # it was not meant to train
         lost = [m for m, why in self.gone.items() if why != LEFT]
-        if lost and self._agreed:
+        if self._agreed and any(self.gone[m] != SPARED for m in lost):
             backoff.lost_member(self._reached)
         if self._reached > current.start or len(self.gone) == len(current.members):
             return False

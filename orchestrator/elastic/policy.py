@@ -62,7 +62,7 @@ class Facts:
     """All that a decision depends on. `below_minimum_s`: how long too few have been there to train; None:
     enough are. `has_begun`: a group was started before, and the tokenizers have been given CPUs since.
     `tokenizer_node`: where the tokenizers were told to run (None: anywhere). `unknown`: nodes of which
-    nothing is known since their last group ended.
+    nothing is known since their last group ended, and those whose workers could not work a short while ago.
     """
 
     nodes: tuple[NodeFacts, ...]

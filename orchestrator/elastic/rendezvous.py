@@ -29,7 +29,7 @@ from orchestrator.elastic.formation import (
 )
 from orchestrator.elastic.generation_view import view_of, view_of_first
 from orchestrator.elastic.holdings import held_by_all, holds_any
-from orchestrator.elastic.membership_state import DEAD, LEFT, MembershipState
+from orchestrator.elastic.membership_state import DEAD, LEFT, SPARED, MembershipState
 from orchestrator.elastic.next_formation import Continued, continued, next_formation
 from orchestrator.elastic.node_drain import NodeDrain
 from orchestrator.elastic.parent_state import ParentStateSelection
@@ -70,6 +70,7 @@ class Rendezvous:
         self.attempt, self.launch = attempt, launch
         self.min_workers = min_workers
         self._min, self._max, self._expected = min_workers, max_workers, expected
+        self.num_refused = 0  # of those that are expected: they cannot work, and are tried again later
         self._settings = settings or RendezvousSettings()
         self._states = ParentStateSelection(
             attempt, attempt if first_attempt is None else first_attempt, rebase
@@ -116,9 +117,12 @@ class Rendezvous:
         self._group.arrive(self._states.trusted(request), now)
         return None
 
-    def dead(self, member: str, now: float) -> None:
-        """The process of `member` is gone, or its node is. One that comes nevertheless joins as any other."""
-        self._group.forget(member, DEAD)
+    def dead(self, member: str, now: float, *, spare: bool = False) -> None:
+        """The process of `member` is gone, or its node is. One that comes nevertheless joins as any other.
+
+        A newcomer that the run can spare is no sign that the step kills workers (rule 25).
+        """
+        self._group.forget(member, SPARED if spare else DEAD)
         if self._group.is_inside(member):
             self._end(now)
 
@@ -145,10 +149,21 @@ class Rendezvous:
         """
         self._group.extend_deadline(member, until)
 
+    def blame(self, node: str, now: float, *, first_is_free: bool = False) -> float:
+        """A newcomer from `node` could not work: the next one from there waits, each time twice as long.
+        Returns for how many seconds. `first_is_free`: the first one is replaced at once.
+        """
+        self._backoff.blame([node], now, first_is_free=first_is_free)
+        return self._backoff.not_before(node) - now
+
+    def resting(self, now: float) -> tuple[str, ...]:
+        """The nodes whose newcomers have to wait."""
+        return self._backoff.resting(now)
+
     @property
     def expected(self) -> int:
         """How many members there should be."""
-        return min(self._expected, self._max)
+        return max(1, min(self._expected, self._max) - self.num_refused)
 
     def expect(self, num_workers: int) -> None:
         """How many members the supervisor has started, or is starting."""
@@ -228,7 +243,7 @@ class Rendezvous:
         decision = self._nobody_to_stop() or self._group.too_early(expected, now) or self._close(now)
         if self._short_since is None and self._group.num_live < self._min:
             self._short_since = now
-        if isinstance(decision, Waiting) and not self._group.num_live and self._has_trained:
+        if isinstance(decision, Waiting) and not self._group.num_live and self.has_trained:
             decision = replace(decision, needed=self._min)
         if isinstance(decision, StopRun):
             self._stopped = decision.reason
@@ -312,9 +327,23 @@ class Rendezvous:
         return max(self._states.formed, default=0)
 
     @property
-    def _has_trained(self) -> bool:
+    def has_trained(self) -> bool:
         """Whether a generation of this launch was formed before, in this attempt or an older one."""
         return bool(self.generation) or not self._is_first
+
+    @property
+    def num_live(self) -> int:
+        """Members that wait, and those of the current generation that may still come."""
+        return self._group.num_live
+
+    def waits(self, member: str) -> bool:
+        """Whether it waits for the next generation."""
+        return member in self._group.waiting
+
+    def can_spare(self, *members: str) -> bool:
+        """Whether the run has enough members without these, none of which has trained with them yet."""
+        proven = any(self._group.is_proven(member) for member in members)
+        return not proven and self._group.num_without(members) >= self._min
 
     @property
     def below_minimum_since(self) -> float | None:
@@ -386,7 +415,7 @@ class Rendezvous:
         holders = any(h.source is not Source.PREPARED for h in held)
         if not self._asked.stop or holders or self._group.missing:
             return None
-        if not self._has_trained:
+        if not self.has_trained:
             return StopRun(outcome="stopped", reason="stopped before the first step, nothing is to be saved")
         return StopRun(reason="a stop was asked for, and no member is left that holds a state to save")
 

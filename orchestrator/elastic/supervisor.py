@@ -37,7 +37,7 @@ from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ElasticError
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.records.run_status import GroupMember, Held, MemberInfo, RunStatus, Stall
+from orchestrator.records.run_status import Doing, GroupMember, Held, MemberInfo, RunStatus, Stall
 
 STATUS_WAIT_S = 0.25
 NODES_EVERY_S = 0.5
@@ -246,7 +246,8 @@ class Supervisor:
         ready = ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else []
         if len(ready) == len(asked) or now - look.began > LOOK_S:
             self._look = None
-            self._stalled(look.stall({ref: _answer(ref) for ref in ready}, self._stall_watch.median_s))
+            states = {ref: _answer(ref) for ref in ready}
+            self._stalled(look.stall(states, self._stall_watch.median_s, dict(status.doing)))
 
     def _act(self, status: RunStatus | None) -> None:
         self._reap()
@@ -276,7 +277,7 @@ class Supervisor:
     def _facts(self, status: RunStatus | None) -> Facts:
         return Facts(
             nodes=self._nodes.nodes,
-            unknown=self._nodes.unknown,
+            unknown=self._nodes.unknown.union(status.resting if status else ()),
             groups=tuple(
                 GroupFacts(node_id=node_id, num_workers=group.spec.num_workers)
                 for node_id, group in self._groups.items()
@@ -342,13 +343,16 @@ class _Look:
     answers: dict[str, Any]
     stopping: bool
 
-    def stall(self, states: dict[Any, dict[int, str] | None], median_s: float) -> Stall:
-        """What they saw; `states` are the answers that have come."""
+    def stall(
+        self, states: dict[Any, dict[int, str] | None], median_s: float, doing: dict[str, Doing]
+    ) -> Stall:
+        """What they saw; `states` are the answers that have come, `doing` what members said themselves."""
         held = []
         for rank, info in enumerate(self.members):
             seen = states.get(self.answers.get(info.node_id))
             named = GroupMember(rank=rank, host=info.host, pid=info.pid)
-            held.append(Held(worker=named, state=None if seen is None else seen[info.pid]))
+            state = None if seen is None else seen[info.pid]
+            held.append(Held(worker=named, state=state, doing=doing.get(info.member)))
         return Stall(quiet_s=self.quiet_s, median_s=median_s, held=tuple(held), stopping=self.stopping)
 
 

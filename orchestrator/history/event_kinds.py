@@ -43,6 +43,10 @@ class EventKind(StrEnum):
     GROUP_FORMED = "group formed", *(field.name for field in dataclasses.fields(GroupChange))
     MEMBER_DEAD = "member dead", "member", "reason"
     MEMBER_FAILED = "member failed", "member", "error", "text"
+    MACHINE_REFUSED = (
+        *("machine refused", "node", "host", "pid", "member", "error", "text"),
+        "retry_s",
+    )
     MEMBER_FINISHED = "member finished", "member", "reason", "step"
     MEMBER_LEFT = "member left", "member", "reason"
     LEFT_OUT = "left out", "member", "reason"

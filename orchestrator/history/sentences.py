@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from orchestrator import errors
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW
-from orchestrator.records.run_status import GroupChange, GroupMember, Loss, Stall
+from orchestrator.records.run_status import CODE, PEERS, GroupChange, GroupMember, Loss, Stall
 
 DOT = " · "
 UNRESPONSIVE = "it stopped responding and was killed"
@@ -96,6 +96,16 @@ def group_change(change: GroupChange, heard: Sequence[Loss] = ()) -> str:
         )
     if change.paused_s is not None:
         parts.append(f"paused {change.paused_s:.1f} s")
+    return DOT.join(parts)
+
+
+def machine_refused(newcomer: GroupMember, kind: str, text: str, retry_s: float) -> str:
+    """The line for a newcomer whose machine cannot work for the run."""
+    parts = [
+        f"{worker(newcomer)} cannot take part: {failure(kind, text)}",
+        "the others train without it",
+        f"its machine is tried again in {retry_s:.0f} s",
+    ]
     return DOT.join(parts)
 
 
@@ -225,8 +235,8 @@ def coordinator_is_frozen(pid: int, silent_s: float) -> str:
 
 
 def stall(seen: Stall) -> list[str]:
-    """The lines for a group without a step for long: the workers that cannot answer. If all seem to work, one
-    line says so, after max(30 s, 5 × median step).
+    """The lines for a group without a step for long: the workers that cannot answer, else those for which the
+    others wait in a collective. If all seem to work, one line says so, after max(30 s, 5 × median step).
     """
     held_up = [each for each in seen.held if each.state is None or each.state in _PROCESS_STATES]
     others = "the others wait for it" if len(held_up) < len(seen.held) else "nobody trains"
@@ -235,6 +245,7 @@ def stall(seen: Stall) -> list[str]:
         why = "its node does not answer" if each.state is None else _PROCESS_STATES[each.state]
         who = f"{worker(each.worker)} has not answered for {seen.quiet_s:.1f} s"
         lines.append(f"{who}: {why}{DOT}{others}")
+    lines = lines or _in_code(seen)
     if not lines and seen.quiet_s >= max(STILL_LEAST_S, STILL_MEDIANS * seen.median_s):
         waits = "no worker's process is stopped: they wait for data or storage, or for each other"
         if seen.stopping:
@@ -245,6 +256,27 @@ def stall(seen: Stall) -> list[str]:
         lines.append(
             f"no step was finished for {seen.quiet_s:.0f} s (median {seen.median_s:.1f} s){DOT}{waits}"
         )
+    return lines
+
+
+def _in_code(seen: Stall) -> list[str]:
+    """The lines for workers that have not come to the collective in which others wait for them. Where all
+    wait in it, one line names them and their machines.
+    """
+    doing = [(each.worker, each.doing) for each in seen.held if each.doing is not None]
+    waits = [who for who, what in doing if what.kind == PEERS]
+    if len(waits) == len(seen.held) > 1:
+        return [
+            f"{workers(waits)} have waited for each other for {seen.quiet_s:.1f} s: all are in a collective, "
+            "so some of them do not reach each other; look at the network between these machines"
+        ]
+    lines = []
+    for who, what in doing:
+        if what.kind == CODE and waits:
+            lines.append(
+                f"{worker(who)} has not come to the collective for {what.since_s:.1f} s: it is at "
+                f"{what.place}{DOT}{workers(waits)} {'waits' if len(waits) == 1 else 'wait'} for it"
+            )
     return lines
 
 

@@ -35,6 +35,7 @@ from orchestrator.history.request_files import asker
 from orchestrator.launch import start as starting
 from orchestrator.launch.announcing import announce, trained_again, why_done
 from orchestrator.launch.ending import say_end
+from orchestrator.launch.machine_check import packages_here
 from orchestrator.launch.node_disks import NodeDisks
 from orchestrator.launch.node_facts import node_facts
 from orchestrator.launch.older_point import is_damaged_load
@@ -159,6 +160,8 @@ def _task(
         until_tokens=until_tokens,
         num_shards=_num_shards(attempt),
         nodes=disks.nodes,
+        run_id=attempt.run_id,
+        packages=packages_here(),
     )
 
 

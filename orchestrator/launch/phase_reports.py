@@ -1,17 +1,24 @@
 """Which of its phases a member reports to the coordinator, and when: those that others may have to wait
-for (membership rule 23).
+for (membership rule 23), and what it does while no step is finished for long.
 
 Pure: times are seconds of one monotonic clock. It knows no call: neither how a report is sent nor how often.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from traceback import FrameSummary
 
+from orchestrator.records.run_status import CODE, DATA, PEERS, Doing
 from orchestrator.trainer.phases import ENDING, FEED_WAIT, PHASE_LIMITS_S, STEP
 
 LONG_PHASE_S = 1.0  # a shorter one is nobody's business
 AGAIN_S = 60.0
+QUIET_S = 3.0  # after so long without a step a member says what it does
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_COLLECTIVES = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{_PACKAGE}trainer{os.sep}interruptible.py")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,3 +43,26 @@ class PhaseReports:
         if not new and not again:
             return None
         return step_limit_s if phase == ENDING else PHASE_LIMITS_S[phase]
+
+
+def doing(phase: str, stack: Sequence[FrameSummary], since_s: float) -> Doing:
+    """What a loop does whose thread has this stack, the innermost frame last."""
+    files = [frame.filename for frame in stack]
+    if phase == FEED_WAIT:
+        return Doing(kind=DATA, place="", since_s=since_s)
+    if any(name in file for file in files for name in _COLLECTIVES):
+        return Doing(kind=PEERS, place="", since_s=since_s)
+    own = [frame for frame in stack if not _is_installed(frame.filename)]
+    frame = (own or list(stack))[-1] if stack else None
+    place = "" if frame is None else f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
+    return Doing(kind=CODE, place=place, since_s=since_s)
+
+
+def _is_installed(file: str) -> bool:
+    """Whether it is this package's, a library's or the interpreter's own."""
+    libraries = (
+        f"{os.sep}site-packages{os.sep}",
+        f"{os.sep}dist-packages{os.sep}",
+        os.path.dirname(os.__file__),
+    )
+    return file.startswith((_PACKAGE, "<")) or any(part in file for part in libraries)

@@ -6,8 +6,10 @@ It knows no Ray: how a call travels is the business of `Calls`.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
+import sys
 import threading
 import time
 import traceback
@@ -17,9 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from orchestrator.errors import ElasticError, FencedError, OrchestratorError
+from orchestrator.errors import ElasticError, FencedError, OrchestratorError, report_of
 from orchestrator.launch.generation_end import GenerationEnd
-from orchestrator.launch.phase_reports import PhaseReports
+from orchestrator.launch.phase_reports import QUIET_S, PhaseReports, doing
 from orchestrator.launch.trying_ports import unreached
 from orchestrator.records.membership import (
     ControlRequests,
@@ -31,6 +33,7 @@ from orchestrator.records.membership import (
     StillWaiting,
 )
 from orchestrator.records.points import DamagedPointError, Vote
+from orchestrator.records.run_status import CODE, MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.trainer.membership import connect_store, open_store
 from orchestrator.trainer.phases import BETWEEN, ENDING, LOAD, PHASE_LIMITS_S, SAVE_WAIT, STEP
@@ -38,7 +41,9 @@ from orchestrator.trainer.phases import BETWEEN, ENDING, LOAD, PHASE_LIMITS_S, S
 # A coordinator of our launch that cannot be reached: after this long members stop (membership rule 11).
 COORDINATOR_LIMIT_S = 60.0
 ANSWER_LIMIT_S = 30.0  # a coordinator that lives answers every call within 10 s
+_LOG_STACK_S = 30.0  # a loop that is in one place for so long has its stack in the worker's log
 _RETRY_S = 0.1
+_log = logging.getLogger(__name__)
 _REPORT_EVERY_S = 0.5
 _LOADING_EVERY_S = 5.0
 _GIVEN_UP_EVERY_S = 5.0  # how often a member that saves asks whether that is still wanted, at most
@@ -113,9 +118,12 @@ class RemoteMembership:
         self._end = GenerationEnd()
         self._stepped_at = time.monotonic()  # when the newest step was finished
         self._loading: tuple[int, int] | None = None  # what the coordinator is to hear
+        self._world_size = 0  # of the generation that this member is in
+        self._logged: tuple[str, float] | None = None  # the phase in which the loop's stack was logged
         self._undecided: _Undecided | None = None
         self._given_up: StateKey | None = None  # the newest that is known to be
         self._broken: BaseException | None = None
+        self._loop = threading.get_ident()  # the thread that trains
         self._in_thread("report", self._report_loop)
 
     def connect_store(self, view: GenerationView) -> Any:
@@ -128,6 +136,7 @@ class RemoteMembership:
         """
         self._check()
         self._end.leave()
+        self._world_size = 0
         request = self._join_request(state)
         answer = self._ask("join", request)
         while isinstance(answer, GenerationView) and answer.probe:
@@ -144,6 +153,7 @@ class RemoteMembership:
             return None
         assert isinstance(answer, GenerationView), f"join was answered with {answer}"
         self._end.enter((answer.attempt, answer.generation))
+        self._world_size = answer.world_size
         watch = self._watch if answer.rank == 0 else self._await_end
         self._in_thread("watch", lambda: watch(answer))
         return answer
@@ -206,15 +216,21 @@ class RemoteMembership:
         self._send_reports()
         self._ask("finished", self._launch, self.member, key, reason)
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException) -> bool:
         """Reports to the coordinator what ended this member, so that the reason reaches the user whatever Ray
-        does with the exception; before it the steps that were not reported yet.
+        does with the exception; before it the steps that were not reported yet. Returns when this process may
+        end: True if another one is to take its place, False if the run is over.
         """
         self._send_reports()
-        fatal = isinstance(error, OrchestratorError)
-        text = str(error) if fatal else "".join(traceback.format_exception(error))[-4000:]
-        damages = (error.damages,) if isinstance(error, DamagedPointError) else ()
-        self._ask("failed", self._launch, self.member, type(error).__name__, text, fatal, *damages)
+        place = MemberInfo(
+            member=self.member,
+            actor_id=self._place.actor_id,
+            node_id=self._place.node_id,
+            pid=os.getpid(),
+            host=self._place.host,
+        )
+        damages = error.damages if isinstance(error, DamagedPointError) else ()
+        return bool(self._ask("failed", self._launch, self.member, *report_of(error), damages, place))
 
     # ---- inside
     def _join_request(self, state: MemberState) -> JoinRequest:
@@ -329,7 +345,7 @@ class RemoteMembership:
         stays away the records stay with the members, who bring them to the next join.
         """
         reports = PhaseReports(told_at=time.monotonic())
-        asked_at = loading_at = reports.told_at
+        asked_at = said_at = loading_at = reports.told_at
         while True:
             time.sleep(_REPORT_EVERY_S)
             phase, since = self._doing()
@@ -343,12 +359,25 @@ class RemoteMembership:
                 if phase == LOAD and now - max(loading_at, since) > _LOADING_EVERY_S and self._loading:
                     loading_at = now
                     self._ask("loading", self._launch, self.member, *self._loading)
+                if self._world_size and now - max(since, said_at) > QUIET_S:
+                    said_at = now + self._world_size / _QUESTIONS_PER_S
+                    with suppress(Exception):  # it is for people: nothing of it may end a member
+                        self._say_doing(phase, now - since)
                 asked = self._undecided
                 if asked is not None and now - asked_at > ask_every_s(asked.world_size):
                     asked_at = now
                     self._ask_about_save()
             except OrchestratorError:
                 continue  # it may come back, and then hears what is new; the loop's own calls have a limit
+
+    def _say_doing(self, phase: str, since_s: float) -> None:
+        """Reports what the loop does, which has finished no step for long."""
+        frame = sys._current_frames().get(self._loop)
+        what = doing(phase, traceback.extract_stack(frame) if frame is not None else (), since_s)
+        if what.kind == CODE and since_s > _LOG_STACK_S and self._logged != self._phase:
+            self._logged = self._phase
+            _log.warning("in %s for %.0f s:\n%s", phase, since_s, "".join(traceback.format_stack(frame)))
+        self._ask("doing", self._launch, self.member, what)
 
     def _ask_about_save(self) -> None:
         if (asked := self._undecided) is None:

@@ -9,23 +9,30 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from orchestrator.config.schema import JobConfig
-from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.errors import OrchestratorError, StorageError, report_of
+from orchestrator.launch.machine_check import packages_here, require_packages, require_storage
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.schedule import Budgets
+from orchestrator.records.membership import StillWaiting
+from orchestrator.records.run_status import MemberInfo
+from orchestrator.storage.open import open_storage
 
 if TYPE_CHECKING:
     from orchestrator.parts.reached_nodes import ReachedNodes
     from orchestrator.resume.committed import CommittedFiles
     from orchestrator.trainer.job import TrainJob
+
+_ASK_S = 60.0  # a coordinator that lives answers sooner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +52,8 @@ class WorkerTask:
     fault_plan: str = ""  # JSON of faults.FaultPlan, "" outside tests
     until_tokens: int | None = None  # see `TrainJob`
     nodes: Any = None  # a `ReachedNodes`: on whose disks parts of points may lie
+    run_id: str = ""  # run.json's
+    packages: Mapping[str, str] = field(default_factory=dict)  # versions, as the driver has them
 
 
 class RayCalls:
@@ -108,27 +117,31 @@ def _job(task: WorkerTask) -> TrainJob:
 
 
 def train_function(config: dict[str, Any]) -> None:
-    """The Ray Train function of every worker. An error of ours is reported to the coordinator, which ends the
-    run; any other is raised too, so that Ray replaces the process.
+    """The Ray Train function of every worker. An error is reported to the coordinator, which decides whether
+    it ends the run. If it does not, it is raised, so that Ray replaces the process.
     """
     task: WorkerTask = config["task"]
     # Few threads and no telemetry in a process of which a machine runs many.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with paused_gc():
-        from orchestrator.data.feed.remote_feed import RayFeed
-        from orchestrator.faults import hook
-        from orchestrator.launch.remote_membership import Place, RemoteMembership
-        from orchestrator.trainer.loop import train
-
-    job = _job(task)
-    context = ray.get_runtime_context()
-    place = Place(
+    context, membership = ray.get_runtime_context(), None
+    here = MemberInfo(
+        member=os.urandom(6).hex(),
         actor_id=context.get_actor_id() or "",
         node_id=context.get_node_id(),
+        pid=os.getpid(),
         host=str(ray.util.get_node_ip_address()),  # type: ignore[no-untyped-call]
     )
-    membership = RemoteMembership(RayCalls(task.coordinator), task.launch, place)
     try:
+        _require_machine(task)
+        with paused_gc():
+            from orchestrator.data.feed.remote_feed import RayFeed
+            from orchestrator.faults import hook
+            from orchestrator.launch.remote_membership import Place, RemoteMembership
+            from orchestrator.trainer.loop import train
+
+        job = _job(task)
+        place = Place(actor_id=here.actor_id, node_id=here.node_id, host=here.host)
+        membership = RemoteMembership(RayCalls(task.coordinator), task.launch, place)
         train(
             job,
             membership,
@@ -136,9 +149,28 @@ def train_function(config: dict[str, Any]) -> None:
             _files(task, place.host),
             faults=hook(task.fault_plan),
         )
-    except OrchestratorError as error:
-        membership.failed(error)
     except BaseException as error:
-        with suppress(OrchestratorError):  # who does not answer learns it from Ray
-            membership.failed(error)
-        raise
+        replaced = True
+        with suppress(OrchestratorError, RayError):  # a coordinator that does not answer learns it from Ray
+            if membership is not None:
+                replaced = membership.failed(error)
+            else:
+                replaced = _ask(task, "failed", here.member, *report_of(error), (), here)
+        if replaced or not isinstance(error, OrchestratorError):
+            raise
+
+
+def _require_machine(task: WorkerTask) -> None:
+    """Raises `MachineError` if this machine cannot take part in the run."""
+    require_packages(task.packages, packages_here())
+    require_storage(open_storage(task.storage), task.run_id, partial(_ask, task, "check_machine"))
+
+
+def _ask(task: WorkerTask, method: str, *arguments: Any) -> Any:
+    """A call to the coordinator before there is a membership, repeated until it is answered. Raises
+    `RayError` where the coordinator is away: Ray then starts another worker.
+    """
+    while True:
+        answer = ray.get(getattr(task.coordinator, method).remote(task.launch, *arguments), timeout=_ASK_S)
+        if not isinstance(answer, StillWaiting):
+            return answer

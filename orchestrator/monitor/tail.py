@@ -41,6 +41,7 @@ _FAULTS = (
     EventKind.UNRESPONSIVE,
     EventKind.FEEDER_DIED,
     EventKind.COORDINATOR_DIED,
+    EventKind.MACHINE_REFUSED,
 )
 
 
@@ -88,6 +89,9 @@ class Tail:
             return str(line["reason"])
         if kind in (EventKind.FEEDER_DIED, EventKind.COORDINATOR_DIED):
             return sentences.died(kind.removesuffix(" died"), line["pid"], line["host"], line["reason"])
+        if kind == EventKind.MACHINE_REFUSED:
+            worker = GroupMember(rank=None, host=line["host"], pid=line["pid"])
+            return sentences.machine_refused(worker, line["error"], line["text"], line["retry_s"])
         if kind == EventKind.MEMBER_FAILED:
             reason = sentences.failure(line["error"], line["text"])
         else:

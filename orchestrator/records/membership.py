@@ -105,6 +105,25 @@ class JoinRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MachineProof:
+    """What a worker shows of its machine before it joins: a file that it has written into the run's storage,
+    with a random token in it, and its clock (seconds since 1970).
+    """
+
+    probe: str
+    token: str
+    unix_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unfit:
+    """The coordinator's answer: the machine cannot take part in the run. `code` as in `OrchestratorError`."""
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationView:
     """One membership of the training group, as one member sees it. `parent` is the state or point it
     continues (None: from nothing).

@@ -64,13 +64,29 @@ class GroupChange:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Doing:
+    """What a worker's loop does that has finished no step for long: it waits for its peers in a collective
+    (`PEERS`), for data (`DATA`), or runs `CODE`. `place`: the innermost line of code, the user's if there is
+    one. `since_s`: how long ago it finished a step or changed its phase.
+    """
+
+    kind: str
+    place: str
+    since_s: float
+
+
+PEERS, DATA, CODE = "peers", "data", "code"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
     """A worker of a group that stands still. `state`: what its process does
-    (`cluster.machine.process_state`); None: its node's agent did not answer.
+    (`cluster.machine.process_state`); None: its node's agent did not answer. `doing`: what it said itself.
     """
 
     worker: GroupMember
     state: str | None
+    doing: Doing | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,3 +134,5 @@ class RunStatus:
         0,
     )  # bytes of a point that members have read since the last step, of how many
     damages: tuple[Damage, ...] = ()  # what members found wrong with a point that they were to load
+    doing: tuple[tuple[str, Doing], ...] = ()  # by member, since the newest step
+    resting: tuple[str, ...] = ()  # nodes on which no worker is started for a while: it could not work

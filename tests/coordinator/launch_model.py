@@ -24,7 +24,13 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.lineage import Lineage, effective_history
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest, RunOver
+from orchestrator.records.membership import (
+    ControlRequests,
+    GenerationView,
+    JoinRequest,
+    Refusal,
+    RunOver,
+)
 from orchestrator.records.points import Vote
 from orchestrator.records.run_status import MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
@@ -38,6 +44,11 @@ STORAGE_LIMIT_S = 60.0  # short enough to be reached within a history
 WRITES = (0.0, 0.05, 0.01)  # in the background: not at all, soon, or after several generations
 STEP_LIMIT_S = 100.0  # how long a member says that it may still compute
 MAX_FAILURES = 2
+OURS = (  # errors of ours, of which one by one, or all of a group at once, may report one
+    *("StorageError", "DataIdentityError", "DataError", "FencedError", "TrainingError", "ConfigError"),
+    *("ResumePointError", "UnreachableNodeError", "ElasticError", "UnsavedError"),
+)
+FOREIGN = ("ValueError", "OutOfMemoryError")  # of the user's code, or of the machine
 ROUNDS = 400  # in which a world without faults must come to its end
 
 
@@ -75,7 +86,8 @@ def record_of(key: StateKey, content: Content) -> StepRecord:
 @dataclass(eq=False)
 class Member:
     """A process. `mode`: joins (will ask), waits (has asked), trains, leaves (its last save is undecided),
-    finishes (will say so), over."""
+    finishes (will say so), fails (its report of an error is under way), ends (it is reported), over.
+    """
 
     name: str
     launch: str
@@ -98,6 +110,8 @@ class Member:
     unsaved: bool = False  # what it says when it joins, see `MemberState.unsaved`
     reason: str = ""
     request: JoinRequest | None = None
+    error: str = ""
+    given_up: bool = False  # Ray has called its node dead, and it lives
 
     @property
     def acts(self) -> bool:
@@ -169,6 +183,7 @@ class World:
         self.known_dead: set[object] = set()
         self.finished: dict[str, tuple[str, int]] = {}
         self.left_out: set[str] = set()
+        self.reported: set[str] = set()  # their errors, durably
         self.points: dict[str, tuple[StateKey, Content]] = {}
         self.deleted: set[str] = set()
         self.acknowledged: list[str] = []
@@ -187,6 +202,8 @@ class World:
         self.heard: dict[int, StateKey | None] = {}  # by number: what was trained when it was heard last
         self.answered: set[int] = set()  # durably
         self.num["answered"] = self.num["saved as asked"] = 0
+        self.has_errors = seed % 5 == 4
+        self.num["errors"] = self.num["given up by Ray"] = 0
         self.all_have_come = False  # since time went on last, those who can
         self.coordinator = self.new_launch(rewind=False)
 
@@ -252,6 +269,7 @@ class World:
             infos=[info_of(m) for m in self.members if previous and m.name in previous.members],
             saved=key,
             answered=self.answered,
+            reported=self.reported,
         )
         commits = self.commits_class(
             attempt=number,
@@ -272,6 +290,7 @@ class World:
         for member in self.members:
             again += [("vote", member, key) for key, answer in member.votes.items() if answer is None]
             again += [("finished", member, member.key)] if member.mode == "finishes" else []
+            again += [("error", member, member.error)] if member.mode in ("fails", "ends") else []
         self.messages = again
         if old.machine.ended is not None:
             old.alive = True  # the driver has heard of the end
@@ -335,6 +354,9 @@ class World:
                 self.check_answer(number, outcome, point)
             case {"member": str() as member, "reason": str() as reason, "step": int() as step}:
                 self.finished[member] = (reason, step)
+            case {"member": str() as member} if note.kind == EventKind.MEMBER_FAILED:
+                self.known_dead.add(member)
+                self.reported.add(member)
             case {"member": _} if note.kind != EventKind.MEMBER_DEAD:
                 pass
             case {"step": int() as step, "reason": str() as reason}:
@@ -369,6 +391,8 @@ class World:
                 member.leaves = (action.answer.attempt, action.answer.generation)
             case RunOver():
                 member.mode = "over"
+            case Refusal() if member.given_up:
+                self.fail(member, "FencedError")
             case _:
                 raise BrokenError(f"{member.name} is refused: {action.answer}")
 
@@ -385,11 +409,26 @@ class World:
         if end.outcome == "done":
             longest = max((len(content) for _, content in self.points.values()), default=0)
             need(longest == self.steps, f"done after {longest} of {self.steps} steps")
+        if end.outcome == "failed" and end.reason.startswith("error"):
+            self.check_error(end.reason)
         if "failures" in end.reason:
             first = min(n for n, launch in self.claims.items() if launch == self.coordinator.launch)
             newest = max((key for key in self.journal if key.attempt >= first), default=None)
             recent = [step for step in self.deaths.values() if newest is None or step >= newest.step - 1]
             need(len(recent) > MAX_FAILURES, f"a healthy run is stopped: {end.reason}")
+
+    def check_error(self, reason: str) -> None:
+        """A reported error ends the run only if nobody is left who could go on, or a start has too few."""
+        first = min(n for n, launch in self.claims.items() if launch == self.coordinator.launch)
+        trained = any(attempt >= first for attempt, _ in self.groups)
+        left = [
+            m.name
+            for m in self.members
+            if m.alive and m.mode in ("waits", "finishes", *IN_GROUP) and not m.given_up
+            if m.name not in self.left_out and ("join", m, m.request) not in self.messages
+        ]
+        few = not trained and len(left) < self.minimum
+        need(few or not left, f"{reason} ends the run of {left}")
 
     def flush(self) -> bool:
         if not self.storage_works:
@@ -434,7 +473,9 @@ class World:
                 return commit.Deleted(names=action.names)
             case commit.DiscardSave():
                 need(action.name not in self.points, f"the files of the committed {action.name} are deleted")
-                writers = [m.name for m in self.members if m.alive and name_of(m.writing) == action.name]
+                # what a machine writes that Ray has given up is removed by the next launch
+                able = [m for m in self.members if m.alive and not m.given_up]
+                writers = [m.name for m in able if name_of(m.writing) == action.name]
                 need(not writers, f"the files of {action.name} are deleted while {writers} write them")
             case commit.Acknowledge():
                 self.acknowledge(action)
@@ -661,10 +702,54 @@ class World:
         elif kind == "finished":
             assert isinstance(what, StateKey), what
             self.carry_out(machine.finished(member.name, what, member.reason, self.now))
-            if self.flush() or machine.ended is not None:
+            if member.mode != "finishes":
+                pass  # it failed meanwhile
+            elif self.flush() or machine.ended is not None:
                 member.mode = "over"
             else:
                 self.messages.append(("finished", member, what))
+
+        elif kind == "error":
+            assert isinstance(what, str), what
+            member.mode = "ends" if member.mode == "fails" else member.mode
+            text, ours = f"error: {what}", what in OURS
+            self.carry_out(machine.failed(member.name, what, text, ours, None, self.now))
+
+    def fail(self, member: Member, kind: str) -> None:
+        """An error ends it; what it had begun to write it may still write."""
+        self.num["errors"] += 1
+        self.deaths[member.name] = self.highest
+        self.leave(member)
+        member.mode, member.error = "fails", kind
+        self.messages += [("error", member, kind)] * (2 if self.random.random() < 0.1 else 1)
+
+    def end_failed(self) -> None:
+        """The processes that may end do: others take their place."""
+        machine = self.coordinator.machine
+        for member in self.members:
+            if member.alive and member.mode == "ends" and machine.may_end(member.name, self.now):
+                self.die(member)
+
+    def error(self, live: list[Member]) -> None:
+        """One reports an error, or all of a group the same, or Ray gives up the node of one that lives."""
+        x, groups = self.random.random(), [m.group for m in live if m.group]
+        able = [m for m in live if m.mode not in ("fails", "ends")]
+        if x < 0.4 and able:
+            self.fail(self.random.choice(able), self.random.choice([*OURS, *FOREIGN]))
+        elif x < 0.6 and groups:
+            kind = self.random.choice([*OURS, *FOREIGN])
+            for member in self.of(self.random.choice(groups)):
+                if member in able:
+                    self.fail(member, kind)
+        elif x < 0.8 and able:
+            member = self.random.choice(able)
+            if member.name in self.coordinator.machine.infos and self.coordinator.machine.ended is None:
+                self.num["given up by Ray"] += 1
+                member.given_up, self.deaths[member.name] = True, self.highest
+                member.mode = "joins" if member.mode == "waits" else member.mode  # it asks again
+                self.carry_out(self.coordinator.machine.dead(member.name, "its node died", self.now))
+        else:
+            self.end_failed()
 
     def deliver_vote(self, member: Member, key: StateKey) -> None:
         if key.attempt != self.coordinator.attempt:
@@ -836,7 +921,9 @@ class World:
 
     def happen(self) -> None:
         x, live = self.random.random(), [m for m in self.members if m.alive and m.mode != "over"]
-        if self.coordinator.written_end and self.random.random() < 0.05:
+        if self.has_errors and self.random.random() < 0.05:
+            self.error(live)
+        elif self.coordinator.written_end and self.random.random() < 0.05:
             self.coordinator = self.new_launch(rewind=self.random.random() < 0.5)
         elif x < 0.25 and self.messages:
             self.deliver()
@@ -956,6 +1043,7 @@ class World:
             raise BrokenError("a stop that nobody asked for")
         if self.supervisor_stops and not machine.stopping:
             machine.request_stop()  # as the supervisor does until it hears that it is known
+        self.end_failed()
         self.look_for_the_dead()
         alive = [m for m in self.members if m.alive and m.mode != "over"]
         if machine.ended is None and not self.stop_asked and len(alive) < self.size and not machine._finished:

@@ -19,7 +19,8 @@ from orchestrator.elastic.formation import RendezvousSettings
 from orchestrator.errors import FencedError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
-from orchestrator.records.membership import GenerationView, StillWaiting
+from orchestrator.records.membership import GenerationView, MachineProof, StillWaiting
+from orchestrator.records.run_status import Doing
 from orchestrator.records.steps import StateKey
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
@@ -64,10 +65,13 @@ def test_the_supervisor_hears_once_whom_to_kill_because_he_did_not_come_back(sto
     run(launch)
 
 
+PROOF = MachineProof(probe=".probe-1/probe", token="1", unix_s=0.0)
 CALLS: dict[str, Call] = {
+    "check_machine": lambda actor, _: actor.check_machine(OTHER, PROOF),
     "watch": lambda actor, _: actor.watch(OTHER, 1, 1, None),
     "ended": lambda actor, _: actor.ended(OTHER, 1, 7),
     "report": lambda actor, _: actor.report(OTHER, "m", 1, 1, (record(key(1)),)),
+    "doing": lambda actor, _: actor.doing(OTHER, "m", Doing(kind="code", place="", since_s=5.0)),
     "phase": lambda actor, _: actor.phase(OTHER, "m", 1.0),
     "loading": lambda actor, _: actor.loading(OTHER, "m", 1, 2),
     "vote": lambda actor, store: actor.vote(OTHER, write_vote(store.storage, key(1), 0, 1)),

@@ -12,6 +12,7 @@ import pytest
 
 from orchestrator.coordinator.launch_actions import Action, Note
 from orchestrator.coordinator.launch_machine import LaunchMachine
+from orchestrator.coordinator.reported_errors import ReportedErrors
 from orchestrator.coordinator.requests import Answered, Requests
 from orchestrator.elastic.formation import LeaveOut
 from orchestrator.records.run_status import MemberInfo
@@ -45,7 +46,10 @@ def test_no_random_history_breaks_a_rule_and_each_comes_to_its_end(seeds: range)
         outcomes[outcome] += 1
         seen.update(world.num)
     assert set(outcomes) == {"done", "stopped", "failed"}
-    what = ("steps", "commits", "restarts", "ends", "rewinds", "saves given up", "answered", "saved as asked")
+    what = (
+        *("steps", "commits", "restarts", "ends", "rewinds", "saves given up", "answered", "saved as asked"),
+        *("errors", "given up by Ray"),
+    )
     assert min(seen[each] for each in what) > 0, seen
 
 
@@ -165,6 +169,56 @@ class BusyIgnored(LaunchMachine):
         pass
 
 
+class TrustsTheReporter(LaunchMachine):
+    """An error of ours ends the run, whichever worker reports it."""
+
+    def failed(self, member: str, kind: str, text: str, fatal: bool, *where: Any) -> list[Action]:
+        actions = super().failed(member, kind, text, fatal, *where)
+        return [*actions, *self.end("failed", text)] if fatal else actions
+
+
+class EndsWithTheLastOfAGroup(ReportedErrors):
+    """Newcomers that wait do not count: the run ends with the last member of its group."""
+
+    def _of_members(self, reports: Any, members: Any, now: float) -> Any:
+        found = super()._of_members(reports, members, now)
+        failed = [report for report in reports if report.repeats]
+        left = [m for m in members if m not in self._reports and not self._rendezvous.is_gone(m)]
+        return found if left or not failed else [self._end_of_run(failed)]
+
+
+class ForgetsTheWaiting(LaunchMachine):
+    """See `EndsWithTheLastOfAGroup`."""
+
+    def __init__(self, rendezvous: Any, *args: Any, **named: Any) -> None:
+        super().__init__(rendezvous, *args, **named)
+        self._errors = EndsWithTheLastOfAGroup(rendezvous)
+
+
+class TakesAReportForADeath(LaunchMachine):
+    """A member that has reported an error is taken to have stopped writing."""
+
+    def _ends(self, member: str) -> list[Action]:
+        return [
+            replace(action, writing=False) if isinstance(action, VoterGone) else action
+            for action in super()._ends(member)
+        ]
+
+
+class NeverLetsGo(LaunchMachine):
+    """The processes of members that have failed are kept, so that nobody takes their places."""
+
+    def may_end(self, member: str, now: float) -> bool:
+        return False
+
+
+class CountsTwice(LaunchMachine):
+    """A restarted coordinator does not know whose errors were counted."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **{**named, "reported": ()})
+
+
 class NobodyHears(World):
     """Members learn of their generation's end by their collectives alone, and a host without power ends
     none.
@@ -192,6 +246,11 @@ class NobodyHears(World):
         (DiscardsAtOnce, "are deleted while", 0),
         (BusyIgnored, "is given up and killed", 68),
         (NobodyHears, "is given up and killed", 99),
+        (TrustsTheReporter, "ends the run of", 4),
+        (ForgetsTheWaiting, "ends the run of", 134),
+        (TakesAReportForADeath, "are deleted while", 1279),
+        (NeverLetsGo, "the run does not end", 29),
+        (CountsTwice, "a healthy run is stopped", 324),
     ],
 )
 def test_the_search_catches_a_planted_mistake(wrong: type, rule: str, seed: int) -> None:

@@ -7,7 +7,17 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.history import sentences
-from orchestrator.records.run_status import GroupChange, GroupMember, Held, Loss, Stall
+from orchestrator.records.run_status import (
+    CODE,
+    DATA,
+    PEERS,
+    Doing,
+    GroupChange,
+    GroupMember,
+    Held,
+    Loss,
+    Stall,
+)
 
 ONE = GroupMember(rank=1, host="10.0.0.7", pid=22506)
 KILLED = Loss(worker=ONE, reason="killed (SIGKILL)")
@@ -89,6 +99,37 @@ def test_a_worker_that_holds_the_others_up_is_named_with_what_its_process_does(
     assert sentences.stall(seen) == [
         f"worker 1 (10.0.0.7, pid 22506) has not answered for 5.2 s: {why} · the others wait for it"
     ]
+
+
+def at(rank: int, kind: str, state: str = "S") -> Held:
+    worker = GroupMember(rank=rank, host=f"10.0.0.{rank}", pid=rank + 1)
+    place = "model.py:12 in forward" if kind == CODE else ""
+    return Held(worker=worker, state=state, doing=Doing(kind=kind, place=place, since_s=6.0))
+
+
+def test_a_worker_in_its_own_code_is_named_with_the_line_while_others_wait_for_it() -> None:
+    (line,) = sentences.stall(
+        Stall(quiet_s=6.0, median_s=0.1, held=(at(0, PEERS), at(1, CODE), at(2, PEERS)))
+    )
+    assert all(
+        text in line for text in ("worker 1 (10.0.0.1, pid 2)", "model.py:12 in forward", "ranks 0, 2")
+    )
+
+
+def test_two_workers_that_wait_for_each_other_are_both_named() -> None:
+    (line,) = sentences.stall(Stall(quiet_s=6.0, median_s=0.1, held=(at(0, PEERS), at(1, PEERS))))
+    assert all(text in line for text in ("10.0.0.0", "10.0.0.1", "ranks 0, 1"))
+
+
+@pytest.mark.parametrize("kinds", [(CODE, CODE), (PEERS, DATA), (DATA, DATA)])
+def test_nobody_is_blamed_while_all_compute_or_wait_for_data(kinds: tuple[str, str]) -> None:
+    held = tuple(at(rank, kind) for rank, kind in enumerate(kinds))
+    assert sentences.stall(Stall(quiet_s=6.0, median_s=0.1, held=held)) == []
+
+
+def test_a_stopped_process_is_named_before_anything_that_workers_say() -> None:
+    (line,) = sentences.stall(Stall(quiet_s=6.0, median_s=0.1, held=(at(0, PEERS), at(1, CODE, "T"))))
+    assert "SIGSTOP" in line
 
 
 def test_where_all_workers_are_gone_nobody_waits_for_them() -> None:

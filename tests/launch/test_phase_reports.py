@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from traceback import FrameSummary
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.launch.phase_reports import AGAIN_S, LONG_PHASE_S, PhaseReports
+from orchestrator.launch.phase_reports import AGAIN_S, LONG_PHASE_S, PhaseReports, doing
+from orchestrator.records.run_status import CODE, DATA, PEERS, Doing
+from orchestrator.trainer import interruptible, loop
 from orchestrator.trainer.phases import ENDING, FEED_WAIT, FORMING, LOAD, PHASE_LIMITS_S, SAVE_WAIT, STEP
 
 STEP_LIMIT_S = 77.0
@@ -82,3 +86,33 @@ def test_a_planted_mistake_is_seen(wrong: type[PhaseReports]) -> None:
     looks = [(FEED_WAIT, 40.0), (FEED_WAIT, 40.0), (FEED_WAIT, 40.0), (STEP, 0.5), (ENDING, 2.0)]
     assert holds(told(looks))
     assert not holds(told(looks, wrong))
+
+
+def frames(*places: tuple[str, str]) -> list[FrameSummary]:
+    """The innermost last."""
+    return [FrameSummary(file, 12, name) for file, name in places]
+
+
+LOOP = (loop.__file__, "_step")
+LIBRARY = ("/usr/lib/python3/site-packages/torch/nn/modules/module.py", "_call_impl")
+USER = ("/home/ann/model.py", "forward")
+COLLECTIVE = ("/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py", "all_reduce")
+
+
+@pytest.mark.parametrize(
+    ("phase", "stack", "kind", "place"),
+    [
+        (STEP, [LOOP, LIBRARY, USER], CODE, "model.py:12 in forward"),
+        (STEP, [LOOP, LIBRARY, USER, LIBRARY], CODE, "model.py:12 in forward"),
+        (STEP, [LOOP, LIBRARY], CODE, "module.py:12 in _call_impl"),
+        (STEP, [LOOP, COLLECTIVE], PEERS, ""),
+        (STEP, [LOOP, COLLECTIVE, (interruptible.__file__, "wait")], PEERS, ""),
+        (STEP, [LOOP, LIBRARY, USER, COLLECTIVE], PEERS, ""),
+        (FEED_WAIT, [LOOP], DATA, ""),
+        (STEP, [], CODE, ""),
+    ],
+)
+def test_what_a_loop_does_is_told_from_its_stack(
+    phase: str, stack: list[tuple[str, str]], kind: str, place: str
+) -> None:
+    assert doing(phase, frames(*stack), 7.0) == Doing(kind=kind, place=place, since_s=7.0)

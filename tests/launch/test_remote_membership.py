@@ -23,6 +23,7 @@ from orchestrator.records.membership import (
     RunOver,
     StillWaiting,
 )
+from orchestrator.records.run_status import CODE
 from orchestrator.records.steps import StateKey, StepRecord
 from tests.resume.samples import key, record
 
@@ -289,3 +290,17 @@ def test_who_is_fenced_leaves_what_it_waits_in_and_its_next_join_says_why(rank: 
     assert one.control_requests(view).ended
     with pytest.raises(FencedError, match="another start"):
         one.join(BLANK)
+
+
+def test_a_member_that_finishes_no_step_says_in_which_line_of_code_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_membership, "QUIET_S", 0.0)
+    over = threading.Event()
+    line = Line(join=[VIEW], watch=[held(over, OVER)], doing=[None])
+    mine = member(line)
+    mine.join(BLANK)
+    _, said, what = line.wait_for("doing")
+    assert (said, what.kind) == (mine.member, CODE)
+    assert what.place.startswith("test_remote_membership.py:")
+    over.set()

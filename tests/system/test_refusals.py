@@ -17,11 +17,13 @@ import yaml
 
 from orchestrator.cluster.connection import nodes
 from orchestrator.errors import BusyError, ConfigError, OrchestratorError, ResourceError, StorageError
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal_reader import read_journal
 from orchestrator.launch import busy_watch
 from orchestrator.launch import start as starting
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
-from tests.system.harness import Job
+from tests.system.harness import Job, assert_exactly_once, log_text
 
 pytestmark = pytest.mark.system
 LIMIT_S = 200.0  # on a busy machine
@@ -143,3 +145,22 @@ def test_a_run_that_another_launch_works_on_is_busy(
     finally:
         over.set()
         thread.join()
+
+
+def test_a_worker_that_lacks_a_module_is_refused_alone_and_named_and_the_other_one_trains(
+    job: Job, cluster: Any, tmp_path: Path
+) -> None:
+    model = {
+        "factory": "tests.system.tiny_model:build_but_on_one",
+        "factory_args": {"mark": str(tmp_path / "m")},
+    }
+    changes = {f"model__{name}": value for name, value in {**model, "config": None}.items()}
+    result = job.train(cluster__num_workers=[1, 2], **changes)
+    assert result.outcome == "done", result.reason
+    events = read_journal(Storage(job.run.uri)).events
+    refusals = [event.fields for event in events if event.kind == EventKind.MACHINE_REFUSED]
+    assert [(fields["error"], fields["retry_s"]) for fields in refusals] == [("ConfigError", 10.0)]
+    assert "only_elsewhere" in refusals[0]["text"]
+    assert not [event for event in events if event.kind == EventKind.FAILURE]
+    assert "only_elsewhere" in log_text(job)
+    assert_exactly_once(job)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+
+import ray
 import torch
 from torch import nn
 
@@ -43,4 +47,13 @@ def build_document_model(vocab_size: int = 1000, hidden_size: int = 32) -> TinyD
 
 def build(vocab_size: int = 1000, hidden_size: int = 32) -> TinyModel:
     """For `model.factory`."""
+    return TinyModel(vocab_size, hidden_size)
+
+
+def build_but_on_one(mark: str, vocab_size: int = 1000, hidden_size: int = 32) -> TinyModel:
+    """For `model.factory`: the first worker that builds it lacks a module, and creates the folder `mark`."""
+    if ray.get_runtime_context().get_actor_id() is not None:
+        with suppress(FileExistsError):
+            os.mkdir(mark)
+            raise ModuleNotFoundError("No module named 'only_elsewhere'")
     return TinyModel(vocab_size, hidden_size)

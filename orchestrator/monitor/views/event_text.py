@@ -24,6 +24,8 @@ _BEGUN = {
 _FORMS: dict[str, str] = {
     EventKind.LEFT_OUT: "Worker {member:.8} is left out: {reason}",
     EventKind.MEMBER_FAILED: "Worker {member:.8} failed: {error}: {text}",
+    EventKind.MACHINE_REFUSED: "A worker on {host} (pid {pid}) cannot take part: {text}; "
+    "its machine is tried again in {retry_s:.0f} s",
     EventKind.MEMBER_LEFT: "Worker {member:.8} leaves: {reason}",
     EventKind.MEMBER_FINISHED: "Worker {member:.8} has finished at step {step:,}: {reason}",
     "waiting": "Waiting for workers: {reason}",

@@ -22,6 +22,7 @@ _LEVEL = {
     EventKind.SAVE_GIVEN_UP: "fault", EventKind.UNREADABLE_FILE: "fault", "waiting": "fault",
     EventKind.FEEDER_DIED: "fault", EventKind.COORDINATOR_DIED: "fault", EventKind.MEMBER_LEFT: "change",
     EventKind.DRAIN_NOTICE: "change", EventKind.DRAIN_COURSE: "change",
+    EventKind.MACHINE_REFUSED: "fault",
     EventKind.POINT_NOT_DELETED: "fault", GENERATION: "change", EventKind.ATTEMPT: "change",
     EventKind.END: "change", EventKind.CONTROL_REQUEST: "change", EventKind.REQUEST_ANSWERED: "change",
     EventKind.POINT_COMMITTED: "point", EventKind.DELETING_POINTS: "point", EventKind.POINTS_DELETED: "point",

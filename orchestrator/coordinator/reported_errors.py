@@ -1,0 +1,168 @@
+"""What the errors that workers report mean for the run: one machine's trouble, or the end of the run.
+
+A part of the launch machine, pure. An error ends the run only if the group as a whole meets it: every member
+of the newest generation that is left has reported one of ours, and nobody else has come to try; or a start
+cannot have as many workers as it needs, because of them. Any other error costs the worker that reported it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from orchestrator.elastic.rendezvous import Rendezvous
+from orchestrator.errors import ElasticError, FencedError
+from orchestrator.records.run_status import MemberInfo
+
+# They concern the worker's own connection to the run: another worker need not meet them.
+OWN = (ElasticError.__name__, FencedError.__name__)
+OPEN_S = 60.0  # a newcomer's error waits so long for the other workers of a start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """An error that ended a worker. `reason`: as the end of a run shows it. `repeats`: another try on the
+    same machine would meet it again. `place`: where the worker ran, as far as that is known.
+    """
+
+    member: str
+    kind: str
+    text: str
+    reason: str
+    repeats: bool
+    place: MemberInfo | None
+    since: float
+
+    @property
+    def host(self) -> str:
+        """Its machine, as people name it."""
+        return (self.place.host or self.place.node_id) if self.place else "(not known)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunsError:
+    """The run ends with this reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkersError:
+    """It ends this worker alone, and counts as a failure of the run."""
+
+    report: Report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineRefused:
+    """It ends this newcomer alone, which the run does not need; its machine is tried again in `retry_s`.
+    `is_new`: the machine has not been refused for this reason before.
+    """
+
+    report: Report
+    retry_s: float
+    is_new: bool
+
+
+Verdict = RunsError | WorkersError | MachineRefused
+
+
+class ReportedErrors:
+    """The reports of one attempt. All times are seconds of one monotonic clock."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self._reports: dict[str, Report] = {}
+        self._open: dict[str, Report] = {}  # no verdict yet
+        self._retry_at: dict[str, float] = {}  # refused workers
+        self._refused: dict[str, Report] = {}  # by node: those of which no worker has come since
+
+    def knows(self, member: str) -> bool:
+        """Whether this worker has reported an error."""
+        return member in self._reports
+
+    def noted(self, report: Report) -> None:
+        """An error without consequences for others."""
+        self._reports[report.member] = report
+
+    def came(self, report: Report) -> None:
+        """An error whose verdict `judge` gives, now or later."""
+        self._reports[report.member] = self._open[report.member] = report
+
+    def joined(self, node: str) -> None:
+        """A worker of this node has come: the node can work."""
+        self._refused.pop(node, None)
+
+    def may_end(self, member: str, now: float) -> bool:
+        """Whether the process of this worker may end now, so that another one takes its place."""
+        return member not in self._open and self._retry_at.get(member, now) <= now
+
+    def refusals(self, reason: str) -> list[str]:
+        """The machines that are refused and why, a line each, for the end of a run with this `reason`."""
+        return [
+            f"refused machine {report.host}: {report.reason}"
+            for report in self._refused.values()
+            if report.reason not in reason
+        ]
+
+    def judge(self, members: Sequence[str], now: float) -> list[Verdict]:
+        """The verdicts that can be given now. `members`: of the newest generation."""
+        inside = [report for report in self._open.values() if report.member in members]
+        outside = [report for report in self._open.values() if report.member not in members]
+        verdicts = [*self._of_members(inside, members, now), *self._of_newcomers(outside, now)]
+        self._retry_at = {member: at for member, at in self._retry_at.items() if at > now}
+        self._rendezvous.num_refused = len(self._retry_at)
+        return verdicts
+
+    def refuse(self, report: Report, now: float) -> MachineRefused:
+        """The run does not need this newcomer."""
+        self._open.pop(report.member, None)
+        node = report.place.node_id if report.place else ""
+        retry_s = self._rendezvous.blame(node or report.member, now)
+        self._retry_at[report.member] = now + retry_s
+        before = self._refused.get(node)
+        self._refused[node] = report
+        is_new = before is None or (before.kind, before.text) != (report.kind, report.text)
+        return MachineRefused(report=report, retry_s=retry_s, is_new=is_new)
+
+    # ---- inside
+    def _of_members(self, reports: Sequence[Report], members: Sequence[str], now: float) -> list[Verdict]:
+        """Once every other member has come, has ended or has reported an error, too. Newcomers that wait are
+        other machines, on which the same step is tried.
+        """
+        others = [member for member in members if member not in self._reports]
+        come = [member for member in others if self._rendezvous.waits(member)]
+        if not reports or any(m not in come and not self._rendezvous.is_gone(m) for m in others):
+            return []
+        if not self._rendezvous.num_live and all(
+            self._reports[m].repeats for m in members if m in self._reports
+        ):
+            return [self._end_of_run(self._reports[m] for m in members if m in self._reports)]
+        return [self._of_one(report, now) for report in reports]
+
+    def _of_one(self, report: Report, now: float) -> Verdict:
+        if self._rendezvous.can_spare(report.member):
+            return self.refuse(report, now)
+        del self._open[report.member]
+        return WorkersError(report=report)
+
+    def _of_newcomers(self, reports: Sequence[Report], now: float) -> list[Verdict]:
+        """Workers that never were in a group. Where nobody holds a state, and all that were started have come
+        or have failed, too few are left to begin.
+        """
+        num_there, verdicts = self._rendezvous.num_live, list[Verdict]()
+        for report in reports:
+            trained = self._rendezvous.has_trained and num_there > 0
+            complete = num_there + len(reports) >= self._rendezvous.expected
+            late = now - report.since >= OPEN_S
+            if self._rendezvous.can_spare(report.member) or late or (complete and trained):
+                verdicts.append(self.refuse(report, now))
+            elif complete:
+                return [*verdicts, self._end_of_run(reports, named=num_there > 0)]
+        return verdicts
+
+    def _end_of_run(self, reports: Iterable[Report], named: bool = False) -> RunsError:
+        """`named`: others could work, so that the machines are named that cannot."""
+        lines = [f"the worker on {r.host} failed: {r.reason}" if named else r.reason for r in reports]
+        self._open.clear()
+        return RunsError(reason="\n".join(dict.fromkeys(lines)))
