@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import traceback
 
+from orchestrator.terminal_text import visible
+
 
 class OrchestratorError(Exception):
     """Base of every error that this package raises on purpose.
@@ -24,6 +26,10 @@ class OrchestratorError(Exception):
         super().__init__(*args)
         if code is not None:
             self.code = code
+
+    def __str__(self) -> str:
+        """The text for people: what it repeats of a run's texts and names is `visible`."""
+        return visible(super().__str__())
 
 
 class ConfigError(OrchestratorError):
@@ -161,4 +167,4 @@ def text_of(error: BaseException) -> str:
     """
     if isinstance(error, KeyboardInterrupt):
         return str(error) or "interrupted"
-    return str(error) if isinstance(error, OrchestratorError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, OrchestratorError) else visible(f"{type(error).__name__}: {error}")

@@ -17,7 +17,7 @@ import orchestrator
 PACKAGE = Path(orchestrator.__file__).parent
 # each layer may import itself and those before it; rooms of one layer may not import each other
 LAYERS = [
-    {"errors", "json_form", "records", "faults", "paused_gc", "html_text"},
+    {"errors", "json_form", "records", "faults", "paused_gc", "html_text", "terminal_text"},
     {"config", "storage"},
     {"planning", "cluster"},
     {"history"},
@@ -38,6 +38,7 @@ WITHOUT_RAY_AND_TORCH = (
     "faults.py",
     "paused_gc.py",
     "html_text.py",
+    "terminal_text.py",
     "config/",
     "storage/",
     "planning/",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO, cast
@@ -70,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if error_file:
                 Path(error_file).write_text(json.dumps(error_document(error)), encoding="utf-8")
             sys.exit(error.exit_code)
+        except Exception:  # noqa: BLE001  a fault of ours; what it quotes of a run is made visible as well
+            say(traceback.format_exc().rstrip())
+            sys.exit(1)
         finally:
             sys.stdout = stdout
             for stream in (stdout, stderr):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from orchestrator.cli.shared import Json, RunUri, app, print_json
+from orchestrator.terminal_text import visible
 
 
 @app.command()
@@ -39,5 +40,5 @@ def logs(
     from orchestrator.monitor.run import open_run
 
     for text in open_run(run).logs(follow):
-        sys.stdout.write(text)
+        sys.stdout.write(visible(text))
         sys.stdout.flush()

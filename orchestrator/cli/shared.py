@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from orchestrator import __version__
 from orchestrator.errors import ConfigError, OrchestratorError, error_document
 from orchestrator.launch.screen import OutputError, Screen
+from orchestrator.terminal_text import visible, visible_json, visible_lines
 
 if TYPE_CHECKING:
     from orchestrator.monitor.asking import Reply
@@ -37,6 +39,12 @@ LEAVES = {
 }
 
 
+# The commands that begin with a run's folder. This process imports no code that the run names; `audit` and
+# `samples` call a run's transforms in processes of their own.
+_READING = ("points", "verify", "audit", "samples", "status", "watch", "logs", "export")
+_STEERING = ("pin", "unpin", "save", "stop", "rewind", "fork")
+
+
 class Commands(TyperGroup):
     """The commands; each that Ctrl-C ends says so in a line and ends with 130."""
 
@@ -44,6 +52,10 @@ class Commands(TyperGroup):
         """See the class. A command that has more to say of its own has said it."""
         try:
             return super().invoke(ctx)
+        except TyperException as error:
+            if isinstance(getattr(error, "message", None), str):  # it repeats what was typed: names of files
+                error.message = visible(error.message)  # type: ignore[attr-defined]
+            raise
         except KeyboardInterrupt as interrupt:
             leaves = LEAVES.get(ctx.invoked_subcommand or "")
             say(str(interrupt) or "interrupted" + (f": {leaves}" if leaves else ""))
@@ -88,6 +100,7 @@ def _version_of(package: str) -> str:
 
 @app.callback()
 def common(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", is_eager=True, callback=_show_version, help="print the versions and exit"),
@@ -95,6 +108,10 @@ def common(
 ) -> None:
     """See the commands."""
     del version  # the callback has acted on it
+    if context.invoked_subcommand in (*_READING, *_STEERING):
+        from orchestrator.data.user_code import reading_only
+
+        context.with_resource(reading_only())
 
 
 def require_one(options: Mapping[str, object]) -> None:
@@ -141,7 +158,7 @@ def print_json(value: Any, lines: bool = False) -> None:
 
 def json_text(value: Any, lines: bool = False) -> str:
     """The document as `print_json` prints it."""
-    return orjson.dumps(value, option=0 if lines else orjson.OPT_INDENT_2).decode() + "\n"
+    return visible_json(orjson.dumps(value, option=0 if lines else orjson.OPT_INDENT_2).decode()) + "\n"
 
 
 @contextmanager
@@ -159,10 +176,10 @@ def errors_as_json(arguments: Sequence[str]) -> Iterator[None]:
 
 def print_lines(lines: list[str]) -> None:
     """Lines for people on stdout."""
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write(visible_lines(lines))
     sys.stdout.flush()
 
 
 def say(text: str) -> None:
     """A message for people on stderr."""
-    Screen(sys.stderr).write(text + "\n")
+    Screen(sys.stderr).say(text)

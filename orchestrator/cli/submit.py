@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrator.cli.shared import INTERRUPTED, Config, Json, Overrides, app, print_json, print_lines, say
+from orchestrator.terminal_text import visible
 
 if TYPE_CHECKING:
     from orchestrator.cluster.job_server import JobServer
@@ -92,7 +93,7 @@ async def _show(server: JobServer, job: str) -> None:
     import asyncio
 
     async for text in server.output(job):
-        sys.stderr.write(text)
+        sys.stderr.write(visible(text))
         sys.stderr.flush()
     while not server.status(job).is_over:
         await asyncio.sleep(1.0)

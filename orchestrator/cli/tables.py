@@ -139,7 +139,7 @@ def samples_lines(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"sample {sample['index']:,}  {sample['source']}  {sample['tokens']:,} tokens")
         for document in sample["documents"]:
             lines.append(f"  {_document_line(document)}")
-            lines += [f"    | {line}" for line in document.get("text", "").splitlines()]
+            lines += [f"    | {line}" for line in document.get("text", "").split("\n")]
     num = len(found["samples"])
     if found["matches"]:
         these = "this sample has" if num == 1 else f"these {num} samples have"

@@ -47,11 +47,12 @@ def draw_skip(config: JobConfig, data: DataSpec, point: Point, request: SkipRequ
 
     Raises `RefusedError` where the data end before something is left to train, and what reading them raises.
     """
+    from orchestrator.data.code_process import call, needs_code
     from orchestrator.data.packing.skipping import draw_past
 
     batch, seq_len = point.config["train.global_batch_size"], point.config["pack.seq_len"]
     num_samples, job = request.num_samples(batch), _mixed_as(config, point.config)
-    passed = draw_past(data.mixed_as(job), point.cursor, num_samples, seq_len)
+    passed = call(needs_code(data), draw_past, data.mixed_as(job), point.cursor, num_samples, seq_len)
     if passed.samples < num_samples or passed.ends:
         raise RefusedError(
             f"{request}: {num_samples:,} samples of {seq_len} tokens are to be skipped after {point.name}, "

@@ -139,11 +139,12 @@ def read_as(config: JobConfig, data: DataSpec, here: SourcesHere) -> DataSpec:
     """The job's data by the lists that the start reads: `data` itself if it has them. Raises as
     `data.preparing.prepare_data`.
     """
+    from orchestrator.data.code_process import call, names_code
     from orchestrator.data.preparing import prepare_data
 
     if data.tokenizer_folder is None or has_lists(data, here.reading):
         return data
-    return prepare_data(config, here.storage, here.reading)
+    return call(names_code(config), prepare_data, config, here.storage, here.reading)
 
 
 def has_lists(data: DataSpec, reading: Reading) -> bool:

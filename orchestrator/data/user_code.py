@@ -1,7 +1,8 @@
 """A function of a user's own module by `package.module:name`, and what its code is known by.
 
 It is looked for as Ray's workers look for it: on `sys.path`, and in the current directory. It knows nothing
-of what the function is for.
+of what the function is for. A process that only reads runs (the page's server, `status`, `audit`) is
+`reading_only`: a name that a run's folder holds is never imported there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -20,7 +22,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, RefusedError
 
 # Of a traceback, and of a digest, so much is shown.
 _SHOWN, _DIGITS = 2000, 32
@@ -48,8 +50,14 @@ def load(name: str, where: str) -> UserCode:
     modules that it imports are not looked at.
 
     Raises `ConfigError`, which begins with `where`, if there is no such module or function, if the import
-    fails, or if the module has no file to know it by.
+    fails, or if the module has no file to know it by; `RefusedError` where this process is `reading_only`.
     """
+    if _reading:
+        raise RefusedError(
+            f"{where}: this process only reads runs and imports no code that a run names; `orchestrator plan "
+            "CONFIG` and `orchestrator train CONFIG` run it",
+            code="user_code.reading_only",
+        )
     module_name, _, function_name = name.partition(":")
     with _lock:
         module, source = _import(module_name, where)
@@ -63,6 +71,25 @@ def load(name: str, where: str) -> UserCode:
     return UserCode(
         name=name, function=function, source=source, version=None if version is None else str(version)
     )
+
+
+# How many `reading_only` contexts are open in this process.
+_reading: list[None] = []
+
+
+@contextmanager
+def reading_only() -> Iterator[None]:
+    """Inside, `load` refuses in all threads of this process, and no import finds a file in the current
+    directory that Python itself would not look for there under `-P`.
+    """
+    before = sys.path
+    sys.path = [path for path in before if path and os.path.realpath(path) != os.getcwd()]
+    _reading.append(None)
+    try:
+        yield
+    finally:
+        _reading.pop()
+        sys.path = before
 
 
 _lock = threading.Lock()

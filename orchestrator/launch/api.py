@@ -17,11 +17,18 @@ from orchestrator import html_text
 from orchestrator.config.loading import as_data_job, as_job
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig
-from orchestrator.errors import ConfigError, DataIdentityError, NoConditionalCreateError, StorageError
+from orchestrator.errors import (
+    ConfigError,
+    DataIdentityError,
+    NoConditionalCreateError,
+    RefusedError,
+    StorageError,
+)
 from orchestrator.history.beginnings import newest_choice
 from orchestrator.history.loggers import require_loggers
 from orchestrator.launch import busy_watch, claiming, fitting, looking_ahead, older_point
 from orchestrator.launch import start as starting
+from orchestrator.launch.known_shape import with_known_shape
 from orchestrator.launch.progress import Progress
 from orchestrator.parts.node_storage import NodeStorage
 from orchestrator.planning.resume_plan import ResumePlan
@@ -219,11 +226,21 @@ def plan(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence
     may be read and not written can be planned, too: a note says so. A model whose size nobody knows by heart
     is built on torch's meta device, in a process of its own where that takes torch or a factory.
     """
-    job = as_job(config, overrides)
+    return plan_job(as_job(config, overrides), runs_code=True)
+
+
+def plan_job(job: JobConfig, *, runs_code: bool) -> ResumePlan:
+    """`plan`. Without `runs_code` nothing that the configuration names is imported, because it is that of a
+    run's folder and nobody has read it: data that are made by code are taken to be the run's, and a
+    `model.factory` is not called. Notes say so.
+    """
     storage = starting.run_storage(job)
-    found, spec = _look_ahead(job, storage)
+    found, spec = _look_ahead(job, storage) if runs_code else _look_without_code(job, storage)
     sized, facts = job, None
-    if spec is not None and found.action != "refuse":
+    runs_code = runs_code or job.model.factory is None
+    if not runs_code:
+        sized = with_known_shape(job, newest_choice(storage, RunStore(storage).claim_numbers()))
+    if runs_code and spec is not None and found.action != "refuse":
         try:
             sized, facts = _measured(job, storage, found)
             untried = () if facts is None else require_model(job, found, spec.vocab_size, facts)
@@ -241,7 +258,10 @@ def plan(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence
     found = replace(found, notes=(*found.notes, *filter(None, [lacks])))
     if found.action == "refuse" or not is_to_try(found) or facts is not None:
         return found
-    return replace(found, notes=(*found.notes, "the model is not tried: `orchestrator train --dry-run` does"))
+    untried = "the model is not tried: `orchestrator train --dry-run` does"
+    if not runs_code:
+        untried = f"model.factory={job.model.factory} is not called: that happens when the plan is executed"
+    return replace(found, notes=(*found.notes, untried))
 
 
 def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> ResumePlan:
@@ -292,6 +312,30 @@ def _look_ahead(job: JobConfig, storage: Storage) -> tuple[ResumePlan, DataSpec 
         found = decide(store, job, point, None)
         return replace(found, action="refuse", refusals=(*found.refusals, str(error))), None
     return replace(found, notes=(*found.notes, *spec.notes, looking_ahead.feed_memory(job, spec))), spec
+
+
+def _look_without_code(job: JobConfig, storage: Storage) -> tuple[ResumePlan, DataSpec | None]:
+    """`_look_ahead` at a run; without its data where they cannot be looked at without running code. Raises
+    `RefusedError` for a new run.
+    """
+    from orchestrator.coordinator.choosing import choose_point, decide, wanted_point
+    from orchestrator.coordinator.survey import survey
+    from orchestrator.data.code_process import reads_without_code
+
+    store = RunStore(storage)
+    run = starting.find_run(store)
+    if run is None:
+        raise RefusedError(
+            f"{job.run.run_uri}: there is no such run; plan a new one with `orchestrator plan`"
+        )
+    if reads_without_code(job, storage):
+        return _look_ahead(job, storage)
+    seen = survey(store)
+    point, damages = choose_point(store, seen, wanted_point(seen, job), fast=True)
+    found = decide(store, job, point, (run.identity, run.identity))
+    notes = [f"warning: {damage}; falling back to an older resume point" for damage in damages]
+    notes.append("the data are not looked at, because that may run code; executing the plan looks at them")
+    return replace(found, notes=(*found.notes, *notes)), None
 
 
 def open_stream(

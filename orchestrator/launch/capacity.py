@@ -7,7 +7,7 @@ Pure: machines are given as values. Needs are lower bounds, so that what is refu
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -229,8 +229,7 @@ def _too_few_note(job: JobConfig, num_shards: int | None, machines: Sequence[Mac
     def fit(num: int) -> bool:
         return _is_room_for_one(needs_of(job, num_shards, num, one_machine), machines)
 
-    fewer = range(cluster.start_workers - 1, cluster.min_workers - 1, -1)
-    few = next((num for num in fewer if not fit(num)), None)
+    few = next((num for num in _fewer(cluster.min_workers, cluster.start_workers) if not fit(num)), None)
     if few is None or not fit(cluster.start_workers):  # which is refused
         return []
     needs = needs_of(job, num_shards, few, one_machine)
@@ -242,6 +241,15 @@ def _too_few_note(job: JobConfig, num_shards: int | None, machines: Sequence[Mac
         f"machine has, and they are killed; cluster.num_workers=[{few + 1}, {cluster.max_workers}] makes "
         "them wait for others instead"
     ]
+
+
+def _fewer(least: int, start: int) -> Iterator[int]:
+    """The numbers of workers below `start`, the largest first; of very many those near both ends, because
+    what a worker needs differs little between them.
+    """
+    near = range(start - 1, max(least, start - _MOST_WORKERS) - 1, -1)
+    yield from near
+    yield from range(min(near.stop, _MOST_WORKERS), least - 1, -1)
 
 
 def _known_text(job: JobConfig, known: KnownMachines) -> str:

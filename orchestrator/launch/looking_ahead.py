@@ -89,13 +89,14 @@ def look_ahead(
     are looked at (see `check_first_records`). With `draw` the samples that are to be skipped are read, as the
     start does: where they end, and whether the data hold so many, is known then.
     """
+    from orchestrator.data.code_process import call, needs_code
     from orchestrator.data.first_records import check_first_records
 
     run = _run_to_look_at(store)
     if (fork := fork_to_begin(store, job, run)) is not None:
         return _look_at_fork(store, job, spec, fork, draw=draw, fast=fast, each=each)
     if run is None:
-        check_first_records(spec)
+        call(needs_code(spec), check_first_records, spec)
     choose = partial(choose_point, fast=fast, known=known, each=each)
     seen, spec, point, damages = _point_to_continue(store, job, spec, choose)
     run = run or find_run(store)

@@ -21,6 +21,7 @@ from orchestrator.launch.screen import Screen
 from orchestrator.records.run_status import RunStatus
 from orchestrator.resume.reading_progress import read_of
 from orchestrator.storage.files import Storage
+from orchestrator.terminal_text import visible
 
 _TRACEBACK = "Traceback (most recent call last)"
 
@@ -88,7 +89,7 @@ class Progress:
             self._marks.append((now, step.consumed_tokens))
         text = self._text(status)
         if self._live is not None:
-            self._live.update(f"{time.strftime('%H:%M:%S')} {text}")
+            self._live.update(f"{time.strftime('%H:%M:%S')} {visible(text)}")
         if text != self._last_text and now - self._shown_at >= self._every_s:
             self._shown_at, self._last_text = now, text
             self._log.write(text)
@@ -153,6 +154,7 @@ class Progress:
 
     def _put(self, text: str) -> None:
         """On the screen."""
+        text = visible(text)
         with self._lock:
             if self._live is not None:
                 self._live.console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False, markup=False)

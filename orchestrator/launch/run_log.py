@@ -19,6 +19,7 @@ from pathlib import Path
 
 from orchestrator.history.published_folder import PublishedFolder
 from orchestrator.storage.files import Storage
+from orchestrator.terminal_text import visible
 
 FOLDER = "logs"
 CLOSE_S = 5.0  # how long the end of a run waits for a storage that hangs
@@ -63,7 +64,7 @@ class RunLog:
     def write(self, text: str) -> None:
         """One entry; its further lines are indented. Never blocks."""
         stamp = datetime.now().astimezone().isoformat(sep=" ", timespec="milliseconds")
-        first, *others = text.rstrip("\n").split("\n")
+        first, *others = visible(text.rstrip("\n")).split("\n")
         self._lines.put("\n".join([f"{stamp} {first}", *(f"    {line}" for line in others)]) + "\n")
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO, cast
 
 from orchestrator.errors import OrchestratorError
+from orchestrator.terminal_text import visible
 
 _GONE = (OSError, ValueError)  # a closed file raises the latter
 MOST_WAITING = 5_000  # messages that wait for a reader; later ones are dropped and counted
@@ -128,6 +129,10 @@ class Screen(io.TextIOBase):
             with suppress(*_GONE):
                 self._stream.write(text)
         return len(text)
+
+    def say(self, text: str) -> None:
+        """Writes a line for people, which may repeat texts of a run."""
+        self.write(visible(text) + "\n")
 
     def drain(self, limit_s: float = LET_GO_S) -> str:
         """Waits until all that was written is with the reader, at most `limit_s` seconds. Returns why it is

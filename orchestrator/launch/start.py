@@ -136,13 +136,14 @@ def prepare(job: JobConfig, storage: Storage, *, freeze: bool) -> DataSpec:
 
     Raises as `data.preparing.prepare_data` does, and `ConfigError` for a model whose vocabulary is too small.
     """
+    from orchestrator.data.code_process import call, names_code
     from orchestrator.data.preparing import prepare_data
 
     here = _here_before(job, storage)
     if here is None:
-        spec = prepare_data(job, storage if freeze else None)
+        spec = call(names_code(job), prepare_data, job, storage if freeze else None)
     else:
-        spec = prepare_data(job, here.storage, here.reading)
+        spec = call(names_code(job), prepare_data, job, here.storage, here.reading)
     return require_vocabulary(job, spec)
 
 
@@ -216,9 +217,10 @@ def reading_of(attempt: Attempt) -> Reading:
 
 def read_frozen_data(job: JobConfig, storage: Storage, reading: Reading) -> DataSpec:
     """The data of a claimed attempt, in another process than the one that claimed it. Raises as `prepare`."""
+    from orchestrator.data.code_process import call, names_code
     from orchestrator.data.preparing import prepare_data
 
-    return require_vocabulary(job, prepare_data(job, storage, reading))
+    return require_vocabulary(job, call(names_code(job), prepare_data, job, storage, reading))
 
 
 def config_digest(job: JobConfig) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.coordinator.survey import Survey, survey
+from orchestrator.data.code_process import needs_code
 from orchestrator.data.sources.listing import same_files
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.spec import DataSpec
@@ -41,7 +42,9 @@ def audit(store: RunStore, uri: str, steps: str | None, how: HowToAudit) -> dict
     there, foreign = store.names_and_foreign()
     points = [name for name in there if name not in foreign]
     seen = survey(store)
-    report = audit_history(trained_data(store, uri, seen), seen, steps, points, how)
+    spec = trained_data(store, uri, seen)
+    how = replace(how, apart=needs_code(spec))
+    report = audit_history(spec, seen, steps, points, how)
     return {**report, "attempts": len(store.claim_numbers())}
 
 

@@ -43,10 +43,12 @@ _PARTS_OF_A_PROCESS = 4  # so that none waits long for the last one
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HowToAudit:
     """By how many processes (None: as many as the machine has cores, and the steps are worth), and who hears
-    how far it is. `by_reference`: `tokenizers` encodes each document, too.
+    how far it is. `by_reference`: `tokenizers` encodes each document, too. `apart`: not in this process, also
+    by a single one, because it runs the user's code.
     """
 
     processes: int | None = None
+    apart: bool = False
     by_reference: bool = False
     progress: AuditProgress = field(default_factory=NoAuditProgress)
 
@@ -105,7 +107,7 @@ class AuditRun:
         return max(1, min(num_cores(), tokens // TOKENS_OF_A_PROCESS))
 
     def __enter__(self) -> AuditRun:
-        if self._num > 1:
+        if self._num > 1 or self._how.apart:
             self._processes = self._held.enter_context(AuditProcesses(self._spec, self._num))
         return self
 

@@ -41,10 +41,20 @@ def look_at(store: RunStore, uri: str, watch_s: float, quiet_s: Quiet) -> RunVie
     watched = None
     if watch_s > 0:
         watched = store.watch_busy(watch_s, time.monotonic, time.sleep)
+    facts, tail = read_newest(store, watched, watch_s)
+    return view_of(uri, facts, tail, datetime.now(UTC), quiet_s)
+
+
+def read_newest(
+    store: RunStore, watched: Free | Busy | None, watch_s: float, most_bytes: int | None = None
+) -> tuple[AttemptFacts, Tail]:
+    """What `view_of` is made of. `watched`: what watching for `watch_s` seconds has shown, None if nobody
+    did. `most_bytes`: so much of the journal is read (None: enough for all that a view says).
+    """
     for _ in range(LOOKS):
         files, (parent, torn) = store.attempt_files(), _newest_parent(store)
         facts, wrong, there = _facts(store, watched, watch_s, parent)
-        tail = read_tail(store.storage, SetAside(store))
+        tail = read_tail(store.storage, SetAside(store), most_bytes)
         missing = _missing(store, tail, parent, torn, wrong, there)
         if files == store.attempt_files():
             break  # else an attempt was claimed between them; it proves nothing, so the last look will do
@@ -52,8 +62,7 @@ def look_at(store: RunStore, uri: str, watch_s: float, quiet_s: Quiet) -> RunVie
         missing = ()  # what seems so may only have come since
     begun, inherited = (parent.attempt, parent.inherited) if parent is not None else (0, ())
     no_point = not inherited and tail.whole_from <= begun
-    facts = replace(facts, missing=missing, has_no_point=no_point)
-    return view_of(uri, facts, tail, datetime.now(UTC), quiet_s)
+    return replace(facts, missing=missing, has_no_point=no_point), tail
 
 
 def since_it_moved() -> Quiet:

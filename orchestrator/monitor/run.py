@@ -33,6 +33,7 @@ from orchestrator.records.steps import StepRecord
 from orchestrator.resume.pins import Hold
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.open import open_storage
+from orchestrator.terminal_text import visible
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -406,14 +407,15 @@ class Run:
     def plan(self, overrides: Sequence[str] = ()) -> Planned:
         """What the next start would do with the configuration of the newest attempt and these overrides.
 
-        Starts nothing, writes nothing; `.execute()` of what it returns does it.
+        Starts nothing, writes nothing, and imports no code that the configuration names; `.execute()` of what
+        it returns does it.
         """
         from orchestrator.config.loading import parse_config
         from orchestrator.launch import api
         from orchestrator.monitor.planned import Planned
 
         config = parse_config(self.config().to_json(), overrides)
-        return Planned(plan=api.plan(config), config=config)
+        return Planned(plan=api.plan_job(config, runs_code=False), config=config)
 
     def _repr_html_(self) -> str:
         from orchestrator.monitor.view_text import status_html
@@ -433,7 +435,7 @@ class Run:
             view = self._view(0.0, not_watched)
         except OrchestratorError as error:
             return f"Run({self.uri!r}: {error})"
-        return f"Run({self.uri!r}: {view.verdict}, newest point {view.newest_point or 'none'})"
+        return visible(f"Run({self.uri!r}: {view.verdict}, newest point {view.newest_point or 'none'})")
 
     def config(self) -> JobConfig:
         """The configuration of the newest attempt."""
@@ -478,11 +480,13 @@ class Run:
 
         Reads the files from the nearest cursor in the journal on. Raises as `audit` does.
         """
+        from orchestrator.data.code_process import call, needs_code
         from orchestrator.monitor.run_data import trained_data
         from orchestrator.monitor.step_documents import step_documents
 
         seen = survey(self._store)
-        return step_documents(trained_data(self._store, self.uri, seen), seen, str(step), text)
+        spec = trained_data(self._store, self.uri, seen)
+        return call(needs_code(spec), step_documents, spec, seen, str(step), text)
 
     def samples(self, step: str | int, text: bool = False) -> pd.DataFrame:
         """The same as a row for each document of each sample. Columns: `monitor.frames.SAMPLES`. Raises

@@ -8,6 +8,7 @@ from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
 from orchestrator.config.stored import in_todays_fields, nested
 from orchestrator.coordinator.survey import Survey, require_frozen
+from orchestrator.data.code_process import call, names_code
 from orchestrator.data.preparing import prepare_trained
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, RefusedError
@@ -32,7 +33,8 @@ def trained_data(store: RunStore, uri: str, seen: Survey) -> DataSpec:
     """
     configs = attempt_configs(uri, seen)
     try:
-        spec = prepare_trained(configs[-1], store.storage, seen.sources)
+        runs_code = any(map(names_code, configs))
+        spec = call(runs_code, prepare_trained, configs[-1], store.storage, seen.sources)
     except DataIdentityError as error:
         raise DataIdentityError(f"{error}{accepted_text(seen)}") from error
     require_frozen(seen, spec)

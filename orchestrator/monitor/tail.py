@@ -59,7 +59,8 @@ class Tail:
     objects. `gone` are the members that the newest generation has lost since it was formed, or who have left
     it, `waiting` what was said since of too few workers, `joins` each member's newest join. `fates` are what
     happened to points (kind and fields), `whole_from` the attempt from which on the journal was read wholly
-    (0: all of it).
+    (0: all of it). `wrote`: when the newest line was written. `damaged`: the newest file with a line, in what
+    was read, that is not as it was written; empty if there is none.
     """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -72,6 +73,8 @@ class Tail:
     point: dict[str, Any] | None = None
     fates: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     whole_from: int = 0
+    wrote: str | None = None
+    damaged: str = ""
 
     @property
     def fault(self) -> Said | None:
@@ -114,19 +117,25 @@ class Tail:
         return int(self.generation["world_size"]) - len(lost)
 
 
-def read_tail(storage: Storage, set_aside: Callable[[dict[str, Any]], bool] = lambda _: False) -> Tail:
+def read_tail(
+    storage: Storage,
+    set_aside: Callable[[dict[str, Any]], bool] = lambda _: False,
+    most_bytes: int | None = None,
+) -> Tail:
     """The newest part of the run's journal, without the steps that are `set_aside`; empty if there is none.
-    Lines that are not as the journal writes
-    them (the last one may be in the middle of being written) are passed over. A line that stands in several
-    segments, because a write of it failed, is taken once. Raises `StorageError`, and `LaterLineError` where a
-    later version wrote what would be shown.
+    Lines that are not as the journal writes them (the last one may be in the middle of being written) are
+    passed over. A line that stands in several segments, because a write of it failed, is taken once.
+    `most_bytes`: no more of it is read. Raises `StorageError`, and `LaterLineError` where a later version
+    wrote what would be shown.
     """
-    newest, whole_from = _newest_segments(storage)
+    newest, whole_from = _newest_segments(storage, most_bytes)
     tail = Tail(whole_from=whole_from)
     oldest: dict[int, int] = {}  # of each attempt's lines the least number that was taken
-    for ref, line in _lines_backwards(storage, newest):
+    for ref, line, is_last in _lines_backwards(storage, newest):
         kind = _KIND.search(line)
         if kind is None:
+            if line and not is_last:
+                tail.damaged = tail.damaged or ref.path
             continue
         name = kind.group(1).decode(errors="replace")
         if name == STEP and len(tail.steps) >= STEPS:
@@ -139,10 +148,12 @@ def read_tail(storage: Storage, set_aside: Callable[[dict[str, Any]], bool] = la
             if name != STEP or not set_aside(fields):
                 _take(tail, name, fields)
             oldest[ref.attempt] = fields["seq"]
+            tail.wrote = tail.wrote or fields["time"]
         except LaterLineError:
             raise
         except (orjson.JSONDecodeError, OrchestratorError, AttributeError, KeyError, TypeError):
-            continue
+            if not is_last:
+                tail.damaged = tail.damaged or ref.path
     return tail
 
 
@@ -184,28 +195,41 @@ def _change(line: dict[str, Any]) -> GroupChange:
     return decode(GroupChange, fields)
 
 
-def _newest_segments(storage: Storage) -> tuple[list[SegmentRef], int]:
-    """The segments to read, newest first, and the attempt from which on these are all there are (0: all)."""
-    newest: list[SegmentRef] = []
-    found = 0
+def _newest_segments(storage: Storage, most: int | None) -> tuple[list[tuple[SegmentRef, int]], int]:
+    """The segments to read, newest first, each from a byte on, and the attempt from which on these are all
+    there are (0: all).
+    """
+    newest: list[tuple[SegmentRef, int]] = []
+    found, enough = 0, LEAST_BYTES if most is None else most
     for attempt in reversed(journals(storage)):
         for ref in reversed(segments(storage, attempt)):
-            if found >= LEAST_BYTES:
-                return newest, attempt + 1
-            newest.append(ref)
+            if found >= enough:
+                is_cut = bool(newest) and newest[-1][1] > 0
+                return newest, (newest[-1][0].attempt if is_cut else attempt) + 1
+            size = 0
             with _there(ref):
-                found += num_bytes(storage, ref)
-    return newest, 0
+                size = num_bytes(storage, ref)
+            newest.append((ref, 0 if most is None else max(0, size - (most - found))))
+            found += size
+    return newest, newest[-1][0].attempt + 1 if newest and newest[-1][1] else 0
 
 
-def _lines_backwards(storage: Storage, newest: Sequence[SegmentRef]) -> Iterator[tuple[SegmentRef, bytes]]:
-    """Every line and the segment that it is in."""
-    for ref in newest:
+def _lines_backwards(
+    storage: Storage, newest: Sequence[tuple[SegmentRef, int]]
+) -> Iterator[tuple[SegmentRef, bytes, bool]]:
+    """Every line, the segment that it is in, and whether it is what follows the last line feed there, which
+    may be in the middle of being written.
+    """
+    for ref, begin in newest:
         with _there(ref):
-            content = read_from(storage, ref)
+            content = read_from(storage, ref, begin)
+        if begin:
+            content = content[content.find(b"\n") + 1 :]
         require_known_begin(ref.path, content)  # of another form it may have no line that is found below
+        is_last = True
         for line in reversed(content.split(b"\n")):
-            yield ref, line
+            yield ref, line, is_last
+            is_last = False
 
 
 @contextmanager

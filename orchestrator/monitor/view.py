@@ -141,12 +141,12 @@ def view_of(
     """The run at a glance. `quiet_s`: what `RunView` has under this name, by who watches: given the view
     before its sentence is made, which is to say the same, and the newest generation.
     """
-    newest = max(tail.steps, key=lambda s: (s["attempt"], s["generation"], s["step"]), default=None)
+    newest = _newest(tail)
     rate = _tokens_per_s(tail.steps)
     left = _tokens_left(facts, tail, newest)
     state = _state(facts, tail)
     fault = tail.fault
-    point = tail.point if tail.point is not None and tail.point["point"] == facts.point else None
+    point = _point(facts, tail)
     view = RunView(
         run=run,
         state=state,
@@ -181,8 +181,17 @@ def view_of(
     )
     generation = tail.generation["generation"] if tail.generation is not None else None
     view = replace(view, quiet_s=quiet_s(view, generation))
-    standing = _standing(view, facts, tail, _at_risk(facts, tail, point, newest))
+    standing = _standing(view, facts, tail, at_risk(facts, tail))
     return replace(view, verdict=verdict(standing))
+
+
+def _newest(tail: Tail) -> dict[str, Any] | None:
+    return max(tail.steps, key=lambda s: (s["attempt"], s["generation"], s["step"]), default=None)
+
+
+def _point(facts: AttemptFacts, tail: Tail) -> dict[str, Any] | None:
+    """The line of the newest resume point; None where the tail does not have it."""
+    return tail.point if tail.point is not None and tail.point["point"] == facts.point else None
 
 
 def _state(facts: AttemptFacts, tail: Tail) -> str:
@@ -221,9 +230,9 @@ def _standing(view: RunView, facts: AttemptFacts, tail: Tail, risk: Risk | None)
     )
 
 
-def _at_risk(
-    facts: AttemptFacts, tail: Tail, point: dict[str, Any] | None, newest: dict[str, Any] | None
-) -> Risk | None:
+def at_risk(facts: AttemptFacts, tail: Tail) -> Risk | None:
+    """What would be trained again if everything died now; None where a quick look cannot say."""
+    newest, point = _newest(tail), _point(facts, tail)
     return _risk(point, newest) or _since_resumed(facts, tail, newest) or _all(facts, newest)
 
 

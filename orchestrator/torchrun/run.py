@@ -397,4 +397,4 @@ def _shown(
 
 
 def _say(text: str) -> None:
-    Screen(sys.stderr).write(text + "\n")
+    Screen(sys.stderr).say(text)

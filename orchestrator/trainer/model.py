@@ -175,7 +175,9 @@ def transformers_settings(config: ModelConfig, device_type: str, invariant: bool
 
     with naming_model(config):
         if config.pretrained is not None:
-            settings = AutoConfig.from_pretrained(settings_folder(config.pretrained), local_files_only=True)
+            settings = AutoConfig.from_pretrained(
+                settings_folder(config.pretrained), local_files_only=True, trust_remote_code=False
+            )
         else:
             shape = dict(config.config or {})
             kind = shape.pop("model_type")

@@ -40,11 +40,16 @@ def open_model(
     storage = open_storage(where)
     if storage.folder is not None:
         opened: Any = AutoModelForCausalLM.from_pretrained(
-            storage.folder, use_safetensors=True, local_files_only=True, output_loading_info=True, **how
+            storage.folder,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **how,
         )
         return opened[0], opened[1]
     model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        settings, dtype=dtype, attn_implementation=attention
+        settings, dtype=dtype, attn_implementation=attention, trust_remote_code=False
     )
     own = own_tensors(dict(model.state_dict(keep_vars=True)))
     with torch.no_grad():

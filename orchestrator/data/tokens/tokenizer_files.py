@@ -197,7 +197,8 @@ def _converted(name: str, folder: Path) -> bytes:
     try:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer.to_str().encode()
+        opened = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        return opened.backend_tokenizer.to_str().encode()
     except Exception as error:  # whatever is wrong inside, the tokenizer cannot be used
         raise ConfigError(
             f"data.tokenizer={name}: it has no tokenizer.json and transformers cannot make one: {error}; "

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from fastapi import FastAPI
 from fastapi import Path as InPath
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from orchestrator.monitor.dashboard.action_table import ACTIONS
-from orchestrator.monitor.dashboard.actions import Asked, Sight, Tell, is_stale, plan
+from orchestrator.monitor.dashboard.actions import Asked, Sight, Tell, is_stale, of_nothing, plan
 from orchestrator.monitor.dashboard.answers import (
     UNANSWERABLE,
     Problem,
@@ -24,7 +26,7 @@ from orchestrator.monitor.dashboard.answers import (
     shown,
     without_secrets,
 )
-from orchestrator.monitor.dashboard.doing import Doings
+from orchestrator.monitor.dashboard.doing import MOST_STOPS, Doings
 from orchestrator.monitor.dashboard.runs import OpenRun, Runs
 from orchestrator.monitor.run import Run
 
@@ -61,27 +63,39 @@ class ConfirmBody(AskedBody):
 def add_actions(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
     """Plan, confirm, and what became of it."""
     doings, secret = Doings(), secrets.token_bytes(32)
+    # threads of their own: requests that wait for a storage or for a run's lock do not hold them up
+    of_steering = CapacityLimiter(MOST_STOPS)
 
-    @app.post("/api/runs/{run}/actions/{action}/plan")
-    def planned(run: RunName, action: ActionName, body: AskedBody) -> Response:
+    def threads(action: str) -> CapacityLimiter | None:
+        return of_steering if is_steering(action) else None
+
+    def make_plan(run: str, action: str, body: AskedBody) -> Response:
         opened, asked = runs.open(run), body.asked()
         found = plan(action, ACTIONS[action], asked, _sight(opened, action, asked), secret, clock())
         return json_response({**without_secrets(found.to_json()), "token": found.token})
 
-    @app.post("/api/runs/{run}/actions/{action}", status_code=202)
-    def confirmed(run: RunName, action: ActionName, body: ConfirmBody) -> Response:
+    @app.post("/api/runs/{run}/actions/{action}/plan")
+    async def planned(run: RunName, action: ActionName, body: AskedBody) -> Response:
+        return await run_sync(make_plan, run, action, body, limiter=threads(action))
+
+    def begin(run: str, action: str, body: ConfirmBody) -> Response:
         opened, asked = runs.open(run), body.asked()
         begun = doings.known(body.token)
         if begun is None:
-            sight = _sight(opened, action, asked)
+            steers = is_steering(action)  # its plan depends on nothing that would have to be read
+            sight = Sight(uri=opened.uri, summary={}) if steers else _sight(opened, action, asked)
             if is_stale(action, ACTIONS[action], asked, sight, secret, clock(), body.token):
                 raise RouteError(_stale(body.basis, ACTIONS[action].basis(sight)))
             begun = doings.begin(run, action, body.token, partial(_carry_out, opened, action, asked))
         if begun is None:
             raise RouteError(
-                Problem(status=409, code="busy", text="many actions are under way; wait for one to end")
+                Problem(status=409, code="busy", text=f"many are under way: {action}; wait for one to end")
             )
         return json_response(begun.to_json(), 202)
+
+    @app.post("/api/runs/{run}/actions/{action}", status_code=202)
+    async def confirmed(run: RunName, action: ActionName, body: ConfirmBody) -> Response:
+        return await run_sync(begin, run, action, body, limiter=threads(action))
 
     @app.get("/api/runs/{run}/actions/{number}")
     def state(run: RunName, number: Annotated[str, InPath(max_length=40)]) -> Response:
@@ -98,7 +112,14 @@ def _carry_out(run: OpenRun, action: str, asked: Asked, tell: Tell) -> str:
         run.look_again()
 
 
+def is_steering(action: str) -> bool:
+    """Whether it concerns whatever works on the run, and so nothing that the page has to read."""
+    return ACTIONS[action].basis is of_nothing
+
+
 def _sight(run: OpenRun, action: str, asked: Asked) -> Sight:
+    if is_steering(action):
+        return Sight(uri=run.uri, summary=run.listed.row())
     detail = None
     with run.readable(anew=True) as views:
         if ACTIONS[action].needs_point:

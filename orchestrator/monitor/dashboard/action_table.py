@@ -16,7 +16,16 @@ from orchestrator.config.declaring import NAME
 from orchestrator.errors import RefusedError, StorageError
 from orchestrator.history.finding_files import VERIFY, verify_result
 from orchestrator.history.request_files import asker
-from orchestrator.monitor.dashboard.actions import ALIVE, Action, Asked, Effect, Sight, WrongFound, of_point
+from orchestrator.monitor.dashboard.actions import (
+    ALIVE,
+    Action,
+    Asked,
+    Effect,
+    Sight,
+    WrongFound,
+    of_nothing,
+    of_point,
+)
 from orchestrator.monitor.views.words import span, steps, workers
 from orchestrator.storage.open import join, open_storage, split
 
@@ -54,25 +63,26 @@ def _answered(reply: Any) -> str:
 
 def _save_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
     del asked
-    risk, newest = sight.summary["risk"], sight.summary.get("point")
+    risk = sight.summary.get("risk")
     effects = [("save", "The group saves at the next step boundary and trains on.")]
-    if newest and newest.get("bytes"):
-        effects.append(
-            ("disk", f"The newest resume point has {size_text(newest['bytes'])}; this one is alike.")
-        )
-    at_risk = f"Tokens at risk fall from {count(risk['tokens'])} to 0 when it is committed."
-    return [*effects, ("risk", at_risk)]
+    if risk is not None:
+        at_risk = f"Tokens at risk fall from {count(risk['tokens'])} to 0 when it is committed."
+        effects.append(("risk", at_risk))
+    return effects
 
 
 def _stop_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
-    risk, size = sight.summary["risk"], sight.summary.get("world_size") or 0
-    become = f"{workers(size)} {'becomes' if size == 1 else 'become'} free"
+    risk, size = sight.summary.get("risk"), sight.summary.get("world_size") or 0
+    become = f"{workers(size)} {'becomes' if size == 1 else 'become'} free" if size else "Its workers end"
     free = ("stopped", f"{become}. The run stays as it is until somebody starts it again.")
     if not asked.now:
         return [
             ("save", "The group saves at the next step boundary, then all workers leave. Nothing is lost."),
             free,
         ]
+    if risk is None:
+        lost = "Nothing is saved: all steps after the newest resume point are trained again"
+        return [("risk", f"{lost} when the run is started again."), free]
     lost = f"{steps(risk['steps'])} ({count(risk['tokens'])} tokens, {span(risk['seconds'])} of work)"
     are = "is" if risk["steps"] == 1 else "are"
     return [("risk", f"Nothing is saved: {lost} {are} trained again when the run is started again."), free]
@@ -241,6 +251,7 @@ ACTIONS: dict[str, Action] = {
         effects=_save_effects,
         command=lambda sight, asked: _command("save", sight),
         do=lambda run, asked, tell: _answered(run.save(tell=tell)),
+        basis=of_nothing,
         needs_alive=True,
     ),
     "stop": Action(
@@ -249,6 +260,7 @@ ACTIONS: dict[str, Action] = {
         effects=_stop_effects,
         command=lambda sight, asked: _command("stop", sight, "--now" if asked.now else ""),
         do=lambda run, asked, tell: _answered(run.stop(asked.now, tell=tell)),
+        basis=of_nothing,
         needs_alive=True,
         is_grave=True,
     ),

@@ -2,8 +2,8 @@
 
 Pure, but for `Action.do`, which is called with the run when a plan was confirmed: effects, refusals and the
 basis of a plan are made from what the page shows. A plan's token holds only while that basis stands: that of
-the run (`of_run`), or, for what concerns one point alone, that of the point (`of_point`). A finished step
-changes neither.
+the run (`of_run`), for what concerns one point alone that of the point (`of_point`), for save and stop none
+(`of_nothing`). A finished step changes none of them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from orchestrator.monitor.verdict import OPEN, UNREADABLE
 
 if TYPE_CHECKING:
     from orchestrator.monitor.run import Run
@@ -67,6 +69,12 @@ def of_run(sight: Sight) -> dict[str, Any]:
         "newest_point": newest["name"] if newest else None,
         "state": sight.summary["state"],
     }
+
+
+def of_nothing(sight: Sight) -> dict[str, Any]:
+    """What a plan depends on that concerns whatever works on the run: nothing that moves while it trains."""
+    del sight
+    return {}
 
 
 def of_point(sight: Sight) -> dict[str, Any]:
@@ -124,10 +132,12 @@ def plan(name: str, action: Action, asked: Asked, sight: Sight, secret: bytes, n
     """What an action, which has this name, would do now, `now` seconds on the server's clock."""
     refusals = list[str]()
     state = sight.summary["state"]
-    if action.needs_alive and state not in ALIVE:
+    # of a run whose journal cannot be read its signs of life can
+    is_alive = state in ALIVE or (state == UNREADABLE and sight.summary.get("alive"))
+    if action.needs_alive and not is_alive:
         refusals.append(
             "the run is still being watched for a sign of life: ask again in a few seconds"
-            if state == "open"
+            if state == OPEN or (state == UNREADABLE and sight.summary.get("alive") is None)
             else f"nothing of this run is alive ({state}): there is nobody to ask"
         )
     refusals += action.refusals(sight, asked)

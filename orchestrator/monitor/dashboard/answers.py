@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from orchestrator.config.redaction import HIDDEN, is_secret, redacted, redacted_text
 from orchestrator.errors import BusyError, OrchestratorError, RefusedError, StorageError
+from orchestrator.terminal_text import visible
 
 UNANSWERABLE = 422
 _PLAIN = frozenset({int, float, bool, type(None)})
@@ -39,7 +40,7 @@ class Problem:
 
     def to_json(self) -> dict[str, Any]:
         """The document of an error."""
-        document = {"code": self.code, "text": redacted_text(self.text), **self.more}
+        document = {"code": self.code, "text": visible(redacted_text(self.text)), **self.more}
         return {"error": {**document, "do": self.do} if self.do else document}
 
 
@@ -98,6 +99,7 @@ def without_secrets(value: Any, key: str = "") -> Any:
     place, is left as it is.
     """
     if isinstance(value, str):
+        value = visible(value)  # a command is copied from the page into a terminal
         return redacted(value, key) if _hides(key) or _SUSPECT.search(value) else value
     if isinstance(value, Mapping):
         if _hides(key):

@@ -15,7 +15,8 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.monitor.dashboard.actions import Tell, WrongFound
 
 KEPT = 200  # actions that are remembered
-MOST_AT_ONCE = 8
+MOST_AT_ONCE = 8  # of one kind: those that wait, a save perhaps for hours, are in the way of no other
+MOST_STOPS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,18 +52,20 @@ class Doings:
             return self._by_id.get(self._by_token.get(token, ""))
 
     def begin(self, run: str, action: str, token: str, do: Callable[[Tell], str]) -> Doing | None:
-        """Carries `do` out beside this thread; None if `MOST_AT_ONCE` actions are under way. `do` is given
-        what to call with why it takes long.
+        """Carries `do` out beside this thread; None if `MOST_AT_ONCE` of this action are under way
+        (`MOST_STOPS` of stop). `do` is called with a function that reports why it takes long.
         """
         with self._lock:
             if token in self._by_token and (begun := self._by_id.get(self._by_token[token])):
                 return begun
-            if sum(each.state == "running" for each in self._by_id.values()) >= MOST_AT_ONCE:
+            same = [each for each in self._by_id.values() if (each.state, each.action) == ("running", action)]
+            if len(same) >= (MOST_STOPS if action == "stop" else MOST_AT_ONCE):
                 return None
             begun = Doing(id=secrets.token_hex(8), run=run, action=action)
             self._by_id[begun.id], self._by_token[token] = begun, begun.id
-            while len(self._by_id) > KEPT:
-                gone, _ = self._by_id.popitem(last=False)
+            ended = [each.id for each in self._by_id.values() if each.state != "running"]
+            for gone in ended[: max(0, len(self._by_id) - KEPT)]:
+                del self._by_id[gone]
                 self._by_token = {t: i for t, i in self._by_token.items() if i != gone}
         # it waits for a run's answer, perhaps for long: the server's end does not wait for it
         threading.Thread(target=self._do, args=(begun, do), name=f"action {action}", daemon=True).start()

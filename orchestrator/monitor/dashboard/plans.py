@@ -8,13 +8,11 @@ journal is not read once more.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from orchestrator.config.loading import parse_config
@@ -25,7 +23,7 @@ from orchestrator.coordinator.data_end import find_known_epochs
 from orchestrator.coordinator.forking import point_info
 from orchestrator.coordinator.skipping import skip_here
 from orchestrator.coordinator.sources import SourcesHere, sources_here
-from orchestrator.data.frozen import read_frozen
+from orchestrator.data.code_process import reads_without_code
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
 from orchestrator.history.beginnings import beginning_of
@@ -157,9 +155,9 @@ class Planner:
         if run is None:
             return _Data(identities=None, notes=(), refusals=())
         same = (run.identity, run.identity)
-        if not self._is_here(job):
-            note = "the data are not looked at: this machine does not see the run's tokenizer"
-            return _Data(identities=same, notes=(note,), refusals=())
+        if not reads_without_code(job, self._run.store.storage):
+            why = "this page runs no code that a run names, and asks no hub; `orchestrator plan CONFIG` does"
+            return _Data(identities=same, notes=(f"the data are not looked at: {why}",), refusals=())
         try:
             spec = read_frozen_data(job, here.storage, here.reading)
         except DataIdentityError as error:
@@ -169,12 +167,6 @@ class Planner:
             return _Data(identities=same, notes=(note,), refusals=())
         identities = (run.identity, spec.identity())
         return _Data(identities=identities, notes=spec.notes, refusals=(), spec=spec)
-
-    def _is_here(self, job: JobConfig) -> bool:
-        """Whether the data can be looked at without asking a hub for a tokenizer."""
-        frozen = read_frozen(self._run.store.storage)
-        known = frozen is not None and frozen.record.tokenizer == job.data.tokenizer
-        return frozen is not None and (known or Path(os.path.expanduser(job.data.tokenizer)).is_dir())
 
 
 def layout(job: JobConfig) -> list[dict[str, Any]]:

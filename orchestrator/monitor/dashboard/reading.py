@@ -13,7 +13,7 @@ from orchestrator.monitor.dashboard import stream
 from orchestrator.monitor.dashboard.action_table import ACTIONS
 from orchestrator.monitor.dashboard.answers import json_response, named, shown
 from orchestrator.monitor.dashboard.plans import Planner, WhatIf
-from orchestrator.monitor.dashboard.runs import Runs
+from orchestrator.monitor.dashboard.runs import OpenRun, Runs
 from orchestrator.monitor.dashboard.watch import Closing, Watches
 
 MOST = 10**12
@@ -30,11 +30,7 @@ def add_views(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
 
     @app.get("/api/runs")
     def all_runs() -> Response:
-        rows = []
-        for name in runs.names():
-            with runs.open(name).reading() as views:
-                rows.append(views.summary(full=False))
-        document = {"now": clock(), "storage": str(runs.root), "runs": rows, "actions": list(ACTIONS)}
+        document = {"now": clock(), "storage": str(runs.root), "runs": runs.rows(), "actions": list(ACTIONS)}
         return shown(document)
 
     @app.get("/api/runs/{run}")
@@ -127,7 +123,7 @@ def add_records(app: FastAPI, runs: Runs) -> None:
 
 def add_plan(app: FastAPI, runs: Runs) -> None:
     """The planner."""
-    planners: dict[int, Planner] = {}
+    planners: dict[str, tuple[OpenRun, Planner]] = {}
 
     @app.get("/api/runs/{run}/plan")
     def what_if(
@@ -139,7 +135,9 @@ def add_plan(app: FastAPI, runs: Runs) -> None:
         seq_len: Typed = "",
     ) -> Response:
         opened = runs.open(run)
-        planner = planners.setdefault(id(opened), Planner(opened))
+        if run not in planners or planners[run][0] is not opened:  # another run of that name
+            planners[run] = opened, Planner(opened)
+        _, planner = planners[run]
         typed = {
             "num_workers": num_workers,
             "global_batch_size": global_batch_size,

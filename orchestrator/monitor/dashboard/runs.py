@@ -5,6 +5,7 @@ Names come from outside: what is opened lies directly in it, whatever a name or 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import threading
@@ -12,23 +13,28 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from orchestrator.config.declaring import NAME
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.monitor.dashboard.answers import UNANSWERABLE, Problem, RouteError, not_found
+from orchestrator.monitor.dashboard.listed import ListedRun, unreadable_row
 from orchestrator.monitor.missing import missing_text
 from orchestrator.monitor.run import Run
 from orchestrator.monitor.views.lanes import Fork
+from orchestrator.monitor.views.life import LifeWatch
 from orchestrator.monitor.views.lines import UnreadableError
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.monitor.views.summary import sentence
 from orchestrator.parts.node_storage import with_nodes
 from orchestrator.resume.run_file import RUN_FILE
 from orchestrator.resume.store import RunStore
+from orchestrator.storage.at_once import at_once
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import join, split
 
 REFRESH_S = 0.5  # a run is not read anew more often than this
+MOST_KEPT = 16  # runs whose journals are kept in memory, those that were asked for last
 
 
 @dataclass(kw_only=True)
@@ -38,15 +44,32 @@ class OpenRun:
     name: str
     uri: str
     store: RunStore
-    views: RunViews
+    listed: ListedRun
+    make_views: Callable[[], RunViews]
     clock: Callable[[], float] = time.monotonic
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _read_at: float = float("-inf")
+    _views: RunViews | None = None
     _missing: tuple[UnreadableError, str] | None = None
 
     def look_again(self) -> None:
         """What is asked for next is read anew."""
         self._read_at = float("-inf")
+
+    @property
+    def views(self) -> RunViews:
+        """The views, which keep all of the journal that was read."""
+        if self._views is None:
+            self._views = self.make_views()
+        return self._views
+
+    def forget(self) -> None:
+        """What was read is not kept: the next look reads all of it. Nothing while a thread reads it."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._views, self._read_at = None, float("-inf")
+            finally:
+                self._lock.release()
 
     @contextmanager
     def known(self) -> Iterator[RunViews]:
@@ -111,15 +134,31 @@ class Runs:
         self.root = self._storage.root
         self._clock, self._lock = clock, threading.Lock()
         self._open: dict[str, tuple[str, OpenRun]] = {}
+        self._asked: dict[str, OpenRun] = {}  # for more than their rows, the last one last
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The list of runs: a row for each, whatever is wrong with another. Raises `StorageError` if the
+        storage itself cannot be listed.
+        """
+        names = self.names()
+        with self._lock:
+            for gone in self._open.keys() - names:
+                del self._open[gone]
+                self._asked.pop(gone, None)
+        return at_once(self._storage, self._row, names)
+
+    def _row(self, name: str) -> dict[str, Any]:
+        try:
+            return self._opened(name).listed.row()
+        except (RouteError, OrchestratorError) as error:  # deleted meanwhile, or its run.json is out of reach
+            return unreadable_row(name, join(self.root, name), str(error), self._clock())
 
     def names(self) -> list[str]:
         """The runs that lie there. Raises `StorageError` if the storage cannot be read."""
         folder = self._storage.folder
         if folder is None:
             # what was opened is asked for anew when it is opened again
-            return [
-                name for name in self._storage.list("") if name in self._open or self._stamp(name) is not None
-            ]
+            return [name for name in self._storage.list("") if name in self._open or self._is_run(name)]
         try:
             found = sorted(entry.name for entry in os.scandir(folder))
         except OSError as error:
@@ -127,10 +166,23 @@ class Runs:
                 f"the storage {folder} cannot be read: {error.strerror or error}; is the disk or the mount "
                 "there?"
             ) from error
-        return [name for name in found if self._stamp(name) is not None]
+        return [name for name in found if self._is_run(name)]
 
     def open(self, name: str) -> OpenRun:
-        """The run of this name. Raises `RouteError` (404) if there is none in the storage."""
+        """The run of this name, to read it wholly; what was read of the run that nobody has asked for longest
+        is forgotten. Raises `RouteError` (404) if there is none in the storage.
+        """
+        run = self._opened(name)
+        with self._lock:
+            self._asked.pop(name, None)
+            self._asked[name] = run
+            old = list(self._asked)[:-MOST_KEPT]
+            forgotten = [self._asked.pop(each) for each in old]
+        for each in forgotten:
+            each.forget()
+        return run
+
+    def _opened(self, name: str) -> OpenRun:
         if (stamp := self._stamp(name)) is None:
             raise not_found(
                 "no_run",
@@ -142,9 +194,14 @@ class Runs:
             if known is not None and known[0] == stamp:
                 return known[1]
             uri = join(self.root, name)
-            store = RunStore(with_nodes(self._storage.beside(uri)))
-            views = RunViews(store, self._clock)
-            run = OpenRun(name=name, uri=uri, store=store, views=views)
+            store, life = RunStore(with_nodes(self._storage.beside(uri))), LifeWatch(self._clock)
+            run = OpenRun(
+                name=name,
+                uri=uri,
+                store=store,
+                listed=ListedRun(name=name, store=store, life=life, clock=self._clock),
+                make_views=lambda: RunViews(store, self._clock, life=life),
+            )
             self._open[name] = (stamp, run)
             return run
 
@@ -152,8 +209,8 @@ class Runs:
         """Which of the runs are forks, and of what. Raises `StorageError`."""
         found = []
         for name in self.names():
-            with self.open(name).reading() as views:
-                found.append(views.forked_from())
+            with suppress(RouteError):  # it was deleted meanwhile
+                found.append(self._opened(name).listed.fork())
         return [fork for fork in found if fork is not None]
 
     def is_here(self, uri: str) -> bool:
@@ -162,8 +219,17 @@ class Runs:
         here = self.root if self._storage.folder is None else str(self._storage.folder.resolve())
         return outer == here and self._stamp(name) is not None
 
+    def _is_run(self, name: str) -> bool:
+        """Also of one that cannot be read: its row says so."""
+        try:
+            return self._stamp(name) is not None
+        except StorageError:
+            return True
+
     def _stamp(self, name: str) -> str | None:
-        """Which run.json lies there; None if it is no run's place, or that of one which lies elsewhere."""
+        """Which run.json lies there; None if it is no run's place, or that of one which lies elsewhere.
+        Raises `StorageError` if that cannot be told.
+        """
         if not re.fullmatch(NAME, name) or (self._only is not None and name != self._only):
             return None
         if self._storage.folder is None:
@@ -176,6 +242,13 @@ class Runs:
                 if not self._storage.exists(f"{name}/{RUN_FILE}"):  # on NFS a stat alone may be 60 s behind
                     return None
             found = os.stat(root / name / RUN_FILE)
-        except (OSError, RuntimeError):  # a loop of links
+        except RuntimeError:  # a loop of links
             return None
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+                return None
+            raise StorageError(
+                f"{root / name / RUN_FILE} cannot be read: {error.strerror or error}; correct its rights, or "
+                "look after the mount"
+            ) from error
         return f"{found.st_ino} {found.st_mtime_ns}"

@@ -12,6 +12,7 @@ from types import FrameType
 
 import uvicorn
 
+from orchestrator.data.user_code import reading_only
 from orchestrator.errors import RefusedError
 from orchestrator.monitor.dashboard.app import make_app
 from orchestrator.monitor.dashboard.auth import new_token
@@ -74,7 +75,8 @@ def serve(
         threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
     try:
         announce(link(host, listening.getsockname()[1], token))
-        server.run(sockets=[listening])
+        with reading_only():
+            server.run(sockets=[listening])
     except KeyboardInterrupt:
         return  # that is how it is ended
     finally:

@@ -21,24 +21,12 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.monitor.views.arrays import Array, Growing, Pyramid
 from orchestrator.monitor.views.columns import Columns, Event, Generation
 from orchestrator.monitor.views.files import RunFiles
+from orchestrator.monitor.views.life import Life
 from orchestrator.monitor.views.path import Path
 
 Value = TypeVar("Value")
 
 DRAIN = "drain notice"  # `by` of an end that nobody wanted
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Life:
-    """Whether the newest attempt lives, as this process saw it. `alive`: it changed something within
-    `limit_s`; False: nothing for so long; None: watched for less (`watched_s`). `last_sign`: when it changed
-    last, by this machine's clock; None: not since it is watched.
-    """
-
-    alive: bool | None = None
-    last_sign: float | None = None
-    watched_s: float = 0.0
-    limit_s: float = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,12 +30,12 @@ from orchestrator.monitor.views import (
     timeline,
 )
 from orchestrator.monitor.views.columns import Columns
-from orchestrator.monitor.views.facts import Along, Facts, Life
+from orchestrator.monitor.views.facts import Along, Facts
 from orchestrator.monitor.views.files import RunFiles
+from orchestrator.monitor.views.life import WATCH_S, LifeWatch
 from orchestrator.monitor.views.lines import JournalLines, UnreadableError
 from orchestrator.resume.store import RunStore
 
-WATCH_S = 10.0  # without any change for so long, a run without an end is dead (membership rule 12)
 LOOKS = 5  # at a run that goes on while it is read, until what is read fits together
 AGAIN_S = 10.0  # after which a run that could not be read is read once more
 PIECES_S = 10.0  # at most so often all its folders are listed, to see what is gone of them
@@ -66,15 +66,16 @@ class RunViews:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         watch_s: float = WATCH_S,
+        life: LifeWatch | None = None,
     ) -> None:
-        """`clock`: for what people read. `monotonic`: by which the run is watched for `watch_s`."""
-        self._store, self._clock, self._monotonic, self._watch_s = store, clock, monotonic, watch_s
+        """`clock`: for what people read. `monotonic`: by which the run is watched for `watch_s`. `life`: a
+        watch that others have a part in, in place of one by these.
+        """
+        self._store, self._clock, self._monotonic = store, clock, monotonic
         self._reading: _Reading | None = None
         self._failed_at = 0.0
         self.unreadable: UnreadableError | None = None
-        self._signs: tuple[int, bytes] | None = None  # of the newest attempt, as they were last seen
-        self._watched_since = self._changed_at = 0.0
-        self._sign_at: float | None = None
+        self._life, self._was_watched = life or LifeWatch(clock, monotonic, watch_s), False
 
     # ---------------------------------------------------------------------- reading
     def refresh(self) -> bool:
@@ -164,24 +165,12 @@ class RunViews:
     def _watch(self) -> bool:
         """Whether the newest attempt lives: by change, on this process's own clock."""
         assert self._reading is not None, "it was read just now"
-        facts, now = self._reading.facts, self._monotonic()
+        facts = self._reading.facts
         number = facts.files.newest or 0
-        over = number == 0 or facts.end_of(number) is not None
-        signs = (number, b"" if over else self._store.signs_of_life(number))
-        if self._signs is None:
-            self._watched_since = self._changed_at = now
-        elif signs != self._signs and not over:  # that an end leaves no signs is none
-            self._changed_at, self._sign_at = now, self._clock()
-        first, self._signs = self._signs is None, signs
-        quiet = now - self._changed_at
-        alive = None if self._sign_at is None and quiet < self._watch_s else quiet < self._watch_s
         before = facts.life
-        facts.life = Life(
-            alive=None if over else alive,
-            last_sign=self._sign_at,
-            watched_s=now - self._watched_since,
-            limit_s=self._watch_s,
-        )
+        over = number == 0 or facts.end_of(number) is not None
+        facts.life = self._life.look(number, over, b"" if over else self._store.signs_of_life(number))
+        first, self._was_watched = not self._was_watched, True
         return first or before.alive != facts.life.alive or before.last_sign != facts.life.last_sign
 
     @property

@@ -28,7 +28,6 @@ from orchestrator.monitor.views import goodput
 from orchestrator.monitor.views.checks import BAD, WARN, checks
 from orchestrator.monitor.views.facts import Facts, short, stamp
 from orchestrator.monitor.views.happenings import brief, happenings, waiting_now
-from orchestrator.monitor.views.path import HISTORY
 from orchestrator.monitor.views.points_table import (
     DAMAGED,
     DIGESTS,
@@ -42,7 +41,6 @@ from orchestrator.monitor.views.points_table import (
 RECENT = 9
 SPEED_STEPS = 200
 LOSS_NOW, LOSS_BEFORE = 50, 1000
-RIBBON_S, RIBBON_CELLS = 86400, 48
 CONFIG = (
     "train.global_batch_size", "train.micro_batch_size", "pack.seq_len", "cluster.num_workers",
     "resume.every_steps", "resume.keep_latest", "train.lr", "train.schedule", "train.numerics",
@@ -73,7 +71,6 @@ def summary(facts: Facts, now: float, full: bool = True) -> Row:
     out["points"] = _points(facts)
     out["goodput"] = _goodput(facts)
     out["loss"] = _loss(facts)
-    out["ribbon"] = ribbon(facts, now)
     if full:
         out |= _more(facts, out, now)
     return out
@@ -246,30 +243,6 @@ def _loss(facts: Facts) -> Row:
         "steps": len(losses[-LOSS_NOW:]),
         "before": short(float(before.mean())) if full else None,
     }
-
-
-def ribbon(facts: Facts, now: float) -> list[list[float | None] | None]:
-    """The last 24 h in 48 pieces: [share that was trained and counts, share that was trained and left aside],
-    None where the run did not exist or was over.
-    """
-    low, each = now - RIBBON_S, RIBBON_S / RIBBON_CELLS
-    edges = low + each * np.arange(RIBBON_CELLS + 1)
-    shares = np.zeros((2, RIBBON_CELLS))
-    columns = facts.columns
-    for piece in facts.path.pieces:
-        a, b = int(piece.rows[0]), int(piece.rows[-1])
-        begin, end = columns["t"][a] - columns["step_s"][a], columns["t"][b]
-        if end > low:
-            inside = np.clip(np.minimum(end, edges[1:]) - np.maximum(begin, edges[:-1]), 0.0, None)
-            shares[0 if piece.fate == HISTORY else 1] += inside
-    first = min((written.first for written in columns.attempts.values()), default=now)
-    end_ = facts.end_of(facts.files.newest)
-    last = now if end_ is None else end_.t
-    spans = np.minimum(np.minimum(edges[1:], now), last) - np.maximum(edges[:-1], first)
-    return [
-        None if span <= 1 else [short(min(1.0, shares[0, i] / span)), short(min(1.0, shares[1, i] / span))]
-        for i, span in enumerate(spans.tolist())
-    ]
 
 
 def _more(facts: Facts, out: Row, now: float) -> Row:

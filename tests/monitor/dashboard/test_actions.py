@@ -66,7 +66,8 @@ def test_a_plan_says_what_it_would_do_and_the_command_that_does_the_same(name: s
     assert found.title
     assert found.command.startswith(f"orchestrator {name} '/runs/my run'")
     of_run = {"attempt": 2, "generation": 3, "newest_point": POINT, "state": sight.summary["state"]}
-    assert found.basis == (OF_POINT if name in ("pin", "unpin", "verify") else of_run)
+    of_point = OF_POINT if name in ("pin", "unpin", "verify") else of_run
+    assert found.basis == ({} if name in ("save", "stop") else of_point)
     assert found.token
     assert not found.refusals
 
@@ -83,11 +84,31 @@ def test_a_plan_says_what_it_would_do_and_the_command_that_does_the_same(name: s
         ({"point": {"name": "00000200-a0002-g0003"}}, True),
     ],
 )
-@pytest.mark.parametrize("name", ["save", "stop", "fork", "export"])
+@pytest.mark.parametrize("name", ["fork", "export"])
 def test_a_plan_holds_until_the_run_has_moved_on(name: str, change: dict[str, Any], stale: bool) -> None:
-    asked = Asked(point=POINT if name in ("fork", "export") else None)
+    asked = Asked(point=POINT)
     moved = replace(SIGHT, summary={**SUMMARY, **change})
     assert went_stale(name, asked, moved, SECRET, 1010.0, token_of(name, asked)) is stale
+
+
+@pytest.mark.parametrize("name", ["save", "stop"])
+def test_a_plan_to_save_or_stop_holds_whatever_the_run_does_meanwhile(name: str) -> None:
+    token = token_of(name, Asked())
+    moved = {"attempt": 3, "generation": 9, "state": "waiting", "risk": None, "world_size": 1}
+    newer = {"point": {"name": "00000200-a0003-g0009"}}
+    for summary in ({**SUMMARY, **moved, **newer}, {**SUMMARY, "state": "unreadable"}, {}):
+        assert not went_stale(name, Asked(), replace(SIGHT, summary=summary), SECRET, 1010.0, token)
+    assert went_stale(name, Asked(), SIGHT, SECRET, 1001.0 + EXPIRES_S, token)
+
+
+@pytest.mark.parametrize(("alive", "can"), [(True, True), (False, False), (None, False)])
+def test_a_run_whose_journal_cannot_be_read_can_be_stopped_while_it_lives(
+    alive: bool | None, can: bool
+) -> None:
+    sight = replace(SIGHT, summary={"state": "unreadable", "alive": alive})
+    for name in ("save", "stop"):
+        for now in (False, True):
+            assert (planned(name, Asked(now=now), sight, SECRET, 0.0).token is not None) == can
 
 
 @pytest.mark.parametrize("name", ["pin", "unpin", "verify"])
@@ -176,6 +197,9 @@ def test_of_many_actions_at_once_some_must_wait_and_a_second_confirmation_begins
     others = [doings.begin("made", "save", f"token {n}", do) for n in range(1, MOST_AT_ONCE)]
     assert all(others)
     assert doings.begin("made", "save", "one more", do) is None
+    stops = [doings.begin("other", "stop", f"stop {n}", lambda tell: "stopped") for n in range(MOST_AT_ONCE)]
+    assert all(stops), "saves that wait are in its way as little as other stops"
+    assert doings.begin("other", "pin", "a pin", lambda tell: "pinned") is not None
     over.set()
     assert first is not None
     assert doings.find("other", first.id) is None

@@ -104,8 +104,7 @@ document.addEventListener('alpine:init', () => {
 			return { name: r.name, state: r.state, word: STATE[r.state], t: sign || r.created,
 				gaps: !!r.missing_text, line: bad ? r.reason : r.missing_text ? r.missing_text : r.state === 'running' ? 'attempt ' + r.attempt + (r.progress.eta_s ? ' · ' + span(r.progress.eta_s) + ' to go' : '') : r.reason,
 				step: bad ? '–' : 'step ' + int(p.step), stepMore: bad || p.share == null ? '' : pct(p.share, p.share < 1 ? 1 : 0), workers: bad || !alive ? '–' : wanted(r) ? r.world_size + ' of ' + wanted(r) : 'being started',
-				goodput: bad ? '–' : pct(r.goodput.share), cells: (r.ribbon || []).map(c => c === null ? { cls: 'none', style: {} } : { cls: c[0] > .9 ? '' : c[0] > .5 ? 'part' : 'bad', style: { height: Math.max(6, c[0] * 100) + '%' } }),
-				risk: bad ? '–' : r.risk.tokens ? count(r.risk.tokens) : 'nothing', riskMore: bad || !r.risk?.steps ? '' : span(r.risk.seconds) + ' of work',
+				risk: bad || !r.risk ? '–' : r.risk.tokens ? count(r.risk.tokens) : 'nothing', riskMore: bad || !r.risk?.steps ? '' : span(r.risk.seconds) + ' of work',
 				point: bad ? '–' : r.point ? 'step ' + int(r.point.step) : 'none yet', pointMore: !bad && r.point?.t != null ? past(r.point.t, now) + ' · ' + when(r.point.t, now) : '',
 				sign: past(sign, now), signAbs: sign == null ? '' : when(sign, now) };
 		},

@@ -1,0 +1,137 @@
+"""Calls one of our functions in a process of its own, because it runs the user's code.
+
+A command or a notebook that plans, starts or audits a run calls the functions that run `data.transforms` or a
+`format: python` source through `call`: the user's modules are imported in a child process, never in its own.
+`trainer.trial` does the same for `model.factory`.
+
+`python -m orchestrator.data.code_process IN OUT` is the child: it reads the call from one pipe (inherited
+file descriptors) and writes the answer into the other.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from orchestrator.errors import OrchestratorError
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
+    from orchestrator.data.spec import DataSpec
+    from orchestrator.storage.files import Storage
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+class CodeProcessError(OrchestratorError):
+    """The process that runs the user's code ended without an answer."""
+
+    code = "user_code.process_died"
+
+
+def names_code(config: JobConfig) -> bool:
+    """Whether a job's data need the user's code: transforms, or a source that is Python code."""
+    from orchestrator.data.settings import transforms_of
+
+    return any(transforms_of(config).values()) or any(s.format == "python" for s in config.data.sources)
+
+
+def reads_without_code(config: JobConfig, storage: Storage) -> bool:
+    """Whether the data of a run's job can be looked at in a process that runs no code and asks no hub: its
+    tokenizer is the frozen one too, or a folder with a tokenizer.json, which no library has to be found for.
+    """
+    from orchestrator.data.frozen import read_frozen
+
+    frozen, name = read_frozen(storage), config.data.tokenizer
+    if frozen is None or names_code(config):
+        return False
+    return name == frozen.record.tokenizer or Path(os.path.expanduser(name), "tokenizer.json").is_file()
+
+
+def needs_code(spec: DataSpec) -> bool:
+    """`names_code` of data that were prepared."""
+    from orchestrator.data.sources.formats import format_of
+
+    plans = [plan for of in spec.lists.values() for plan in of.values()]
+    is_code = any(not format_of(plan.manifest.format).has_files for plan in plans)
+    return is_code or any(spec.settings.transforms.values())
+
+
+def call(runs_code: bool, function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+    """Calls the function: in a process of its own if it `runs_code`, else in this one. Arguments and result
+    must pickle then, and the function must be importable by its name.
+
+    Raises what the function raises, and `CodeProcessError` if the process dies.
+    """
+    if not runs_code:
+        return function(*args, **kwargs)
+    calls_in, calls_out = os.pipe()
+    answers_in, answers_out = os.pipe()
+    # the child finds what this process finds, and what lies in the current directory, as Ray's workers do
+    places = [*(path for path in sys.path if path), os.getcwd()]
+    process = subprocess.Popen(  # noqa: S603  this Python, and this module
+        [sys.executable, "-P", "-m", "orchestrator.data.code_process", str(calls_in), str(answers_out)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(calls_in, answers_out),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
+    )
+    os.close(calls_in)
+    os.close(answers_out)
+    calls, answers = Connection(calls_out, readable=False), Connection(answers_in, writable=False)
+    try:
+        answer, error = _asked(process, calls, answers, (function, args, kwargs))
+    finally:
+        process.kill()
+        process.wait()
+        calls.close()
+        answers.close()
+    if isinstance(error, str):
+        raise CodeProcessError(f"the process that runs the user's code failed:\n{error}")
+    if error is not None:
+        raise error
+    return answer  # type: ignore[no-any-return]
+
+
+def _asked(
+    process: subprocess.Popen[bytes], calls: Connection[Any, Any], answers: Connection[Any, Any], given: Any
+) -> tuple[Any, OrchestratorError | str | None]:
+    """What the function returned, and what it raised: an error of ours, or the traceback of another."""
+    try:
+        calls.send(given)
+        answer, error = answers.recv()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise CodeProcessError(
+            f"the process that runs the user's code ended with exit code {process.wait()} and no answer; its "
+            "output is on stderr"
+        ) from None
+    return answer, error
+
+
+def _main() -> None:
+    """The child."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
+    with suppress(OSError):
+        os.dup2(2, 1)  # what the user's code prints is no part of a command's output
+    calls, answers = (Connection(int(number)) for number in sys.argv[1:3])
+    function, args, kwargs = calls.recv()
+    answer: tuple[Any, OrchestratorError | str | None]
+    try:
+        answer = function(*args, **kwargs), None
+    except OrchestratorError as raised:
+        answer = None, raised
+    except Exception:  # noqa: BLE001  the parent raises it
+        answer = None, traceback.format_exc()
+    answers.send(answer)
+
+
+if __name__ == "__main__":
+    _main()
