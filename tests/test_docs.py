@@ -62,6 +62,22 @@ def between(text: str, begin: str, end: str) -> str:
     return text.partition(f"<!-- {begin} -->")[2].partition(f"<!-- {end} -->")[0].strip()
 
 
+# the name belongs to somebody else in the public index
+_STRANGERS = re.compile(r"\borchestrator\[|install(?:[ \n]+-\S+)*[ \n]+[\"']*orchestrator\b(?!\.)")
+
+
+def test_nothing_tells_anybody_to_install_a_package_of_that_name_from_an_index() -> None:
+    folders = [ROOT / name for name in ("docs", "configs", "jobs", "benchmarks", "orchestrator")]
+    files = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile"]
+    kinds = (".md", ".py", ".ipynb", ".yaml", ".txt", ".js", ".html")
+    files += [path for folder in folders for path in folder.rglob("*") if path.suffix in kinds]
+    assert len(files) > 400
+    assert [path for path in files if _STRANGERS.search(path.read_text(encoding="utf-8"))] == []
+    for text in ("pip install 'orchestrator[remote]'", "pip install -U orchestrator", "f'orchestrator[{x}]'"):
+        assert _STRANGERS.search(text)
+    assert not _STRANGERS.search("pip install -e '.[remote]' in the checkout; orchestrator doctor")
+
+
 def test_the_resume_table_is_the_generated_one() -> None:
     table = between(
         CONFIGURATION, "resume table: python -m orchestrator.config.field_rules", "end of resume table"

@@ -13,15 +13,13 @@ from orchestrator.planning.resume_plan import ResumePlan
 
 
 def plan_lines(plan: ResumePlan) -> list[str]:
-    """What `train` would do."""
+    """What `train` would do; why it would refuse stands first."""
+    lines = [f"refused: {text}" for text in plan.refusals]
     if plan.point is None:
-        begins = "start from the beginning" if plan.action == "start" else plan.action
-        lines = [f"would {begins}: the run has no resume point"]
+        lines.append(f"{plan.headline}: the run has no resume point")
     else:
-        lines = [
-            f"would {plan.action} from {plan.point}",
-            f"  step label {plan.step_before} -> {plan.step_after}",
-        ]
+        from_ = f" to continue from {plan.point}" if plan.action == "refuse" else ""
+        lines += [plan.headline + from_, f"  step label {plan.step_before} -> {plan.step_after}"]
     lines.append(f"  consumed {plan.consumed_samples:,} samples, {plan.consumed_tokens:,} tokens")
     lines += [
         f"  next token: source {name}, epoch {at.epoch}, block {at.block}, window {at.window}, "
@@ -47,8 +45,7 @@ def plan_lines(plan: ResumePlan) -> list[str]:
     if plan.action != "refuse":  # what names it differs, not what it is
         meanings["same"] = "the same contents elsewhere"
     lines += [f"  {d}  ({meanings.get(d.rule, d.rule)})" for d in plan.differences]
-    lines += [f"  {note}" for note in plan.all_notes]
-    return lines + [f"refused: {text}" for text in plan.refusals]
+    return lines + [f"  {note}" for note in plan.all_notes]
 
 
 # Columns of the table of points: title and key of the row.

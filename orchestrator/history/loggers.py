@@ -205,6 +205,6 @@ def require_loggers(names: Sequence[str]) -> None:
     if gone:
         raise ConfigError(
             f"monitor.loggers has {', '.join(gone)}, not installed in this Python. Training has not started. "
-            f"Run `pip install 'orchestrator[{','.join(gone)}]'` on every node, or take it out of "
+            f"Run `pip install -e '.[{','.join(gone)}]'` in the checkout on every node, or take it out of "
             "monitor.loggers"
         )

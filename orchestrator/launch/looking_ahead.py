@@ -29,6 +29,7 @@ from orchestrator.coordinator.survey import (
 )
 from orchestrator.errors import RefusedError, ResumePointError, UnreachableNodeError
 from orchestrator.history.claims import ForkedFrom
+from orchestrator.history.sentences import count
 from orchestrator.launch.announcing import data_have_ended
 from orchestrator.launch.nested_runs import refuse_inside
 from orchestrator.launch.start import find_run, prepare
@@ -45,6 +46,7 @@ from orchestrator.resume.verify import point_path
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
     from orchestrator.launch.capacity import KnownMachines
+    from orchestrator.planning.parallel_choice import Machine
 
 _BY_SIZES = (
     "sizes and headers of the point's files are right; the workers compare the digests of what they load"
@@ -259,9 +261,21 @@ def judged_by_memory(job: JobConfig, store: RunStore, found: ResumePlan) -> Resu
     """A plan, with what it says of the workers' memory, refused if the machines that are known without a
     cluster cannot hold the job.
     """
+    from orchestrator.cluster.connection import starts_local_ray
     from orchestrator.launch.machine_facts import known_machines
 
-    return with_memory(job, known_machines(job, store), found)
+    known = known_machines(job, store)
+    where = _where(job, known.machines) if job.cluster.use_gpu and starts_local_ray(job) else ""
+    return replace(with_memory(job, known, found), where=where)
+
+
+def _where(job: JobConfig, machines: Sequence[Machine]) -> str:
+    """On what machine a job that needs GPUs can start a Ray of its own; empty if on this one, `machines`."""
+    needed, seen = job.cluster.start_workers, sum(len(machine.gpu_bytes) for machine in machines)
+    if seen >= needed:
+        return ""
+    host = machines[0].host if machines else "this machine"
+    return f"on a machine with {count(needed, 'GPU')}: {host}, where this plan is made, has {seen or 'none'}"
 
 
 def with_memory(job: JobConfig, known: KnownMachines, found: ResumePlan) -> ResumePlan:

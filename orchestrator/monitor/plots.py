@@ -31,7 +31,7 @@ def plot(steps: pd.DataFrame, metrics: tuple[str, ...], x: str, title: str) -> A
         from matplotlib import pyplot
     except ImportError as error:
         raise RefusedError(
-            "plots need matplotlib: pip install 'orchestrator[notebook]', or pip install matplotlib"
+            "plots need matplotlib: pip install -e '.[notebook]' in the checkout, or pip install matplotlib"
         ) from error
     size = (8, 2.6 * len(metrics))
     figure, grid = pyplot.subplots(

@@ -80,6 +80,7 @@ class ResumePlan:
     anew); `skip_note` and `restart_note` say why a skip or a restart that is asked for is done already, or
     why nothing becomes of the sources. `data_tokens` are the positions that the data still hold, where a
     launch has come to their end before (None: not known).
+    `where` says on what other machine this holds, where this one cannot start it (empty: it can).
     """
 
     action: str
@@ -109,23 +110,19 @@ class ResumePlan:
     drawn: Skip | None = None
     data_tokens: int | None = None
     damages: tuple[Damage, ...] = ()
+    where: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The document of `orchestrator plan --json`."""
         document: dict[str, Any] = encode(self)
-        inner = ("budgets", "encoders", "encoder", "rewind", "skip_note", "restart_note", "drawn", "damages")
-        for name in inner:
+        of_notes = ("rewind", "skip_note", "restart_note", "where")
+        for name in ("budgets", "encoders", "encoder", "drawn", "damages", *of_notes):
             del document[name]
         return {**document, "notes": list(self.all_notes)}
 
     def _repr_html_(self) -> str:
         """For notebooks: what would happen, what differs, and why it would be refused."""
-        if self.action == "refuse":
-            title = "would be refused"
-        elif self.point is None:
-            title = "would start from the beginning"
-        else:
-            title = f"would resume from {self.point}"
+        title = self.headline
         label = None if self.step_before is None else f"{self.step_before:,} → {self.step_after:,}"
         rate = f"{self.lr_after:.3e}"
         if self.lr_before is not None:
@@ -151,10 +148,19 @@ class ResumePlan:
         )
 
     @property
+    def headline(self) -> str:
+        """What would happen, in a few words."""
+        if self.action == "refuse":
+            return "would be refused"
+        begins = "start from the beginning" if self.point is None else f"resume from {self.point}"
+        return f"would {begins}" + (f", {self.where}" if self.where else "")
+
+    @property
     def all_notes(self) -> tuple[str, ...]:
         """What a rewind sets aside, first, that a skip or a restart is done, and `notes`."""
         done = [f"note: {note}" for note in (self.skip_note, self.restart_note) if note]
-        return (*filter(None, [self.rewind]), *done, *self.notes)
+        where = [f"note: this holds {self.where}"] if self.where else []
+        return (*filter(None, [self.rewind]), *done, *where, *self.notes)
 
 
 def plan_resume(

@@ -152,7 +152,7 @@ def _made(bucket: str, limits: Limits, in_bulk: bool) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"{bucket}: reaching it needs the package obstore, which is not installed: "
-            "pip install 'orchestrator[remote]' (in a checkout: pip install -e '.[remote]') on every machine "
+            "pip install -e '.[remote]' in the checkout on every machine "
             "of the run"
         ) from error
     with explained(bucket, ""):

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from orchestrator.cli.tables import audit_lines, plan_lines
 from orchestrator.cli.weights import replay_lines
 from orchestrator.launch.api import plan
@@ -71,6 +73,31 @@ def test_a_plan_says_that_the_storage_cannot_be_written(tiny_config: Any, tmp_pa
     (line,) = [line for line in plan_lines(found) if "warning" in line]
     assert line.startswith("  warning: a start would fail: run.storage: ")
     assert f"because {tmp_path}/file is no writable folder" in line
+
+
+def test_a_refusal_stands_first(tiny_config: Any) -> None:
+    found = replace(plan(tiny_config({})), action="refuse", refusals=("one reason", "another"))
+    assert plan_lines(found)[:3] == [
+        "refused: one reason",
+        "refused: another",
+        "would be refused: the run has no resume point",
+    ]
+
+
+def test_a_plan_names_the_machine_where_this_one_lacks_the_gpus(
+    tiny_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    needs_them = {"cluster.use_gpu": True, "cluster.num_workers": 2}
+    found = plan(tiny_config(needs_them))
+    assert found.action == "start"
+    assert "2 GPUs" in found.where
+    assert plan_lines(found)[0].startswith(f"would start from the beginning, {found.where}")
+    assert found.where in found._repr_html_()
+    assert any(found.where in note for note in found.to_json()["notes"])
+    assert "where" not in found.to_json()
+    elsewhere = plan(tiny_config({**needs_them, "cluster.address": "10.0.0.1:6379"}))
+    assert elsewhere.where == plan(tiny_config({})).where == ""
 
 
 def test_a_plan_says_that_it_has_not_tried_the_model(tiny_config: Any) -> None:

@@ -195,6 +195,6 @@ def test_whatever_is_refused_of_the_data_is_a_refusal_in_json(
             said = {"a narrower path": "leaves out 2 of these 3 files", "another seed": "seed"}
             assert said.get(change, "is gone") in document["refusals"][0]
         else:
-            assert printed.out.startswith("would refuse: the run has no resume point\n")
+            assert printed.out.startswith("refused: ")
             assert "None" not in printed.out.partition("learning rate")[0]
             assert "\nrefused: " in printed.out

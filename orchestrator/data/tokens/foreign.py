@@ -224,7 +224,7 @@ def _installed(name: str, library: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"data.tokenizer={name}: it is made for {library}, which is not installed; pip install "
-            f"'orchestrator[{library}]', or give a folder with a tokenizer.json"
+            f"-e '.[{library}]' in the checkout, or give a folder with a tokenizer.json"
         ) from error
 
 

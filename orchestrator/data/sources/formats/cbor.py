@@ -145,7 +145,7 @@ def _cbor2() -> Any:
     except ImportError as error:
         raise ConfigError(
             "data.sources[].format=cbor needs the package cbor2, which is not installed; "
-            "pip install 'orchestrator[cbor]'"
+            "pip install -e '.[cbor]' in the checkout"
         ) from error
     return cbor2
 
