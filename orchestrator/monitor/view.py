@@ -27,6 +27,7 @@ from orchestrator.monitor.verdict import (
     there_text,
     verdict,
 )
+from orchestrator.planning.batches import Remaining, remaining
 from orchestrator.planning.parallel_choice import layout_text
 from orchestrator.planning.state_layout import layout_of
 from orchestrator.records.cursor import Cursor
@@ -143,7 +144,7 @@ def view_of(
     """
     newest = _newest(tail)
     rate = _tokens_per_s(tail.steps)
-    left = _tokens_left(facts, tail, newest)
+    left = _left(facts, tail, newest)
     state = _state(facts, tail)
     fault = tail.fault
     point = _point(facts, tail)
@@ -154,7 +155,7 @@ def view_of(
         alive=facts.alive,
         attempt=facts.number,
         step=newest["step"] if newest else None,
-        total_steps=_total_steps(tail, newest, left),
+        total_steps=left[0] + left[1].steps if left is not None and newest is not None else None,
         loss=_float(newest["loss"]) if newest else None,
         lr=_float(newest["lr"]) if newest else None,
         tokens_per_s=rate,
@@ -166,7 +167,7 @@ def view_of(
         last_step_at=newest["time"] if newest else None,
         last_step_age_s=_age(newest["time"], now) if newest else None,
         quiet_s=None,
-        eta_s=left / rate if left is not None and rate and state == RUNNING else None,
+        eta_s=left[1].tokens / rate if left is not None and rate and state == RUNNING else None,
         newest_point=facts.point,
         newest_point_at=point["time"] if point else None,
         newest_point_age_s=_age(point["time"], now) if point else None,
@@ -322,19 +323,27 @@ def _tokens_per_s(steps: Sequence[dict[str, Any]]) -> float | None:
     return tokens / seconds if seconds > 0 else None
 
 
-def _tokens_left(facts: AttemptFacts, tail: Tail, newest: dict[str, Any] | None) -> int | None:
-    tokens, samples = (newest["consumed_tokens"], newest["consumed_samples"]) if newest else (0, 0)
-    left: list[int] = [] if facts.stop_tokens is None else [facts.stop_tokens - tokens]
-    if facts.stop_samples is not None and tail.generation is not None:
-        left.append((facts.stop_samples - samples) * tail.generation["seq_len"])
-    return max(0, min(left)) if left else None
-
-
-def _total_steps(tail: Tail, newest: dict[str, Any] | None, left: int | None) -> int | None:
-    if newest is None or left is None or tail.generation is None:
+def _left(facts: AttemptFacts, tail: Tail, newest: dict[str, Any] | None) -> tuple[int, Remaining] | None:
+    """The label of the step at which the newest generation stands, and what it has left to train; None where
+    no stop is known, or no generation.
+    """
+    begun = tail.generation
+    if begun is None:
         return None
-    per_step = int(tail.generation["global_batch_size"]) * int(tail.generation["seq_len"])
-    return int(newest["step"]) - (-left // per_step)
+    own = newest is not None and (newest["attempt"], newest["generation"]) >= (
+        begun["attempt"],
+        begun["generation"],
+    )
+    at = newest if own and newest is not None else begun
+    left = remaining(
+        int(at["consumed_samples"]),
+        int(at["consumed_tokens"]),
+        int(begun["global_batch_size"]),
+        int(begun["seq_len"]),
+        facts.stop_tokens,
+        facts.stop_samples,
+    )
+    return None if left is None else (int(at["step"]), left)
 
 
 def _layout(tail: Tail) -> str | None:

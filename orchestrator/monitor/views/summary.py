@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Any
 
@@ -37,6 +36,7 @@ from orchestrator.monitor.views.points_table import (
     newest_healthy,
     table,
 )
+from orchestrator.planning.batches import remaining
 
 RECENT = 9
 SPEED_STEPS = 200
@@ -129,13 +129,18 @@ def _progress(facts: Facts, state: str) -> Row:
     last = slice(max(0, size - SPEED_STEPS), None)
     seconds = float(history["step_s"][last].sum())
     speed = float(history["width"][last].sum()) / seconds if seconds > 0 else 0.0
-    total = parent.budgets.total_tokens if parent is not None and parent.budgets is not None else None
-    left = max(0, total - facts.tokens) if total is not None else None
-    step, width = facts.step or 0, 0
-    if facts.begin is not None:
-        width = facts.begin.global_batch_size * facts.begin.seq_len
-    elif config:
-        width = config["train.global_batch_size"] * config["pack.seq_len"]
+    begin, budgets = facts.begin, parent.budgets if parent is not None else None
+    batch, seq_len = config.get("train.global_batch_size", 1), config.get("pack.seq_len", 1)
+    samples = begin.consumed_samples if begin is not None else 0
+    if begin is not None:
+        batch, seq_len = begin.global_batch_size, begin.seq_len
+    if size:
+        samples = int(history["consumed_samples"][-1])
+    left = None
+    if budgets is not None:
+        stops = budgets.stop_tokens, budgets.stop_samples
+        left = remaining(samples, facts.tokens, batch, seq_len, *stops)
+    step, total = facts.step or 0, None if left is None else facts.tokens + left.tokens
     alive = state in (RUNNING, WAITING, STARTING, OPEN)
     return {
         "last_step": {
@@ -145,16 +150,12 @@ def _progress(facts: Facts, state: str) -> Row:
         },
         "progress": {
             "step": step,
-            "max_step": step + math.ceil(left / width) if left is not None and width else None,
+            "max_step": step + left.steps if left is not None else None,
             "tokens": facts.tokens,
             "total_tokens": total,
-            "samples": int(history["consumed_samples"][-1])
-            if size
-            else facts.begin.consumed_samples
-            if facts.begin is not None
-            else 0,
+            "samples": samples,
             "share": facts.tokens / total if total else None,
-            "eta_s": left / speed if left is not None and speed and alive else None,
+            "eta_s": left.tokens / speed if left is not None and speed and alive else None,
         },
         "speed": {
             "tokens_per_s": short(speed) if size else None,

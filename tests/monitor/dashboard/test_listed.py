@@ -20,6 +20,7 @@ from orchestrator.monitor.dashboard import runs as opened_runs
 from orchestrator.monitor.dashboard.app import _api, make_app
 from orchestrator.monitor.dashboard.listed import ROW_BYTES
 from orchestrator.monitor.dashboard.runs import Runs
+from orchestrator.monitor.run import Run
 from orchestrator.planning.parallel_choice import Machine
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
@@ -80,6 +81,8 @@ def test_a_list_reads_the_tails_of_journals_and_once(tmp_path: Path) -> None:
         assert row[name] == whole[name], name
     assert row["progress"]["step"] == whole["progress"]["step"]
     assert row["progress"]["tokens"] == whole["progress"]["tokens"]
+    assert row["progress"]["max_step"] == whole["progress"]["max_step"]
+    assert row["progress"]["max_step"] == Run(tmp_path / "long").status(0).total_steps
     assert row["point"]["name"] == whole["point"]["name"]
     assert (row["risk"]["steps"], row["risk"]["tokens"]) == (whole["risk"]["steps"], whole["risk"]["tokens"])
     before = disk.read_bytes
