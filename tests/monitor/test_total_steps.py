@@ -1,4 +1,4 @@
-"""How many steps a run has in all: the same for `status`, the page and `plan`, whatever its stop is counted in."""
+"""How many steps a run has in all: `status`, the page and its list say the same, for any kind of stop."""
 
 from __future__ import annotations
 
