@@ -12,7 +12,9 @@ def main() -> None:
     """Runs the command; see `orchestrator.cli.commands`."""
     try:
         from orchestrator.cli.commands import main as run
+        from orchestrator.launch.screen import show_faults_as_data
 
+        show_faults_as_data()
         run()
     except KeyboardInterrupt:
         with suppress(OSError, ValueError, AttributeError):  # closed, or none at all

@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -79,11 +79,11 @@ _reading: list[None] = []
 
 @contextmanager
 def reading_only() -> Iterator[None]:
-    """Inside, `load` refuses in all threads of this process, and no import finds a file in the current
-    directory that Python itself would not look for there under `-P`.
-    """
-    before = sys.path
-    sys.path = [path for path in before if path and os.path.realpath(path) != os.getcwd()]
+    """Inside, `load` refuses in all threads of this process, and no import looks into the current folder."""
+    before, here = sys.path, ""
+    with suppress(FileNotFoundError):  # it was deleted
+        here = os.getcwd()
+    sys.path = [path for path in before if path and os.path.realpath(path) != here]
     _reading.append(None)
     try:
         yield

@@ -10,11 +10,13 @@ written is an error.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import queue
 import select
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO, cast
@@ -229,6 +231,29 @@ def _not_written(reason: str) -> OutputError:
         f"the result cannot be written to standard output: {reason}. What the command did is done; give it "
         "an output that can be written to see the result"
     )
+
+
+class _Visible(logging.Formatter):
+    """What is logged, as a line for people."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+def show_faults_as_data() -> None:
+    """From now on warnings that are logged where no program has set logging up, and errors that end a thread,
+    are `visible` on this process's stderr, too.
+    """
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Visible())
+    threading.excepthook = _say_fault
+
+
+def _say_fault(fault: threading.ExceptHookArgs) -> None:
+    if fault.exc_value is not None and not isinstance(fault.exc_value, SystemExit):
+        who = fault.thread.name if fault.thread is not None else "a thread"
+        trace = "".join(traceback.format_exception(fault.exc_value)).rstrip()
+        Screen(sys.stderr).say(f"Exception in thread {who}:\n{trace}")
 
 
 def let_go(stream: TextIO | None) -> None:

@@ -36,7 +36,7 @@ from orchestrator.launch.dashboard_beside import dashboard_beside
 from orchestrator.launch.exports import exporting
 from orchestrator.launch.older_point import plan_older_point
 from orchestrator.launch.progress import Progress
-from orchestrator.launch.screen import Screen, let_go, output_never_waits
+from orchestrator.launch.screen import Screen, let_go, output_never_waits, show_faults_as_data
 from orchestrator.parts.parts_on_node import NoCopies, PartsOnNode
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.encoders import EncoderSpan
@@ -97,6 +97,7 @@ def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
     refusal, 130 interrupted. torchrun itself ends with 1 whenever a rank did not end with 0.
     """
     code = 0
+    show_faults_as_data()
     try:
         if not arguments:
             _say(_USAGE)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -159,6 +161,34 @@ def test_a_driver_shows_the_errors_of_workers_as_data(
 def test_an_error_of_ours_says_it_as_data_wherever_it_is_printed() -> None:
     assert controls_in(str(RefusedError(f"no point {EVIL}"))) == []
     assert controls_in(logging.Formatter().format(logging.makeLogRecord({"msg": RefusedError(EVIL)}))) == []
+
+
+PROGRAM = """
+import logging, sys, threading
+from orchestrator.launch.screen import show_faults_as_data
+show_faults_as_data()
+logging.getLogger("uvicorn.error").error("fault: %s", sys.argv[1])
+thread = threading.Thread(target=lambda: {}[sys.argv[1]] if sys.argv[2] else None)
+thread.start()
+thread.join()
+def raises():
+    raise ValueError(sys.argv[1])
+thread = threading.Thread(target=raises)
+thread.start()
+thread.join()
+"""
+
+
+def test_what_is_logged_and_what_ends_a_thread_is_data_too() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, EVIL.replace("\x00", ""), "x"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stderr.count(r"\x1b[2K") >= 2
+    assert "ValueError" in ended.stderr
+    assert controls_in(ended.stderr) == []
 
 
 @given(st.text(st.one_of(st.characters(), st.sampled_from([chr(code) for code in CONTROLS]))))

@@ -40,7 +40,8 @@ class Problem:
 
     def to_json(self) -> dict[str, Any]:
         """The document of an error."""
-        document = {"code": self.code, "text": visible(redacted_text(self.text)), **self.more}
+        more = {name: visible(v) if isinstance(v, str) else v for name, v in self.more.items()}
+        document = {"code": self.code, "text": visible(redacted_text(self.text)), **more}
         return {"error": {**document, "do": self.do} if self.do else document}
 
 
