@@ -10,6 +10,7 @@ from orchestrator.monitor.orphans import Pruned
 from orchestrator.monitor.verifying import HEALTH
 from orchestrator.monitor.view import left_out_lines, skipped_lines
 from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.terminal_text import visible
 
 
 def plan_lines(plan: ResumePlan) -> list[str]:
@@ -144,7 +145,7 @@ def samples_lines(found: Mapping[str, Any]) -> list[str]:
     else:
         agrees = f"NOT what the journal says was trained: {found['difference']}"
     note = [f"note: {found['note']}"] if found["note"] else []
-    return [*lines, f"step {found['step']}: {agrees}", *note]
+    return [visible(line) for line in (*lines, f"step {found['step']}: {agrees}", *note)]
 
 
 def _document_line(document: Mapping[str, Any]) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 from orchestrator.monitor.view import RunView
 from orchestrator.monitor.view_text import status_html, status_lines
-from orchestrator.terminal_text import visible
 
 
 def show(views: Iterable[RunView]) -> RunView:
@@ -53,7 +52,7 @@ def _on_terminal() -> _Shown:
     from rich.text import Text
 
     live = Live(auto_refresh=False)
-    return _Shown(lambda view: live.update(Text(visible("\n".join(status_lines(view)))), refresh=True), live)
+    return _Shown(lambda view: live.update(Text("\n".join(status_lines(view))), refresh=True), live)
 
 
 def _in_lines() -> _Shown:
@@ -62,7 +61,7 @@ def _in_lines() -> _Shown:
     def put(view: RunView) -> None:
         if view.verdict != said[0]:
             said[0] = view.verdict
-            sys.stdout.write(visible("\n".join(status_lines(view))) + "\n")
+            sys.stdout.write("\n".join(status_lines(view)) + "\n")
             sys.stdout.flush()
 
     return _Shown(put)

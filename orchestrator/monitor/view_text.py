@@ -5,6 +5,7 @@ from __future__ import annotations
 from orchestrator import html_text
 from orchestrator.monitor.verdict import STILL_S
 from orchestrator.monitor.view import RunView, left_out_lines, skipped_lines
+from orchestrator.terminal_text import visible
 
 
 def status_lines(view: RunView) -> list[str]:
@@ -32,7 +33,7 @@ def status_lines(view: RunView) -> list[str]:
     lines += left_out_lines(view.left_out_documents, "  left out    ")
     if view.last_fault is not None:
         lines.append(f"  last fault  {view.last_fault}  {moment(view.last_fault_at, None)}")
-    return lines
+    return [visible(line) for line in lines]
 
 
 def duration(seconds: float) -> str:
