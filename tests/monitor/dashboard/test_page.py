@@ -25,6 +25,7 @@ from tests.data.making import some_texts, write_corpus
 from tests.launch.test_skip import SkippingRun, survey_newest
 from tests.monitor.dashboard.browser import Watched, chromium, serving
 from tests.monitor.dashboard.serving import SCRIPT, client, confirmed, make_hostile
+from tests.monitor.test_audit import TrainedRun
 from tests.system.harness import LIMIT_S, Job
 from tests.torchrun.ranks import ranks
 
@@ -593,3 +594,19 @@ def test_a_run_is_rewound_forked_and_exported_as_the_commands_do_it(job: Job, tm
     assert rewound.state == "done", rewound.text
     assert there.run.status(0).attempt == 4
     assert asking.get("/api/runs/tiny").json()["point"]["name"] == first
+
+
+def test_the_plan_of_a_run_without_a_resume_point_is_a_start(
+    opened: Open, storage: Path, tiny_config: Callable[..., dict[str, Any]]
+) -> None:
+    TrainedRun(tiny_config({"run.storage": str(storage), "run.name": "fresh"})).attempt(2)
+    planned = Planner(Runs(Storage(str(storage))).open("fresh")).document(WhatIf(point=None, values={}))
+    assert (planned["action"], planned["point"], planned["step_before"]) == ("start", None, None)
+    page = opened().open("/run/fresh/plan")
+    page.wait_for_selector(".becomes")
+    said = page.inner_text(".plancol")
+    assert "start from the beginning" in said
+    assert not re.search(r"null|undefined|NaN|step –|resume from", said)
+    page = opened().open("/")
+    page.wait_for_selector("table.runs tbody tr >> text=fresh")
+    assert not re.search(r"null|undefined|NaN", page.inner_text("table.runs"))
