@@ -54,7 +54,7 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except TyperException as error:
             if isinstance(getattr(error, "message", None), str):  # it repeats what was typed: names of files
-                error.message = visible(error.message)  # type: ignore[attr-defined]
+                error.message = visible(error.message)
             raise
         except KeyboardInterrupt as interrupt:
             leaves = LEAVES.get(ctx.invoked_subcommand or "")

@@ -258,10 +258,10 @@ def plan_job(job: JobConfig, *, runs_code: bool) -> ResumePlan:
     found = replace(found, notes=(*found.notes, *filter(None, [lacks])))
     if found.action == "refuse" or not is_to_try(found) or facts is not None:
         return found
-    untried = "the model is not tried: `orchestrator train --dry-run` does"
+    note = "the model is not tried: `orchestrator train --dry-run` does"
     if not runs_code:
-        untried = f"model.factory={job.model.factory} is not called: that happens when the plan is executed"
-    return replace(found, notes=(*found.notes, untried))
+        note = f"model.factory={job.model.factory} is not called: that happens when the plan is executed"
+    return replace(found, notes=(*found.notes, note))
 
 
 def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> ResumePlan:

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
 from orchestrator.coordinator.survey import LOOKS, require_known
 from orchestrator.errors import ResumePointError
@@ -26,7 +27,7 @@ from orchestrator.monitor.missing import (
     wrong_sizes,
 )
 from orchestrator.monitor.set_aside import SetAside
-from orchestrator.monitor.tail import Tail, read_tail
+from orchestrator.monitor.tail import Tail, newest_generation, read_tail
 from orchestrator.monitor.view import AttemptFacts, Quiet, RunView, left_out, view_of
 from orchestrator.records.cursor import Cursor
 from orchestrator.resume.fates import point_fates
@@ -46,10 +47,16 @@ def look_at(store: RunStore, uri: str, watch_s: float, quiet_s: Quiet) -> RunVie
 
 
 def read_newest(
-    store: RunStore, watched: Free | Busy | None, watch_s: float, most_bytes: int | None = None
+    store: RunStore,
+    watched: Free | Busy | None,
+    watch_s: float,
+    most_bytes: int | None = None,
+    begun: dict[str, Any] | None = None,
 ) -> tuple[AttemptFacts, Tail]:
     """What `view_of` is made of. `watched`: what watching for `watch_s` seconds has shown, None if nobody
-    did. `most_bytes`: so much of the journal is read (None: enough for all that a view says).
+    did. `most_bytes`: so much of the journal is read (None: enough for all that a view says). The line with
+    which the generation of the newest step began may lie far back: it is looked for, unless it is `begun`,
+    or the run has ended.
     """
     for _ in range(LOOKS):
         files, (parent, torn) = store.attempt_files(), _newest_parent(store)
@@ -60,8 +67,12 @@ def read_newest(
             break  # else an attempt was claimed between them; it proves nothing, so the last look will do
     else:
         missing = ()  # what seems so may only have come since
-    begun, inherited = (parent.attempt, parent.inherited) if parent is not None else (0, ())
-    no_point = not inherited and tail.whole_from <= begun
+    number, inherited = (parent.attempt, parent.inherited) if parent is not None else (0, ())
+    no_point = not inherited and tail.whole_from <= number
+    if tail.generation is None and tail.steps and not facts.outcome:
+        step = tail.steps[0]
+        is_known = begun is not None and all(begun[k] == step[k] for k in ("attempt", "generation"))
+        tail.generation = begun if is_known else newest_generation(store.storage, step["attempt"])
     return replace(facts, missing=missing, has_no_point=no_point), tail
 
 

@@ -157,6 +157,25 @@ def read_tail(
     return tail
 
 
+def newest_generation(storage: Storage, attempt: int) -> dict[str, Any] | None:
+    """The line with which an attempt's newest generation began, however long ago; None if there is none. At
+    most one segment of the journal is in memory at a time.
+    """
+    wanted = f'"kind":"{GENERATION}"'.encode()
+    for ref in reversed(segments(storage, attempt)):
+        with _there(ref):
+            content = read_from(storage, ref)
+        if (at := content.rfind(wanted)) < 0:
+            continue
+        end = content.find(b"\n", at)
+        if end < 0:  # it is being written
+            continue
+        fields = orjson.loads(content[content.rfind(b"\n", 0, at) + 1 : end])
+        require_known(fields, ref.path)
+        return dict(fields)
+    return None
+
+
 def _take(tail: Tail, kind: str, line: dict[str, Any]) -> None:
     if kind == STEP:
         tail.steps.append(line)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import orchestrator
+from benchmarks.made_run import note
 from orchestrator.config.loading import parse_config
 from orchestrator.history.claim_files import START
 from orchestrator.history.claims import ClaimParent, GenerationStart
@@ -46,10 +47,7 @@ def test_all_say_the_same_total(
     store.claim(1, "aa", START, "host", run_id)
     store.write_parent(ClaimParent(attempt=1, parent=None, inherited=(), budgets=budgets_for(config, None)))
     journal = JournalWriter(store.storage, 1, run_id=run_id)
-    journal.event(
-        EventKind.ATTEMPT, launch="aa", why=START, command="", host="h", version="1", pid=1, machine="",
-        pid_start="", config=config.flat(),
-    )  # fmt: skip
+    note(journal, EventKind.ATTEMPT, config=config.flat())
     start = GenerationStart(
         attempt=1, generation=1, parent=None, step=0, world_size=1, consumed_samples=0, consumed_tokens=0,
         target_tokens=0, global_batch_size=8, seq_len=32,

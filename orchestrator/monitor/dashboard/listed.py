@@ -1,7 +1,8 @@
 """The rows of the page's list of runs, each made from the tail of its journal.
 
-What a row costs, in time and memory, does not grow with the run: at most `ROW_BYTES` of a journal are read,
-and a row is read anew only when the run has changed. What cannot be read of a run stands in its own row.
+What a row costs, in time and memory, does not grow with the run: at most `ROW_BYTES` of a journal are read
+(of a run without an end also, once, the segments back to where its generation began), and a row is read anew
+only when the run has changed. What cannot be read of a run stands in its own row.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class ListedRun:
     _row: Row = field(default_factory=dict)
     _run: RunFile | None = None
     _life: Life = field(default_factory=Life)
+    _begun: Row | None = None  # the line of the newest generation
 
     def row(self) -> Row:
         """The run as it stands, or why it cannot be read: never an error."""
@@ -106,7 +108,8 @@ class ListedRun:
         store = self.store
         number = max(store.claim_numbers(), default=0)
         watched = {True: Busy(number=number), False: Free(number=number), None: None}[life.alive]
-        facts, tail = read_newest(store, watched, life.limit_s, ROW_BYTES)
+        facts, tail = read_newest(store, watched, life.limit_s, ROW_BYTES, self._begun)
+        self._begun = tail.generation
         if tail.damaged:
             raise StorageError(f"{tail.damaged} has a line that is not as it was written; restore the file")
         view = view_of(store.storage.root, facts, tail, datetime.now(UTC))
@@ -126,7 +129,7 @@ class ListedRun:
             "world_wanted": [view.workers_wanted] * 2 if view.workers_wanted else None,
             "last_sign": stamp(tail.wrote) if tail.wrote is not None else None,
             "alive": view.alive,
-            **_progress(view),
+            **_progress(view, facts.stop_tokens),
             "risk": _risk(at_risk(facts, tail), tail.steps),
             "point": _point(view),
             "points": {"total": view.num_points},
@@ -163,8 +166,12 @@ def _why(view: RunView, tail: Tail, life: Life) -> str:
     }.get(view.state, "")
 
 
-def _progress(view: RunView) -> Row:
-    total = view.total_steps
+def _progress(view: RunView, stop_tokens: int | None) -> Row:
+    total, share = view.total_steps, None
+    if stop_tokens:
+        share = min(1.0, view.consumed_tokens / stop_tokens)
+    elif total:
+        share = min(1.0, (view.step or 0) / total)
     return {
         "last_step": {
             "t": stamp(view.last_step_at) if view.last_step_at is not None else None,
@@ -176,7 +183,7 @@ def _progress(view: RunView) -> Row:
             "max_step": total,
             "tokens": view.consumed_tokens,
             "samples": view.consumed_samples,
-            "share": min(1.0, (view.step or 0) / total) if total else None,
+            "share": share,
             "eta_s": view.eta_s,
         },
         "speed": {"tokens_per_s": view.tokens_per_s},
