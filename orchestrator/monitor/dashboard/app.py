@@ -89,33 +89,34 @@ def _api(runs: Runs, clock: Callable[[], float], closing: threading.Event, every
     return app
 
 
-def _route_error(request: Request, error: Exception) -> Response:
+# These are coroutines, because a plain function would need one of the threads for requests.
+async def _route_error(request: Request, error: Exception) -> Response:
     del request
     assert isinstance(error, RouteError), "it is registered for these"
     return error_response(error.problem)
 
 
-def _own_error(request: Request, error: Exception) -> Response:
+async def _own_error(request: Request, error: Exception) -> Response:
     del request
     assert isinstance(error, OrchestratorError), "it is registered for these"
     return error_response(problem_of(error))
 
 
-def _invalid(request: Request, error: Exception) -> Response:
+async def _invalid(request: Request, error: Exception) -> Response:
     del request
     assert isinstance(error, RequestValidationError), "it is registered for these"
     texts = [f"{'.'.join(map(str, each['loc'][1:]))}: {each['msg']}" for each in error.errors()[:10]]
     return error_response(Problem(status=UNANSWERABLE, code="invalid", text="; ".join(texts)[:2000]))
 
 
-def _http_error(request: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     del request
     assert isinstance(error, HTTPException), "it is registered for these"
     code = {404: "no_route", 405: "no_method"}.get(error.status_code, "http")
     return error_response(Problem(status=error.status_code, code=code, text=str(error.detail)))
 
 
-def _unexpected(request: Request, error: Exception) -> Response:
+async def _unexpected(request: Request, error: Exception) -> Response:
     del request
     text = f"an error of the dashboard's own: {type(error).__name__}; its standard error says more"
     return error_response(Problem(status=500, code="internal", text=text))
