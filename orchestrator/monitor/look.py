@@ -56,7 +56,7 @@ def read_newest(
     """What `view_of` is made of. `watched`: what watching for `watch_s` seconds has shown, None if nobody
     did. `most_bytes`: so much of the journal is read (None: enough for all that a view says). The line with
     which the generation of the newest step began may lie far back: it is looked for, unless it is `begun`,
-    or the run has ended.
+    or nobody is at work on the run.
     """
     for _ in range(LOOKS):
         files, (parent, torn) = store.attempt_files(), _newest_parent(store)
@@ -69,7 +69,7 @@ def read_newest(
         missing = ()  # what seems so may only have come since
     number, inherited = (parent.attempt, parent.inherited) if parent is not None else (0, ())
     no_point = not inherited and tail.whole_from <= number
-    if tail.generation is None and tail.steps and not facts.outcome:
+    if tail.generation is None and tail.steps and not facts.outcome and facts.alive is not False:
         step = tail.steps[0]
         is_known = begun is not None and all(begun[k] == step[k] for k in ("attempt", "generation"))
         tail.generation = begun if is_known else newest_generation(store.storage, step["attempt"])

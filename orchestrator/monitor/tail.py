@@ -158,19 +158,22 @@ def read_tail(
 
 
 def newest_generation(storage: Storage, attempt: int) -> dict[str, Any] | None:
-    """The line with which an attempt's newest generation began, however long ago; None if there is none. At
-    most one segment of the journal is in memory at a time.
+    """The line with which an attempt's newest generation began, however long ago; None if there is none that
+    can be read. At most one segment of the journal is in memory at a time.
     """
     wanted = f'"kind":"{GENERATION}"'.encode()
     for ref in reversed(segments(storage, attempt)):
-        with _there(ref):
+        try:
             content = read_from(storage, ref)
-        if (at := content.rfind(wanted)) < 0:
+        except (FileNotFoundError, StorageError):
+            return None
+        end = content.rfind(b"\n") + 1  # what follows may be in the middle of being written
+        if (at := content.rfind(wanted, 0, end)) < 0:
             continue
-        end = content.find(b"\n", at)
-        if end < 0:  # it is being written
-            continue
-        fields = orjson.loads(content[content.rfind(b"\n", 0, at) + 1 : end])
+        try:
+            fields = orjson.loads(content[content.rfind(b"\n", 0, at) + 1 : content.find(b"\n", at)])
+        except orjson.JSONDecodeError:
+            return None
         require_known(fields, ref.path)
         return dict(fields)
     return None
