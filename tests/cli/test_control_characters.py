@@ -165,7 +165,7 @@ def test_an_error_of_ours_says_it_as_data_wherever_it_is_printed() -> None:
 
 PROGRAM = """
 import logging, sys, threading
-from orchestrator.launch.screen import show_faults_as_data
+from orchestrator.launch.screen import let_go, show_faults_as_data
 show_faults_as_data()
 logging.getLogger("uvicorn.error").error("fault: %s", sys.argv[1])
 thread = threading.Thread(target=lambda: {}[sys.argv[1]] if sys.argv[2] else None)
@@ -176,6 +176,7 @@ def raises():
 thread = threading.Thread(target=raises)
 thread.start()
 thread.join()
+let_go(sys.stderr)
 """
 
 
