@@ -118,6 +118,7 @@ def _check(plan: SourcePlan) -> None:
     form = format_of(manifest.format)
     bad: str | None = None
     wrong: str | None = None
+    code: str | None = None
     for number in range(min(NUM_FILES, len(manifest.files))):
         row, path = manifest.files[number], manifest.path(number)
         with naming_damage(path), open_input(manifest.base, row.path) as file:
@@ -129,11 +130,11 @@ def _check(plan: SourcePlan) -> None:
                     text = f"data.sources {plan.source}: {path}: {where}: {error}"
                     bad = bad or text
                     if isinstance(error, WrongFieldError):
-                        wrong = wrong or text
+                        wrong, code = (wrong, code) if wrong else (text, error.code)
                 else:
                     return
     if wrong is not None:
-        raise ConfigError(f"{wrong}. Set {manifest.content.settings}")
+        raise ConfigError(f"{wrong}. Set {manifest.content.settings}", code=code)
     if bad is not None:
         raise ConfigError(
             f"{bad}; none of the {seen} records looked at can be read: "

@@ -16,13 +16,14 @@ from orchestrator.data.sources.fragments import (
     decoded_bytes,
     num_window_shuffled,
 )
+from orchestrator.planning.restarting import restart_text
 
 __all__ = ["notes_of", "shared_files"]
 
 
 def notes_of(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
     """Sentences, for the start and for `plan`; none for most sources."""
-    return (*_window_notes(plan, settings), *_fill_notes(plan, settings))
+    return (*_window_notes(plan, settings), *_fill_notes(plan, settings), *_chat_notes(plan))
 
 
 def shared_files(plans: Sequence[SourcePlan]) -> tuple[str, ...]:
@@ -69,3 +70,14 @@ def _fill_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
     parts = [part for fragment in plan.fragments(typical) for part in plan.parts(fragment)]
     in_block = sum(decoded_bytes(plan.manifest, part) for part in parts)
     return few_packs(plan.source, min(settings.window_bytes, in_block), settings.seq_len)
+
+
+def _chat_notes(plan: SourcePlan) -> tuple[str, ...]:
+    """Where chats are read as an earlier version read them, so that the run keeps its stream."""
+    if not plan.manifest.content.as_stored:
+        return ()
+    return (
+        f"source {plan.source} keeps the chats of a list that an earlier version froze: values such as tools "
+        "are rendered as they are stored, also as JSON text, and weights of messages mean nothing; "
+        f"{restart_text(plan.source)} to read them by today's rules",
+    )

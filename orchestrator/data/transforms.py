@@ -17,6 +17,8 @@ from typing import Any
 import orjson
 
 from orchestrator.data.sources.documents import (
+    KWARGS_FIELD,
+    TOOLS_FIELD,
     BadRecordError,
     Content,
     Conversation,
@@ -98,7 +100,7 @@ class Transforms:
         Raises `DataError` for any exception of theirs but `BadDocument`, with their traceback, and for what
         is no document.
         """
-        kind = _kind(bare(document))
+        content = _content(bare(document))
         found: list[_Fields | BadRecordError | None] = [fields_of(document)]
         for number, (name, function) in enumerate(self._functions):
             after: list[_Fields | BadRecordError | None] = []
@@ -113,7 +115,7 @@ class Transforms:
             if len(found) > MAX_OUTPUTS:
                 raise _too_many(name)
         name = self._functions[-1][0]
-        return [_document(name, each, kind) if isinstance(each, Mapping) else each for each in found]
+        return [_document(name, each, content) if isinstance(each, Mapping) else each for each in found]
 
 
 def fields_of(document: Document | Described) -> dict[str, Any]:
@@ -126,8 +128,9 @@ def fields_of(document: Document | Described) -> dict[str, Any]:
         return {"text": document}
     if isinstance(document, Prompted):
         return {"prompt": document.prompt, "completion": document.completion}
-    tools = {} if document.tools is None else {"tools": document.tools}
-    return {"messages": list(document.messages), **tools}
+    tools = {} if document.tools is None else {TOOLS_FIELD: document.tools}
+    variables = {KWARGS_FIELD: dict(document.template_kwargs)} if document.template_kwargs else {}
+    return {"messages": list(document.messages), **tools, **variables}
 
 
 def utf8_size(document: Document) -> int:
@@ -153,8 +156,11 @@ def _short(value: object) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
-def _kind(document: Document | None) -> str:
-    return "text" if isinstance(document, str) else "prompt" if isinstance(document, Prompted) else "chat"
+def _content(document: Document | None) -> Content:
+    """What the documents are whose fields a transform returns for this one."""
+    if isinstance(document, Conversation):
+        return Content(kind="chat", as_stored=document.as_stored)
+    return Content(kind="prompt" if isinstance(document, Prompted) else "text")
 
 
 def _called(
@@ -189,14 +195,15 @@ def _is_several(made: object) -> bool:
     return isinstance(made, Iterable) and not isinstance(made, str | bytes)
 
 
-def _document(name: str, fields: _Fields, kind: str) -> Document:
+def _document(name: str, fields: _Fields, content: Content) -> Document:
     """The document of what the last function returned."""
     try:
-        document = document_of(fields, Content(kind=kind))
+        document = document_of(fields, content)
         _require_unicode(document)
     except (BadRecordError, ValueError, TypeError) as error:
         raise DataError(
-            f"data.transforms {name} returned no document of content {kind}: {error}; {_HOW}"
+            f"data.transforms {name} returned no document of content {content.kind}: {error}; {_HOW}",
+            code=getattr(error, "code", None),
         ) from error
     return document
 
@@ -207,7 +214,7 @@ def _require_unicode(document: Document) -> None:
         if not text.isascii():
             text.encode()
     if isinstance(document, Conversation):
-        orjson.dumps([document.messages, document.tools])
+        orjson.dumps([document.messages, document.tools, document.template_kwargs])
 
 
 def _texts(document: Document) -> Iterator[str]:

@@ -186,8 +186,8 @@ def test_a_field_whose_own_name_has_dots_comes_first(form: str, tmp_path: Path) 
         (Content(text_field="text.x"), "no field `text.x`: column 'text' is string, and has no inner fields"),
         (Content(text_field="n"), "column 'n' is int64, text is expected; set text_field"),
         (
-            Content(kind="chat", messages_field="text"),
-            "column 'text' is string, a list of messages is expected",
+            Content(kind="chat", messages_field="n"),
+            "column 'n' is int64, a list of messages is expected",
         ),
         (Content(kind="prompt"), "no field `prompt`; it has: meta, text, n. Set prompt_field and"),
     ],

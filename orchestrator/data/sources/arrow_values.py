@@ -8,6 +8,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime, time, timedelta
 from typing import Any
 
+import orjson
+
 from orchestrator.data.sources.documents import BadRecordError
 
 _Value = Callable[[Any], Any]
@@ -22,10 +24,30 @@ _PLAIN = (
 _LISTS = ("list", "large_list", "fixed_size_list")
 
 
+def is_json(kind: Any, metadata: Any = None) -> bool:
+    """Whether values of the type are JSON texts that stand for their values: Arrow's extension type
+    `arrow.json`, also where a reader that does not know it has left its name in a field's `metadata`.
+    """
+    name = getattr(kind, "extension_name", "") or (metadata or {}).get(b"ARROW:extension:name", b"").decode()
+    return bool(name == "arrow.json")
+
+
+def parsed_json(text: str | bytes | None) -> Any:
+    """The value of a JSON text, None of a null. Raises `BadRecordError`."""
+    if text is None:
+        return None
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise BadRecordError(f"a value of Arrow's type JSON is no JSON: {error}") from error
+
+
 def is_plain(kind: Any) -> bool:
     """Whether values of the type have a plain Python value (`plain_value`)."""
     import pyarrow as pa
 
+    if is_json(kind):
+        return True
     if pa.types.is_dictionary(kind) or _is_any(kind, _LISTS):
         return is_plain(kind.value_type)
     if pa.types.is_map(kind):
@@ -39,13 +61,15 @@ def plain_value(kind: Any) -> _Value:
     """What makes of an Arrow scalar of this type a Python value: `None`, `bool`, `int`, `float`, `Decimal`,
     `str`, `bytes`, `date`, `time`, `timedelta`; of a timestamp a `datetime`, in UTC where the column has a
     time zone, else without one; of a list a list, of a struct a dict with all its fields, of a map a list of
-    pairs.
+    pairs; of Arrow's JSON what it says.
 
     It raises `BadRecordError` for a text that is no UTF-8, and for a time with nanoseconds or outside of
     Python's years.
     """
     import pyarrow as pa
 
+    if is_json(kind):
+        return lambda scalar: parsed_json(scalar.as_py())
     if pa.types.is_dictionary(kind):
         inner = plain_value(kind.value_type)
         return lambda scalar: inner(scalar.value) if scalar.is_valid else None

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.data.sources.arrow_values import is_plain
-from orchestrator.data.sources.documents import TOOLS_FIELD, Content
+from orchestrator.data.sources.arrow_values import is_json, is_plain
+from orchestrator.data.sources.documents import BESIDE_MESSAGES, KWARGS_FIELD, Content, WrongChatValueError
 from orchestrator.errors import ConfigError
 
 
@@ -17,8 +17,7 @@ def columns_of(schema: Any, content: Content) -> dict[str, tuple[str, ...]]:
     if content.kind == "chat":
         *around, _ = ways[content.messages_field]
         beside = _inner_names(schema, around)
-        if TOOLS_FIELD in beside:
-            ways[".".join((*around, TOOLS_FIELD))] = (*around, TOOLS_FIELD)
+        ways |= {".".join((*around, name)): (*around, name) for name in BESIDE_MESSAGES if name in beside}
     return ways
 
 
@@ -49,13 +48,9 @@ def require_columns(path: str, schema: Any, content: Content) -> None:
                 f"{path}: column {field!r} is {kind}, which has no plain Python value for transforms; leave "
                 "it out of transform_fields"
             )
-        if field not in content.fields:  # also the tools of a chat
-            continue
-        if content.kind == "chat" and not _is_list_of_structs(kind):
-            raise ConfigError(
-                f"{path}: column {field!r} is {kind}, a list of messages is expected; set {content.settings}"
-            )
-        if content.kind != "chat" and not is_text(kind):
+        if content.kind == "chat" and field not in content.transform_fields:
+            _require_chat_type(f"{path}: column {field!r}", kind, field, content)
+        if field in content.fields and content.kind != "chat" and not is_text(kind):
             raise ConfigError(f"{path}: column {field!r} is {kind}, text is expected; set {content.settings}")
 
 
@@ -97,8 +92,28 @@ def is_text(kind: Any) -> bool:
     return any(getattr(pa.types, f"is_{name}")(plain) for name in tests)
 
 
-def _is_list_of_structs(kind: Any) -> bool:
+def _require_chat_type(column: str, kind: Any, field: str, content: Content) -> None:
+    """Raises `ConfigError` where no value of a column of this type is what a chat has there: the messages or
+    tools as lists of objects, variables of a template as an object, each of them also as JSON.
+    """
     import pyarrow as pa
 
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    return bool(is_list and pa.types.is_struct(kind.value_type))
+    if _is_json_text(kind) or pa.types.is_null(kind):
+        return
+    is_messages, is_object = field in content.fields, field.endswith(KWARGS_FIELD)
+    if is_object:
+        what, fits = "an object", pa.types.is_struct(kind)
+    else:
+        what = f"a list of {'messages' if is_messages else 'tools'}"
+        item = getattr(kind, "value_type", None)
+        fits = item is not None and (pa.types.is_struct(item) or _is_json_text(item))
+    if not fits:
+        way_out = f"set {content.settings}" if is_messages else "rename it, or write it so"
+        raise ConfigError(
+            f"{column} is {kind}, {what} is expected, or its JSON; {way_out}",
+            code=WrongChatValueError.code,
+        )
+
+
+def _is_json_text(kind: Any) -> bool:
+    return is_json(kind) or is_text(kind)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.data.sources.arrow_values import plain_value
+from orchestrator.data.sources.arrow_values import is_json, parsed_json, plain_value
 from orchestrator.data.sources.column_schema import is_text
 from orchestrator.data.sources.documents import BadRecordError, Content, utf8_text
 from orchestrator.data.sources.line_records import Batch
@@ -108,6 +108,8 @@ def value_sizes(column: Any) -> Int64Array:
     import pyarrow.compute as pc
 
     kind = column.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return value_sizes(column.storage)
     if pa.types.is_dictionary(kind):
         inner = value_sizes(column.dictionary)
         indices = column.indices.fill_null(0).to_numpy(zero_copy_only=False)
@@ -202,14 +204,36 @@ class _Objects:
         content = self._content
         if field.name in content.transform_fields and field.name not in content.fields:
             return plain_value(field.type)
-        return _said if content.kind == "chat" else _text_value
+        return _chat_values(field, content.as_stored) if content.kind == "chat" else _text_value
 
 
-def _said(scalar: Any) -> Any:
-    """The messages of a chat, or its tools. Inner fields that are null are left out, since a file of columns
-    has every field in every row; the text and the role of a message stay.
+def _chat_values(field: Any, as_stored: bool) -> Callable[[Any], Any]:
+    """What makes of an Arrow scalar the messages of a chat, or what lies beside them. Inner fields that are
+    null are left out, since a file of columns has every field in every row; the text and the role of a
+    message stay. JSON is parsed, and what it says stays whole, unless the values are wanted `as_stored`.
     """
-    return _without_nulls(scalar.as_py())
+    read = _without_nulls if as_stored else _reader(field)
+    return lambda scalar: read(scalar.as_py())
+
+
+def _reader(field: Any) -> Callable[[Any], Any]:
+    """The same of a Python value of the field."""
+    import pyarrow as pa
+
+    kind = field.type
+    if is_json(kind, field.metadata):
+        return parsed_json
+    if pa.types.is_struct(kind):
+        inner = {each.name: _reader(each) for each in kind}
+        return lambda value: (
+            None
+            if value is None
+            else {k: inner[k](v) for k, v in value.items() if v is not None or k in _KEPT}
+        )
+    if hasattr(kind, "value_field"):  # lists of every kind
+        item = _reader(kind.value_field)
+        return lambda value: None if value is None else [item(each) for each in value]
+    return _without_nulls
 
 
 def _text_value(scalar: Any) -> Any:

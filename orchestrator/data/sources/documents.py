@@ -7,15 +7,16 @@ Formats make documents, `tokens` turns them into tokens; this module knows neith
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 # Of a record's fields so many are named, each so far.
 _NUM_NAMES, _NAME_LENGTH = 12, 60
 # What a document of each content is made of: `<name>_field` of the configuration.
 _FIELDS = {"text": ("text",), "chat": ("messages",), "prompt": ("prompt", "completion")}
-# Beside its messages a chat may say which tools the model is offered.
-TOOLS_FIELD = "tools"
+# Beside its messages a chat may say which tools the model is offered, and set variables of its template.
+TOOLS_FIELD, KWARGS_FIELD = "tools", "chat_template_kwargs"
+BESIDE_MESSAGES = (TOOLS_FIELD, KWARGS_FIELD)
 
 
 # What names a record's fields in the configuration, by content.
@@ -27,21 +28,34 @@ FIELD_SETTINGS = {
 
 
 class BadRecordError(Exception):
-    """A record that is no document; the text is the reason."""
+    """A record that is no document; the text is the reason, `code` that of the error which it becomes."""
+
+    code: str | None = None
 
 
 class WrongFieldError(BadRecordError):
     """A record without what is looked for in the field where it is looked for."""
 
 
+class WrongChatValueError(WrongFieldError):
+    """A chat with a value of another type than its template needs."""
+
+    code = "data.chat_value_type"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """The turns of a chat, in order, as JSON objects (`role`, `content`, …) for a tokenizer's template, and
-    the tools that it is offered, None where the record has none.
+    """The turns of a chat, in order, as JSON objects (`role`, `content`, …) for a tokenizer's template, the
+    tools that it is offered, None where the record has none, and variables that it sets for the template.
+
+    `as_stored`: its values stand as the record has them, `weight` means nothing, and it sets no variables
+    (see `Content`).
     """
 
     messages: tuple[dict[str, Any], ...]
     tools: Any = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    as_stored: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +89,8 @@ class Content:
     """Which fields of a record its document is made of; `kind` is `data.sources[].content`.
 
     A field's name is that of a field of the record, else a way into inner ones: `meta.body`.
-    `transform_fields` are further ones, for its transforms alone.
+    `transform_fields` are further ones, for its transforms alone. `as_stored`: a list of chats that an
+    earlier version froze. Their values are rendered as they are stored, so that the run keeps its stream.
     """
 
     kind: str = "text"
@@ -84,6 +99,7 @@ class Content:
     prompt_field: str = "prompt"
     completion_field: str = "completion"
     transform_fields: tuple[str, ...] = ()
+    as_stored: bool = False
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -97,6 +113,7 @@ class Content:
         return Content(
             kind=self.kind,
             transform_fields=self.transform_fields,
+            as_stored=self.as_stored,
             **{name: getattr(self, name) for name in used},
         )
 
@@ -126,7 +143,7 @@ def document_of(record: Mapping[str, Any], content: Content) -> Document:
             prompt=text_at(record, content.prompt_field),
             completion=text_at(record, content.completion_field),
         )
-    return _conversation(record, content.messages_field)
+    return (_stored_conversation if content.as_stored else _conversation)(record, content.messages_field)
 
 
 def described(
@@ -190,34 +207,36 @@ def value_or_none(record: Mapping[str, Any], field: str) -> Any:
 
 
 def _conversation(record: Mapping[str, Any], field: str) -> Conversation:
+    from orchestrator.data.sources.chat_values import typed_conversation  # it imports this module
+
+    messages = value_at(record, field)
+    if messages is None:
+        raise BadRecordError(f"{field!r} is null")
+    beside = {name: _beside(record, field, name) for name in BESIDE_MESSAGES}
+    return typed_conversation(field, messages, beside)
+
+
+def _stored_conversation(record: Mapping[str, Any], field: str) -> Conversation:
+    """The conversation as earlier versions read it."""
     messages = value_at(record, field)
     if messages is None:
         raise BadRecordError(f"{field!r} is null")
     if not isinstance(messages, list):
-        raise WrongFieldError(
-            f"{field!r} is a JSON {kind_of(messages)}, a list of messages is expected; the record has: "
-            f"{names(record)}"
-        )
+        raise WrongFieldError(f"{field!r} is a JSON {kind_of(messages)}, a list of messages is expected")
     if not messages:
         raise BadRecordError(f"{field!r} has no messages")
     for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict):
-            raise WrongFieldError(
-                f"message {number} of {field!r} is a JSON {kind_of(message)}, an object with a role is "
-                "expected"
-            )
-        if not isinstance(message.get("role"), str):
-            what = f"the role {message['role']!r}" if "role" in message else "no field `role`"
-            raise WrongFieldError(f"message {number} of {field!r} has {what}; it has: {names(message)}")
-    return Conversation(messages=tuple(messages), tools=_tools(record, field))
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise WrongFieldError(f"message {number} of {field!r} is no object with a role")
+    return Conversation(messages=tuple(messages), tools=_beside(record, field, TOOLS_FIELD), as_stored=True)
 
 
-def _tools(record: Mapping[str, Any], field: str) -> Any:
-    """What lies beside the messages."""
+def _beside(record: Mapping[str, Any], field: str, name: str) -> Any:
+    """What lies beside the messages under this name; None if there is nothing."""
     around = field.rpartition(".")[0]
     if not around or field in record:
-        return record.get(f"{around}.{TOOLS_FIELD}", record.get(TOOLS_FIELD))
-    return value_at(record, around).get(TOOLS_FIELD)
+        return record.get(f"{around}.{name}", record.get(name))
+    return value_at(record, around).get(name)
 
 
 def names(record: Mapping[str, Any]) -> str:

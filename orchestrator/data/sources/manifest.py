@@ -33,6 +33,8 @@ ETAG = "etag:"
 # In an error text; the rest is counted.
 _NAMED = 5
 _FACTS = ("source", "base", "format")
+# Metadata of lists of chats whose values have the type that templates need (`Content.as_stored` is false).
+_CHAT_VALUES, _TYPED = "chat_values", "typed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +193,7 @@ def _is_plain_text(content: Content) -> bool:
 
 def _content_text(content: Content) -> str:
     facts = asdict(content)
+    del facts["as_stored"]  # how a list is read, not what it lists
     if not content.transform_fields:  # older lists have none
         del facts["transform_fields"]
     return orjson.dumps(facts).decode()
@@ -198,7 +201,9 @@ def _content_text(content: Content) -> str:
 
 def _content(facts: Mapping[str, str]) -> Content:
     given = {"text_field": facts["text_field"], **orjson.loads(facts.get("content", "{}"))}
-    return Content(**{**given, "transform_fields": tuple(given.get("transform_fields", ()))})
+    is_old_chat = given.get("kind") == "chat" and facts.get(_CHAT_VALUES) != _TYPED
+    fields = tuple(given.get("transform_fields", ()))
+    return Content(**{**given, "transform_fields": fields, "as_stored": is_old_chat})
 
 
 def to_parquet(manifest: Manifest, more: Mapping[str, str] = MappingProxyType({})) -> bytes:
@@ -212,6 +217,8 @@ def to_parquet(manifest: Manifest, more: Mapping[str, str] = MappingProxyType({}
     facts["text_field"] = manifest.content.text_field
     if not _is_plain_text(manifest.content):
         facts["content"] = _content_text(manifest.content)
+    if manifest.content.kind == "chat" and not manifest.content.as_stored:
+        facts[_CHAT_VALUES] = _TYPED
     out = io.BytesIO()
     encodings = {"path": "DELTA_BYTE_ARRAY"}  # sorted paths share their beginnings
     encodings |= dict.fromkeys(("bytes", "mtime_ns"), "DELTA_BINARY_PACKED")

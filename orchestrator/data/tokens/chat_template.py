@@ -17,7 +17,13 @@ DEFAULT, WITH_TOOLS = "default", "tool_use"
 
 
 class UnrenderableError(Exception):
-    """A conversation that the template does not take; the text is the reason."""
+    """A conversation that the template does not take; the text is the reason, `code` that of the error which
+    it becomes.
+    """
+
+    def __init__(self, reason: str, code: str | None = None) -> None:
+        super().__init__(reason)
+        self.code = code
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

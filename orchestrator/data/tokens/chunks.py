@@ -314,7 +314,8 @@ class _Records:
             how = f"{self._window.in_place(position)}, {_ACCEPTED}"
             raise BadDocumentError(
                 f"{reason}; set {fields}data.on_bad_document=skip{other_way} {_NEW_RUN}, or fix the document "
-                f"{how}"
+                f"{how}",
+                code=getattr(error, "code", None),
             ) from None
         self._writer.add(position, self._window.origin(position), BAD, reason=reason)
         return self._writer.full_chunks()

@@ -10,6 +10,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -19,7 +20,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from orchestrator.data.sources.documents import Conversation
+from orchestrator.data.sources.documents import Conversation, WrongChatValueError
 from orchestrator.data.tokens.chat_template import (
     DEFAULT,
     WITH_TOOLS,
@@ -28,6 +29,12 @@ from orchestrator.data.tokens.chat_template import (
     Span,
     SpecialToken,
     UnrenderableError,
+)
+from orchestrator.data.tokens.template_values import (
+    require_json,
+    with_arguments,
+    with_reasoning,
+    without_nulls,
 )
 from orchestrator.errors import DataError
 
@@ -70,28 +77,35 @@ class Renderer:
         Raises `UnrenderableError` if the template does not take the conversation, `DataError` if the template
         does not say which part of it is the assistant's.
         """
-        strings = list(_strings([conversation.messages, conversation.tools]))
+        given, tools = without_nulls(conversation.messages), conversation.tools
+        variables = dict(conversation.template_kwargs)
+        strings = list(_strings([given, tools, variables]))
         marks = self._free_marks(strings)
         spelled = sum(len(self._spelled.findall(text)) for text in strings)
-        given = [{k: v for k, v in m.items() if v is not None} for m in conversation.messages]
-        tools = conversation.tools
-        turns = _Turns(self, given, tools, marks)
+        if not conversation.as_stored:
+            given = with_reasoning(given)
+            given = with_arguments(given, lambda m: self.text_of(_Shown(m, tools, variables), "\0\0\0\0"))
+        turns = _Turns(self, _Shown(given, tools, variables), marks)
+        if not conversation.as_stored:
+            require_json(given, turns.text)
         if spelled and not parse:
             around = f"{marks[0]}\\g<0>{marks[1]}"
-            plain, given, tools = turns.text, self._marked(given, around), self._marked(tools, around)
-            turns = _Turns(self, given, tools, marks)
+            plain, shown = turns.text, (self._marked(each, around) for each in (given, tools, variables))
+            turns = _Turns(self, _Shown(*shown), marks)
             if _unmarked(turns.text, marks) != _unmarked(plain, marks):
                 raise UnrenderableError(
                     "its messages spell special tokens, and the tokenizer's chat_template does not treat "
                     "them as any other text"
                 )
-        return self._read(turns.text, turns.targets(loss), marks, spelled, tagged=turns.tagged)
+        targets = turns.targets(loss, not conversation.as_stored)
+        return self._read(turns.text, targets, marks, spelled, tagged=turns.tagged)
 
-    def text_of(self, messages: list[Any], tools: Any, marks: str, prompt: bool = False) -> str:
-        """What the template makes of these messages, with marks. Raises whatever the template raises."""
+    def text_of(self, shown: _Shown, marks: str, prompt: bool = False) -> str:
+        """What the template makes of this, with marks. Raises whatever the template raises."""
         self._generation.marks = marks[2:]
-        return self._templates[self._name(tools)].render(
-            messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
+        variables = {"documents": None, **self._variables, **shown.variables}
+        return self._templates[self._name(shown.tools)].render(
+            messages=shown.messages, tools=shown.tools, add_generation_prompt=prompt, **variables
         )
 
     def always_added(self, tools: Any) -> str:
@@ -101,7 +115,7 @@ class Renderer:
         name = self._name(tools)
         if name not in self._made_of_nothing:
             try:
-                made = self.text_of([], tools, "\0\0\0\0")
+                made = self.text_of(_Shown([], tools, {}), "\0\0\0\0")
             except Exception:  # noqa: BLE001  a template may raise whatever Python can
                 made = ""
             self._made_of_nothing[name] = made.removeprefix(self._variables.get("bos_token", "")).strip()
@@ -160,30 +174,61 @@ class Renderer:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What a template is given: `variables` are those that a record sets."""
+
+    messages: list[Any]
+    tools: Any
+    variables: Mapping[str, Any]
+
+
 class _Turns:
     """One conversation, rendered whole and, where it must be, turn by turn. Spans count in marked text."""
 
-    def __init__(self, renderer: Renderer, messages: list[Any], tools: Any, marks: str) -> None:
-        self._renderer, self._messages, self._tools, self._marks = renderer, messages, tools, marks
-        self.tagged = renderer.is_tagged(tools)
+    def __init__(self, renderer: Renderer, shown: _Shown, marks: str) -> None:
+        self._renderer, self._shown, self._marks = renderer, shown, marks
+        self._messages, self._tools = shown.messages, shown.tools
+        self.tagged = renderer.is_tagged(shown.tools)
         try:
-            self.text = renderer.text_of(messages, tools, marks)
+            self.text = renderer.text_of(shown, marks)
         except Exception as error:  # a template may raise whatever Python can
-            raise UnrenderableError(f"the tokenizer's chat_template does not take it: {error}") from error
+            code = WrongChatValueError.code if isinstance(error, TypeError) else None
+            raise UnrenderableError(
+                f"the tokenizer's chat_template does not take it: {error}", code=code
+            ) from error
 
-    def targets(self, loss: str) -> list[Span]:
+    def targets(self, loss: str, weighted: bool) -> list[Span]:
+        """The spans to be learnt; `weighted`: none of a message whose `weight` is 0."""
+        left_out = {i for i, m in enumerate(self._messages) if weighted and m.get("weight") == 0}
         if loss == "all":
             self.tagged = True  # nothing to cut at the turns' ends
-            return [(0, len(self.text))]
+            return _outside([self._message(number) for number in sorted(left_out)], len(self.text))
         turns = [i for i, message in enumerate(self._messages) if message.get("role") == "assistant"]
         turns = turns[-1:] if loss == "last" else turns
         if not self.tagged:
-            return [self._turn(number) for number in turns]
+            return [self._turn(number) for number in turns if number not in left_out]
         spans = self._tagged_spans(self.text)
-        if loss == "last" and spans:
-            before = self._tagged_spans(self._part(turns[0])) if turns and turns[0] else []
-            return spans[len(before) :]
-        return spans
+        first = self._num_spans_before(turns[0]) if loss == "last" and spans and turns else 0
+        dropped = {i for number in left_out.intersection(turns) for i in self._spans_of(number, len(spans))}
+        return [span for i, span in enumerate(spans) if i >= first and i not in dropped]
+
+    def _spans_of(self, number: int, num_spans: int) -> range:
+        """Which of the marked spans a turn of the assistant makes: one each, or as its parts show."""
+        turns = [i for i, message in enumerate(self._messages) if message.get("role") == "assistant"]
+        if len(turns) == num_spans:
+            return range(turns.index(number), turns.index(number) + 1)
+        return range(self._num_spans_before(number), self._num_spans_before(number + 1))
+
+    def _num_spans_before(self, number: int) -> int:
+        return len(self._tagged_spans(self._part(number)))
+
+    def _message(self, number: int) -> Span:
+        """All that the template makes of a message, its role included."""
+        before, after = self._part(number), self._part(number + 1)
+        self._require_begins(before, after, f"the messages before message {number}")
+        self._require_begins(after, self.text, f"the messages up to message {number}")
+        return len(before), len(after)
 
     def _tagged_spans(self, text: str) -> list[Span]:
         begin, end = self._marks[2], self._marks[3]
@@ -192,15 +237,9 @@ class _Turns:
     def _turn(self, number: int) -> Span:
         """What the assistant wrote in its turn, shown by two renderings that begin the whole."""
         before, after = self._part(number, prompt=True), self._part(number + 1)
-        for shorter, longer, what in (
-            (before, after, f"the messages before message {number} (with add_generation_prompt)"),
-            (after, self.text, f"the messages up to message {number}"),
-        ):
-            if not longer.startswith(shorter):
-                raise _refused(
-                    f"it has no {{% generation %}}, and what it makes of {what} does not begin what it makes "
-                    f"of more: {_around(shorter, longer)}"
-                )
+        asked = f"the messages before message {number} (with add_generation_prompt)"
+        self._require_begins(before, after, asked)
+        self._require_begins(after, self.text, f"the messages up to message {number}")
         added = self._renderer.always_added(self._tools)
         if added and before.rstrip().endswith(added) and after.rstrip().endswith(added):
             raise _refused(
@@ -209,14 +248,30 @@ class _Turns:
             )
         return len(before), len(after)
 
+    def _require_begins(self, shorter: str, longer: str, what: str) -> None:
+        if not longer.startswith(shorter):
+            raise _refused(
+                f"it has no {{% generation %}}, and what it makes of {what} does not begin what it makes "
+                f"of more: {_around(shorter, longer)}"
+            )
+
     def _part(self, number: int, prompt: bool = False) -> str:
+        if not number and not prompt:
+            return ""
         try:
-            return self._renderer.text_of(self._messages[:number], self._tools, self._marks, prompt)
+            shown = replace(self._shown, messages=self._messages[:number])
+            return self._renderer.text_of(shown, self._marks, prompt)
         except Exception as error:  # a template may raise whatever Python can
             raise UnrenderableError(
                 "the tokenizer's chat_template has no {% generation %}, and does not take the first "
                 f"{number} messages of {len(self._messages)} alone: {error}"
             ) from error
+
+
+def _outside(spans: list[Span], length: int) -> list[Span]:
+    """What of a text lies in none of the spans, which are in order."""
+    starts, stops = [0, *(stop for _, stop in spans)], [*(start for start, _ in spans), length]
+    return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
 
 def _without_tail(text: str, span: Span, specials: Sequence[tuple[int, int, SpecialToken]]) -> Span:

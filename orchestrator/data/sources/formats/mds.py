@@ -17,6 +17,7 @@ import orjson
 
 from orchestrator.data.sources.compressed import ExactReader, decoded, with_compressed
 from orchestrator.data.sources.documents import (
+    BESIDE_MESSAGES,
     BadRecordError,
     Content,
     WrongFieldError,
@@ -192,7 +193,8 @@ def _columns(file: InputFile, config: bytes, content: Content) -> _Columns:
             names=given,
             encodings=tuple(facts["column_encodings"]),
             sizes=tuple(facts["column_sizes"]),
-            needed=frozenset(columns) | ({"tools"} & set(given) if content.kind == "chat" else frozenset()),
+            needed=frozenset(columns)
+            | (set(BESIDE_MESSAGES) & set(given) if content.kind == "chat" else set()),
         )
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
         raise OSError(f"no MDS shard: what its columns are cannot be read: {error!r}") from error

@@ -8,6 +8,7 @@ read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +149,9 @@ def _copied(document: Document | Described) -> Document | Described:
         assert found is not None, "a document's copy is one"
         return Described(document=found, fields=own_copy(document.fields))
     if isinstance(document, Conversation):
-        return Conversation(messages=tuple(own_copy(list(document.messages))), tools=own_copy(document.tools))
+        return replace(
+            document, messages=tuple(own_copy(list(document.messages))), tools=own_copy(document.tools)
+        )
     return document
 
 
@@ -183,11 +186,12 @@ def _own_document(document: Document) -> tuple[Document, int]:
     if isinstance(document, Prompted):
         return document, _num_bytes(document.prompt) + _num_bytes(document.completion)
     try:
-        copy = orjson.dumps([document.messages, document.tools])
+        copy = orjson.dumps([document.messages, document.tools, document.template_kwargs])
     except (TypeError, ValueError) as error:
         raise BadRecordError(f"its messages are no JSON: {error}") from error
-    messages, tools = orjson.loads(copy)
-    return Conversation(messages=tuple(messages), tools=tools), len(copy)
+    messages, tools, kwargs = orjson.loads(copy)
+    found = replace(document, messages=tuple(messages), tools=tools, template_kwargs=kwargs)
+    return found, len(copy)
 
 
 def _num_bytes(text: str) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 from orchestrator.data.sources.columns import BATCH_BYTES
 from orchestrator.data.sources.compressed import ExactReader, decoded, with_compressed
 from orchestrator.data.sources.documents import (
+    BESIDE_MESSAGES,
     BadRecordError,
     Content,
     Described,
@@ -125,6 +126,9 @@ def _fields(sample: _Sample, content: Content) -> dict[str, Any]:
             for part in reversed(member.split(".")):
                 inner = {part: inner}
             found |= inner
+    if content.kind == "chat":
+        members = (name for name in BESIDE_MESSAGES if name in sample.members and name not in found)
+        found |= {name: utf8_text(sample.members[name]) for name in members}
     return found
 
 
@@ -176,7 +180,10 @@ def _add(sample: _Sample, extension: str, tar: ExactReader, size: int, content: 
     if extension in sample.names:
         sample.error = BadRecordError(f"two members are called {sample.key}.{extension}")
     sample.names[extension] = None
-    needed = any(name == extension or name.startswith(f"{extension}.") for name in content.read)
+    beside = BESIDE_MESSAGES if content.kind == "chat" and not content.as_stored else ()
+    needed = extension in beside or any(
+        name == extension or name.startswith(f"{extension}.") for name in content.read
+    )
     sample.num_bytes += _BLOCK + (size if needed else 0)
     if sample.num_bytes > MAX_RECORD_BYTES:
         sample.too_long = True

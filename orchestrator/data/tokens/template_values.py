@@ -1,0 +1,144 @@
+"""Which form of a conversation's values its template takes, judged by what the template makes of them.
+
+A call's arguments are an object in transformers and a JSON text in OpenAI's API, and templates differ in
+what they take. A template that takes texts prints them as they are. One that takes objects prints a text in
+quotes, or fails.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from orchestrator.data.sources.documents import WrongChatValueError, kind_of
+from orchestrator.data.tokens.chat_template import UnrenderableError
+
+_Messages = list[dict[str, Any]]
+# What transformers calls a message's reasoning, by precedence; its templates read the first and the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def without_nulls(messages: Sequence[Mapping[str, Any]]) -> _Messages:
+    """The messages without keys that are null, as transformers gives them to a template."""
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def with_reasoning(messages: _Messages) -> _Messages:
+    """The messages with their reasoning under each name that templates read, as transformers gives them."""
+    found: _Messages = []
+    for message in messages:
+        reasoning = next((message[key] for key in _REASONING if key in message), None)
+        own = {} if reasoning is None else {"reasoning_content": reasoning}
+        found.append({**({"thinking": reasoning} if own else {}), **message, **own})
+    return found
+
+
+def with_arguments(messages: _Messages, render: Callable[[_Messages], str]) -> _Messages:
+    """The messages with those arguments of calls that are texts as texts where the template prints them as
+    they are, else as the objects that they describe.
+
+    Raises `UnrenderableError` where the template does not take texts and one is no JSON object.
+    """
+    texts = [text for function in _functions(messages) if isinstance(text := function["arguments"], str)]
+    if not texts or _prints(texts, messages, render):
+        return messages
+    return [_with_objects(number, message) for number, message in enumerate(messages, start=1)]
+
+
+def require_json(messages: _Messages, rendered: str) -> None:
+    """Raises `UnrenderableError` if the template printed a content that is no text, or the arguments of a
+    call, as Python writes an object (`{'city': 'Oslo'}`): it takes texts there.
+    """
+    for number, message in enumerate(messages, start=1):
+        values = [("`content`", message.get("content"))]
+        values += [("`arguments` of a call", function["arguments"]) for function in _functions([message])]
+        for what, value in values:
+            if isinstance(value, (dict, list)) and _is_printed(value, messages, rendered):
+                raise UnrenderableError(
+                    f"{what} in message {number} is a JSON {kind_of(value)}, and the tokenizer's "
+                    "chat_template takes a text there: it prints Python's form of it; write it as a text",
+                    code=WrongChatValueError.code,
+                )
+
+
+def _functions(messages: _Messages) -> Iterator[dict[str, Any]]:
+    """The calls of the messages that have arguments."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") or call
+            if function.get("arguments") is not None:
+                yield function
+
+
+def _prints(texts: list[str], messages: _Messages, render: Callable[[_Messages], str]) -> bool:
+    """Whether the template prints these texts as they are."""
+    try:
+        rendered = render(messages)
+    except Exception:  # noqa: BLE001  a template may raise whatever Python can
+        return False
+    quoted = {json.dumps(text, ensure_ascii=ascii_only) for text in texts for ascii_only in (False, True)}
+    return all(text.strip() in rendered for text in texts) and not any(text in rendered for text in quoted)
+
+
+def _with_objects(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    where = f"of message {number}"
+    return {
+        **message,
+        "tool_calls": [_with_object(f"call {i} {where}", c) for i, c in enumerate(calls, start=1)],
+    }
+
+
+def _with_object(where: str, call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function") or call
+    if not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = orjson.loads(function["arguments"])
+    except orjson.JSONDecodeError as error:
+        raise _no_object(where, f"no JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise _no_object(where, "not that of an object")
+    changed = {**function, "arguments": arguments}
+    return changed if function is call else {**call, "function": changed}
+
+
+def _no_object(where: str, why: str) -> UnrenderableError:
+    return UnrenderableError(
+        f"`arguments` of {where} is a text that is {why}, and the tokenizer's chat_template takes an object "
+        "there; write it as an object",
+        code=WrongChatValueError.code,
+    )
+
+
+def _is_printed(value: dict[str, Any] | list[Any], messages: _Messages, rendered: str) -> bool:
+    """Whether Python's form of the value, or of something in it, was printed and stands in no message."""
+    printed = [form for form in _python_forms(value) if form in rendered]
+    return any(not any(form in text for text in _texts(messages)) for form in printed)
+
+
+def _python_forms(value: Any) -> Iterator[str]:
+    """Python's forms of the innermost lists and objects of a value, where they are not JSON."""
+    items = list(value.values()) if isinstance(value, dict) else value
+    inner = [item for item in items if isinstance(item, (dict, list)) and item]
+    for item in inner:
+        yield from _python_forms(item)
+    if not inner and (form := str(value)) != json.dumps(value, ensure_ascii=False):
+        yield form
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _texts(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _texts(each)
