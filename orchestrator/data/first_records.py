@@ -1,11 +1,12 @@
 """Whether a source's files hold what `format` and `text_field` say, and its transforms make documents of
 them: a look at each source's first records, before a start.
 
-It tokenizes nothing; what a record is, and why it is bad, `sources` says.
+It tokenizes nothing. What a record is, and why it is bad, `sources` says.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
@@ -13,9 +14,11 @@ from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.documents import (
     BadRecordError,
     Content,
+    Conversation,
     Described,
     Document,
     WrongFieldError,
+    bare,
 )
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.fragments import SourcePlan
@@ -23,6 +26,9 @@ from orchestrator.data.sources.input_file import open_input
 from orchestrator.data.sources.readers import naming_damage
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.chat_template import UnrenderableError
+from orchestrator.data.tokens.large_json import parse
+from orchestrator.data.tokens.masked import special_tokens
 from orchestrator.data.transforms import Transforms
 from orchestrator.errors import ConfigError, DataError
 
@@ -31,6 +37,9 @@ NUM_FILES = 8
 NUM_RECORDS = 64
 # So many documents of a source are transformed.
 NUM_TRANSFORMED = 16
+# So many records of a source of chats are rendered.
+NUM_RENDERED = 32
+UNUSABLE, NOTHING_LEARNT = "data.chat_template_unusable", "data.nothing_learnt"
 
 
 def check_first_records(spec: DataSpec) -> None:
@@ -43,6 +52,9 @@ def check_first_records(spec: DataSpec) -> None:
     were listed, and its values are not looked at. A source whose first records are longer than 1 MiB is not
     judged, of a `text` only its lines in the first MiB.
 
+    The first chats of a source's order are rendered: raises `ConfigError` if the template takes none of them,
+    cannot be used, or if nothing of them is learnt.
+
     The transforms of a source, if it has any, are called with the first documents of its order, here and
     with the same seeds as when they are trained. Raises `DataError`, with the place, as they would there.
     """
@@ -51,6 +63,8 @@ def check_first_records(spec: DataSpec) -> None:
         _require_transform_fields(plan)
         if refs := spec.settings.transforms.get(plan.source):
             _try_transforms(plan, spec.settings, Transforms(refs))
+        if plan.manifest.content.kind == "chat":
+            _render_chats(plan, spec)
 
 
 def _try_transforms(plan: SourcePlan, settings: StreamSettings, transforms: Transforms) -> None:
@@ -66,6 +80,71 @@ def _try_transforms(plan: SourcePlan, settings: StreamSettings, transforms: Tran
             raise DataError(
                 f"{window.place(position)}: {error}\nNothing was started: this run.name is still free"
             ) from error
+
+
+def _render_chats(plan: SourcePlan, spec: DataSpec) -> None:
+    """Renders the first chats of a source as they will be trained."""
+    from orchestrator.data.tokens.rendering import Renderer  # only who renders loads jinja2
+
+    settings, chat = spec.settings, spec.tokenizer.chat
+    assert chat is not None, "a tokenizer without a template was refused"
+    renderer = Renderer(chat, special_tokens(parse(spec.tokenizer.model_json)))
+    loss = settings.loss.get(plan.source, "assistant")
+    parse_special = settings.special_tokens_in_text == "parse"
+    bad: tuple[str, Exception] | None = None
+    num_bad, roles, num_learnt = 0, Counter[str](), 0
+    for where, found in _first_chats(plan, settings):
+        try:
+            if isinstance(found, BadRecordError):
+                raise found
+            rendered = renderer.render(found, loss, parse_special)
+        except (BadRecordError, UnrenderableError) as error:
+            bad, num_bad = bad or (where, error), num_bad + 1
+        except DataError as error:
+            raise ConfigError(f"data.sources {plan.source}: {where}: {error}", code=UNUSABLE) from error
+        else:
+            roles.update(str(message.get("role")) for message in found.messages)
+            num_learnt += bool(rendered.targets)
+    if bad is not None and not roles:
+        where, error = bad
+        raise ConfigError(
+            f"data.sources {plan.source}: {where}: {error}; none of the first {num_bad} chats can be "
+            "rendered. Repair the records or the template, or set messages_field",
+            code=getattr(error, "code", None) or UNUSABLE,
+        ) from error
+    if roles and not num_learnt:
+        raise ConfigError(
+            f"data.sources {plan.source}: nothing of the first chats is learnt with loss={loss}: their roles "
+            f"are {', '.join(sorted(roles))}; the answers need the role assistant and a weight other than 0, "
+            "or set loss=all",
+            code=NOTHING_LEARNT,
+        )
+
+
+def _first_chats(
+    plan: SourcePlan, settings: StreamSettings
+) -> Iterator[tuple[str, Conversation | BadRecordError]]:
+    """(where it is, what it is) of the first chats of a source's order, as its transforms make them."""
+    window = OrderedWindow(next(read_windows(plan, settings, 0, 0)), plan, settings, 0)
+    refs = settings.transforms.get(plan.source)
+    transforms = Transforms(refs) if refs else None
+    for position in range(min(NUM_RENDERED, len(window))):
+        where = window.place(position)
+        if not window.takes_all and window.is_held_out(position):
+            continue
+        try:
+            document = window.described(position)
+        except BadRecordError as error:
+            yield where, error
+            continue
+        if document is None:
+            continue
+        outputs = (
+            [bare(document)] if transforms is None else transforms.outputs(document, window.seed(position))
+        )
+        for output in outputs:
+            if isinstance(output, Conversation | BadRecordError):
+                yield where, output
 
 
 def _require_transform_fields(plan: SourcePlan) -> None:

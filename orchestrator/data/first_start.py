@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from orchestrator.data.frozen import DataRecord, FrozenData
+from orchestrator.data.frozen import RULES, DataRecord, FrozenData
 from orchestrator.data.later_lists import Found, listed_as
 from orchestrator.data.settings import (
     StreamSettings,
@@ -78,6 +78,7 @@ def first_start(
         paths={name: found[0] for name, found in paths.items()},
         more_paths={name: found[1:] for name, found in paths.items() if found[1:]},
         transforms={name: ref.source for name, ref in refs.items()},
+        rules=RULES,
     )
     return DataSpec(
         plans=tuple(plans),

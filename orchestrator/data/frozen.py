@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from orchestrator.data.sources.manifest import Manifest, facts_of, from_parquet, to_parquet
+from orchestrator.data.tokens.resolved import is_template_file
 from orchestrator.data.tokens.tokenizer_files import FILES
 from orchestrator.errors import DataIdentityError
 from orchestrator.json_form import decode, encode
@@ -22,6 +23,7 @@ TOKENIZER_FOLDER = "tokenizer"
 _MANIFESTS = "manifest"
 _RECORD = f"{_MANIFESTS}/data.json"
 VERSION = 1
+RULES = 2
 _NUMBERS = ("fragment_bytes", "window_bytes", "fragments_per_block")
 
 
@@ -31,7 +33,9 @@ class DataRecord:
 
     `tokenizer` is the name as it was given; digests are blake3. The maps are keyed by source. `paths` are
     absolute; runs that were started before they were recorded have none. `more_paths` are those after the
-    first, where a source has several. `transforms` are `planning.identity`'s.
+    first, where a source has several. `transforms` are `planning.identity`'s. `rules` says by
+    which rules the run's stream is made: `RULES` are today's, 1 are those of versions that recorded none.
+    They read a tokenizer's folder by its tokenizer.json, and trained stretches of which nothing is learnt.
     """
 
     version: int = VERSION
@@ -46,6 +50,7 @@ class DataRecord:
     paths: dict[str, str] = field(default_factory=dict)
     more_paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
     transforms: dict[str, str] = field(default_factory=dict)
+    rules: int = 1
 
     def paths_of(self, source: str) -> tuple[str, ...]:
         """The absolute paths that the source's files were listed by; none where they were not recorded."""
@@ -146,7 +151,7 @@ def write_frozen(
 
 def _write(storage: Storage, files: Mapping[str, bytes], record: bytes) -> bool:
     # asked for first: where nothing can be deleted, a run can still begin
-    for name in set(storage.list(TOKENIZER_FOLDER)).intersection(FILES):
+    for name in filter(_is_tokenizers, storage.list(TOKENIZER_FOLDER)):
         if f"{TOKENIZER_FOLDER}/{name}" not in files:
             storage.delete(f"{TOKENIZER_FOLDER}/{name}")
     for path, content in files.items():
@@ -155,6 +160,10 @@ def _write(storage: Storage, files: Mapping[str, bytes], record: bytes) -> bool:
         elif there != content:
             storage.replace(path, content)
     return storage.create(_RECORD, record)
+
+
+def _is_tokenizers(name: str) -> bool:
+    return name in FILES or is_template_file(name)
 
 
 def has_record(storage: Storage) -> bool:
@@ -210,7 +219,13 @@ def _decoded(storage: Storage, document: bytes) -> DataRecord:
             f"{storage.root}/{_RECORD} has version {content['version']}, this version of orchestrator reads "
             f"{VERSION}; use the one that wrote it, or a later one"
         )
-    return decode(DataRecord, content, _RECORD)
+    record = decode(DataRecord, content, _RECORD)
+    if record.rules > RULES:
+        raise DataIdentityError(
+            f"{storage.root}/{_RECORD}: the run's stream is made by rules {record.rules}, this version of "
+            f"orchestrator knows those up to {RULES}; use the one that wrote it, or a later one"
+        )
+    return record
 
 
 def _read(storage: Storage, path: str) -> bytes | None:
@@ -229,7 +244,7 @@ def read_frozen(storage: Storage) -> FrozenData | None:
         return None
     try:
         record = _decoded(storage, storage.read(_RECORD))
-        names = [name for name in storage.list(TOKENIZER_FOLDER) if name in FILES]
+        names = [name for name in storage.list(TOKENIZER_FOLDER) if _is_tokenizers(name)]
         tokenizer_files = {name: storage.read(f"{TOKENIZER_FOLDER}/{name}") for name in names}
         paths = {source: manifest_path(source) for source in record.manifests}
         manifests = {s: from_parquet(storage.read(p), f"{root}/{p}") for s, p in paths.items()}

@@ -18,6 +18,7 @@ from orchestrator.data.first_start import (
     with_ids,
 )
 from orchestrator.data.frozen import (
+    RULES,
     TOKENIZER_FOLDER,
     DataRecord,
     FrozenData,
@@ -31,6 +32,7 @@ from orchestrator.data.frozen import (
 )
 from orchestrator.data.later_lists import Refreshing, later_plan, listed_as
 from orchestrator.data.settings import (
+    SPLIT_WHOLE,
     StreamSettings,
     has_list_to_come,
     limits_of,
@@ -46,6 +48,7 @@ from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.sources.unchanged import compare_files, find_unchanged
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.encoder import GIGATOKEN, installed_version
+from orchestrator.data.tokens.resolved import RESOLVED
 from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch, is_there
 from orchestrator.data.transforms import TransformRef
 from orchestrator.errors import ConfigError, DataIdentityError
@@ -291,6 +294,8 @@ def _frozen_tokenizer(
             f"the run's copy of its tokenizer in {_tokenizer_at(storage)} was made with digest "
             f"{record.tokenizer_digest} and has {facts.digest}; restore these files"
         )
+    if settings.long_document == "split" and record.rules < RULES:
+        settings = replace(settings, long_document=SPLIT_WHOLE)
     return facts, with_ids(config, settings, facts)
 
 
@@ -330,5 +335,7 @@ def _tokenizer_now(config: JobConfig, frozen: FrozenData, facts: TokenizerFacts)
     if name == frozen.record.tokenizer and not is_there(name):
         return facts.digest
     files = fetch(name, frozen.tokenizer_files)
+    if frozen.record.rules < RULES:  # its identity is that of the tokenizer.json
+        files = {n: content for n, content in files.items() if n != RESOLVED}
     same = files == frozen.tokenizer_files
     return facts.digest if same else examine(name, files, reads_chats(config)).digest

@@ -24,6 +24,9 @@ PIECE_BYTES = 1 << 20
 CUT_SHARE = 16
 # A chunk has at most about so many tokens.
 CHUNK_TOKENS = 1 << 20
+# `pack.long_document: split` as earlier versions carried it out: with the stretches of a document of which
+# nothing is learnt. Runs that they started keep it (`frozen.DataRecord.rules`).
+SPLIT_WHOLE = "split_whole"
 # One document in so many is encoded by both libraries while running, and transformed twice.
 CHECK_ONE_IN = 1000
 # From so many records on, the share of bad ones is judged at the end of each window; from so many documents
@@ -37,8 +40,9 @@ class StreamSettings:
 
     `accept_changed` reads changed files by the frozen list. `loss` says by source what is learnt of a
     conversation or a prompt: `assistant` (also of a source not named: the assistant's turns, the completion),
-    `last` or `all`. `pack_mode`, `long_document` and `max_long_share` are those of the configuration's
-    `pack`; `seq_len` is that of the samples, which `concat` need not know. `transforms` and `holdout` (the
+    `last` or `all`. `pack_mode`, `long_document` (or `SPLIT_WHOLE`) and `max_long_share` are those of the
+    configuration's `pack`; `seq_len` is that of the samples, which `concat` need not know. `transforms` and
+    `holdout` (the
     share of records that is held out) are by source, none where it has none; the stream is that of all other
     records, or with `held_out` that of these. `piece_bytes` and `chunk_tokens` differ from the defaults in
     tests only.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from orchestrator.data.settings import StreamSettings
+from orchestrator.data.settings import SPLIT_WHOLE, StreamSettings
 from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.monitor.reference_packing import NO_DOCUMENT, NO_TARGET, NO_TOKEN, Samples
@@ -55,11 +55,12 @@ def content_of(chunks: list[TokenChunk], seq_len: int, long_document: str) -> Wi
             without_target += 1
         elif len(tokens) <= seq_len + 1:
             stretches.append(Stretch(tokens=tokens, loss=loss, document=number, first_token=0))
-        elif long_document == "split":
+        elif long_document in ("split", SPLIT_WHOLE):
             for at in range(0, len(tokens) - 1, seq_len):
                 here = slice(at, at + seq_len + 1)
                 part, mask = tokens[here], loss[here]
-                stretches.append(Stretch(tokens=part, loss=mask, document=number, first_token=at))
+                if mask[1:].any() or long_document == SPLIT_WHOLE:
+                    stretches.append(Stretch(tokens=part, loss=mask, document=number, first_token=at))
         elif long_document == "skip":
             too_long += 1
         else:

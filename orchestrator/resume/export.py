@@ -21,6 +21,7 @@ import orjson
 from orchestrator.config.stored import in_todays_fields
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.data.frozen import TOKENIZER_FOLDER, read_frozen
+from orchestrator.data.tokens.resolved import as_given
 from orchestrator.data.tokens.tokenizer_files import examine, id_of
 from orchestrator.errors import RefusedError, ResumePointError, StorageError
 from orchestrator.history.claim_files import now_text
@@ -199,7 +200,8 @@ def _tokenizer(store: RunStore) -> dict[str, bytes]:
     """The files that the run has frozen, as they were given."""
     storage = store.storage
     names: Iterable[str] = storage.list(TOKENIZER_FOLDER)
-    return {name: storage.read(f"{TOKENIZER_FOLDER}/{name}") for name in names if TEMPORARY not in name}
+    files = {name: storage.read(f"{TOKENIZER_FOLDER}/{name}") for name in names if TEMPORARY not in name}
+    return as_given(files)
 
 
 def _special_ids(store: RunStore, config: Mapping[str, Any]) -> dict[str, int | None]:

@@ -509,3 +509,19 @@ def test_a_field_that_no_record_has_is_refused_before_the_start(
     write_files(tmp_path, form, [[{"body": "x", "id": "1"}]])
     with pytest.raises(ConfigError, match=r"no (field|column) `text`; .*has: body, id.* Set text_field"):
         check_first_records(spec_of(job(tiny_config, tmp_path, form, encoder="tokenizers")))
+
+
+def test_maps_of_cbor_inside_of_tags_are_maps(tmp_path: Path) -> None:
+    import cbor2
+
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    for number, value in enumerate([{"messages": messages}, {"meta": {"chat": messages}}]):
+        item = cbor2.dumps(cbor2.CBORTag(55799, value))
+        (tmp_path / f"{number}.cbor").write_bytes(item)
+    for number, field in enumerate(["messages", "meta.chat"]):
+        content = Content(kind="chat", messages_field=field)
+        manifest = freeze_listed(
+            "s", list_files("s", str(tmp_path / f"{number}.cbor"), "cbor"), "cbor", content
+        )
+        ((_, document),) = read_straight(plan_source(manifest, 1 << 20, 1 << 20))
+        assert document == Conversation(messages=tuple(messages))

@@ -4,6 +4,7 @@ real corpora at every cursor.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,8 @@ from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.packing.arrangement import best_fit, few_packs
 from orchestrator.data.packing.samples import Sample, draw_step, open_samples
 from orchestrator.data.packing.stream import Stream, StreamSource
-from orchestrator.data.settings import MixtureSettings, StreamSettings
+from orchestrator.data.preparing import prepare_data, prepare_trained
+from orchestrator.data.settings import SPLIT_WHOLE, MixtureSettings, StreamSettings
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError
@@ -32,6 +34,7 @@ from orchestrator.planning.resume_plan import PointInfo, plan_resume
 from orchestrator.planning.schedule import budgets_for
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.steps import StateKey
+from orchestrator.storage.files import Storage
 from tests.data.making import plain, some_texts, spec_of, write_corpus
 
 Make = Callable[..., dict[str, Any]]
@@ -123,7 +126,9 @@ def expected(
                 long += 1
             else:
                 for at in range(0, len(tokens) - 1, seq_len):
-                    parts.append((tokens[at : at + seq_len + 1], loss[at : at + seq_len + 1]))
+                    part, mask = tokens[at : at + seq_len + 1], loss[at : at + seq_len + 1]
+                    if any(mask[1:]) or rule == SPLIT_WHOLE:
+                        parts.append((part, mask))
         if mode == "pad":
             packs = [[i] for i in range(len(parts))]
         else:
@@ -200,7 +205,9 @@ def draw_all(
 
 WINDOWS = st.lists(
     st.lists(
-        st.tuples(st.integers(0, 23), st.sampled_from(["all", "none", "some"])), min_size=0, max_size=14
+        st.tuples(st.integers(0, 23), st.sampled_from(["all", "none", "some", "rare"])),
+        min_size=0,
+        max_size=14,
     ),
     min_size=1,
     max_size=4,
@@ -215,7 +222,8 @@ def documents(windows: list[list[tuple[int, str]]]) -> list[Documents]:
         here: Documents = []
         for length, mask in window:
             tokens = [next(counter) for _ in range(length)]
-            here.append((tokens, [mask == "all" or (mask == "some" and t % 3 == 0) for t in tokens]))
+            every = {"all": 1, "some": 3, "rare": 11}.get(mask)
+            here.append((tokens, [every is not None and t % every == 0 for t in tokens]))
         made.append(here)
     if not any(len(tokens) > 1 and loss[1] for window in made for tokens, loss in window):
         made[0].insert(0, ([next(counter), next(counter)], [True, True]))
@@ -227,7 +235,7 @@ def documents(windows: list[list[tuple[int, str]]]) -> list[Documents]:
     windows=WINDOWS,
     mode=st.sampled_from(["bestfit", "pad"]),
     seq_len=st.integers(1, 12),
-    rule=st.sampled_from(["split", "skip"]),
+    rule=st.sampled_from(["split", SPLIT_WHOLE, "skip"]),
     batches=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     cuts=st.integers(1, 9),
     data=st.data(),
@@ -428,6 +436,22 @@ def packed_job(make: Make, folder: Path, pack: dict[str, Any], **data: Any) -> J
 def packed_spec(make: Make, folder: Path, mode: str, seq_len: int, **data: Any) -> DataSpec:
     pack = {"mode": mode, "seq_len": seq_len, "long_document": "split"}
     return spec_of(packed_job(make, folder, pack, **data))
+
+
+def test_a_run_of_an_earlier_version_keeps_the_stretches_of_which_nothing_is_learnt(
+    tmp_path: Path, tiny_config: Make
+) -> None:
+    pack = {"mode": "bestfit", "seq_len": 48, "long_document": "split"}
+    config = packed_job(tiny_config, tmp_path, pack)
+    assert prepare_data(config, Storage(str(tmp_path / "run"))).settings.long_document == "split"
+    record = tmp_path / "run" / "manifest" / "data.json"
+    earlier = {k: v for k, v in json.loads(record.read_bytes()).items() if k != "rules"}
+    record.write_text(json.dumps(earlier))
+    for spec in (
+        prepare_data(config, Storage(str(tmp_path / "run"))),
+        prepare_trained(config, Storage(str(tmp_path / "run"))),
+    ):
+        assert spec.settings.long_document == SPLIT_WHOLE
 
 
 def texts_of(spec: DataSpec, source: str) -> Iterator[list[int]]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from orchestrator.data.packing import packed_window, window_packer
 from orchestrator.data.packing.step_samples import StepSamples
+from orchestrator.data.settings import SPLIT_WHOLE
 from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.monitor.reference_packing import Samples
 from orchestrator.monitor.reference_windows import ReferenceWindows
@@ -187,7 +188,7 @@ def endless(windows: Any, cuts: int, at: SourceCursor) -> Iterator[TokenChunk]:
     windows=WINDOWS,
     mode=st.sampled_from(["bestfit", "pad"]),
     seq_len=st.integers(1, 12),
-    rule=st.sampled_from(["split", "skip"]),
+    rule=st.sampled_from(["split", SPLIT_WHOLE, "skip"]),
     cuts=st.integers(1, 9),
     data=st.data(),
 )

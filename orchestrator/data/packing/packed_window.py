@@ -14,7 +14,7 @@ import numpy as np
 
 from orchestrator.data.packing.arrangement import best_fit, stretches
 from orchestrator.data.packing.runs import PackedRun
-from orchestrator.data.settings import BAD_SHARE_RECORDS, StreamSettings
+from orchestrator.data.settings import BAD_SHARE_RECORDS, SPLIT_WHOLE, StreamSettings
 from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import DataError
 from orchestrator.planning.order import pack_order
@@ -126,6 +126,11 @@ class WindowPacking:
         """
         kept, long_documents = self._kept(documents, begin.epoch)
         document, first, size = stretches(documents.length[kept], self.seq_len)
+        if documents.loss is not None and self.settings.long_document == "split":
+            begins = documents.begin[kept][document] + first
+            targets = np.concatenate([[0], np.cumsum(documents.loss)])
+            learnt = targets[begins + 1 + size] > targets[begins + 1]
+            document, first, size = document[learnt], first[learnt], size[learnt]
         packs = self._together(size, begin)
         order = np.array([number for pack in packs for number in pack], np.int64)
         end = replace(
@@ -149,7 +154,7 @@ class WindowPacking:
 
     def _kept(self, documents: Documents, epoch: int) -> tuple[BoolArray, tuple[str, ...]]:
         """Which documents go into packs, and of those that are too long, where and why."""
-        if self.settings.long_document == "split":
+        if self.settings.long_document in ("split", SPLIT_WHOLE):
             return documents.length > 1, ()
         long = documents.length > self.seq_len + 1
         long_documents = tuple(self._long(documents, int(number), epoch) for number in np.flatnonzero(long))

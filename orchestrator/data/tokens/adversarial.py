@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 # Raised when these texts, or how encoders are compared on them, change: earlier comparisons count no more.
-ADVERSARIAL_VERSION = 1
+ADVERSARIAL_VERSION = 2
 # Texts on which encoders have been seen to differ, or might.
 ADVERSARIAL_TEXTS = (
     "",
@@ -24,3 +27,18 @@ ADVERSARIAL_TEXTS = (
     "https://example.org/a?b=c&d=%20#e user@example.org",
     "ÀÉÎõü αβγ ЖЩЯ \t\t  trailing   ",
 )
+# Of a tokenizer's added tokens so many are tried, from all of them.
+_NUM_ADDED = 64
+
+
+def added_token_texts(added: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Texts that try where added tokens begin and end: inside of words, beside white space, in another case,
+    and beside each other.
+    """
+    step = max(1, len(added) // _NUM_ADDED)
+    chosen = [token["content"] for token in added[::step]]
+    beside = zip(chosen, chosen[1:], strict=False)
+    return [
+        *(f"a{t}b {t}\n\n{t} \t{t}{t}. {t[:-1]} {t[1:]} {t.upper()} {t.lower()}" for t in chosen),
+        *(f"x {one}{other} {one} {other}y" for one, other in beside),
+    ]

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from orchestrator.data.settings import CUT_SHARE
-from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS
+from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS, added_token_texts
 from orchestrator.data.tokens.fast import FastTokenizer
 from orchestrator.data.tokens.foreign import SENTENCEPIECE, TIKTOKEN, load_native
+from orchestrator.data.tokens.large_json import added_tokens
 from orchestrator.data.tokens.tokenizer_files import UNKNOWN_TEXT, NativeModel, TokenizerModel
 from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.planning.encoders import EncoderChoice
@@ -246,7 +247,7 @@ def _shown(text: str) -> str:
 
 def _adversarial_texts(model: TokenizerModel) -> list[str]:
     special = [f"a{token} {token}b{token}{token}" for token in model.special_tokens[:32]]
-    return [*ADVERSARIAL_TEXTS, *special]
+    return [*ADVERSARIAL_TEXTS, *special, *added_token_texts(added_tokens(model.model_json))]
 
 
 # ---------------------------------------------------------------------------------------- pieces

@@ -54,6 +54,12 @@ class _Part:
     is_target: bool = False
 
 
+# What a special token with `lstrip` or `rstrip` takes: Unicode's White_Space, which unlike Python's white
+# space has no U+001C to U+001F.
+_WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
+    map(chr, range(0x2000, 0x200B))
+)
+
 # How the tokenizer treats the beginning of a text: as that of a document; as what follows a special token (a
 # prefix that only a document's beginning gets is left out); as the middle of a text (no prefix at all).
 _BEGIN, _AFTER_SPECIAL, _INSIDE = "begin", "after special", "inside"
@@ -242,7 +248,7 @@ def _conversation_parts(rendered: Rendered) -> list[_Part]:
     for start, stop, special in (*rendered.specials, (len(rendered.text), len(rendered.text), None)):
         text = rendered.text[position:start]
         if special is not None and special.lstrip:
-            text = text.rstrip()
+            text = text.rstrip(_WHITE_SPACE)
         taken_from = position + len(text)
         if text:
             targets = tuple(
@@ -254,7 +260,7 @@ def _conversation_parts(rendered: Rendered) -> list[_Part]:
         if special is None:
             break
         after = rendered.text[stop:]
-        position = stop + (len(after) - len(after.lstrip()) if special.rstrip else 0)
+        position = stop + (len(after) - len(after.lstrip(_WHITE_SPACE)) if special.rstrip else 0)
         learnt = any(a < position and b > taken_from for a, b in rendered.targets)
         parts.append(_Part(token=special.token, is_target=learnt))
     return parts

@@ -195,7 +195,7 @@ class _Turns:
         except Exception as error:  # a template may raise whatever Python can
             code = WrongChatValueError.code if isinstance(error, TypeError) else None
             raise UnrenderableError(
-                f"the tokenizer's chat_template does not take it: {error}", code=code
+                f"the tokenizer's chat_template does not take it: {_reason(error)}", code=code
             ) from error
 
     def targets(self, loss: str, weighted: bool) -> list[Span]:
@@ -266,6 +266,16 @@ class _Turns:
                 "the tokenizer's chat_template has no {% generation %}, and does not take the first "
                 f"{number} messages of {len(self._messages)} alone: {error}"
             ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Why a template failed, for people."""
+    if isinstance(error, jinja2.UndefinedError) and "strftime_now" in str(error):
+        return (
+            "it asks for the date (strftime_now), and a template gets no clock here, so that a stream does "
+            "not depend on the day; write a date into the template, or set one by chat_template_kwargs"
+        )
+    return str(error)
 
 
 def _outside(spans: list[Span], length: int) -> list[Span]:

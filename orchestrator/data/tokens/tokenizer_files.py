@@ -29,11 +29,24 @@ from orchestrator.data.tokens.foreign import (
 )
 from orchestrator.data.tokens.large_json import added_tokens, laid_out, parse
 from orchestrator.data.tokens.remembered import remembered
+from orchestrator.data.tokens.resolved import (
+    CODE,
+    RESOLVED,
+    TEMPLATE_END,
+    TEMPLATE_FOLDER,
+    Resolved,
+    is_template_file,
+    load,
+    read_resolved,
+    resolve,
+    template_file,
+    used_templates,
+)
 from orchestrator.errors import ConfigError, DataError, StorageError
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.fetched import small_files
 from orchestrator.storage.home import expanded
-from orchestrator.storage.open import split
+from orchestrator.storage.open import open_storage, split
 
 # What is copied into a run: everything transformers reads to make the tokenizer again, no weights.
 FILES = (
@@ -51,12 +64,15 @@ FILES = (
     RANKS,
     TIKTOKEN_SETTINGS,
     NATIVE,
+    RESOLVED,
 )
 # What may hold a sentencepiece model, or tiktoken's ranks.
 _SPM_NAMES = (PROTO, "spiece.model", "sentencepiece.bpe.model")
 _RANKS_END = ".tiktoken"
 _FILE_ENDS = (".model", _RANKS_END)
 _HUB_TIMEOUT_S = 10.0
+# Says of which type the model is, on which transformers' choice of a tokenizer class depends.
+_MODEL = "config.json"
 # A message names so many of a tokenizer's special tokens.
 _FEW_TOKENS = 12
 UNKNOWN_TEXT = (
@@ -150,7 +166,13 @@ def _of_bucket(uri: str) -> Path:
         where, name = split(uri)
         if name.endswith(_FILE_ENDS):
             return small_files(where, (name, TIKTOKEN_SETTINGS).__contains__) / name
-        return small_files(uri, lambda each: each in FILES or each.endswith(_RANKS_END))
+        storage = open_storage(uri)
+        if storage.folder is None and storage.list(TEMPLATE_FOLDER):
+            raise ConfigError(
+                f"{uri} has a folder {TEMPLATE_FOLDER}, which is not read from a bucket; write its templates "
+                "into tokenizer_config.json (chat_template: a list of {name, template}), or copy the folder"
+            )
+        return small_files(uri, lambda each: each in (*FILES, _MODEL) or each.endswith(_RANKS_END))
     except (ConfigError, StorageError) as error:
         raise type(error)(f"data.tokenizer: {error}") from error
 
@@ -158,8 +180,13 @@ def _of_bucket(uri: str) -> Path:
 def _with_json(name: str, folder: Path, known: Mapping[str, bytes]) -> dict[str, bytes]:
     try:
         files = {n: (folder / n).read_bytes() for n in FILES if (folder / n).is_file()}
+        further = (folder / TEMPLATE_FOLDER).glob(f"*{TEMPLATE_END}")
+        files |= {template_file(p.name): p.read_bytes() for p in further}
+        files |= {p.name: p.read_bytes() for p in folder.iterdir() if is_template_file(p.name)}
     except OSError as error:
         raise ConfigError(f"data.tokenizer={name}: cannot be read: {error}; fix its rights") from error
+    if _are_those_of(files, known):
+        return dict(known)
     if "tokenizer.json" not in files:
         ranks = sorted(folder.glob(f"*{_RANKS_END}"))
         own = [folder / n for n in _SPM_NAMES if n in files and "tokenizer_config.json" not in files]
@@ -170,8 +197,22 @@ def _with_json(name: str, folder: Path, known: Mapping[str, bytes]) -> dict[str,
             raise ConfigError(
                 f"data.tokenizer={name}: there is no tokenizer.json in it; name a tokenizer's folder"
             )
-        files["tokenizer.json"] = _converted(name, folder)
+        files["tokenizer.json"] = load(name, folder).backend_tokenizer.to_str().encode()
+    if RESOLVED not in files and (resolved := resolve(name, folder, files)) is not None:
+        files[RESOLVED] = resolved
     return files
+
+
+def _are_those_of(files: Mapping[str, bytes], known: Mapping[str, bytes]) -> bool:
+    """Whether a folder's files are those that a run has frozen, before what was made of them. Runs of earlier
+    versions have no further templates.
+    """
+    given = {n: data for n, data in known.items() if n != RESOLVED}
+    if "tokenizer.json" not in files:
+        given.pop("tokenizer.json", None)
+    if RESOLVED not in known and not any(map(is_template_file, given)):
+        files = {n: data for n, data in files.items() if not is_template_file(n)}
+    return bool(given) and given == {n: data for n, data in files.items() if n != RESOLVED}
 
 
 def _from_file(name: str, file: Path, known: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -192,25 +233,12 @@ def _from_file(name: str, file: Path, known: Mapping[str, bytes]) -> dict[str, b
     return {**made, **own}
 
 
-def _converted(name: str, folder: Path) -> bytes:
-    """The tokenizer.json that transformers makes of an older format."""
-    try:
-        from transformers import AutoTokenizer
-
-        opened = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        return opened.backend_tokenizer.to_str().encode()
-    except Exception as error:  # whatever is wrong inside, the tokenizer cannot be used
-        raise ConfigError(
-            f"data.tokenizer={name}: it has no tokenizer.json and transformers cannot make one: {error}; "
-            "save it as a fast tokenizer"
-        ) from error
-
-
 def _from_hub(name: str) -> dict[str, bytes]:
     try:
         from huggingface_hub import snapshot_download
 
-        folder = snapshot_download(name, allow_patterns=list(FILES), etag_timeout=_HUB_TIMEOUT_S)
+        wanted = [*FILES, _MODEL, f"{TEMPLATE_FOLDER}/*.jinja"]
+        folder = snapshot_download(name, allow_patterns=wanted, etag_timeout=_HUB_TIMEOUT_S)
     except Exception as error:  # a dozen classes of the client; the reason is in the text
         raise ConfigError(
             f"data.tokenizer={name}: there is no such folder in {os.getcwd()}, and the hub does not give it: "
@@ -241,11 +269,21 @@ _KEPT = 4
 
 def _examine(name: str, files: dict[str, bytes], content: dict[str, str], chat: bool) -> TokenizerFacts:
     try:
-        whole = parse(files["tokenizer.json"])
-        template = read_chat_template(files) if chat else None
+        resolved = read_resolved(files)
+        whole = parse(
+            files["tokenizer.json"] if resolved is None else resolved.tokenizer or files["tokenizer.json"]
+        )
+        template = _chat_template(files, resolved) if chat else None
         reduced, notes = _reduce(whole)
     except Exception as error:  # whatever is wrong inside, it is no tokenizer
         raise _no_tokenizer(name, error) from error
+    if chat and resolved is not None and resolved.no_chats:
+        raise ConfigError(
+            f"data.tokenizer={name}: chats cannot be read with it, for they would get other ids than "
+            f"transformers gives them: {resolved.no_chats}; change the token in the folder, or take another "
+            "tokenizer",
+            code=CODE,
+        )
     if chat and template is None:
         raise ConfigError(
             f"data.tokenizer={name}: it has no chat_template, and data.sources have content: chat; add "
@@ -289,6 +327,13 @@ class _Found:
 _EXAMINED_VERSION = 2
 
 
+def _chat_template(files: Mapping[str, bytes], resolved: Resolved | None) -> ChatTemplate | None:
+    if resolved is None:
+        return read_chat_template(files)
+    sources = used_templates(resolved.templates)
+    return ChatTemplate(sources=sources, variables=resolved.special_tokens) if sources else None
+
+
 def _no_tokenizer(name: str, error: Exception) -> ConfigError:
     return ConfigError(f"data.tokenizer={name}: its files are no tokenizer: {error}; replace them")
 
@@ -315,7 +360,8 @@ def _find(
 
     notes: tuple[str, ...] = ()
     try:
-        declared = _declared(files)
+        resolved = read_resolved(files)
+        declared = _declared(files) if resolved is None else resolved.special_tokens
         tokenizer = Tokenizer.from_str(orjson.dumps({**whole, "truncation": None, "padding": None}).decode())
         plain = Tokenizer.from_str(orjson.dumps(reduced).decode())
     except Exception as error:  # the library raises plain Exception

@@ -6,7 +6,7 @@ is found here, which distinguishes a truncated file from a complete one; `cbor2`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -81,9 +81,9 @@ class CborSequence(Format):
                 value = cbor2.loads(item)
             except cbor2.CBORDecodeError as error:
                 raise BadRecordError(f"no CBOR: {error}") from error
-            if not isinstance(value, dict):
+            if not isinstance(value, Mapping):
                 raise BadRecordError(f"a CBOR {type(value).__name__}, a map is expected")
-            return described(value, content, plain)
+            return described(_with_dicts(value), content, plain)
 
         return document
 
@@ -92,6 +92,13 @@ class CborSequence(Format):
         del line
         assert part.line is not None, "items are counted as they are read"
         return f"{path}: byte {part.place_of(index)}, item {part.line + index}"
+
+
+def _with_dicts(value: Any) -> Any:
+    """The value with maps as dicts and arrays as lists: inside of tags, cbor2 makes immutable ones."""
+    if isinstance(value, Mapping):
+        return {key: _with_dicts(each) for key, each in value.items()}
+    return [_with_dicts(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def item_end(data: bytes, at: int, place: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,17 @@ class Jsonl(LineFormat):
     name = "jsonl"
     suffixes = with_compressed(".jsonl")
 
+    def first_records(self, file: InputFile, row: FileRow, content: Content) -> Iterator[Attempt]:
+        """See `LineFormat`. Of a file that is one JSON array it is the first line alone: others may be
+        objects.
+        """
+        begin, _ = beginning(file, row)
+        if begin.lstrip()[:1] == b"[":
+            first = begin.lstrip().partition(b"\n")[0]
+            yield "the file's first line", partial(self.parser(content), first)
+        else:
+            yield from super().first_records(file, row, content)
+
     def parser(self, content: Content) -> Parser:
         """See `Format`; blank lines are no documents."""
         field = content.text_field
@@ -83,9 +95,29 @@ class Jsonl(LineFormat):
         def document(line: bytes) -> Document | Described | None:
             if not line.strip():
                 return None
-            return described(json_object(line), content)
+            return described(_line_object(line), content)
 
         return text if content.kind == "text" and not content.transform_fields else document
+
+
+def _line_object(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line. Raises `BadRecordError`, with a reason of their own for files in which no
+    line is one.
+    """
+    begin = line.lstrip()[:2]
+    try:
+        return json_object(line)
+    except BadRecordError as error:
+        if begin[:1] == b"[":
+            raise BadRecordError(
+                f"{error}: the file seems to be one JSON array; write each of its objects on a line of its "
+                "own (jq -c '.[]')"
+            ) from error
+        if line.strip() == b"{":
+            raise BadRecordError(
+                f"{error}: an object goes over several lines; write each on a line of its own (jq -c .)"
+            ) from error
+        raise
 
 
 def json_object(data: bytes) -> dict[str, Any]:
@@ -93,10 +125,24 @@ def json_object(data: bytes) -> dict[str, Any]:
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise BadRecordError(f"not JSON: {error}") from error
+        raise BadRecordError(f"not JSON: {_why(data) or error}") from error
     if not isinstance(value, dict):
         raise BadRecordError(f"a JSON {kind_of(value)}, an object is expected")
     return value
+
+
+def _why(data: bytes) -> str | None:
+    """What is wrong with data that are no JSON, where one of the commonest reasons is; else None."""
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\x00" in data[:4]:
+        return "it is UTF-16 or UTF-32; write the file in UTF-8"
+    constants: list[str] = []
+    try:
+        json.loads(data, parse_constant=constants.append)
+    except ValueError:
+        return None
+    if not constants:
+        return None
+    return f"it has {constants[0]}, which JSON does not know; write null, or leave the field out"
 
 
 FORMAT: Format = Jsonl()
