@@ -267,8 +267,11 @@ def test_what_cuts_fills_or_randomizes_is_switched_off_and_said(tmp_path: Path) 
     assert find_difference(Encoder(found.model, FAST, "text"), texts) is None
 
 
+END = {"__type": "AddedToken", "content": "</s>", "lstrip": False, "normalized": False, "special": True}
+
+
 def test_bos_stands_where_the_tokenizers_own_post_processor_puts_one(tmp_path: Path) -> None:
-    plain = examine("t", saved(tmp_path / "a", bpe(), bos_token="<s>", eos_token={"content": "</s>"}))
+    plain = examine("t", saved(tmp_path / "a", bpe(), bos_token="<s>", eos_token=END))
     tokenizer = bpe()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     adding = examine("t", saved(tmp_path / "b", tokenizer, bos_token="<s>", eos_token="</s>"))
@@ -286,7 +289,7 @@ def plain_ids(facts: TokenizerFacts, text: str) -> list[int]:
 
 
 def test_a_tokenizer_without_the_needed_token_is_refused(tmp_path: Path) -> None:
-    found = examine("t", saved(tmp_path, bpe(), bos_token="<unknown>"))
+    found = examine("t", saved(tmp_path, bpe()))
     with pytest.raises(ConfigError, match=r"data\.eos=true, but the tokenizer t declares no eos_token"):
         ids_around("t", found, "auto", True)
     with pytest.raises(ConfigError, match=r"data\.bos=true, but the tokenizer t declares no bos_token"):

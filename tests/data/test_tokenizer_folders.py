@@ -77,6 +77,9 @@ CONFIG = "tokenizer_config.json"
 FOLDERS: dict[str, Files] = {
     "tokenizer.json alone": {CONFIG: None, "chat_template.jinja": CHATML},
     "usual": {},
+    "named tokens as added tokens": {
+        CONFIG: {**FAST, "eos_token": {"__type": "AddedToken", **token("</s>")}, "bos_token": "<s>"}
+    },
     "named tokens as objects": {CONFIG: {**FAST, "eos_token": token("</s>"), "bos_token": token("<s>")}},
     "named tokens that are new": {
         CONFIG: {**FAST, "eos_token": "<x>", "bos_token": "<|new|>", "chat_template": USES_X}
@@ -329,7 +332,7 @@ BASES: dict[str, Callable[[], Tokenizer]] = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     base=st.sampled_from(sorted(BASES)),
     tokens=st.lists(TOKEN, max_size=4, unique_by=lambda each: each["content"]),

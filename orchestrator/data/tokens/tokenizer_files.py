@@ -198,7 +198,7 @@ def _with_json(name: str, folder: Path, known: Mapping[str, bytes]) -> dict[str,
                 f"data.tokenizer={name}: there is no tokenizer.json in it; name a tokenizer's folder"
             )
         files["tokenizer.json"] = load(name, folder).backend_tokenizer.to_str().encode()
-    if RESOLVED not in files and (resolved := resolve(name, folder, files)) is not None:
+    if not {RESOLVED, NATIVE} & files.keys() and (resolved := resolve(name, folder, files)) is not None:
         files[RESOLVED] = resolved
     return files
 
