@@ -106,12 +106,12 @@ def _render_chats(plan: SourcePlan, spec: DataSpec) -> None:
             roles.update(str(message.get("role")) for message in found.messages)
             num_learnt += bool(rendered.targets)
     if bad is not None and not roles:
-        where, error = bad
+        first, reason = bad
         raise ConfigError(
-            f"data.sources {plan.source}: {where}: {error}; none of the first {num_bad} chats can be "
+            f"data.sources {plan.source}: {first}: {reason}; none of the first {num_bad} chats can be "
             "rendered. Repair the records or the template, or set messages_field",
-            code=getattr(error, "code", None) or UNUSABLE,
-        ) from error
+            code=getattr(reason, "code", None) or UNUSABLE,
+        ) from reason
     if roles and not num_learnt:
         raise ConfigError(
             f"data.sources {plan.source}: nothing of the first chats is learnt with loss={loss}: their roles "

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from logging import ERROR
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def load(name: str, folder: Path) -> Any:
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.set_verbosity(ERROR)
     try:
         found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # whatever is wrong inside, the tokenizer cannot be used
