@@ -34,7 +34,6 @@ def mapping(make: Make, folder: Path, records: list[Any], template: str, **sourc
         {
             "data.sources": [{**where, **source}],
             "data.tokenizer": saved(folder / "tokenizer", byte_level(), template),
-            "model.config.vocab_size": 512,
         }
     )
 
