@@ -193,7 +193,8 @@ class JournalWriter:
 
     def mean_loss(self, key: StateKey, after: StateKey | None) -> float | None:
         """The mean loss of the steps that led from the state `after` (None: from this attempt's begin) to
-        `key`, as far as this attempt has recorded them; None if it has none, or one is not finite.
+        `key`, as far as this attempt has recorded them; steps without targets are left out. None if no step
+        has a loss, or one is not finite.
         """
         losses = list[float]()
         with self._lock:
@@ -203,7 +204,8 @@ class JournalWriter:
                 here = after is not None and (after.attempt, after.generation) == (at.attempt, at.generation)
                 first = max(chain.first, after.step) if here and after is not None else chain.first
                 keys = (dataclasses.replace(key, step=step) for step in range(first + 1, at.step + 1))
-                losses += [self._seen[each].loss for each in keys if each in self._seen]
+                known = (self._seen[each].loss for each in keys if each in self._seen)
+                losses += [loss for loss in known if loss is not None]
                 at = None if here else chain.parent
         mean = math.fsum(losses) / len(losses) if losses else math.nan
         return mean if math.isfinite(mean) else None

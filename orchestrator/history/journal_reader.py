@@ -25,7 +25,7 @@ from orchestrator.records.steps import StepRecord
 from orchestrator.storage.files import Storage
 
 _NO_LINE = (OrchestratorError, orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError)
-_FLOATS = tuple(f.name for f in dataclasses.fields(StepRecord) if f.type == "float")
+_FLOATS = tuple(f.name for f in dataclasses.fields(StepRecord) if str(f.type).startswith("float"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -145,7 +145,8 @@ class Meter:
         if (record.attempt, record.generation) != self._generation or record.consumed_tokens <= self._last[1]:
             return None
         (before, tokens), self._last = self._last, (record.key, record.consumed_tokens)
-        values: dict[str, float] = {name: getattr(record, name) for name in _OF_RECORD}
+        known = {name: getattr(record, name) for name in _OF_RECORD}
+        values: dict[str, float] = {name: value for name, value in known.items() if value is not None}
         values["world_size"] = self._world_size
         if record.peak_memory_bytes:
             values["peak_memory_bytes"] = record.peak_memory_bytes

@@ -35,6 +35,11 @@ def count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
+def loss(value: float | None) -> str:
+    """A step's loss; a step without target tokens has none."""
+    return "none (no targets)" if value is None else f"{value:.4f}"
+
+
 def worker(member: GroupMember) -> str:
     """`worker 1 (10.0.0.7, pid 22506)`; without what is not known."""
     rank = "a worker that was joining" if member.rank is None else f"worker {member.rank}"

@@ -39,7 +39,7 @@ def say_end(progress: Progress, job: JobConfig, status: RunStatus, store: RunSto
         progress.say_at_length(how)
     else:
         ended, colon, why = how.partition(": ")
-        progress.say(ended + (f", loss {step.loss:.4f}" if step else "") + colon + why)
+        progress.say(ended + (f", loss {sentences.loss(step.loss)}" if step else "") + colon + why)
     asked = Asked(partial(_look_at_end, store, run_id, status.newest_point))
     asked.ask()
     try:

@@ -185,7 +185,7 @@ class Progress:
         rate = self._rate() if trains else None
         speed = "" if rate is None else f"  {rate:,.0f} tokens/s"
         return (
-            f"step {step.step}{of}  loss {step.loss:.4f}{speed}  data wait "
+            f"step {step.step}{of}  loss {sentences.loss(step.loss)}{speed}  data wait "
             f"{step.data_wait_s * 1000:.0f} ms  "
             f"lr {step.lr:.2e}  workers {there}  last point "
             f"{status.newest_point or 'none'}{waiting}"

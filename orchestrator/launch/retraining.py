@@ -197,7 +197,7 @@ class Retraining:
         if problem := summary.problem(1, batch):
             raise TrainingError(f"step {record.step} cannot be replayed: {problem}")
         lr = learning_rate(train, self._regime.budgets, batch.cursor.consumed_tokens)
-        self.state.apply(lr)
+        self.state.apply(lr, batch.step_targets)
         self.state.cursor = batch.cursor
         self._compare(record, summary.record(record.key, batch.cursor, lr, 0.0))
 

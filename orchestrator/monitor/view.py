@@ -156,7 +156,7 @@ def view_of(
         attempt=facts.number,
         step=newest["step"] if newest else None,
         total_steps=left[0] + left[1].steps if left is not None and newest is not None else None,
-        loss=_float(newest["loss"]) if newest else None,
+        loss=_float(newest["loss"]) if newest and newest["loss"] is not None else None,
         lr=_float(newest["lr"]) if newest else None,
         tokens_per_s=rate,
         consumed_samples=newest["consumed_samples"] if newest else 0,

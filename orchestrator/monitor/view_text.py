@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from orchestrator import html_text
+from orchestrator.history import sentences
 from orchestrator.monitor.verdict import STILL_S
 from orchestrator.monitor.view import RunView, left_out_lines, skipped_lines
 from orchestrator.terminal_text import visible
@@ -13,7 +14,7 @@ def status_lines(view: RunView) -> list[str]:
     lines = [f"{view.run}: {view.verdict}"]
     if view.step is not None:
         speed = "" if view.tokens_per_s is None else f"  {view.tokens_per_s:,.0f} tokens/s"
-        loss = "not finite" if view.loss is None else f"{view.loss:.4f}"
+        loss = sentences.loss(view.loss)
         # the verdict says for how long no step came, by the watcher's clock: no other clock stands beside it
         says_quiet = (view.quiet_s or 0.0) >= STILL_S
         when = moment(view.last_step_at, None if says_quiet else view.last_step_age_s)

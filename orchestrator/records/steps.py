@@ -24,11 +24,11 @@ class StateKey:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """One optimizer step as the journal keeps it. Counts are after the step; `loss` is the mean over the
-    step's target tokens (nats); `digest` is the sum modulo 2^64 of the trained samples' digests (16 hex
-    digits). `ended` is when the step was applied, in seconds since 1970 (UTC) by the clock of the rank that
-    brought the record, which is rank 0 unless that died. `peak_memory_bytes` is the most that a rank's
-    process had taken by then (`trainer.peak_memory`). Both are None in records written before they were
-    noted.
+    step's target tokens (nats), None for a step without targets; `digest` is the sum modulo 2^64 of the
+    trained samples' digests (16 hex digits). `ended` is when the step was applied, in seconds since 1970
+    (UTC) by the clock of the rank that brought the record, which is rank 0 unless that died.
+    `peak_memory_bytes` is the most that a rank's process had taken by then (`trainer.peak_memory`). Both are
+    None in records written before they were noted.
     """
 
     attempt: int
@@ -37,7 +37,7 @@ class StepRecord:
     consumed_samples: int
     consumed_tokens: int
     target_tokens: int
-    loss: float
+    loss: float | None
     grad_norm: float
     lr: float
     digest: str

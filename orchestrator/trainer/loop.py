@@ -241,7 +241,7 @@ class _Trainer:
         contribution = self._contribution(view, batch, loss, norm)
         self._step_began = time.monotonic()
         # from here on the step may be in the history although this rank never hears of it
-        self._prepared = Prepared(key=key, cursor=batch.cursor, lr=lr)
+        self._prepared = Prepared(key=key, cursor=batch.cursor, lr=lr, num_targets=batch.step_targets)
         summary = StepSummary.unpack(
             group.sum(contribution.pack(view.rank, view.world_size), f"the summary of step {label}")
         )

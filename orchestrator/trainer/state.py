@@ -307,8 +307,11 @@ class TrainState:
             total.update(tensor_bytes(item.tensor))
         return total.digest()
 
-    def apply(self, lr: float) -> None:
-        """One optimizer step with the gradients that stand in `.grad`. Raises `TrainingError` if the forward
+    def apply(self, lr: float, num_targets: int) -> None:
+        """One optimizer step with the gradients in `.grad`, of a step with `num_targets` target tokens.
+
+        Without targets there is no gradient and the optimizer does not move: its momentum and its weight
+        decay would change the weights by a step that teaches nothing. Raises `TrainingError` if the forward
         pass has changed a buffer, for then the ranks hold different ones, or has put another tensor in the
         place of one of the state, which would neither be trained nor saved.
         """
@@ -320,7 +323,8 @@ class TrainState:
             )
         self.writable()
         self._untouched = self.committed = False
-        self._rows.step(lr)
+        if num_targets:
+            self._rows.step(lr)
 
     def _replaced(self) -> list[str]:
         """Names of tensors that came, went or were replaced since the state was made."""

@@ -27,17 +27,18 @@ from orchestrator.trainer.state import TrainState
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
     """A step whose every collective but the summary succeeded; its whole gradient stands in `.grad`. `key` is
-    that of the state it leads to.
+    that of the state it leads to, `num_targets` counts the target tokens of the whole step.
     """
 
     key: StateKey
     cursor: Cursor
     lr: float
+    num_targets: int
 
 
 def apply_prepared(state: TrainState, prepared: Prepared) -> None:
     """Applies the step: afterwards `state` is the one that `prepared` names."""
-    state.apply(prepared.lr)
+    state.apply(prepared.lr, prepared.num_targets)
     state.key, state.cursor = prepared.key, prepared.cursor
 
 

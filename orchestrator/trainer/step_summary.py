@@ -169,7 +169,7 @@ class StepSummary:
             consumed_samples=cursor.consumed_samples,
             consumed_tokens=cursor.consumed_tokens,
             target_tokens=cursor.target_tokens,
-            loss=self.loss / max(1, self.targets),
+            loss=self.loss / self.targets if self.targets else None,
             grad_norm=self.grad_norm,
             lr=lr,
             digest=f"{self.digest:016x}",

@@ -34,6 +34,7 @@ class FormulaFeed:
     wrong_digest_at_sample: int | None = None
     wrong_targets_at_sample: int | None = None
     poisoned_sample: int | None = None
+    silent_samples: range = range(0)  # without targets
 
     def open(self, view: GenerationView, cursor: Cursor) -> None:
         """Nothing to prepare."""
@@ -68,16 +69,23 @@ class FormulaFeed:
             input_ids=ids[mine],
             labels=labels[mine],
             document_ids=documents[mine],
-            step_targets=num_tokens + self._in(real, self.wrong_targets_at_sample),
+            step_targets=num_tokens
+            - self._silent(first_token, consumed, step)
+            + self._in(real, self.wrong_targets_at_sample),
             step_digest=(digest + self._in(real, self.wrong_digest_at_sample)) % (1 << 64),
             cursor=Cursor(
                 consumed_samples=step.first_sample + len(ids),
                 consumed_tokens=consumed,
-                target_tokens=consumed,
+                target_tokens=consumed - self._silent(0, consumed, step),
                 sources={"formula": SourceCursor(token=consumed)},
             ),
             end_of_data=consumed == self.total_tokens,
         )
+
+    def _silent(self, first_token: int, consumed: int, step: StepRange) -> int:
+        """Tokens in [first_token, consumed) that are no targets."""
+        first, last = (self.silent_samples.start * step.seq_len, self.silent_samples.stop * step.seq_len)
+        return max(0, min(consumed, last) - max(first_token, first))
 
     def _arrays(
         self, first: int, num_tokens: int, step: StepRange
@@ -91,6 +99,9 @@ class FormulaFeed:
         documents = np.where(places < num_tokens, 0, -1).astype(np.int32).reshape(shape)
         if self.poisoned_sample is not None and 0 <= self.poisoned_sample - step.first_sample < num:
             ids[self.poisoned_sample - step.first_sample, 0] = POISON
+        for sample in range(num):
+            if step.first_sample + sample in self.silent_samples:
+                labels[sample] = -100
         return ids, labels, documents
 
     @staticmethod

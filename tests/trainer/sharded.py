@@ -129,7 +129,7 @@ def train_steps(
         assert loss is not None
         losses.append(loss / 2**24 / batch.step_targets)
         norms.append(gradient.clip(job.train.max_grad_norm))
-        state.apply(job.train.lr)
+        state.apply(job.train.lr, num_targets=1)
         cursor = batch.cursor
     return losses, norms
 

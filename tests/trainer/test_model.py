@@ -32,7 +32,7 @@ def state_of(**changes) -> TrainState:
 def step(state: TrainState) -> None:
     for parameter in state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    state.apply(0.1)
+    state.apply(0.1, num_targets=1)
 
 
 def running_mean() -> torch.nn.Module:
@@ -117,7 +117,7 @@ def test_biases_and_norms_do_not_decay():
     before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
     for parameter in state.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    state.apply(0.1)
+    state.apply(0.1, num_targets=1)
     for name, parameter in state.model.named_parameters():
         assert torch.equal(parameter, before[name]) == (parameter.ndim < 2), name
 

@@ -76,7 +76,7 @@ def moved(precision: str) -> dict[str, float]:
     before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
     tokens = torch.arange(32).reshape(4, 8)
     torch.autograd.backward(loss_sum(state.model, tokens, tokens, precision) / 32)
-    state.apply(3e-4)
+    state.apply(3e-4, num_targets=1)
     return {name: (p != before[name]).double().mean().item() for name, p in state.model.named_parameters()}
 
 

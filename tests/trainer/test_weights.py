@@ -34,7 +34,7 @@ def new_state(steps: int = 0) -> TrainState:
         generator = torch.Generator().manual_seed(step)
         for parameter in state.model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
-        state.apply(0.01)
+        state.apply(0.01, num_targets=1)
     return state
 
 
@@ -74,7 +74,7 @@ def test_a_loaded_state_takes_the_same_next_step(tmp_path):
     for each in (state, again):
         for parameter in each.model.parameters():
             parameter.grad = torch.full_like(parameter, 0.25)
-        each.apply(0.02)
+        each.apply(0.02, num_targets=1)
     assert again.digest() == state.digest()
 
 

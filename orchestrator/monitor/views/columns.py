@@ -137,6 +137,8 @@ class Columns:
         attempt, generation = self.generations[int(self["generation"][row])].id
         values: dict[str, Any] = {name: int(self[name][row]) for name in INTS}
         values |= {name: float(self[name][row]) for name in FLOATS}
+        if math.isnan(values["loss"]):
+            values["loss"] = None
         digest = f"{int(self['digest'][row]):016x}"
         if "ended" in StepRecord.__dataclass_fields__:
             values["ended"] = float(self["t"][row]) if self["is_timed"][row] else None
@@ -260,7 +262,7 @@ class Columns:
         try:
             columns = list(zip(*[_FIELDS(line) for _, line in steps], strict=True))
             for name, kind, column in zip(_NAMES, _TYPES, columns, strict=True):
-                found = set(map(type, column))
+                found = set(map(type, column)) - ({type(None)} if name == "loss" else set())
                 if found - ({float, int, str} if kind is float else {kind}):
                     raise TypeError(name)
                 if (
@@ -306,7 +308,8 @@ def _ended(steps: list[tuple[int, Line]], times: Iterable[str]) -> tuple[Array, 
 
 def _record(line: Line) -> StepRecord:
     values: Any = {f.name: line[f.name] for f in dataclasses.fields(StepRecord) if f.name in line}
-    return StepRecord(**{**values, **{name: float(line[name]) for name in FLOATS}})
+    floats = {name: None if line[name] is None else float(line[name]) for name in FLOATS}
+    return StepRecord(**{**values, **floats})
 
 
 def _wrong(line: Line) -> str:
@@ -316,6 +319,7 @@ def _wrong(line: Line) -> str:
             return f"the step has no field {name!r}"
         value = line[name]
         fits = type(value) is kind or (kind is float and (type(value) is int or value in _NOT_FINITE))
+        fits = fits or (name == "loss" and value is None)  # a step without targets
         if not fits or (name == "digest" and not _DIGEST(value)):
             return f"the step's field {name} is {value!r}"
     return ""

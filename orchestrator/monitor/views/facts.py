@@ -229,6 +229,12 @@ def short(value: float | None, digits: int = 5) -> float | None:
     return float(f"{value:.{digits}g}")
 
 
+def mean_loss(losses: Array) -> float | None:
+    """The mean of the losses of those steps that have one; None if none has."""
+    known = losses[~np.isnan(losses)]
+    return float(known.mean()) if len(known) else None
+
+
 def shorts(values: Array, digits: int = 5) -> list[float | None]:
     """`short` of every value."""
     finite = np.isfinite(values)

@@ -14,7 +14,7 @@ from orchestrator.config.redaction import redacted
 from orchestrator.config.stored import in_todays_fields
 from orchestrator.errors import RefusedError, ResumePointError, StorageError
 from orchestrator.json_form import encode
-from orchestrator.monitor.views.facts import Facts, short
+from orchestrator.monitor.views.facts import Facts, mean_loss, short
 from orchestrator.monitor.views.points_table import (
     DAMAGED,
     HEALTHY,
@@ -122,7 +122,7 @@ def _cost(facts: Facts, row: Row) -> Row:
         "tokens": max(0, facts.tokens - row["consumed_tokens"]),
         "seconds": round(float(facts.history["step_s"][at:].sum()), 1),
     }
-    return {"aside": aside, "loss": short(float(near.mean())) if len(near) else None}
+    return {"aside": aside, "loss": short(mean_loss(near))}
 
 
 def _files(facts: Facts, name: str, row: Row) -> list[Row]:

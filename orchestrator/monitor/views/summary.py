@@ -25,7 +25,7 @@ from orchestrator.monitor.verdict import (
 )
 from orchestrator.monitor.views import goodput
 from orchestrator.monitor.views.checks import BAD, WARN, checks
-from orchestrator.monitor.views.facts import Facts, short, stamp
+from orchestrator.monitor.views.facts import Facts, mean_loss, short, stamp
 from orchestrator.monitor.views.happenings import brief, happenings, waiting_now
 from orchestrator.monitor.views.points_table import (
     DAMAGED,
@@ -240,9 +240,9 @@ def _loss(facts: Facts) -> Row:
     before = losses[-LOSS_BEFORE - LOSS_NOW : -LOSS_NOW]
     full = len(before) == LOSS_BEFORE
     return {
-        "now": short(float(losses[-LOSS_NOW:].mean())) if len(losses) else None,
+        "now": short(mean_loss(losses[-LOSS_NOW:])),
         "steps": len(losses[-LOSS_NOW:]),
-        "before": short(float(before.mean())) if full else None,
+        "before": short(mean_loss(before)) if full else None,
     }
 
 
