@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import secrets
-import signal
 import socket
 import sys
 import threading
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.cluster import ray_inventory
 from orchestrator.cluster.machine import shared_memory_bytes
 from orchestrator.cluster.private_ray import replace
+from orchestrator.cluster.shield import killing, shielded
 from orchestrator.errors import ElasticError, ResourceError
 from orchestrator.storage.home import ensure_home
 
@@ -119,7 +119,8 @@ class ClusterConnection:
         if address:
             _check_reachable(address)
             try:
-                ray.init(address=address, **quiet)
+                with _without_its_handler():
+                    ray.init(address=address, **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ResourceError(
                     f"something answers at cluster.address={address}, but no Ray takes this driver in "
@@ -132,7 +133,7 @@ class ClusterConnection:
         os.environ.update(token_for_local_ray(os.environ, Path.home()))
         store_bytes = _local_object_store(object_store_needed_bytes)
         try:
-            with _starting(say), _without_helpers(), _hangups_ignored():
+            with _starting(say), _without_helpers(), _without_its_handler(), shielded():
                 ray.init(
                     # without the word it would join any cluster that runs on this machine
                     address="local",
@@ -184,21 +185,6 @@ def _starting(say: Callable[[str], None]) -> Iterator[None]:
         slow.cancel()
 
 
-@contextmanager
-def _hangups_ignored() -> Iterator[None]:
-    """What is started meanwhile outlives the terminal: a launch whose terminal is closed needs its Ray to
-    save. Only a main thread can do this; in another nothing changes.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def _shut_down() -> None:
     """`ray.shutdown`, which waits as long as the cluster's GCS stands still: where it takes too long, a Ray
     of our own is killed, and another one is left without a word. A Ray without the private parts for this is
@@ -206,14 +192,18 @@ def _shut_down() -> None:
     """
     import ray
 
+    found = ray_inventory.SHUTTING_DOWN.found()
+    if found is not None and found[0] is not None:
+        node, _, kill = found
+        node.kill_all_processes = killing(kill, node)
     ending = threading.Thread(target=ray.shutdown, name=_SHUTDOWN, daemon=True)
     ending.start()
     ending.join(SHUTDOWN_S)
-    if not ending.is_alive() or (found := ray_inventory.SHUTTING_DOWN.found()) is None:
+    if not ending.is_alive() or found is None:
         return
-    node, shutdown, kill = found
+    node, shutdown, _ = found
     if node is not None:
-        kill(node, check_alive=False, allow_graceful=False)
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
         ending.join(_KILLED_S)
     if ending.is_alive():
         atexit.unregister(shutdown)  # it would wait at the interpreter's exit
@@ -268,6 +258,16 @@ def _without_helpers() -> Iterator[None]:
     finally:
         for each in undo:
             each()
+
+
+@contextmanager
+def _without_its_handler() -> Iterator[None]:
+    """Within it Ray does not take SIGTERM over, so a launch that is stopped while it connects says so."""
+    undo = replace(ray_inventory.SIGTERM_HANDLER, [lambda _: None])
+    try:
+        yield
+    finally:
+        undo()
 
 
 def starts_local_ray(config: JobConfig) -> bool:

@@ -9,7 +9,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -119,6 +119,24 @@ def process_start(pid: int) -> str | None:
             pass
         return None
     return "" if state in "ZX" else fields[18]
+
+
+def descendants(parents: Iterable[int]) -> list[Process]:
+    """The processes of this machine that `parents` started, and those that these started, without `parents`;
+    empty where the system does not tell.
+    """
+    children: dict[int, list[Process]] = {}
+    machine = machine_id()
+    for entry in _PROC.iterdir() if _PROC.is_dir() else ():
+        with suppress(OSError, ValueError):
+            fields = (entry / "stat").read_text().rpartition(") ")[2].split()
+            children.setdefault(int(fields[1]), []).append(Process(machine, int(entry.name), fields[19]))
+    found, todo = list[Process](), list(parents)
+    while todo:
+        new = children.pop(todo.pop(), [])
+        found += new
+        todo += [process.pid for process in new]
+    return found
 
 
 def _limits(root: Path, path: str, name: str) -> Iterator[int]:

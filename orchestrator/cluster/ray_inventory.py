@@ -45,6 +45,10 @@ SHUTTING_DOWN = PrivatePart(
     lost="where the cluster's GCS stands still when a launch ends, processes of a local Ray may stay, and a "
     "Python program that trained waits for it when it exits",
 )
+SIGTERM_HANDLER = PrivatePart(
+    names={"ray._private.utils:set_sigterm_handler": "ray._private.worker:init"},
+    lost="a SIGTERM that comes while a launch connects to Ray ends it without saying so",
+)
 FREE_RESOURCES = PrivatePart(
     names={f"{_STATE}available_resources_per_node": ""},
     lost="of several nodes it is not known which one's CPUs and GPUs are taken: on a busy cluster a job that "
@@ -103,6 +107,7 @@ OF_CORE = (
     MONITOR,
     API_SERVER,
     SHUTTING_DOWN,
+    SIGTERM_HANDLER,
     FREE_RESOURCES,
     DRAINING_NODES,
     HEAD_NODE,

@@ -301,6 +301,12 @@ class Coordinator:
             resting=launch.rendezvous.resting(time.monotonic()),
         )
 
+    async def save(self, by: str) -> None:
+        """Save what is trained by now, and train on; `by` is who wants it."""
+        self._driver.ensure_running()
+        await self._driver.carry_out(self._launch.request_save(by))
+        self._driver.look_soon()
+
     async def expect(self, num_workers: int) -> None:
         """How many workers the supervisor has started or is starting."""
         self._driver.ensure_running()

@@ -32,7 +32,7 @@ from orchestrator.elastic.storage_trouble import StorageTrouble
 from orchestrator.errors import FencedError, UnsavedError
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.request_files import STOP, STOP_NOW, Request
+from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest, Refusal, RunOver
 from orchestrator.records.run_status import GroupMember, MemberInfo
@@ -300,6 +300,18 @@ class LaunchMachine:
         """Save and stop at the next step boundary; `by` is who wants it. The first one counts."""
         self.stopping, self._stop_by = True, self._stop_by or by
         self.rendezvous.request_stop()
+
+    def request_save(self, by: str) -> list[Action]:
+        """`by` asks for a save of what is trained by now, and waits for no answer."""
+        if self.ended is not None:
+            return []
+        trained = self.last_step.key if self.last_step else None
+        note = Note(kind=EventKind.CONTROL_REQUEST, fields={"what": SAVE, "by": by, "request": 0})
+        if trained is None or (self._saved is not None and self._saved >= trained):
+            since = f" since resume point {self._saved.point_name}" if self._saved else ""
+            return [note, Say(text=f"nothing was trained{since}, so there is nothing to save")]
+        self.save_again()
+        return [note]
 
     def stop_within(self, by: str, grace_s: float) -> list[Action]:
         """The stop that `by` asked for ends with a kill in `grace_s` seconds (inf: nobody said so)."""

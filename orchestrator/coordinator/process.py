@@ -230,6 +230,10 @@ class CoordinatorProcess:
         """See `Coordinator`."""
         await self._now_or_later("stop", by, grace_s)
 
+    async def save(self, by: str) -> None:
+        """See `Coordinator`."""
+        await self._now_or_later("save", by)
+
     async def group_failed(self, node: str, reason: str) -> None:
         """See `Coordinator`."""
         await self._now_or_later("group_failed", node, reason)

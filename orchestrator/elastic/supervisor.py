@@ -46,6 +46,7 @@ FIRST_NODES_S = 60.0  # how long the first answer, without which nothing can be 
 COORDINATOR_LIMIT_S = 60.0
 FROZEN_S = 10.0  # a coordinator that lives answers a status within a second; two without an answer end it
 END_S = 5.0  # how long groups may take to end after the run has
+INTERRUPTED_S = 0.5  # and their resources to come back where the run has not ended
 POLL_S = 0.05
 DEADLINE_CHANGED_S = 1.0  # two looks at one deadline differ by less
 LOOK_S = 2.0  # how long a node's agent may take to look at its workers
@@ -97,7 +98,8 @@ class Supervisor:
         self._nodes, self._looked_at = NodesSeen(), 0.0  # when the newest look was asked for
         self._number = 0
         self._to_clean = False
-        self._stop_by, self._stop_s = "", math.inf
+        self._stop_by, self._stop_s, self._save_by = "", math.inf, ""
+        self.has_trained = False  # whether a group of workers has been formed
         self._coordinator_pid = 0
         self._killed = ""  # why a coordinator was killed, until one has answered that can journal it
 
@@ -106,6 +108,12 @@ class Supervisor:
         `grace_s` seconds (inf: nobody said so).
         """
         self._stop_by, self._stop_s = by, grace_s
+
+    def ask_save(self, by: str) -> None:
+        """Save after the step at hand and train on; may be called from a signal handler. `by` is who wants
+        it.
+        """
+        self._save_by = by
 
     def run(self) -> RunStatus:
         """Returns the status that ended the run. Raises `ElasticError` if the coordinator stays away, or the
@@ -120,10 +128,14 @@ class Supervisor:
                 if (status.attempt, status.version) != seen:
                     self._show(status)
                 seen = (status.attempt, status.version)
+                self.has_trained = self.has_trained or status.world_size > 0
                 self._watch_steps(status)
                 if self._stop_by and not status.stopping:
                     # again, for a restarted coordinator
                     self._coordinator.stop.remote(self._stop_by, self._stop_s)
+                if self._save_by:
+                    self._coordinator.save.remote(self._save_by)
+                    self._save_by = ""
                 self._look_at_nodes()
                 if time.monotonic() - self._looked_at > NODES_EVERY_S:
                     self._ask_nodes()
@@ -146,10 +158,11 @@ class Supervisor:
             time.sleep(POLL_S)
         for group in running:
             group.stop()
-        deadline, removed = time.monotonic() + END_S, 0
+        # what is not removed in time goes with the driver's job
+        deadline, removed = time.monotonic() + (END_S if patience_s else INTERRUPTED_S), 0
         while removed < len(running) and time.monotonic() < deadline:
             self._asked_cleaning.ask()
-            removed += self._asked_cleaning.answer(END_S) or 0
+            removed += self._asked_cleaning.answer(max(0.0, deadline - time.monotonic())) or 0
             time.sleep(POLL_S)
         self._groups.clear()
 

@@ -30,6 +30,7 @@ from orchestrator.launch import busy_watch, claiming, fitting, looking_ahead, ol
 from orchestrator.launch import start as starting
 from orchestrator.launch.known_shape import with_known_shape
 from orchestrator.launch.progress import Progress
+from orchestrator.launch.stop_signals import ended_by_signals
 from orchestrator.parts.node_storage import NodeStorage
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.records.cursor import Cursor
@@ -82,17 +83,20 @@ def train(
     has failed.
 
     Raises `ConfigError`, `RefusedError`, `BusyError` or `ResourceError` within seconds, before anything is
-    written, when it cannot begin. SIGTERM and Ctrl-C save and stop (a second one stops at once); afterwards
-    the same call continues. `fault_plan` is for tests.
+    written, when it cannot begin. SIGTERM and Ctrl-C save and stop (a second one stops at once, and so does
+    the first where no worker trains yet); afterwards the same call continues. SIGUSR1 saves, and training
+    continues. `fault_plan` is for tests.
     """
-    return _launch(config, overrides, fault_plan, None)
+    with ended_by_signals():
+        return _launch(config, overrides, fault_plan, None)
 
 
 def train_until(job: JobConfig, tokens: int) -> RunResult:
     """`train`, but the launch saves and stops after the step that reaches so many tokens, although the run is
     longer: budgets and learning rate are those of the whole run.
     """
-    return _launch(job, (), "", tokens)
+    with ended_by_signals():
+        return _launch(job, (), "", tokens)
 
 
 def _launch(

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from orchestrator.errors import OrchestratorError, StorageError, text_of
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_outline
+from orchestrator.launch.stop_signals import grace_left_s
 from orchestrator.parts.node_storage import NodeStorage, run_storage
 from orchestrator.parts.reached_nodes import ReachedNodes
 from orchestrator.resume.export import write_export
@@ -30,13 +31,14 @@ from orchestrator.resume.store import RunStore
 LOOK_EVERY_S = 1.0
 _REFUSED = 3  # how the process of an export ends where the last line says why
 LAST_LIMIT_S = 600.0  # how long the end of a launch waits for an export that is under way
+TO_END_S = 5.0  # what the launch needs of its grace time to end
 
 
 @contextmanager
 def exporting(store: RunStore, attempt: int, every: int | None, say: Callable[[str], None]) -> Iterator[None]:
     """While the block runs, every `every`-th point that is committed is exported; None: none is. `say` hears
-    of what could not be. Leaving the block waits for what is under way, at most `LAST_LIMIT_S`; an exception,
-    for nothing.
+    of what could not be. Leaving the block waits for what is under way, at most `LAST_LIMIT_S`, and after
+    SIGTERM no longer than this process may live; an exception waits for nothing.
     """
     if every is None:
         yield
@@ -50,11 +52,12 @@ def exporting(store: RunStore, attempt: int, every: int | None, say: Callable[[s
         exports.cut_off()
         raise
     exports.over.set()
-    thread.join(LAST_LIMIT_S)
+    limit_s = min(LAST_LIMIT_S, max(0.0, grace_left_s() - TO_END_S))
+    thread.join(limit_s)
     if thread.is_alive():
         exports.cut_off()
         say(
-            f"warning: the last export was not done within {LAST_LIMIT_S:.0f} s and is left incomplete; "
+            f"warning: the last export was not done within {limit_s:.0f} s and is left incomplete; "
             "`orchestrator export` makes it by hand"
         )
 

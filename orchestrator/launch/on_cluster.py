@@ -27,7 +27,7 @@ from orchestrator.data.feed.memory import memory_of
 from orchestrator.data.feed.remote_feed import notes_of
 from orchestrator.data.spec import DataSpec
 from orchestrator.elastic.policy import Limits, NodeFacts, tokenizer_node
-from orchestrator.elastic.supervisor import END_S, Launch, Supervisor
+from orchestrator.elastic.supervisor import Launch, Supervisor
 from orchestrator.errors import text_of
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
@@ -40,13 +40,15 @@ from orchestrator.launch.node_disks import NodeDisks
 from orchestrator.launch.node_facts import node_facts
 from orchestrator.launch.older_point import is_damaged_load
 from orchestrator.launch.progress import Progress
-from orchestrator.launch.stop_signals import stop_on_signals
+from orchestrator.launch.stop_signals import SignalledError, stop_on_signals
 from orchestrator.launch.worker import WorkerTask, train_function
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import Loss, RunStatus, Stall
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+
+GIVE_UP_S = 2.0  # how long a coordinator may take to say that a launch ends that has not trained
 
 
 def supervise(
@@ -88,8 +90,14 @@ def supervise(
     look = partial(_look, disks)
     supervisor = Supervisor(launch, coordinator, look, show, stalled, progress.say, own_node)
     try:
-        with stop_on_signals(partial(_ask_stop, supervisor), progress.say):
-            status = supervisor.run()
+        stop, save = partial(_ask_stop, supervisor), supervisor.ask_save
+        with stop_on_signals(stop, save, progress.say, lambda: supervisor.has_trained):
+            try:
+                status = supervisor.run()
+            except SignalledError as error:
+                if not supervisor.has_trained:
+                    _give_up(coordinator, error, "stopped")
+                raise
         if is_damaged_load(status):
             return status  # the start continues an older point
         if status.ended == "done":
@@ -179,10 +187,10 @@ def _launch(job: JobConfig, task: WorkerTask, storage: Storage, limits: Limits, 
     )
 
 
-def _give_up(coordinator: Any, error: BaseException) -> None:
-    """The launch ends before its first worker is started: its coordinator, if it has begun, says so."""
+def _give_up(coordinator: Any, error: BaseException, outcome: str = "failed") -> None:
+    """The launch ends before a worker has trained: its coordinator, if it has begun, says so."""
     with suppress(RayError):
-        ray.get(coordinator.end.remote("failed", text_of(error)), timeout=END_S)
+        ray.get(coordinator.end.remote(outcome, text_of(error)), timeout=GIVE_UP_S)
     ray.kill(coordinator, no_restart=True)
 
 

@@ -1,50 +1,120 @@
-"""Signals that ask a launch to save and stop, and, sent twice, to stop at once."""
+"""Signals to a launch: while it starts they end it, while it trains they ask it to save, or to save and stop,
+and, sent twice, to stop at once.
+"""
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from orchestrator.cluster.job_server import job_stop_s
 from orchestrator.history.request_files import asker
 
+# Assumed where the sender of SIGTERM says no more: Kubernetes, Slurm and torchrun send SIGKILL after 30 s.
+GRACE_S = 30.0
 
-class StoppedAtOnceError(KeyboardInterrupt):
-    """A second signal, after the one of number `first`: no save is waited for. `exit_code` is what a shell
-    expects of a process that it ended.
-    """
+
+class SignalledError(KeyboardInterrupt):
+    """A signal ends the launch. `exit_code` is what a shell expects of a process that it ended."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(text)
+        self.exit_code = 128 + number
+
+
+class StoppedAtOnceError(SignalledError):
+    """A second signal, after the one of number `first`: no save is waited for."""
 
     def __init__(self, number: int, first: int) -> None:
         name, before = signal.Signals(number).name, signal.Signals(first).name
         came = f"{name} came twice" if number == first else f"{before} came, and then {name}"
         super().__init__(
+            number,
             f"{came}: stopped at once, without waiting for a save; the same command continues from the "
-            "newest resume point"
+            "newest resume point",
         )
-        self.exit_code = 128 + number
 
 
 def told(interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
-    """What to tell of `interrupt`: the `StoppedAtOnceError` that it came after, where a third signal has cut
-    short what a launch does when it ends; else itself.
+    """What to tell of `interrupt`: the first `SignalledError` that it came after, where another signal has
+    cut short what a launch does when it ends; else itself.
     """
-    found: BaseException | None = interrupt
-    while found is not None and not isinstance(found, StoppedAtOnceError):
+    found, first = interrupt.__context__, interrupt
+    while found is not None:
+        if isinstance(found, SignalledError):
+            first = found
         found = found.__context__
-    return found or interrupt
+    return first
+
+
+class _Grace:
+    """When this process expects SIGKILL, in seconds of the monotonic clock: signals are the process's."""
+
+    until = math.inf
+
+
+def grace_left_s() -> float:
+    """How long what is not needed may still be waited for: inf until SIGTERM has stopped the launch at hand,
+    from then on what is left of `RAY_JOB_STOP_WAIT_TIME_S`, or of `GRACE_S` where that is not set.
+    """
+    return max(0.0, _Grace.until - time.monotonic())
 
 
 @contextmanager
-def stop_on_signals(stop: Callable[[str], None], say: Callable[[str], None]) -> Iterator[None]:
-    """SIGTERM, Ctrl-C and a closed terminal (SIGHUP) save and stop; a second one raises `StoppedAtOnceError`,
-    a `KeyboardInterrupt`. `stop` is given who sent it, as far as that is known: the signal and this process's
-    user and host. SIGHUP is no second one, for shells send it twice, and stays ignored where `nohup`
-    had it ignored. Only a process's main thread can do this; in another nothing changes.
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise `SignalledError`, as Ctrl-C raises `KeyboardInterrupt`, so that what was begun
+    is ended; SIGUSR1 does nothing. For a launch as a whole: `stop_on_signals` has its own way within. Only a
+    process's main thread can do this; in another nothing changes.
     """
+
+    def end(number: int, _: object) -> None:
+        raise _before_training(number)
+
+    _Grace.until = math.inf
+    with _handled({signal.SIGTERM: end, signal.SIGHUP: end, signal.SIGUSR1: lambda *_: None}):
+        yield
+
+
+def _before_training(number: int) -> SignalledError:
+    name = signal.Signals(number).name
+    text = f"{name}: ended at once, for no worker was training; the same command starts or continues the run"
+    return SignalledError(number, text)
+
+
+@contextmanager
+def _handled(handlers: Mapping[signal.Signals, Callable[[int, object], None]]) -> Iterator[None]:
+    """These handlers hold within; SIGHUP stays ignored where `nohup` had it ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    wanted = {n: h for n, h in handlers.items() if n != signal.SIGHUP or not ignored}
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def stop_on_signals(
+    stop: Callable[[str], None],
+    save: Callable[[str], None],
+    say: Callable[[str], None],
+    trains: Callable[[], bool] = lambda: True,
+) -> Iterator[None]:
+    """SIGTERM, Ctrl-C and a closed terminal (SIGHUP) save and stop; a second one raises `StoppedAtOnceError`,
+    a `KeyboardInterrupt`. SIGUSR1 saves, and training continues. `stop` and `save` are called with the sender
+    as far as it is known: the signal and this process's user and host. SIGHUP is no second one, for shells
+    send it twice, and stays ignored where `nohup` had it ignored. While no worker `trains` nothing is to be
+    saved: the first signal raises `SignalledError`. Only a process's main thread can do this; in another
+    nothing changes.
+    """
     first, who = 0, asker()  # looked up now: a handler waits for nothing
 
     def handle(number: int, _: object) -> None:
@@ -53,7 +123,12 @@ def stop_on_signals(stop: Callable[[str], None], say: Callable[[str], None]) -> 
             return
         if first:
             raise StoppedAtOnceError(number, first)
+        if not trains():
+            raise _before_training(number)
         first = number
+        if number == signal.SIGTERM:
+            wait_s = job_stop_s()
+            _Grace.until = time.monotonic() + (GRACE_S if math.isinf(wait_s) else wait_s)
         # first: whoever sent the signal may have ended the reader of what is said, too
         stop(f"{signal.Signals(number).name} to {who}")
         if number == signal.SIGHUP:
@@ -61,12 +136,11 @@ def stop_on_signals(stop: Callable[[str], None], say: Callable[[str], None]) -> 
         else:
             say(f"{signal.Signals(number).name}: saving and stopping; once more to stop at once")
 
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
+    def handle_save(number: int, _: object) -> None:
+        if not first:
+            save(f"{signal.Signals(number).name} to {who}")
+            say(f"{signal.Signals(number).name}: saving after this step; training continues")
+
+    stops = dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), handle)
+    with _handled({**stops, signal.SIGUSR1: handle_save}):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
+from orchestrator.cluster.shield import expose_forks
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import OrchestratorError, StorageError, report_of
 from orchestrator.launch.machine_check import packages_here, require_packages, require_storage
@@ -121,6 +122,7 @@ def train_function(config: dict[str, Any]) -> None:
     it ends the run. If it does not, it is raised, so that Ray replaces the process.
     """
     task: WorkerTask = config["task"]
+    expose_forks()
     # Few threads and no telemetry in a process of which a machine runs many.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context, membership = ray.get_runtime_context(), None

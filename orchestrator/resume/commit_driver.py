@@ -56,8 +56,8 @@ class CommitListener(Protocol):
         """A save was given up, which `text` says to the user."""
 
     def last_tried_s(self, key: StateKey) -> float | None:
-        """For how many seconds it is tried to save the state of `key` where that is the run's last one (0: it
-        is not tried again); None: steps follow it, as far as is known.
+        """For how many seconds it is tried to save the state of `key` where that is the run's last one; None:
+        steps follow it, as far as is known.
         """
 
     async def warned(self, text: str) -> None:
@@ -299,7 +299,7 @@ class Commits:
         self._told.add(last_s is not None)
         if last_s is None:
             await self._listener.warned(sentences.saves_fail(retry_s, MOST_S))
-        elif last_s:
+        else:
             await self._listener.warned(sentences.last_save_fails(last_s))
 
     async def _note_commit(self, key: StateKey) -> None:

@@ -16,10 +16,17 @@ from typing import Protocol
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from orchestrator.errors import ElasticError, OrchestratorError, UnsavedError
+from orchestrator.errors import ElasticError, OrchestratorError
 from orchestrator.json_form import decode, encode
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.membership import ControlRequests, GenerationView, MemberState
+from orchestrator.records.membership import (
+    ControlRequests,
+    GenerationView,
+    HeldShard,
+    MemberState,
+    ShardSource,
+    Source,
+)
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.torchrun.growing_parts import Growth, place_of, wait_while_growing
@@ -56,7 +63,12 @@ class Recorder(Protocol):
     """
 
     def begin(self, world_size: int) -> Start:
-        """Claims the run and journals the only generation. Raises whatever refuses the start."""
+        """Claims the run and journals the first generation. Raises whatever refuses the start."""
+
+    def again(self, key: StateKey, cursor: Cursor | None) -> Start:
+        """Journals another generation of the same ranks, which all hold the state `key` at `cursor`. Raises
+        what has ended the recording.
+        """
 
     def loading(self, done_bytes: int, num_bytes: int) -> None:
         """So many bytes of what rank 0 loads were read."""
@@ -73,6 +85,9 @@ class Recorder(Protocol):
     def asked(self) -> tuple[bool, bool]:
         """Whether a save, and whether a stop, was asked for from outside."""
 
+    def ask_save(self, by: str) -> None:
+        """A signal asks for a save; never blocks."""
+
     def vote(self, vote: Vote) -> Future[bool]:
         """A rank's vote; True: committed, False: given up. The answer is the same for all ranks."""
 
@@ -86,8 +101,8 @@ class Recorder(Protocol):
 
 
 class StaticMembership:
-    """The group that torchrun started: one generation, and the first failure ends it (torchrun starts all
-    ranks again).
+    """The group that torchrun started. The first failure ends it (torchrun starts all ranks again), except
+    that after a last save that was given up all form another generation and save under its name.
 
     `recorder` is needed on rank 0 only. `ask_stop` may be called from a signal handler; rank 0's counts. All
     ranks' answers go through torchrun's store.
@@ -109,7 +124,7 @@ class StaticMembership:
         self._limit_s = vote_limit_s
         self._growth = Growth(rendezvous.store, rendezvous.rank)
         self._stop, self._stop_by = threading.Event(), ""
-        self._joined = False
+        self._num_generations = 0
         self._votes: queue.SimpleQueue[tuple[Vote | _PartFailed, Future[bool]]] = queue.SimpleQueue()
         # a daemon, so that a process whose group came apart ends although a vote is unanswered
         threading.Thread(target=self._exchange_votes, name="vote", daemon=True).start()
@@ -124,46 +139,67 @@ class StaticMembership:
         """Whether this rank was asked to stop."""
         return self._stop.is_set()
 
+    def ask_save(self, by: str = "") -> None:
+        """Save at the next step boundary and train on, if this is rank 0; `by` is who wants it."""
+        if self._recorder is not None:
+            self._recorder.ask_save(by)
+
     def join(self, state: MemberState) -> GenerationView | None:
-        """See `Membership`; a second call raises `ElasticError`, because nobody can form another
-        generation: `UnsavedError` after a last save that was given up.
+        """See `Membership`; a second call raises `ElasticError`, unless the last save was given up, of which
+        all ranks know.
         """
         rendezvous = self._rendezvous
-        if self._joined and state.unsaved:
-            what = "the last state" if state.key is None else f"the last state ({state.key.point_name})"
-            raise UnsavedError(
-                f"{what} could not be saved, and a static group of {rendezvous.world_size} ranks tries that "
-                "once: it cannot form again to save under another name. The journal says why; start the "
-                "same command again: it continues from the newest resume point, and begins anew where there "
-                "is none"
-            )
-        if self._joined:
+        if self._num_generations and not state.unsaved:
             raise ElasticError(
                 f"the static group of {rendezvous.world_size} ranks came apart ({state.reason}); "
                 "start the same command again"
             )
-        self._joined = True
-        rendezvous.store.set(f"member/{rendezvous.rank}", self.member)
+        self._num_generations += 1
+        place = f"start/{self._num_generations}"
+        mine = {"member": self.member, "holds": [encode(held) for held in state.holdings]}
+        rendezvous.store.set(f"{place}/{rendezvous.rank}", json.dumps(mine))
         if self._recorder is not None:
-            with rendezvous.reporting_failure("start"):
-                rendezvous.publish("start", encode(self._recorder.begin(rendezvous.world_size)))
-        begin = decode(Start, rendezvous.receive("start"))
-        names = [rendezvous.store.get(f"member/{rank}").decode() for rank in range(rendezvous.world_size)]
+            with rendezvous.reporting_failure(place):
+                begin = self._begin(self._recorder, place, state)
+                rendezvous.publish(place, encode(begin))
+        begin = decode(Start, rendezvous.receive(place))
+        told = self._told_at(place)
+        sources = _sources([held for _, held in told], begin.parent) if self._num_generations > 1 else ()
         return GenerationView(
             attempt=begin.attempt,
             generation=begin.generation,
             rank=rendezvous.rank,
             world_size=rendezvous.world_size,
-            members=tuple(names),
+            members=tuple(member for member, _ in told),
             host="",  # the store is torchrun's
             port=0,
             parent=begin.parent,
-            source_rank=None,
+            source_rank=0 if sources else None,
+            sources=sources,
             point=begin.point,
             cursor=begin.cursor,
             step=begin.step,
             launch=begin.launch,
         )
+
+    def _begin(self, recorder: Recorder, place: str, state: MemberState) -> Start:
+        """Rank 0's: the first generation, or another one of ranks that all hold one state."""
+        if self._num_generations == 1:
+            return recorder.begin(self._rendezvous.world_size)
+        assert state.key is not None, "a last state is one"
+        without = [rank for rank, (_, held) in enumerate(self._told_at(place)) if not _live(held, state.key)]
+        if without:
+            raise ElasticError(
+                f"rank 0 holds {state.key.point_name}, which is to be saved again, and ranks "
+                f"{', '.join(map(str, without))} do not; start the same command again"
+            )
+        return recorder.again(state.key, state.cursor)
+
+    def _told_at(self, place: str) -> list[tuple[str, list[HeldShard]]]:
+        """What each rank said when it came: its name, and what it holds."""
+        store, world_size = self._rendezvous.store, self._rendezvous.world_size
+        told = [json.loads(store.get(f"{place}/{rank}")) for rank in range(world_size)]
+        return [(each["member"], [decode(HeldShard, held) for held in each["holds"]]) for each in told]
 
     def connect_store(self, view: GenerationView) -> Store:
         """See `Membership`."""
@@ -213,9 +249,7 @@ class StaticMembership:
         return answer
 
     def save_failed(self, view: GenerationView, key: StateKey, error: OrchestratorError) -> Future[bool]:
-        """See `Membership`: told in the place of this rank's vote, for which the others wait. Who leaves with
-        this save ends with an error, for no other generation can be formed to save under a new name.
-        """
+        """See `Membership`: sent in the place of this rank's vote, for which the others wait."""
         failed = _PartFailed(key=key, rank=view.rank, reason=str(error))
         answer: Future[bool] = Future()
         self._votes.put((failed, answer))
@@ -273,3 +307,20 @@ class StaticMembership:
     def _wait(self, names: Sequence[str], key: StateKey) -> None:
         here = self._voting
         wait_while_growing(here.store, names, key, here.world_size, self._limit_s)
+
+
+def _live(held: Sequence[HeldShard], key: StateKey) -> HeldShard | None:
+    """The shard of the state `key` that a rank trains."""
+    return next((each for each in held if each.source == Source.LIVE and each.key == key), None)
+
+
+def _sources(
+    held: Sequence[Sequence[HeldShard]], key: StateKey | None
+) -> tuple[tuple[ShardSource, ...], ...]:
+    """See `GenerationView.sources`; `held` by rank, all of which train the state `key`."""
+    assert key is not None, "a generation that follows another one continues a state"
+    shards = [each for of_one in held if (each := _live(of_one, key)) is not None]
+    return tuple(
+        tuple(ShardSource(rank=r, source=Source.LIVE) for r, each in enumerate(shards) if each.shard == shard)
+        for shard in range(shards[0].num_shards)
+    )

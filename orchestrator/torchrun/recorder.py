@@ -20,7 +20,6 @@ from orchestrator.coordinator.attempt_journal import note_beginning, note_loaded
 from orchestrator.coordinator.ended_by import end_text, ended_by, is_last
 from orchestrator.coordinator.measuring import measured
 from orchestrator.coordinator.requests import Answered, Requests, heard_sentence
-from orchestrator.elastic.cause import first_cause
 from orchestrator.elastic.roster import Roster
 from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble, until_storage_works
 from orchestrator.errors import (
@@ -40,9 +39,10 @@ from orchestrator.history.journal import JournalWriter
 from orchestrator.history.request_files import SAVE, STOP, Request, RequestFiles
 from orchestrator.json_form import encode
 from orchestrator.launch import start as starting
+from orchestrator.launch.stop_signals import grace_left_s
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Vote
-from orchestrator.records.run_status import RunStatus
+from orchestrator.records.run_status import GroupChange, RunStatus
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_driver import Commits, in_daemon_thread
 from orchestrator.resume.commit_events import GenerationFormed, GiveUp, PartFailed, Tick
@@ -56,13 +56,13 @@ from orchestrator.resume.store_actions import PointCommitter
 if TYPE_CHECKING:
     from orchestrator.torchrun.membership import Start
 
-GENERATION = 1  # the only one of the attempt
 FLUSH_EVERY_S = 0.5
 HEARTBEAT_EVERY_S = 2.0
 REQUESTS_EVERY_S = 1.0
 VOTE_LIMIT_S = 600.0  # how long a save of which votes are missing may stand still
 END_WRITTEN_S = 15.0  # how long the end of a group that failed is tried to be written down
 SETTLE_LIMIT_S = 300.0  # how long a run that is over waits for older points to be read or deleted
+TO_END_S = 5.0  # what a rank needs of its grace time to end
 
 
 class RankZeroRecorder:
@@ -112,13 +112,14 @@ class RankZeroRecorder:
         self._pins = PinWatch(store)
         self._requests = Requests(known=(SAVE, STOP))  # torchrun is who ends its ranks at once
         self._wants_save = self._wants_stop = False
-        self._stop_by = ""
+        self._stop_by = self._save_by = ""
         self._given_up = ""  # the newest save that was, and why
         self._loop: asyncio.AbstractEventLoop | None = None  # of the writing thread, while it runs
         self._stopping, self._failed = asyncio.Event(), asyncio.Event()
         self._failure: Exception | None = None
         self._voting: set[asyncio.Task[bool]] = set()
         self._acknowledged, self._began_at = -1, 0.0
+        self._generation, self._roster = 1, Roster(0)
         self._world_size = 0
         self._loading = 0, 0
         self._last_step: StepRecord | None = None
@@ -129,36 +130,13 @@ class RankZeroRecorder:
 
     # ---------------------------------------------------------------------- calls of the group
     def begin(self, world_size: int) -> Start:
-        """Journals the attempt and its only generation, durably, and starts the writing thread."""
-        from orchestrator.torchrun.membership import Start
-
+        """Journals the attempt and its first generation, durably, and starts the writing thread."""
         attempt, self._world_size = self._attempt, world_size
         self._began_at = time.monotonic()
+        self._roster = Roster(world_size, why=attempt.why)
         cursor = attempt.point.cursor if attempt.point else Cursor()
-        layout = attempt.layout(world_size)
         note_beginning(self._journal, attempt, self._job.flat())
-        self._journal.generation(
-            GenerationStart(
-                attempt=attempt.number,
-                generation=GENERATION,
-                parent=attempt.parent,
-                step=attempt.step_label,
-                consumed_samples=cursor.consumed_samples,
-                consumed_tokens=cursor.consumed_tokens,
-                target_tokens=cursor.target_tokens,
-                world_size=world_size,
-                global_batch_size=self._job.train.global_batch_size,
-                seq_len=self._job.pack.seq_len,
-                cause=first_cause(attempt.why),
-                copies=layout.num_replicas,
-                num_shards=layout.num_shards,
-            )
-        )
-        members = [str(rank) for rank in range(world_size)]
-        change = Roster(world_size).formed(
-            attempt.number, GENERATION, members, attempt.step_label, 0, time.monotonic()
-        )
-        self._journal.event(EventKind.GROUP_FORMED, **encode(change))
+        change = self._note_generation(attempt.parent, attempt.step_label, cursor)
         until_storage_works(self._journal.flush, STORAGE_LIMIT_S, "Training has not begun", self._warn)
         self._fault("generation_journalled", attempt.step_label, -1)
         self._acknowledged = attempt.step_label
@@ -169,14 +147,65 @@ class RankZeroRecorder:
         self._writer.start()
         began.wait()
         self._say(sentences.group_change(change))
+        return self._start(attempt.parent, attempt.step_label, cursor, attempt.point)
+
+    def again(self, key: StateKey, cursor: Cursor | None) -> Start:
+        """Journals another generation of the same ranks, durably: they hold the state `key`, which could not
+        be saved.
+        """
+        assert self._loop is not None, "another generation follows the first"
+        asyncio.run_coroutine_threadsafe(self._again(key, cursor or Cursor()), self._loop).result()
+        return self._start(key, key.step, cursor or Cursor(), None)
+
+    async def _again(self, key: StateKey, cursor: Cursor) -> None:
+        async with self._commits.lock:
+            self._generation += 1
+            change = self._note_generation(key, key.step, cursor)
+            while not await self._flush():
+                if self._failure is not None:
+                    raise self._failure
+                await asyncio.sleep(FLUSH_EVERY_S)
+            self._acknowledged = key.step
+            await self._commits.advance(GenerationFormed(generation=self._generation, parent=key))
+        self._say(sentences.group_change(change))
+
+    def _note_generation(self, parent: StateKey | None, step: int, cursor: Cursor) -> GroupChange:
+        """Journals the generation at hand, which continues `parent`; what is said of it."""
+        attempt, world_size = self._attempt, self._world_size
+        members = [str(rank) for rank in range(world_size)]
+        layout = attempt.layout(world_size)
+        self._journal.generation(
+            GenerationStart(
+                attempt=attempt.number,
+                generation=self._generation,
+                parent=parent,
+                step=step,
+                consumed_samples=cursor.consumed_samples,
+                consumed_tokens=cursor.consumed_tokens,
+                target_tokens=cursor.target_tokens,
+                world_size=world_size,
+                global_batch_size=self._job.train.global_batch_size,
+                seq_len=self._job.pack.seq_len,
+                cause=self._roster.cause(members),
+                copies=layout.num_replicas,
+                num_shards=layout.num_shards,
+            )
+        )
+        change = self._roster.formed(attempt.number, self._generation, members, step, step, time.monotonic())
+        self._journal.event(EventKind.GROUP_FORMED, **encode(change))
+        return change
+
+    def _start(self, parent: StateKey | None, step: int, cursor: Cursor, point: Point | None) -> Start:
+        from orchestrator.torchrun.membership import Start
+
         return Start(
-            launch=attempt.launch,
-            attempt=attempt.number,
-            generation=GENERATION,
-            parent=attempt.parent,
-            point=attempt.point.name if attempt.point else None,
+            launch=self._attempt.launch,
+            attempt=self._attempt.number,
+            generation=self._generation,
+            parent=parent,
+            point=point.name if point else None,
             cursor=cursor,
-            step=attempt.step_label,
+            step=step,
         )
 
     def loading(self, done_bytes: int, num_bytes: int) -> None:
@@ -209,6 +238,10 @@ class RankZeroRecorder:
     def asked(self) -> tuple[bool, bool]:
         """Whether a save, and whether a stop, was asked for from outside."""
         return self._wants_save, self._wants_stop
+
+    def ask_save(self, by: str) -> None:
+        """A signal asks for a save; takes no lock, for its handler may have interrupted whoever holds it."""
+        self._save_by = by
 
     def vote(self, vote: Vote) -> Future[bool]:
         """Hands it to the commit machine; True: the point is committed, False: the save was given up."""
@@ -267,7 +300,7 @@ class RankZeroRecorder:
         return RunStatus(
             version=0,
             attempt=self._attempt.number,
-            generation=GENERATION,
+            generation=self._generation,
             world_size=self._world_size,
             last_step=self._last_step,
             newest_point=newest.name if newest else None,
@@ -318,7 +351,8 @@ class RankZeroRecorder:
         began.set()
         hearing = asyncio.create_task(self._hear_requests())
         try:
-            await self._commits.notify(GenerationFormed(generation=GENERATION, parent=self._attempt.parent))
+            formed = GenerationFormed(generation=self._generation, parent=self._attempt.parent)
+            await self._commits.notify(formed)
             next_s = time.monotonic()
             while self._failure is None and not self._stopping.is_set():
                 if time.monotonic() >= next_s:
@@ -328,9 +362,10 @@ class RankZeroRecorder:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(FLUSH_EVERY_S):
                         await self._stopping.wait()
-            if not await self._commits.settle(SETTLE_LIMIT_S):
+            limit_s = min(SETTLE_LIMIT_S, max(0.0, grace_left_s() - TO_END_S))
+            if not await self._commits.settle(limit_s):
                 self._warn(
-                    f"storage has not verified or deleted older points for {SETTLE_LIMIT_S:.0f} s; "
+                    f"storage has not verified or deleted older points for {limit_s:.0f} s; "
                     "the run ends without waiting for it. Nothing that was committed is lost"
                 )
         except Exception as error:  # noqa: BLE001  whatever it is, the votes must be answered
@@ -349,6 +384,9 @@ class RankZeroRecorder:
                     if request := await in_daemon_thread(look):
                         self._hear(request)
                     note_pins(self._journal, await in_daemon_thread(self._pins.look))
+                if by := self._save_by:
+                    self._save_by, self._wants_save = "", True
+                    self._journal.event(EventKind.CONTROL_REQUEST, what=SAVE, by=by, request=0)
                 again = self._commits.retries.due(time.monotonic())
                 self._wants_save = self._requests.wants_save(self._clock()) or again or self._wants_save
                 await asyncio.sleep(REQUESTS_EVERY_S)
@@ -387,7 +425,8 @@ class RankZeroRecorder:
             for task in (answer, failed):
                 task.cancel()
 
-    async def _flush(self) -> None:
+    async def _flush(self) -> bool:
+        """Whether all that was noted before is durable now."""
         began = time.monotonic()
         try:
             durable = await self._commits.on_disk(self._journal.flush)
@@ -396,12 +435,14 @@ class RankZeroRecorder:
             text = self._trouble.failed(str(error), began)
             if reason := self._trouble.verdict(time.monotonic()):
                 self._fail(StorageError(reason))
+            durable, worked = None, False
         else:
-            text = self._trouble.worked()
-            if durable is not None:
+            text, worked = self._trouble.worked(), True
+            if durable is not None and durable.generation == self._generation:
                 self._acknowledged = durable.step
         for said in ([text] if text else []) + self._metrics.troubles():
             self._warn(said)
+        return worked
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error
@@ -420,11 +461,13 @@ class RankZeroRecorder:
         if given_up.differ is not None:
             self._fail(ElasticError(text, code="training.replicas_differ"))
         await self.warned(text)
+        self._roster.storage_failed(given_up.by_storage)
         self._requests.save_given_up(self._clock())
 
     def last_tried_s(self, key: StateKey) -> float | None:
-        """See `CommitListener`: once, and the error that ends the group says so."""
-        return 0.0 if is_last(key, self._last_step, self._attempt.budgets, self._wants_stop) else None
+        """See `CommitListener`."""
+        last = is_last(key, self._last_step, self._attempt.budgets, self._wants_stop)
+        return STORAGE_LIMIT_S if last else None
 
     async def warned(self, text: str) -> None:
         """See `CommitListener`."""

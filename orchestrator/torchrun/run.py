@@ -336,7 +336,7 @@ def _train(
     feed = InProcessFeed(spec, job.data.replay_bytes)
     try:
         # torchrun sends SIGTERM when another rank has failed: the end must be written nevertheless
-        with stop_signals.stop_on_signals(membership.ask_stop, say), _ending(recorder):
+        with stop_signals.stop_on_signals(membership.ask_stop, membership.ask_save, say), _ending(recorder):
             files = _files(storage, job.resume.node_folder)
             return run_loop(task, membership, feed, files, faults=hook(fault_plan))
     except DamagedPointError as error:

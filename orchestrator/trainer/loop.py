@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 
-from orchestrator.errors import TrainingError
+from orchestrator.errors import TrainingError, UnsavedError
 from orchestrator.faults import Hook, no_fault
 from orchestrator.parts.part_writer import PartWriter
 from orchestrator.paused_gc import paused_gc
@@ -54,6 +54,10 @@ def train(
     Errors of feed, membership and storage pass through.
     """
     return _Trainer(job, membership, feed, files, faults).run()
+
+
+class _StepRefused(Exception):  # noqa: N818  the loop's own word from a step to the end of the run
+    """All ranks know from the step's summary that it must not be applied."""
 
 
 class _Trainer:
@@ -182,7 +186,10 @@ class _Trainer:
             batch = None if step is None else self._slice(view, step)
             if batch is None or batch.step.num_samples == 0:
                 return self._finish(group, STOPPED if self._job.stops_at(self._state.cursor) else DONE)
-            control = self._step(group, batch)
+            try:
+                control = self._step(group, batch)
+            except _StepRefused as refused:
+                raise self._end_of(group, str(refused)) from None
             self._has_stepped = self._all_warm = True
             self._note_digest(group)
             self._allow(group)
@@ -249,7 +256,7 @@ class _Trainer:
         prepared, self._prepared = self._prepared, None
         problem = summary.problem(view.world_size, batch)
         if problem is not None:
-            raise TrainingError(
+            raise _StepRefused(
                 f"step {label} (attempt {key.attempt}, generation {key.generation}) is not applied: {problem}"
             )
         apply_prepared(self._state, prepared)
@@ -339,11 +346,31 @@ class _Trainer:
         self._saver.begin(self._state, view, self._records, peak)
 
     def _finish(self, group: Group, reason: str) -> Outcome:
-        """Waits for the save at hand, saves the last state unless a point holds it, and leaves when that is
-        answered.
+        """Saves the last state and leaves; see `_save_last`."""
+        key = self._save_last(group)
+        self._membership.finished(key, reason)
+        return Outcome(reason=reason, key=key, cursor=self._state.cursor)
+
+    def _end_of(self, group: Group, problem: str) -> TrainingError:
+        """The error that ends the run, once the state before the step that was refused is saved: all ranks
+        know of the problem from the same summary. Raises what `_save_last` raises, but for `UnsavedError`.
+        """
+        key, code = self._state.key, "training.step_refused"
+        assert key is not None, "a member that trains holds a state"
+        if key.step == 0:
+            return TrainingError(f"{problem}. No step was trained before it", code=code)
+        try:
+            point = self._save_last(group).point_name
+        except UnsavedError as unsaved:
+            return TrainingError(f"{problem}. The state before it is not saved: {unsaved}", code=code)
+        return TrainingError(f"{problem}. The state before it is saved as resume point {point}", code=code)
+
+    def _save_last(self, group: Group) -> StateKey:
+        """Waits for the save at hand, saves the last state unless a point holds it, and returns its key when
+        that is committed.
 
         Raises `LastSaveFailed` if the save was given up: the members meet again and save under a new name;
-        `ElasticError` if that has gone on for too long.
+        `UnsavedError` if that has gone on for too long.
         """
         state, saver = self._state, self._saver
         assert state.key is not None, "a member that trains holds a state"
@@ -356,5 +383,4 @@ class _Trainer:
             left_s = self._unsaved.again(name)
             raise LastSaveFailed(f"the save of {name} was given up; it is tried for {left_s:.0f} s more")
         state.committed = True
-        self._membership.finished(state.key, reason)
-        return Outcome(reason=reason, key=state.key, cursor=state.cursor)
+        return state.key

@@ -331,7 +331,7 @@ from orchestrator.launch import stop_signals
 
 def train(config, overrides):
     said = []
-    with stop_signals.stop_on_signals(lambda by: None, said.append):
+    with stop_signals.stop_on_signals(lambda by: None, lambda by: None, said.append):
         os.kill(os.getpid(), int(sys.argv[1]))
         assert said, "the first one saves and stops"
         os.kill(os.getpid(), int(sys.argv[1]))
@@ -357,7 +357,7 @@ def test_a_second_signal_ends_the_command_at_once_with_a_last_line_and_the_code_
 
 def test_a_second_signal_of_another_kind_is_not_called_the_same_one_twice() -> None:
     """torchrun passes a Ctrl-C on, and a second one as SIGTERM."""
-    with stop_signals.stop_on_signals(lambda by: None, lambda text: None):
+    with stop_signals.stop_on_signals(lambda by: None, lambda by: None, lambda text: None):
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(
             stop_signals.StoppedAtOnceError, match="^SIGINT came, and then SIGTERM: "
@@ -383,7 +383,7 @@ def test_a_third_ctrl_c_while_the_launch_ends_does_not_take_away_what_the_second
 def test_a_launch_under_nohup_goes_on_when_its_terminal_is_closed() -> None:
     before, stopped = signal.signal(signal.SIGHUP, signal.SIG_IGN), threading.Event()
     try:
-        with stop_signals.stop_on_signals(lambda by: stopped.set(), lambda text: None):
+        with stop_signals.stop_on_signals(lambda by: stopped.set(), lambda by: None, lambda text: None):
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -402,7 +402,7 @@ def test_a_signal_that_comes_while_a_line_is_written_does_not_wait_for_itself(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     progress = Progress(1.0)
-    with stop_signals.stop_on_signals(lambda by: None, progress.say), progress._lock:
+    with stop_signals.stop_on_signals(lambda by: None, lambda by: None, progress.say), progress._lock:
         os.kill(os.getpid(), signal.SIGTERM)
     progress.close()
     assert "SIGTERM: saving and stopping; once more to stop at once" in capsys.readouterr().err

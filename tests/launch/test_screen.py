@@ -35,7 +35,7 @@ def train(config, overrides):
     stopped = []
     with Progress.shown(1.0) as progress:
         progress.begin(Storage(sys.argv[1]), 3, 2, None)
-        with stop_signals.stop_on_signals(lambda by: stopped.append(1), progress.say):
+        with stop_signals.stop_on_signals(lambda by: stopped.append(1), lambda by: None, progress.say):
             progress.say("training")
             sys.stdin.read()
             progress.say("a line that nobody reads")
@@ -174,7 +174,9 @@ def test_without_a_standard_error_a_launch_goes_on(tmp_path: Path, monkeypatch: 
 
 def test_a_signal_asks_for_the_stop_before_it_says_so() -> None:
     done: list[str] = []
-    with stop_signals.stop_on_signals(lambda by: done.append("stop"), lambda text: done.append("say")):
+    with stop_signals.stop_on_signals(
+        lambda by: done.append("stop"), lambda by: None, lambda text: done.append("say")
+    ):
         os.kill(os.getpid(), signal.SIGINT)
     assert done == ["stop", "say"]
 

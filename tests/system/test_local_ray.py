@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from ray._private import worker
 from ray._private.node import Node
 
 from orchestrator.cluster.connection import ClusterConnection
+from orchestrator.cluster.machine import process_start
 from orchestrator.config.loading import load_config
 
 pytestmark = pytest.mark.system
@@ -62,7 +65,7 @@ from orchestrator.launch.stop_signals import stop_on_signals
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have it ignored
 heard = []
 with connection.ClusterConnection(load_config(sys.argv[1]), 3, 0):
-    with stop_on_signals(lambda by: heard.append("stop"), heard.append):
+    with stop_on_signals(lambda by: heard.append("stop"), lambda by: None, heard.append):
         for _ in range(2):  # as bash does
             os.killpg(os.getpgrp(), signal.SIGHUP)
         assert ray.get(ray.remote(lambda: heard).remote()) == heard
@@ -80,3 +83,57 @@ def test_a_closed_terminal_stops_a_launch_whose_ray_lives_on_until_it_has_saved(
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "['stop', 'SIGHUP, the terminal was closed: saving and stopping']\n"
+
+
+TERMINATED = """
+import json, os, signal, sys
+import ray
+from orchestrator.cluster import connection
+from orchestrator.cluster.machine import descendants
+from orchestrator.config.loading import load_config
+from orchestrator.launch.stop_signals import stop_on_signals
+
+heard = []
+
+def forked():
+    import multiprocessing
+    from orchestrator.cluster.shield import expose_forks
+
+    expose_forks()
+    def wait(begun):
+        begun.send(True)
+        signal.pause()
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=wait, args=(theirs,))
+    child.start()
+    ours.recv()
+    child.terminate()
+    child.join()
+    return child.exitcode
+
+with connection.ClusterConnection(load_config(sys.argv[1]), 3, 0):
+    with stop_on_signals(lambda by: heard.append("stop"), lambda by: heard.append("save"), lambda text: None):
+        ray.get(ray.remote(lambda: None).remote())
+        started = descendants([os.getpid()])
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            for process in (*started, os.getpid()):
+                os.kill(getattr(process, "pid", process), number)
+        exit_code = ray.get(ray.remote(forked).remote())
+        alive = ray.get(ray.remote(lambda: heard).remote()) == heard
+print(json.dumps([heard, alive, exit_code, [[p.pid, p.start] for p in started]]))
+"""
+
+
+def test_signals_to_every_process_of_a_launch_reach_its_driver_alone_and_nothing_is_left_of_its_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    line = [sys.executable, "-c", TERMINATED, str(QUICKSTART)]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=280, check=False)
+    assert ended.returncode == 0, ended.stderr
+    heard, alive, exit_code, started = json.loads(ended.stdout)
+    assert heard == ["save", "stop"]
+    assert alive
+    assert exit_code in (1, -signal.SIGTERM), "what user code forks is reached, be it by Ray's handler"
+    assert len(started) > 3, "GCS, raylet, agents, workers"
+    assert [pid for pid, start in started if process_start(pid) == start] == []

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from orchestrator.errors import ElasticError, UnsavedError
+from orchestrator.errors import ElasticError
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.membership import MemberState
+from orchestrator.records.membership import HeldShard, MemberState, Source
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.committed import CommittedFiles
@@ -49,12 +49,28 @@ class NotingRecorder:
         self.ended: list[float] = []
         self.votes: list[Vote] = []
         self.answers: list[Future[bool]] = []
-        self.given_up: dict[int, tuple[int, str]] = {}
+        self.given_up: dict[StateKey, tuple[int, str]] = {}
+        self.generation = 1
 
     def begin(self, world_size: int) -> Start:
         if world_size == 3:
             raise ValueError("three are too many")
         return Start(launch="l", attempt=4, generation=1, parent=None, point=None, cursor=Cursor(), step=0)
+
+    def again(self, key: StateKey, cursor: Cursor | None) -> Start:
+        self.generation += 1
+        return Start(
+            launch="l",
+            attempt=4,
+            generation=self.generation,
+            parent=key,
+            point=None,
+            cursor=cursor,
+            step=key.step,
+        )
+
+    def ask_save(self, by: str) -> None:
+        raise AssertionError("nobody sends a signal")
 
     def records(self, records: Sequence[StepRecord]) -> None:
         self.steps += [record.step for record in records]
@@ -72,7 +88,7 @@ class NotingRecorder:
         return max(self.steps, default=-1)
 
     def vote(self, vote: Vote) -> Future[bool]:
-        if vote.key.step in self.given_up:
+        if vote.key in self.given_up:
             answer: Future[bool] = Future()
             answer.set_result(False)
             return answer
@@ -84,11 +100,11 @@ class NotingRecorder:
         return self.answers[-1]
 
     def save_failed(self, key: StateKey, rank: int, world_size: int, reason: str) -> None:
-        self.given_up[key.step] = (rank, reason)
+        self.given_up[key] = (rank, reason)
 
     def finished(self, key: StateKey, reason: str, stop_by: str = "") -> None:
         noted = {
-            "given up": {step: list(why) for step, why in self.given_up.items()},
+            "given up": {key.step: list(why) for key, why in self.given_up.items()},
             "key": key.point_name,
             "reason": reason,
             "steps": self.steps,
@@ -126,30 +142,37 @@ def rank_main(rank: int, world_size: int, port: int, folder: Path, stop_at: int 
         (folder / f"outcome-{rank}").write_text(f"{type(error).__name__}: {error}")
 
 
-class FullAtStep3(OsDisk):
-    """No part of the save of step 3 can be written."""
+class FullFor(OsDisk):
+    """No part of the points whose names begin so can be written."""
+
+    def __init__(self, begin: str) -> None:
+        self.begin = begin
 
     def create(self, path: str) -> int:
-        if "/00000003-" in path:
+        if f"/{self.begin}" in path:
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().create(path)
 
 
-def rank_with_a_full_disk(rank: int, port: int, folder: Path, failing: int) -> None:
-    """Saves after step 3, where the part of rank `failing` cannot be written, and at the end."""
+def rank_with_a_full_disk(
+    rank: int, port: int, folder: Path, failing: int, full: str, changes: dict[str, Any]
+) -> None:
+    """Saves after step 3 and at the end; the parts of rank `failing` of `full` points cannot be written."""
     as_rank(rank, 2, port)
     membership = StaticMembership(meet(), NotingRecorder(folder) if rank == 0 else None)
-    storage = Storage(str(folder), FullAtStep3() if rank == failing else OsDisk(), lambda seconds: None)
-    job = tiny_job(train__max_steps=5, resume__every_steps=3)
+    storage = Storage(str(folder), FullFor(full) if rank == failing else OsDisk(), lambda seconds: None)
+    job = tiny_job(train__max_steps=5, resume__every_steps=3, **changes)
     outcome = train(job, membership, FormulaFeed(), CommittedFiles(storage))
     (folder / f"outcome-{rank}").write_text(f"{outcome.reason} {outcome.key}")
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_part_that_cannot_be_written_gives_that_save_up_and_the_group_trains_on(tmp_path, failing):
+def with_a_full_disk(tmp_path: Path, failing: int, full: str, **changes: Any) -> list[str]:
+    """How two ranks ended of which the parts of one cannot all be written."""
     port = free_ports(1)[0]
     ranks = [
-        FORKED.Process(target=rank_with_a_full_disk, args=(rank, port, tmp_path, failing), daemon=True)
+        FORKED.Process(
+            target=rank_with_a_full_disk, args=(rank, port, tmp_path, failing, full, changes), daemon=True
+        )
         for rank in range(2)
     ]
     for process in ranks:
@@ -157,8 +180,13 @@ def test_a_part_that_cannot_be_written_gives_that_save_up_and_the_group_trains_o
     for process in ranks:
         process.join(WAIT_S)
         process.kill()
-    done = f"done {StateKey(attempt=4, generation=1, step=5)}"
-    assert [(tmp_path / f"outcome-{rank}").read_text() for rank in range(2)] == [done, done]
+    return [(tmp_path / f"outcome-{rank}").read_text() for rank in range(2)]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_part_that_cannot_be_written_gives_that_save_up_and_the_group_trains_on(tmp_path, failing):
+    ends = with_a_full_disk(tmp_path, failing, "00000003-")
+    assert ends == [f"done {StateKey(attempt=4, generation=1, step=5)}"] * 2
     noted = json.loads((tmp_path / "noted.json").read_text())
     assert noted["steps"] == [1, 2, 3, 4, 5]
     assert noted["voters"] == [0, 1], "for the save of step 5"
@@ -268,18 +296,27 @@ def test_a_rank_whose_torchrun_is_gone_fails_at_its_next_call(tmp_path, monkeypa
         joins.join(BLANK)
 
 
-def test_a_last_save_that_is_given_up_is_not_said_to_be_tried_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("changes", [{}, {"train__parallel": "shard", "train__numerics": "fast"}])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_last_save_that_is_given_up_is_tried_again_under_a_new_name(tmp_path, failing, changes):
+    ends = with_a_full_disk(tmp_path, failing, "00000005-a0004-g0001", **changes)
+    assert ends == [f"done {StateKey(attempt=4, generation=2, step=5)}"] * 2
+    noted = json.loads((tmp_path / "noted.json").read_text())
+    assert noted["steps"] == [1, 2, 3, 4, 5], "none is made again"
+    assert noted["key"] == "00000005-a0004-g0002"
+
+
+def test_ranks_that_do_not_hold_one_state_form_no_other_generation(tmp_path, monkeypatch):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = rank_environment(0, 1, store.port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     membership = StaticMembership(meet(), NotingRecorder(tmp_path))
     membership.join(BLANK)
-    last = StateKey(attempt=4, generation=1, step=5)
-    reason = f"the save of {last.point_name} was given up; it is tried for 300 s more"
-    with pytest.raises(UnsavedError, match=r"\(00000005-a0004-g0001\) could not be saved.* once") as raised:
-        membership.join(replace(BLANK, key=last, leaves=(4, 1), reason=reason, unsaved=True))
-    assert "300 s" not in str(raised.value)
+    key, older = (StateKey(attempt=4, generation=1, step=step) for step in (5, 4))
+    held = HeldShard(key=older, shard=0, num_shards=1, source=Source.LIVE)
+    with pytest.raises(ElasticError, match="rank 0 holds 00000005-a0004-g0001.* ranks 0 do not"):
+        membership.join(replace(BLANK, key=key, leaves=(4, 1), holdings=(held,), unsaved=True))
 
 
 def test_a_refused_start_reaches_every_rank(tmp_path):

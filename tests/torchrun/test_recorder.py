@@ -15,10 +15,12 @@ import pytest
 
 import orchestrator
 from orchestrator.coordinator.survey import survey
+from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S
 from orchestrator.errors import FencedError, StorageError, UnsavedError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, RequestFiles, asker
+from orchestrator.records.cursor import Cursor
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk, storage_error
 from orchestrator.storage.files import Storage
@@ -157,6 +159,33 @@ def test_a_part_that_a_rank_could_not_write_gives_that_save_up_alone(runner: Run
     assert "rank 1 could not save its part: No space left on device" in given_up[0]
 
 
+def test_a_last_save_that_was_given_up_is_committed_by_another_generation_of_the_same_ranks(
+    runner: Runner,
+) -> None:
+    made, store = on_disk(runner, OsDisk())
+    made.begin(2)
+    made.save_failed(key(5), 1, 2, "No space left on device")
+    assert made.vote(write_vote(store.storage, key(5), 0)).result(LIMIT_S) is False
+    again = made.again(key(5), Cursor())
+    assert (again.generation, again.parent, again.step, again.point) == (2, key(5), 5, None)
+    newer = replace(key(5), generation=2)
+    assert save(made, store, newer) == [True, True]
+    made.finished(newer, "done")
+    assert store.point_names() == [newer.point_name]
+    journal = read_journal(store.storage)
+    assert [(g.generation, g.parent) for g in journal.generations] == [(1, None), (2, key(5))]
+
+
+def test_a_save_that_a_signal_asks_for_is_asked_of_the_group_and_journalled(runner: Runner) -> None:
+    made, store = on_disk(runner, OsDisk())
+    made.begin(2)
+    made.ask_save("SIGUSR1 to me")
+    assert comes_true(lambda: made.asked() == (True, False))
+    made.finished(key(0), "stopped")
+    asked = [e for e in read_journal(store.storage).events if e.kind == EventKind.CONTROL_REQUEST]
+    assert [(event.fields["what"], event.fields["by"]) for event in asked] == [("save", "SIGUSR1 to me")]
+
+
 def test_the_end_of_a_group_whose_last_save_failed_says_why_that_was(runner: Runner) -> None:
     made, store = on_disk(runner, OsDisk())
     made.begin(2)
@@ -285,14 +314,14 @@ def test_when_saves_begin_to_fail_it_is_told_once_that_they_are_tried_again_and_
     assert [told in text for text in order] == [False, True, False, False, False, True], said
 
 
-def test_after_the_last_step_the_recorder_promises_no_other_save(tiny_config: Any) -> None:
+def test_after_the_last_step_the_recorder_says_how_long_that_state_is_tried(tiny_config: Any) -> None:
     said, runner = list[str](), Runner(tiny_config({"train.max_steps": 1}))
     made, store = on_disk(runner, OsDisk(), said.append)
     made.begin(2)
     made.records([replace(record(key(1)), consumed_tokens=1 << 40)])
     made.save_failed(key(1), 1, 2, "No space left on device")
     assert made.vote(write_vote(store.storage, key(1), 0)).result(LIMIT_S) is False
-    assert "was given up" in said[-1], "what follows is said by the error that ends the group"
+    assert f"tried for {STORAGE_LIMIT_S:.0f} s" in said[-1]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])

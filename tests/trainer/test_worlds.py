@@ -17,6 +17,7 @@ from tests.trainer.feed import FormulaFeed
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members, run_to_end, tiny_job
 
+SHARDS = {"train__parallel": "shard", "train__numerics": "fast"}
 SHORT_TAIL = 12 * 8 * 2 + 3 * 8 + 5  # tokens: two whole steps, then 3 whole samples and one of 5 tokens
 
 
@@ -169,6 +170,11 @@ def test_a_wished_stop_saves_and_leaves(tmp_path):
             {"model__factory": "tests.trainer.member:PoisonModel"},
             "on 1 of 2 ranks",
         ),
+        (
+            FormulaFeed(poisoned_sample=30),
+            {**SHARDS, "model__factory": "tests.trainer.member:PoisonModel"},
+            "on 1 of 2 ranks",
+        ),
     ],
 )
 def test_a_wrong_step_is_applied_by_nobody_and_stops_the_run_naming_both_values(tmp_path, feed, job, message):
@@ -182,11 +188,14 @@ def test_a_wrong_step_is_applied_by_nobody_and_stops_the_run_naming_both_values(
         group.join_all()
         assert launch.wait_for_end().ended == "failed"
     assert set(errors) == {"a", "b"}
+    good = StateKey(attempt=1, generation=1, step=2)
     for error in errors.values():
         assert error.startswith("TrainingError: step 3 ")
         assert message in error
+        assert good.point_name in error
     assert [record.step for record in launch.journal().records] == [1, 2]
     assert not launch.outcomes
+    assert launch.last_point().key == good
 
 
 @pytest.mark.parametrize(
@@ -226,6 +235,8 @@ def test_a_member_that_loses_the_summary_of_a_wrong_step_does_not_apply_it_eithe
         launch.release("b")
         group.join_all()
         assert launch.wait_for_end().ended == "failed"
-    assert set(launch.errors) == {"b"}
-    assert (launch.outcomes["a"].reason, launch.outcomes["a"].key.step) == (LEFT, 2)
+    # b cannot save alone: they meet again, refuse the step again, and save the state before it
+    assert "b" in launch.errors
+    assert all(error.startswith("TrainingError: step 3 ") for error in launch.errors.values())
     assert [record.step for record in launch.journal().records] == [1, 2]
+    assert launch.last_point().key.step == 2

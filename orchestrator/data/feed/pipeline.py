@@ -23,6 +23,7 @@ from ray.exceptions import TaskCancelledError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.cluster.data_share import looking_often, take_own_share
+from orchestrator.cluster.shield import expose_forks
 from orchestrator.data.feed.flight import chunk_bytes
 from orchestrator.data.feed.open_blocks import NotWantedError, OpenBlocks
 from orchestrator.data.feed.work import WorkReports
@@ -97,6 +98,7 @@ class Tokenizer:
         limits = limits or ProcessLimits()
         limit_process(limits)
         self._blocks = OpenBlocks(limits.open_blocks)
+        expose_forks()
         os.nice(TOKENIZER_NICENESS)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it has one CPU
 
