@@ -34,13 +34,16 @@ from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.parts.documents import PARTS, read_manifest
 from orchestrator.parts.node_folder import make_node
 from orchestrator.records.points import FileEntry
+from orchestrator.records.steps import StateKey
 from orchestrator.resume.export_files import read_marker
 from orchestrator.resume.init_weights import weights_sentence
 from orchestrator.resume.points import COMMIT, DOCUMENTS, files_digest
 from orchestrator.resume.quarantine import QuarantineFiles
+from orchestrator.resume.sealed_votes import COMPLETED, REMOVED, decides, keep_vote, read_votes
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal, unseal
+from tests.resume.samples import write_vote
 from tests.test_examples import NEWEST, NUMBERED, POINTS, REWOUND_TO, ROOT, kinds_in
 
 LAUNCH, RUN_ID = "0123456789abcdef", "67b1834f6e2090e6"
@@ -331,6 +334,30 @@ ELSEWHERE = {
     "points/…/rng.json": test_a_point_with_a_document_of_a_later_version_is_refused_and_no_older_one_taken,
     "points/…/parts.json": test_a_point_with_a_document_of_a_later_version_is_refused_and_no_older_one_taken,
 }
+
+
+def test_votes_of_a_later_version_and_what_it_decided_are_refused(tmp_path: Path) -> None:
+    storage, at = Storage(str(tmp_path)), StateKey(attempt=1, generation=1, step=4)
+    vote = write_vote(storage, at, 0)
+    keep_vote(storage, vote, RUN_ID)
+    assert read_votes(storage, at.point_name, RUN_ID) == (vote,)
+    assert decides(storage, at.point_name, COMPLETED)
+    assert not decides(storage, at.point_name, REMOVED)
+    reads = {
+        "votes/00000.json": partial(read_votes, storage, at.point_name, RUN_ID),
+        "DECIDED": partial(decides, storage, at.point_name, COMPLETED),
+    }
+    for name, read in reads.items():
+        path = tmp_path / "points" / at.point_name / name
+        path.write_bytes(spelled({**json.loads(path.read_bytes()), "format": 3}))
+        with pytest.raises(LaterFormatError, match="of format 3, this version reads"):
+            read()
+
+
+ELSEWHERE |= dict.fromkeys(
+    ["points/…/votes/00000.json", "points/…/DECIDED"],
+    test_votes_of_a_later_version_and_what_it_decided_are_refused,
+)
 AT_A_START = {"manifest/data.json", "manifest/<source>.parquet"}  # tests/test_examples.py
 
 

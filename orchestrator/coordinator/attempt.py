@@ -34,7 +34,9 @@ class StartFindings:
     `damages` are those of newer points than the one that is continued; `verified_s` is how long it took to
     read back the points down to that one (None: it was not), `lifted` whether that lifted its mark as
     damaged. `unreadable` are files of attempts that could not be used; `leftovers` older launches' saves that
-    were removed; `lists` what became of the sources at the start command. `parallel` is what
+    were removed; `lists` what became of the sources at the start command. `brought` are step records before
+    the continued point that no journal has, from the votes of the save that a start `completed` (None: the
+    journal says that the point was committed). `parallel` is what
     `train.parallel` came to in an earlier attempt, with its number (None: none has noted it).
     """
 
@@ -45,6 +47,8 @@ class StartFindings:
     leftovers: tuple[Leftover, ...] = ()
     lists: tuple[SourceChange, ...] = ()
     parallel: tuple[int, ParallelChoice] | None = None
+    brought: tuple[StepRecord, ...] = ()
+    completed: Point | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

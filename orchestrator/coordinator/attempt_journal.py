@@ -15,6 +15,7 @@ from orchestrator.history.journal import JournalWriter
 from orchestrator.json_form import encode
 from orchestrator.records.cursor import Cursor
 from orchestrator.resume.store import RunStore
+from orchestrator.resume.store_actions import note_committed
 
 _HOW_IT_DIED = "its process was killed or crashed, or it did not answer its driver, which killed it"
 
@@ -40,6 +41,10 @@ def note_beginning(
         forked_from=encode(attempt.forked_from) if attempt.forked_from else None,
         parallel=encode(attempt.parallel) if attempt.parallel else None,
     )
+    for record in attempt.found.brought:
+        journal.step(record)
+    if attempt.found.completed is not None:
+        note_committed(journal, attempt.found.completed)
     _note_sources(journal, attempt)
     _note_point(journal, attempt)
     if attempt.earlier.died is not None:

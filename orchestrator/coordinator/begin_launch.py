@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.coordinator.attempt import Attempt, StartFindings
 from orchestrator.coordinator.choosing import choose_point, decide, kept_point, rewind_sentence, up_to
@@ -28,16 +28,19 @@ from orchestrator.coordinator.survey import (
 )
 from orchestrator.errors import RefusedError, StorageError
 from orchestrator.history.beginnings import choice_in
-from orchestrator.history.claims import Claim, ClaimParent, Origin
+from orchestrator.history.claims import ORIGIN, Claim, ClaimParent, Origin
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.skipping import Skip, SkipDecision
 from orchestrator.records.points import Damage
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.point_files import Each
-from orchestrator.resume.points import Point
+from orchestrator.resume.points import Point, newest_first, parse_point_name
 from orchestrator.resume.run_file import RunFile
+from orchestrator.resume.sealed_votes import committable, complete, read_votes
 from orchestrator.resume.store import RunStore
+from orchestrator.resume.verify import POINTS
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
@@ -69,7 +72,7 @@ def begin_launch(
     """
     from orchestrator.data.preparing import write_lists
 
-    seen = survey(store)
+    seen = complete_a_save(store, survey(store), claim.number, run.id)
     require_frozen(seen, data)
     require_journals(store, seen)
     chosen = _choose(store, config, run, claim.number, seen, known, each)
@@ -106,9 +109,60 @@ def begin_launch(
         losses=mean_losses(seen),
         history=saved.number,
         history_saved_to=saved.saved_to,
-        found=_findings(chosen, seen, plan, remove_leftovers(store, claim.number, seen.fates)),
+        found=replace(
+            _findings(chosen, seen, plan, remove_leftovers(store, claim.number, seen.fates)),
+            **_brought(store, seen, point, run.id),
+        ),
     )
     return attempt, plan
+
+
+def complete_a_save(store: RunStore, seen: Survey, number: int, run_id: str) -> Survey:
+    """For the claim `number`: makes a resume point of the newest save on the history that no coordinator
+    committed, if all its votes lie in storage and it is newer than every point (membership rule 14). What is
+    seen then.
+    """
+    newest = max((key for name in seen.points if (key := parse_point_name(name))), default=None)
+    journalled = {record.key for record in seen.journal.records}
+    # of a save that was committed since the look nothing is made: it is seen then
+    for name in newest_first({*store.storage.list(POINTS)} - {*seen.committed}):
+        key = parse_point_name(name)
+        assert key is not None, "these are names of points"
+        if newest is not None and key <= newest:
+            break
+        config = _config_of(seen, key.attempt)
+        decided = name in seen.fates.kept or name in seen.fates.deleted
+        if key.attempt >= number or decided or config is None or not seen.lineage.on_lineage(key):
+            continue
+        votes = read_votes(store.storage, name, run_id)
+        found = committable(votes, seen.journal.generations, journalled.__contains__)
+        if isinstance(found, str):
+            continue
+        if complete(store, found, config, run_id, lambda: store.next_claim_exists(number)) is not None:
+            return survey(store)
+    return seen
+
+
+def _config_of(seen: Survey, attempt: int) -> dict[str, Any] | None:
+    """The flat configuration of an attempt, as its journal has it."""
+    begun = (e for e in seen.journal.events if e.kind == EventKind.ATTEMPT and e.attempt == attempt)
+    return next((dict(event.fields["config"]) for event in begun), None)
+
+
+def _brought(store: RunStore, seen: Survey, point: Point | None, run_id: str) -> dict[str, Any]:
+    """`StartFindings.brought` and `completed`, also of a point that an older start completed which ended
+    before its journal began.
+    """
+    committed = (e.fields["point"] for e in seen.journal.events if e.kind == EventKind.POINT_COMMITTED)
+    if point is None or point.key.attempt == ORIGIN or point.name in committed:
+        return {}
+    votes = read_votes(store.storage, point.name, run_id)
+    journalled = {record.key for record in seen.journal.records}
+    records = {record.key: record for vote in votes for record in vote.records}
+    return {
+        "brought": tuple(records[key] for key in sorted(records) if key not in journalled),
+        "completed": point if votes else None,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

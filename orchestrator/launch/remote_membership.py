@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from orchestrator.errors import ElasticError, FencedError, OrchestratorError, report_of
+from orchestrator.errors import ElasticError, FencedError, OrchestratorError, StorageError, report_of
 from orchestrator.launch.generation_end import GenerationEnd
 from orchestrator.launch.phase_reports import QUIET_S, PhaseReports, doing
 from orchestrator.launch.trying_ports import unreached
@@ -102,9 +102,17 @@ class RemoteMembership:
     """
 
     def __init__(
-        self, calls: Calls, launch: str, place: Place, coordinator_limit_s: float = COORDINATOR_LIMIT_S
+        self,
+        calls: Calls,
+        launch: str,
+        place: Place,
+        coordinator_limit_s: float = COORDINATOR_LIMIT_S,
+        keep_vote: Callable[[Vote], None] | None = None,
     ) -> None:
-        """Opens this member's TCPStore on a port of the system's choice, before it joins anything."""
+        """Opens this member's TCPStore on a port of the system's choice, before it joins anything.
+        `keep_vote` writes a vote that no coordinator hears into storage.
+        """
+        self._keep_vote = keep_vote
         self.member = os.urandom(6).hex()
         self._calls, self._launch, self._place = calls, launch, place
         self._limit_s = coordinator_limit_s
@@ -191,7 +199,9 @@ class RemoteMembership:
         self._digests.put((key, weights_digest))
 
     def vote(self, vote: Vote) -> Future[bool]:
-        """Sends the vote from a thread of its own; the future answers whether the point was committed."""
+        """Sends the vote from a thread of its own; the future answers whether the point was committed. Where
+        no coordinator hears it, the vote is written into storage (rule 11).
+        """
         self._undecided = None
         return self._ask_aside("vote", self._launch, vote)
 
@@ -277,11 +287,26 @@ class RemoteMembership:
         def send() -> None:
             try:
                 answer.set_result(bool(self._ask(method, *arguments)))
+            except ElasticError as error:
+                answer.set_exception(self._unheard(error, arguments[-1]))
             except BaseException as error:  # noqa: BLE001  the future carries it to the loop
                 answer.set_exception(error)
 
         threading.Thread(target=send, daemon=True, name=method).start()
         return answer
+
+    def _unheard(self, error: ElasticError, what: Any) -> ElasticError:
+        """What ends a member whose vote, if it was one, no coordinator has heard."""
+        if not isinstance(what, Vote) or self._keep_vote is None:
+            return error
+        try:
+            self._keep_vote(what)
+        except StorageError as failed:
+            return ElasticError(f"{error}. The vote for {what.key.point_name} is not kept either: {failed}")
+        return ElasticError(
+            f"{error}. The vote for {what.key.point_name} is written: the next start commits that point, if "
+            "the votes of all ranks are there"
+        )
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """One call, repeated while the coordinator is away or has nothing to say yet; `ElasticError` after

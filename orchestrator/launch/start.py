@@ -33,6 +33,7 @@ from orchestrator.parts.node_storage import NodeStorage
 from orchestrator.parts.node_storage import run_storage as storage_of_run
 from orchestrator.planning.manifests import Reading
 from orchestrator.records.cursor import Cursor
+from orchestrator.resume.points import random_numbers
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.buckets import is_uri
@@ -42,12 +43,6 @@ from orchestrator.storage.probe import check_bucket
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
-
-_RNG = (  # what `trainer.model.seed_micro_batch` does
-    "per micro-batch: torch.manual_seed(first 8 bytes, little-endian, "
-    "of blake3('{train.seed}:{index of its first sample}') >> 1); no other state is kept"
-)
-
 
 def run_storage(job: JobConfig) -> NodeStorage:
     """Where the run lies: a folder, or a prefix of a bucket; of nodes' own disks this machine's are reached.
@@ -234,4 +229,4 @@ def config_digest(job: JobConfig) -> str:
 
 def rng_document(job: JobConfig) -> dict[str, Any]:
     """All that a resume needs to know of random numbers; stands in every point."""
-    return {"rule": _RNG, "seed": job.train.seed}
+    return random_numbers(job.train.seed)

@@ -30,6 +30,7 @@ from orchestrator.storage.open import open_storage
 
 if TYPE_CHECKING:
     from orchestrator.parts.reached_nodes import ReachedNodes
+    from orchestrator.records.points import Vote
     from orchestrator.resume.committed import CommittedFiles
     from orchestrator.trainer.job import TrainJob
 
@@ -98,6 +99,14 @@ def announce_workers(nodes: ReachedNodes, say: Callable[[str], None]) -> None:
         say(f"no copies of other nodes' resume points come to this node ({error}); training continues")
 
 
+def _keep_vote(files: CommittedFiles, vote: Vote) -> None:
+    from orchestrator.resume.run_file import read_run
+    from orchestrator.resume.sealed_votes import keep_vote
+
+    run = read_run(files.storage)
+    keep_vote(files.storage, vote, run.id if run is not None else "")
+
+
 def _job(task: WorkerTask) -> TrainJob:
     """What the loop needs of it."""
     from orchestrator.trainer.job import TrainJob
@@ -143,12 +152,15 @@ def train_function(config: dict[str, Any]) -> None:
 
         job = _job(task)
         place = Place(actor_id=here.actor_id, node_id=here.node_id, host=here.host)
-        membership = RemoteMembership(RayCalls(task.coordinator), task.launch, place)
+        files = _files(task, place.host)
+        membership = RemoteMembership(
+            RayCalls(task.coordinator), task.launch, place, keep_vote=partial(_keep_vote, files)
+        )
         train(
             job,
             membership,
             RayFeed(task.feeder, task.launch),
-            _files(task, place.host),
+            files,
             faults=hook(task.fault_plan),
         )
     except BaseException as error:

@@ -12,6 +12,8 @@ from orchestrator.resume.fates import Fates
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 
+_COMPLETED = "a start that ended before it had done so was making a resume point of its votes"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leftover:
@@ -55,11 +57,11 @@ def remove_leftovers(store: RunStore, number: int, fates: Fates) -> tuple[Leftov
         try:
             if store.next_claim_exists(number):
                 break
-            store.discard(name)
+            removed = store.discard(name)
         except StorageError as error:
             found.append(Leftover(point=name, kept=str(error)))
         else:
-            found.append(Leftover(point=name))
+            found.append(Leftover(point=name, kept="" if removed else _COMPLETED))
     return tuple(found)
 
 

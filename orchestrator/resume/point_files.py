@@ -30,6 +30,7 @@ from orchestrator.resume import points, verify
 from orchestrator.resume.points import COMMIT, CONFIG, CURSOR, DOCUMENTS, RNG, Commit, Point
 from orchestrator.resume.quarantine import QuarantineFiles
 from orchestrator.resume.run_file import RUN_FILE, read_run
+from orchestrator.resume.sealed_votes import REMOVED, VOTES, decides
 from orchestrator.resume.verify import POINTS, Stretch, point_path
 from orchestrator.storage.at_once import at_once
 from orchestrator.storage.sealed import seal
@@ -263,6 +264,8 @@ class PointFiles(QuarantineFiles):
         parent: StateKey | None,
         save_s: float = 0.0,
         run_id: str = "",
+        *,
+        others_may: bool = False,
     ) -> Point:
         """Make a save, whose files the voters have written and synced, a durable resume point.
 
@@ -270,7 +273,8 @@ class PointFiles(QuarantineFiles):
         `parent` the state that the generation continued, `save_s` seconds since the first vote, `run_id` that
         of run.json. Raises `ResumePointError` if the votes do not belong together, `StorageError` if a
         voter's file is not seen here as it was voted for, or the disk fails: then the point may exist or not,
-        but if it does it is whole; it must not be acknowledged.
+        but if it does it is whole; it must not be acknowledged. `others_may`: others may be committing the
+        same save, so that documents which are there as they would be written are taken as they are.
         """
         if reason := points.disagreement(votes):
             raise ResumePointError(
@@ -288,7 +292,8 @@ class PointFiles(QuarantineFiles):
             RNG: dict(rng),
             PARTS: parts_document(layout, next(vote.tensors for vote in votes if vote.rank == 0)),
         }
-        written = [self._write_document(name, file, content) for file, content in contents.items()]
+        write = self._document_there if others_may else self._write_document
+        written = [write(name, file, content) for file, content in contents.items()]
         files = tuple(sorted((*parts, *written), key=lambda entry: entry.path))
         commit = Commit(
             format=FORMAT,
@@ -358,10 +363,18 @@ class PointFiles(QuarantineFiles):
         self.storage.delete_folder(f"{POINTS}/{name}")
         self.lift_mark(name)
 
-    def discard(self, name: str) -> None:
-        """Delete the files of a save that was given up; a committed point of that name stays."""
-        if not self._has_commit(name):
-            self.storage.delete_folder(f"{POINTS}/{name}")
+    def discard(self, name: str) -> bool:
+        """Delete the files of a save that was given up. False where they stay: a start is making a point of
+        the save's votes. A committed point of that name stays, too.
+        """
+        if self._has_commit(name):
+            return True
+        if not decides(self.storage, name, REMOVED):
+            return False
+        for folder in (VOTES, FOLDER):  # what was decided goes last
+            self.storage.delete_folder(point_path(name, folder))
+        self.storage.delete_folder(f"{POINTS}/{name}")
+        return True
 
     # ---------------------------------------------------------------------- inside
     def _folders(self) -> list[str]:
@@ -441,16 +454,37 @@ class PointFiles(QuarantineFiles):
                 ) from error
 
     def _write_document(self, name: str, file: str, content: dict[str, Any]) -> FileEntry:
-        if file == PARTS:  # the one document that is long; indented it takes twice the room
-            written = orjson.dumps(content) + b"\n"
-        else:
-            assert "format" not in content, f"{file} has a field of its own where its number stands"
-            written = points.document({"format": FORMAT, **content})
-        return dataclasses.replace(self.storage.write(point_path(name, file), written), path=file)
+        written = self.storage.write(point_path(name, file), _bytes_of(file, content))
+        return dataclasses.replace(written, path=file)
+
+    def _document_there(self, name: str, file: str, content: dict[str, Any]) -> FileEntry:
+        """Writes the document unless it is there. Raises `StorageError` if it is another one."""
+        try:
+            return self._write_document(name, file, content)
+        except StorageError:
+            data, path = _bytes_of(file, content), point_path(name, file)
+            if not self.storage.exists(path):
+                raise
+            there = self.storage.read(path)
+            if not data.startswith(there):
+                raise ResumePointError(
+                    f"{path} is not as the votes of its save make it, so that they make no point"
+                ) from None
+            if there != data:  # torn: its writer was killed, or continues with the same bytes
+                self.storage.replace(path, data)
+            return dataclasses.replace(self.storage.entry(path), path=file)
 
     def _sync_folders(self, name: str, files: Sequence[FileEntry]) -> None:
         for folder in sorted({point_path(name, entry.path).rpartition("/")[0] for entry in files}):
             self.storage.sync(folder)
+
+
+def _bytes_of(file: str, content: dict[str, Any]) -> bytes:
+    """A document of a point as it is written."""
+    if file == PARTS:  # the one document that is long; indented it takes twice the room
+        return orjson.dumps(content) + b"\n"
+    assert "format" not in content, f"{file} has a field of its own where its number stands"
+    return points.document({"format": FORMAT, **content})
 
 
 def _layout_of(votes: Sequence[Vote]) -> Layout:

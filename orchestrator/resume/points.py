@@ -28,6 +28,10 @@ from orchestrator.storage.sealed import canonical
 
 COMMIT, CURSOR, CONFIG, RNG = "COMMIT", "cursor.json", "config.json", "rng.json"
 DOCUMENTS = (CURSOR, CONFIG, RNG, PARTS)
+_RNG_RULE = (  # what `trainer.model.seed_micro_batch` does
+    "per micro-batch: torch.manual_seed(first 8 bytes, little-endian, "
+    "of blake3('{train.seed}:{index of its first sample}') >> 1); no other state is kept"
+)
 _NAME = re.compile(r"(\d{8,})-a(\d{4,})-g(\d{4,})")
 
 
@@ -79,6 +83,11 @@ class Point:
     def num_bytes(self) -> int:
         """Size of all its files but COMMIT."""
         return sum(entry.bytes for entry in self.commit.files)
+
+
+def random_numbers(seed: int) -> dict[str, Any]:
+    """The content of rng.json: all that a resume needs to know of random numbers."""
+    return {"rule": _RNG_RULE, "seed": seed}
 
 
 def parse_point_name(name: str) -> StateKey | None:

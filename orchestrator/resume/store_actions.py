@@ -132,7 +132,7 @@ class PointCommitter:
             case DeletePoints():
                 return self._delete(action)
             case DiscardSave():
-                return self._answered(None, lambda: self._store.discard(action.name))
+                return self._answered(None, lambda: self._discard(action))
 
     @staticmethod
     def _answered(key: StateKey | None, act: Callable[[], Event | None]) -> Event | None:
@@ -216,6 +216,9 @@ class PointCommitter:
                 return self._not_deleted(action, gone, name, error)
             gone.append(name)
         return self._deleted(action, gone)
+
+    def _discard(self, action: DiscardSave) -> None:
+        self._store.discard(action.name)
 
     def _not_deleted(self, action: DeletePoints, gone: list[str], name: str, error: StorageError) -> Deleted:
         self._journal.event(EventKind.POINT_NOT_DELETED, point=name, reason=str(error))

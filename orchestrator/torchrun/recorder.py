@@ -240,7 +240,7 @@ class RankZeroRecorder:
         return self._wants_save, self._wants_stop
 
     def ask_save(self, by: str) -> None:
-        """A signal asks for a save; takes no lock, for its handler may have interrupted whoever holds it."""
+        """A signal asks for a save; takes no lock, for its handler may have interrupted the lock's holder."""
         self._save_by = by
 
     def vote(self, vote: Vote) -> Future[bool]:

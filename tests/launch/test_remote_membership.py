@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +24,12 @@ from orchestrator.records.membership import (
     RunOver,
     StillWaiting,
 )
+from orchestrator.records.points import Vote
 from orchestrator.records.run_status import CODE
 from orchestrator.records.steps import StateKey, StepRecord
-from tests.resume.samples import key, record
+from orchestrator.resume.sealed_votes import keep_vote, read_votes
+from orchestrator.storage.files import Storage
+from tests.resume.samples import key, record, write_vote
 
 BLANK = MemberState(
     key=None, cursor=None, leaves=None, prepared=None, saving=None, records=(), reason="start"
@@ -130,6 +134,26 @@ def test_rank_0_saves_and_stops_by_itself_when_the_coordinator_stays_away() -> N
     while not wanted.stop and not deadline.wait(0.01):
         wanted = mine.control_requests(VIEW)
     assert (wanted.save, wanted.stop, wanted.ended) == (True, True, False)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_vote_that_no_coordinator_hears_is_written_into_storage(tmp_path: Path, full: bool) -> None:
+    storage, kept = Storage(str(tmp_path)), list[Vote]()
+    vote = replace(write_vote(storage, key(3), 1), records=(record(key(2)), record(key(3))))
+
+    def keep(cast: Vote) -> None:
+        if full:
+            raise StorageError("no space left on device")
+        keep_vote(storage, cast, "run-id")
+        kept.append(cast)
+
+    line = Line(vote=[UnansweredError("died")])
+    place = Place(actor_id="a", node_id="n", host="127.0.0.1")
+    answer = RemoteMembership(line, "l", place, 0.2, keep).vote(vote)
+    with pytest.raises(ElasticError, match="no space left" if full else key(3).point_name):
+        answer.result(WAIT_S)
+    assert read_votes(storage, key(3).point_name, "run-id") == tuple(kept) == (() if full else (vote,))
+    assert read_votes(storage, key(3).point_name, "another run") == ()
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["asked before", "asked after"])
