@@ -5,13 +5,22 @@ Ray Train hands it to the workers, so it stands apart from what only the control
 
 from __future__ import annotations
 
+from typing import Any
+
 from ray.train.backend import Backend, BackendConfig
+
+from orchestrator.cluster.shield import outlive_sigterm
 
 
 class _InPlaceBackend(Backend):
     """Sets up no process group; says that a worker may be replaced alone."""
 
     has_replica_groups = True
+
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """See Ray's `Backend`; what it executes runs in the main thread of each worker."""
+        del backend_config
+        worker_group.execute(outlive_sigterm)
 
 
 class InPlaceConfig(BackendConfig):

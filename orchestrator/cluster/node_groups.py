@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.cluster.machine import process_state
 from orchestrator.cluster.ray_inventory import PLACEMENT_GROUPS
+from orchestrator.cluster.shield import end_without_raylet, outlive_sigterm
 from orchestrator.paused_gc import paused_gc
 
 # Ray Train's controller polls its workers this often: it decides how soon a dead worker's replacement is
@@ -58,20 +60,26 @@ class NodeAgent:
         """Runs the group until all its workers' functions returned. Raises what Ray Train raises when the
         group cannot go on.
         """
+        outlive_sigterm()
+        is_done = threading.Event()
+        end_without_raylet(is_done.is_set)
         os.environ.update(_TRAIN_ENVIRONMENT)
         # imported here: the agent's process is the only one that needs Ray Train's controller side
         with paused_gc():
             from orchestrator.cluster.train_run import run_group
 
-        run_group(
-            name=spec.name,
-            num_workers=spec.num_workers,
-            resources_per_worker=spec.resources_per_worker,
-            node_id=spec.node_id,
-            ray_storage=spec.ray_storage,
-            train_function=train_function,
-            config=config,
-        )
+        try:
+            run_group(
+                name=spec.name,
+                num_workers=spec.num_workers,
+                resources_per_worker=spec.resources_per_worker,
+                node_id=spec.node_id,
+                ray_storage=spec.ray_storage,
+                train_function=train_function,
+                config=config,
+            )
+        finally:
+            is_done.set()
 
     def kill_process(self, pid: int) -> bool:
         """SIGKILLs a member of this node that was left out of a generation; False if there is no such

@@ -1,4 +1,5 @@
-"""Keeps the signals that mean a launch away from the Ray that the launch starts.
+"""Keeps the signals that mean a launch away from the Ray that the launch starts, and keeps a launch's
+processes alive on another Ray that is ended by them.
 
 A batch system, systemd or a container runtime sends SIGTERM to every process of a job at once. Ray's servers
 end at once then, and with them the workers, which hold the state that the driver wants to save. A process
@@ -9,9 +10,11 @@ of their own).
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -21,6 +24,9 @@ from orchestrator.cluster.machine import Process, descendants, process_start
 
 # SIGINT is not among them: Ray blocks it itself.
 SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1})
+
+ORPHANED_S = 300.0  # how long a process without its raylet may take to save
+LOOK_S = 0.5
 
 
 class _Shield(threading.local):
@@ -66,6 +72,45 @@ def expose_forks() -> None:
     """
     unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, SIGNALS)
     os.register_at_fork(after_in_child=unblock)
+
+
+def outlive_sigterm() -> None:
+    """SIGTERM no longer ends this process, which Ray started: who ends a whole job sends it to the driver,
+    too, and that has the run save and stop. What the process starts later is ended by it as ever, unless this
+    is called in another thread than the main one.
+    """
+    here = os.getpid()
+
+    def handle(number: int, _: object) -> None:
+        if os.getpid() != here:  # a forked child
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handle)
+        return
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(signal.SIGTERM, int(signal.SIG_IGN))
+
+
+def end_without_raylet(is_done: Callable[[], bool], limit_s: float = ORPHANED_S) -> None:
+    """Ends this process once the raylet that started it is gone and it `is_done`, or `limit_s` after the
+    raylet: nobody else would.
+    """
+    raylet = os.getppid()
+
+    def watch() -> None:
+        gone_at: float | None = None
+        while True:
+            time.sleep(LOOK_S)
+            if os.getppid() == raylet:
+                continue
+            gone_at = time.monotonic() if gone_at is None else gone_at
+            if is_done() or time.monotonic() - gone_at > limit_s:
+                os._exit(1)
+
+    threading.Thread(target=watch, name="raylet", daemon=True).start()
 
 
 def killing(kill: Callable[..., None], node: Any) -> Callable[..., None]:

@@ -100,6 +100,11 @@ class Coordinator:
         self._doing: dict[str, Doing] = {}  # of members, since the newest step
         self._journalled: dict[str, JoinRequest] = {}  # the newest join of each member, without its records
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has ended, and that is written down as far as it can be."""
+        return self._driver.end_is_written
+
     # ------------------------------------------------------------ calls of members
     async def join(self, request: JoinRequest) -> GenerationView | Refusal | RunOver | StillWaiting:
         """Waits until the member is in a generation; `RunOver` when the run has ended, `Refusal` when it has

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.cluster.shield import end_without_raylet, outlive_sigterm
 from orchestrator.coordinator import actor
 from orchestrator.coordinator.actor import Coordinator
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
@@ -329,3 +330,19 @@ class CoordinatorProcess:
         """Whoever waits looks again."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+class CoordinatorActor(CoordinatorProcess):
+    """The same in a process that Ray started, which outlives that Ray until the run has ended."""
+
+    def __init__(
+        self,
+        start: CoordinatorStart,
+        feeder_notes: Callable[[int], Awaitable[FeedNotes | None]] | None = None,
+    ) -> None:
+        super().__init__(start, feeder_notes)
+        outlive_sigterm()
+        end_without_raylet(self._has_ended)
+
+    def _has_ended(self) -> bool:
+        return self._over is not None or (self._coordinator is not None and self._coordinator.has_ended)

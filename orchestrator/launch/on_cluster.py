@@ -21,7 +21,7 @@ from orchestrator.cluster.ray_state import cause_of_death, told_of
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
-from orchestrator.coordinator.process import CoordinatorProcess
+from orchestrator.coordinator.process import CoordinatorActor
 from orchestrator.data.feed.feeder_actor import feeder_name, start_feeder
 from orchestrator.data.feed.memory import memory_of
 from orchestrator.data.feed.remote_feed import notes_of
@@ -300,4 +300,4 @@ def _start_coordinator(start: CoordinatorStart, here: Any) -> Any:
         "max_concurrency": 20_000,
     }
     notes = partial(notes_of, feeder_name(launch))
-    return ray.remote(CoordinatorProcess).options(**options).remote(start, notes)
+    return ray.remote(CoordinatorActor).options(**options).remote(start, notes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
-from orchestrator.cluster.shield import expose_forks
+from orchestrator.cluster.shield import end_without_raylet, expose_forks
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import OrchestratorError, StorageError, report_of
 from orchestrator.launch.machine_check import packages_here, require_packages, require_storage
@@ -132,6 +133,8 @@ def train_function(config: dict[str, Any]) -> None:
     """
     task: WorkerTask = config["task"]
     expose_forks()
+    is_done = threading.Event()
+    end_without_raylet(is_done.is_set)
     # Few threads and no telemetry in a process of which a machine runs many.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context, membership = ray.get_runtime_context(), None
@@ -172,6 +175,8 @@ def train_function(config: dict[str, Any]) -> None:
                 replaced = _ask(task, "failed", here.member, *report_of(error), (), here)
         if replaced or not isinstance(error, OrchestratorError):
             raise
+    finally:
+        is_done.set()
 
 
 def _require_machine(task: WorkerTask) -> None:

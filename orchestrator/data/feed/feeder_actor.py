@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from orchestrator.cluster.shield import end_without_raylet, outlive_sigterm
 from orchestrator.data.feed.feeder import STALL_S, Feeder
 from orchestrator.data.feed.memory import MemoryShares
 from orchestrator.data.feed.pipeline_thread import SLOTS_PER_DATASET
@@ -63,7 +64,18 @@ def start_feeder(
         tokenizer_cpus,
         memory,
     )
-    return ray.remote(Feeder).options(**wanted).remote(launch, pinned(spec), *arguments)
+    return ray.remote(FeederActor).options(**wanted).remote(launch, pinned(spec), *arguments)
+
+
+class FeederActor(Feeder):
+    """The feeder in a process that Ray started, which outlives that Ray for a while: members that save need
+    the batch that they train.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        outlive_sigterm()
+        end_without_raylet(lambda: False)
 
 
 def pinned(spec: DataSpec) -> bytes:
