@@ -44,6 +44,7 @@ from orchestrator.storage.probe import check_bucket
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
 
+
 def run_storage(job: JobConfig) -> NodeStorage:
     """Where the run lies: a folder, or a prefix of a bucket; of nodes' own disks this machine's are reached.
     Raises `ConfigError` for a URI of another kind, also of what the run begins with,

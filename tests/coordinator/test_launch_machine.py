@@ -341,3 +341,22 @@ def test_a_stop_by_who_kills_soon_says_whether_a_save_fits(took_s: float | None,
     (said,) = machine.stop_within("SIGTERM to bob@head", 60.0)
     assert isinstance(said, kind)
     assert machine.stop_within("SIGTERM to bob@head", math.inf) == []
+
+
+def test_a_save_that_a_signal_asks_for_is_asked_of_the_group_where_something_was_trained() -> None:
+    machine = one_of_two(trained=False)
+
+    def wanted() -> bool:
+        return machine.control_requests(1, 1, 0).save
+
+    assert notes(machine.request_save("SIGUSR1"), EventKind.CONTROL_REQUEST)
+    assert not wanted(), "no step is trained"
+    machine.recorded(record(key(1)), 1.0)
+    machine.request_save("SIGUSR1")
+    assert wanted()
+    assert not machine.control_requests(1, 1, 0).stop
+    machine.voted(key(1))
+    assert not wanted()
+    machine.committed(key(1))
+    machine.request_save("SIGUSR1")
+    assert not wanted(), "nothing was trained since"
