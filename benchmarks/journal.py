@@ -81,7 +81,7 @@ def _write_claim(storage: Storage) -> None:
         format_version=1, order_version=1, tokenizer="t", tokenizer_digest="", encoder_name="e",
         encoder_version="1", settings={}, manifests={},
     )  # fmt: skip
-    run = RunFile(format=1, name="run", created="2026-11-22T00:00:00+00:00", identity=identity)
+    run = RunFile(format=2, name="run", created="2026-11-22T00:00:00+00:00", identity=identity)
     (claim,), (parent,) = CLAIMS, PARENTS
     storage.create("run.json", seal(encode(run)))
     storage.create("attempts/0001.json", seal(encode(claim)))

@@ -84,7 +84,21 @@ class ResumePointError(OrchestratorError):
     """A resume point is damaged or incomplete; names the point, the file and the reason."""
 
 
-class LaterFormatError(ResumePointError):
+class OtherFormatError(ResumePointError):
+    """Another version of orchestrator wrote run.json, a claim or a file of a resume point, in a format that
+    is not read here: nothing is damaged, and no other point is taken in its place.
+    """
+
+
+class Format1Error(RefusedError, OtherFormatError):
+    """The run or the resume point is of format 1, which this version does not read; user exports its weights
+    with an earlier one.
+    """
+
+    code = "storage.format_1"
+
+
+class LaterFormatError(OtherFormatError):
     """A later version of orchestrator wrote run.json, a claim or a file of a resume point: nothing is
     damaged. The message has its format and those that are read here; user takes the version that wrote it.
     """

@@ -1,7 +1,8 @@
-"""Runs that older versions wrote are read for ever: tests/examples has one of every format."""
+"""Runs of older versions: those of format 2 are read for ever, one of format 1 is refused by name."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -14,14 +15,19 @@ import pyarrow.parquet as pq
 import pytest
 
 import orchestrator
+from orchestrator.cli.commands import main
+from orchestrator.coordinator.choosing import choose_point
+from orchestrator.coordinator.survey import survey
 from orchestrator.data.frozen import read_later
-from orchestrator.errors import OrchestratorError
+from orchestrator.errors import Format1Error, LaterFormatError, OrchestratorError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.finding_files import FindingFiles
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.history.request_files import RequestFiles
+from orchestrator.parts.documents import read_manifest
 from orchestrator.parts.node_folder import read_node
 from orchestrator.resume.export_files import find_exports, read_marker
+from orchestrator.resume.init_weights import weights_sentence
 from orchestrator.resume.quarantine import QuarantineFiles
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
@@ -31,7 +37,7 @@ from tests.torchrun.ranks import Ranks
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "tests" / "examples"
 NUMBERED = EXAMPLES / "numbered"
-OLD = ["format1", "format2", "numbered"]
+OLD = ["format2", "numbered"]
 LIMIT_S = 240.0
 REWOUND_TO, ORPHAN, NEWEST = "00000006-a0002-g0001", "00000008-a0002-g0001", "00000010-a0003-g0001"
 POINTS = [REWOUND_TO, ORPHAN, "00000008-a0003-g0001", NEWEST]
@@ -44,11 +50,6 @@ def example(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     shutil.copytree(EXAMPLES / request.param, folder)
     monkeypatch.chdir(folder)
     return folder
-
-
-def is_of_format_1(example: Path) -> bool:
-    """Whether this is the copy of the oldest one."""
-    return not (example / "example" / "points" / NEWEST / "state").exists()
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -64,8 +65,6 @@ def test_an_old_run_is_read_whole_and_changed_by_no_reading(example: Path) -> No
     ]
     assert [row["consumed_tokens"] for row in rows] == [576, 768, 768, 960]
     assert [(row["name"], row["healthy"]) for row in run.verify()] == [(name, True) for name in POINTS]
-    if is_of_format_1(example):
-        assert {record.ended for record in run.records()} == {None}, "what it does not say is not known"
     report = run.audit()
     assert report["exactly_once"], report
     assert (report["tokens"], report["steps"], report["attempts"]) == (960, 12, 3)
@@ -97,21 +96,95 @@ def test_an_old_run_trains_on_and_loses_nothing_that_it_had(example: Path, tmp_p
 
 def test_kinds_and_fields_of_old_events_have_kept_their_names(example: Path) -> None:
     events = read_journal(Storage(str(example / "example"))).events
-    assert len({event.kind for event in events}) == (5 if is_of_format_1(example) else 9)
+    assert len({event.kind for event in events}) == 9
     for event in events:
         assert event.fields.keys() <= EventKind(event.kind).fields
 
 
 def test_one_changed_byte_of_an_old_point_is_named(example: Path) -> None:
     parts = example / "example" / "points" / NEWEST / "parts.json"
-    word = b'"chunks"' if is_of_format_1(example) else b'"items"'
-    assert word in parts.read_bytes()
-    parts.write_bytes(parts.read_bytes().replace(word, word.upper(), 1))
+    assert b'"items"' in parts.read_bytes()
+    parts.write_bytes(parts.read_bytes().replace(b'"items"', b'"ITEMS"', 1))
     rows = orchestrator.open("example").verify()
     assert [(row["name"], [damage["file"] for damage in row["damaged"]]) for row in rows][-1] == (
         NEWEST,
         ["parts.json"],
     )
+
+
+# ---- format 1
+@pytest.fixture
+def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the run of format 1 in the current folder."""
+    shutil.copytree(EXAMPLES / "format1", tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train job.yaml",
+        "train job.yaml --dry-run",
+        "plan job.yaml",
+        "status example",
+        "points example",
+        "verify example",
+        "audit example",
+        f"pin example {NEWEST}",
+        "save example",
+        "stop example",
+        f"rewind example --to {REWOUND_TO} --yes",
+        "fork example forked --at latest",
+        "export example weights",
+        "samples example --step 10",
+        "replay example --step 9",
+    ],
+)
+def test_every_command_refuses_a_run_of_format_1_by_name_and_changes_nothing(
+    first: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(first)
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert (ended.value.code, document["error"]["code"]) == (2, "storage.format_1")
+    assert "example/run.json" in document["error"]["text"]
+    assert contents(first) == before
+
+
+def test_a_new_run_does_not_begin_with_weights_of_format_1(first: Path) -> None:
+    with pytest.raises(Format1Error, match=NEWEST) as refused:
+        weights_sentence(str(first / "example" / "points" / NEWEST))
+    assert (refused.value.code, refused.value.exit_code) == ("storage.format_1", 2)
+
+
+def test_a_point_of_format_1_in_a_run_of_format_2_is_refused_by_name_and_passed_over_by_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a fork of a run of format 1 has it, which an earlier version made."""
+    shutil.copytree(EXAMPLES / "format2", tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    shutil.rmtree(f"example/points/{NEWEST}")
+    shutil.copytree(EXAMPLES / "format1" / "example" / "points" / NEWEST, f"example/points/{NEWEST}")
+    store, run = RunStore(Storage("example")), orchestrator.open("example")
+    before = contents(tmp_path / "copy")
+    reads: list[Callable[[], object]] = [
+        lambda: store.verify_point(NEWEST),
+        lambda: store.verify_point(NEWEST, fast=True),
+        lambda: choose_point(store, survey(store, with_steps=False), "latest"),
+        lambda: orchestrator.plan("job.yaml", ["train.max_steps=20"]),
+        lambda: run.fork(tmp_path / "forked", NEWEST),
+        lambda: run.export(tmp_path / "weights", NEWEST),
+        lambda: read_manifest(store.storage, NEWEST),
+        run.list_points,
+        run.verify,
+    ]
+    for number, read in enumerate(reads):
+        with pytest.raises(Format1Error, match=NEWEST) as refused:
+            read()
+        assert (refused.value.code, refused.value.exit_code) == ("storage.format_1", 2), number
+    assert contents(tmp_path / "copy") == before
 
 
 # ---- a file of each kind
@@ -200,7 +273,7 @@ def test_what_a_later_version_wrote_is_refused_with_both_numbers(
             return read_marker(kinds, f"exports/{NEWEST}")
         return orchestrator.open(kinds.root).list_points()
 
-    with pytest.raises(OrchestratorError, match=r"has format [23], this version reads 1.*the version that"):
+    with pytest.raises(LaterFormatError, match=r"has format [23], this version reads [12]"):
         read()
 
 

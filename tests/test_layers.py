@@ -214,7 +214,7 @@ def test_a_command_that_reads_a_run_loads_only_what_it_needs() -> None:
         "slow = 'ray torch transformers pyarrow numpy tenacity asyncio fastapi orchestrator.config.schema'\n"
         "print([m for m in slow.split() if m in sys.modules])"
     )
-    example = Path(__file__).with_name("examples") / "format1" / "example"
+    example = Path(__file__).with_name("examples") / "format2" / "example"
     command = [sys.executable, "-c", code, str(example)]
     out = subprocess.run(command, capture_output=True, text=True, check=True)
     assert out.stdout.splitlines()[-1] == "[]"

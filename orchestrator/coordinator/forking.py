@@ -12,7 +12,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from orchestrator.errors import OrchestratorError, RefusedError, ResumePointError, WantedPointError
+from orchestrator.errors import (
+    Format1Error,
+    OrchestratorError,
+    RefusedError,
+    ResumePointError,
+    WantedPointError,
+)
 from orchestrator.history.claims import ORIGIN, ClaimParent, ForkedFrom, Origin
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.manifests import SourceLists
@@ -111,6 +117,8 @@ def describe(other: RunStore, name: str) -> ForkedFrom:
         raise RefusedError(f"{other.storage.root}: there is no run to fork (no {RUN_FILE})")
     try:
         point = other.read_point(name)
+    except Format1Error:
+        raise
     except ResumePointError as error:
         raise WantedPointError(str(error)) from error
     return ForkedFrom(

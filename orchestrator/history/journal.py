@@ -5,10 +5,10 @@ It knows lines, segments and which step records are durable; not who sends recor
 the end (history.lineage).
 
 Layout: `journal/a0003/000001.jsonl`, `000002.jsonl`, … for attempt 3 (`segments` has all names). Every line
-has `format` (`line_format`; format 1 had none), `seq` (1, 2, … within the attempt), `time` (UTC, for people),
-`run`, `run_id`, `attempt` and `kind`; `step` and `rank` where they mean something. Kind `step`: the fields of
-`records.steps.StepRecord`, whose attempt may be an older one (members that outlived a coordinator bring
-records). Kind `generation`: the fields of `history.claims.GenerationStart`. Any other kind is an event
+has `format` (`line_format`; not in older lines), `seq` (1, 2, … within the attempt), `time` (UTC, for
+people), `run`, `run_id`, `attempt` and `kind`; `step` and `rank` where they mean something. Kind `step`: the
+fields of `records.steps.StepRecord`, whose attempt may be an older one (members that outlived a coordinator
+bring records). Kind `generation`: the fields of `history.claims.GenerationStart`. Any other kind is an event
 (`history.event_kinds`). A float that is not finite is a string ("nan", "inf", "-inf"). `run_id` is that of
 run.json, and absent where that has none. A segment is closed before the next begins, and never changed
 afterwards.

@@ -12,7 +12,7 @@ import orjson
 
 from orchestrator.errors import OrchestratorError, StorageError
 
-FORMAT = 2  # of lines; those of format 1 have no number
+FORMAT = 2  # of lines; older ones have no number
 FORMATS = (1, FORMAT)
 
 

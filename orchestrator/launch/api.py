@@ -168,7 +168,6 @@ def _on_cluster(
         newest = watched()
         disks = NodeDisks(job.resume.node_folder, say=progress.say)
         disks.reached_by(storage)
-        starting.require_run_id(at.store.read_run(), job)
         parallel, limits = fitting.fitting(sized, limits, storage, here, disks)
         while True:
             status = _claimed(at, newest, parallel, limits, disks, progress, fault_plan, until_tokens)

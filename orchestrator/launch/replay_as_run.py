@@ -24,8 +24,6 @@ from orchestrator.launch.replay_history import History, Regime
 from orchestrator.launch.retraining import difference, notes_on
 from orchestrator.launch.scratch import remove_left, scratch
 from orchestrator.launch.which_point import Wanted, place
-from orchestrator.planning.weights_digest import is_of_format_1
-from orchestrator.resume.point_tensors import PointTensors
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.open import absolute, split
@@ -111,7 +109,7 @@ def _replayed(
     pairs = list(zip(history.records, trained, strict=False))
     differences = [found for pair in pairs if (found := difference(*pair)) is not None]
     expected = history.expected_digest()
-    digest = _digest(new, point, like=expected)
+    digest = point.commit.weights_digest
     return Replayed(
         run=run or store.storage.root,
         step=target.step,
@@ -125,14 +123,6 @@ def _replayed(
         first_difference=differences[0] if differences else None,
         notes=tuple(dict.fromkeys(note for regime, _ in segments for note in notes_on(regime.config))),
     )
-
-
-def _digest(store: RunStore, point: Point, like: str | None) -> str:
-    """Of the point's weights, of the kind that `like` is: runs of format 1 noted another one."""
-    digest = point.commit.weights_digest
-    if like is None or not is_of_format_1(like) or is_of_format_1(digest):
-        return digest
-    return PointTensors(store, point.name).digest_of_format_1()
 
 
 def _segments(history: History) -> list[tuple[Regime, int]]:

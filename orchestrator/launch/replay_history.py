@@ -11,7 +11,7 @@ from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
 from orchestrator.config.stored import in_todays_fields, nested
 from orchestrator.coordinator.survey import Survey, survey
-from orchestrator.errors import LaterFormatError, ResumePointError
+from orchestrator.errors import OtherFormatError, ResumePointError
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.skips import skips_of
@@ -137,7 +137,7 @@ def _readable(store: RunStore, seen: Survey) -> list[Point]:
     def read(name: str) -> Point | None:
         try:
             return store.read_point(name)
-        except LaterFormatError:
+        except OtherFormatError:
             raise  # it is whole
         except ResumePointError:
             return None

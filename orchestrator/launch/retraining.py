@@ -17,7 +17,6 @@ from orchestrator.history.sentences import count
 from orchestrator.launch.replay_history import History
 from orchestrator.planning import batches
 from orchestrator.planning.schedule import learning_rate
-from orchestrator.planning.weights_digest import is_of_format_1
 from orchestrator.records.batches import BatchSlice, StepRange
 from orchestrator.records.steps import StepRecord
 
@@ -92,12 +91,11 @@ class Retraining:
                 said = time.monotonic()
                 say(f"step {record.step:,} of {target:,}, {count(done, 'step')} trained again so far")
 
-    def digest(self, like: str | None = None) -> str:
-        """Of the weights now, of the kind that `like` is: runs of format 1 noted another one."""
-        from orchestrator.trainer.loading import digest_of, digest_of_format_1
+    def digest(self) -> str:
+        """The digest of the weights now."""
+        from orchestrator.trainer.loading import digest_of
 
-        of_format_1 = like is not None and is_of_format_1(like)
-        return (digest_of_format_1 if of_format_1 else digest_of)(self.state.items())
+        return digest_of(self.state.items())
 
     def next_batch(self) -> BatchSlice | None:
         """The whole batch of the next step."""

@@ -79,16 +79,6 @@ def _require_locations(job: JobConfig) -> None:
             raise ConfigError(f"{field}: {error}") from error
 
 
-def require_run_id(run: RunFile | None, job: JobConfig) -> None:
-    """Raises `RefusedError` for a run that nodes cannot tell from others of its name."""
-    folder = job.resume.node_folder
-    if folder is not None and run is not None and not run.id:
-        raise RefusedError(
-            f"resume.node_folder={folder}: run {run.name} was begun by a version whose runs have no id, by "
-            "which a node knows whose parts it has; leave the key out, or fork the run"
-        )
-
-
 def check_writable(storage: Storage) -> str:
     """Raises `StorageError` if the run's folder can neither be made nor written. In a bucket it is tried; see
     `check_bucket`, also for what is returned.

@@ -113,8 +113,8 @@ def _row(
 def _look(
     store: RunStore, name: str, read: Mapping[str, Any] | None
 ) -> tuple[Point | None, Layout | None, str]:
-    """A point (None: damaged) and how the state lay on the group that saved it (None: of format 1); else what
-    is wrong with it. `read`: what a reading of all its bytes found.
+    """A point and how the state lay on the group that saved it (None: damaged); else what is wrong with it.
+    `read`: what a reading of all its bytes found.
     """
     if read is not None and read["damaged"]:
         return None, None, "; ".join(f"{each['file']} {each['reason']}" for each in read["damaged"])
@@ -144,7 +144,7 @@ def _nodes(point: Point | None) -> list[str]:
 
 def _contents(point: Point | None, layout: Layout | None) -> dict[str, Any]:
     """What a point holds, and how its save went; of a damaged one nothing is known."""
-    if point is None:
+    if point is None or layout is None:
         return {
             **dict.fromkeys(_UNKNOWN),
             "bytes": 0,
@@ -161,9 +161,8 @@ def _contents(point: Point | None, layout: Layout | None) -> dict[str, Any]:
         "world_size": commit.world_size,
         "global_batch_size": point.config["train.global_batch_size"],
         "seq_len": point.config["pack.seq_len"],
-        # a rank of format 1 held all of the state
-        "num_shards": layout.num_shards if layout is not None else 1,
-        "num_replicas": layout.num_replicas if layout is not None else commit.world_size,
+        "num_shards": layout.num_shards,
+        "num_replicas": layout.num_replicas,
         "bytes": point.num_bytes,
         "save_blocked_s": commit.save_blocked_s,
         "save_s": commit.save_s,

@@ -1,5 +1,4 @@
-"""parts.json, the document of a point that says which tensors it holds: made for a new point, and read of any
-format.
+"""parts.json, the document of a point that says which tensors it holds: made for a new point, and read.
 
 Who gives it the content of a document has compared its digest first.
 """
@@ -12,19 +11,23 @@ from typing import Any
 import orjson
 from blake3 import blake3
 
-from orchestrator.errors import LaterFormatError, OrchestratorError, StorageError
+from orchestrator.errors import (
+    Format1Error,
+    LaterFormatError,
+    OrchestratorError,
+    OtherFormatError,
+    StorageError,
+)
 from orchestrator.json_form import decode
 from orchestrator.parts.dtypes import SAFETENSORS
-from orchestrator.parts.format1 import manifest_of_format_1
 from orchestrator.parts.manifest import Manifest, Name, PartDamage, state_tensor
 from orchestrator.parts.part_file import FORMAT, part_path
 from orchestrator.planning.state_layout import Layout
-from orchestrator.records.points import FileEntry, SavedTensor, TensorEntry
+from orchestrator.records.points import FileEntry, SavedTensor
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import unseal
 
 COMMIT, PARTS = "COMMIT", "parts.json"
-FORMATS = (1, FORMAT)
 
 
 def parts_document(layout: Layout, saved: Iterable[SavedTensor]) -> dict[str, Any]:
@@ -39,20 +42,28 @@ def parts_document(layout: Layout, saved: Iterable[SavedTensor]) -> dict[str, An
 
 
 def require_known(written: Any, what: str) -> None:
-    """Raise `LaterFormatError` if `what` has the number of a format that is not known here. What is no number
-    is for who reads it.
+    """Raise `Format1Error` or `LaterFormatError` if `what`, a run or a part of a point, has the number of a
+    format that is not read here. The caller judges what is no number.
     """
-    if isinstance(written, int) and written not in FORMATS:
-        raise LaterFormatError(
-            f"{what} has format {written}, this version reads {', '.join(map(str, FORMATS))}; use the "
-            "version that wrote it, or a later one"
+    if type(written) is not int or written == FORMAT:
+        return
+    if written == 1:
+        raise Format1Error(
+            f"{what} has format 1, which versions before 23 November 2026 wrote; this version reads format "
+            f"{FORMAT}. Nothing is damaged. Export the weights with an earlier version (`orchestrator "
+            "export`; CHANGELOG.md names the last one that reads format 1), and start a new run from them "
+            "with model.init_from"
         )
+    raise LaterFormatError(
+        f"{what} has format {written}, this version reads {FORMAT}; use the version that wrote it, or a "
+        "later one"
+    )
 
 
 def read_manifest(storage: Storage, point: str) -> Manifest:
     """The manifest of a point from its own folder alone: parts.json must be the one that COMMIT lists.
 
-    Raises `PartDamage`, `StorageError`, and `LaterFormatError` where a later version wrote it.
+    Raises `PartDamage`, `StorageError`, and `OtherFormatError` where another version wrote it.
     """
     folder = f"points/{point}"
     try:
@@ -61,7 +72,7 @@ def read_manifest(storage: Storage, point: str) -> Manifest:
         files = tuple(decode(FileEntry, each) for each in content["files"])
     except FileNotFoundError as error:
         raise PartDamage(COMMIT, "is missing") from error
-    except (LaterFormatError, StorageError):
+    except (OtherFormatError, StorageError):
         raise
     except (OrchestratorError, KeyError, TypeError) as error:
         raise PartDamage(COMMIT, f"{error}") from error
@@ -79,25 +90,21 @@ def read_manifest(storage: Storage, point: str) -> Manifest:
 
 
 def manifest_of(point: str, files: Sequence[FileEntry], parts: Mapping[str, Any]) -> Manifest:
-    """The manifest of a point from the list of files in its COMMIT and the content of its parts.json, of
-    whatever format. Raises `PartDamage` of parts.json if they do not fit together, `LaterFormatError` if a
-    later version wrote it.
+    """The manifest of a point from the list of files in its COMMIT and the content of its parts.json. Raises
+    `PartDamage` of parts.json if they do not fit together, `OtherFormatError` if another version wrote it.
     """
     listed = {entry.path: entry for entry in files if "/" in entry.path}
     found = parts.get("format")
     require_known(found, f"resume point {point}: {PARTS}")
     try:
         if found == FORMAT:
-            return _of_format_2(point, listed, parts)
-        if found == 1:
-            entries = tuple(decode(TensorEntry, each, PARTS) for each in parts["tensors"])
-            return manifest_of_format_1(point, listed, entries)
+            return _manifest(point, listed, parts)
     except (OrchestratorError, KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
         raise PartDamage(PARTS, f"is not as this version writes it: {error}") from error
-    raise PartDamage(PARTS, f"has format {found}, this version reads {', '.join(map(str, FORMATS))}")
+    raise PartDamage(PARTS, f"has format {found}, this version reads {FORMAT}")
 
 
-def _of_format_2(point: str, listed: dict[str, FileEntry], parts: Mapping[str, Any]) -> Manifest:
+def _manifest(point: str, listed: dict[str, FileEntry], parts: Mapping[str, Any]) -> Manifest:
     sizes = parts["layout"]
     layout = Layout(num_shards=sizes["num_shards"], num_replicas=sizes["num_replicas"])
     tensors: dict[Name, SavedTensor] = {}

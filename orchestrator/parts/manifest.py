@@ -1,12 +1,11 @@
-"""What a committed point says of its tensors, in one form for every format: which there are, and in which
-files their rows lie.
+"""What a committed point says of its tensors: which there are, and in which files their rows lie.
 
 Values only: `documents` makes one of what lies in storage.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from orchestrator.parts.dtypes import SAFETENSORS
@@ -23,7 +22,6 @@ from orchestrator.records.points import (
     DamagedPointError,
     FileEntry,
     SavedTensor,
-    TensorChunk,
     damaged_point,
 )
 
@@ -48,17 +46,14 @@ def damaged(point: str, damage: PartDamage) -> DamagedPointError:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The tensors of the point `point`, by (group, name), and its files of tensors by path.
-
-    Of format 2 the rows in each file follow from `layout`; of format 1 (`layout` is None) `chunks` says which
-    rows of a tensor lie where, with the digest of their bytes.
+    """The tensors of the point `point`, by (group, name), and its files of tensors by path. The
+    rows in each file follow from `layout`.
     """
 
     point: str
-    layout: Layout | None
+    layout: Layout
     tensors: dict[Name, SavedTensor]
     files: dict[str, FileEntry]
-    chunks: dict[Name, tuple[TensorChunk, ...]] = field(default_factory=dict)
 
     @cached_property
     def state(self) -> tuple[StateTensor, ...]:
@@ -66,17 +61,12 @@ class Manifest:
         return tuple(state_tensor(tensor) for tensor in self.tensors.values())
 
     def rows_of_rank(self, rank: int) -> dict[Name, range]:
-        """Which rows of which tensors lie in the file of `rank` (format 2); those without any are left
-        out.
-        """
-        assert self.layout is not None, "files of format 1 belong to no layout"
+        """Which rows of which tensors lie in the file of `rank`; tensors without any are left out."""
         rows = written_rows(self.state, self.layout, rank)
         return {name: found for name, found in zip(self.tensors, rows, strict=True) if found}
 
     def files_of(self, name: Name, rows: range) -> list[str]:
         """The files in which there are rows of a tensor that are among `rows`."""
-        if self.layout is None:
-            return list(dict.fromkeys(chunk.file for chunk in self.chunks[name]))
         number = self._numbers[name]
         tensor, first = self.state[number], self._replicas[number] * self.layout.num_shards
         shards = range(self.layout.num_shards if tensor.sharded else 1)
@@ -93,7 +83,6 @@ class Manifest:
 
     @cached_property
     def _replicas(self) -> tuple[int, ...]:
-        assert self.layout is not None
         return writing_replicas(self.state, self.layout)
 
 

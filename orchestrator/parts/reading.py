@@ -1,4 +1,4 @@
-"""Reads rows of tensors of a point, of any format, straight to where they are wanted, every byte compared
+"""Reads rows of tensors of a point straight to where they are wanted, every byte compared
 with its digest.
 
 It knows files, pieces and bytes; what a target is, its caller knows. It needs neither torch nor the model.
@@ -14,9 +14,8 @@ from typing import TypeVar
 
 from blake3 import blake3
 
-from orchestrator.parts.format1 import extents_of_format_1
 from orchestrator.parts.manifest import Manifest, Name, PartDamage
-from orchestrator.parts.part_file import FORMAT, Extent, parse_header, part_path, read_header
+from orchestrator.parts.part_file import Extent, parse_header, part_path, read_header
 from orchestrator.parts.pieces import Piece, PieceFetcher, Target, new_buffer
 from orchestrator.planning.weights_sum import MODULUS
 from orchestrator.storage.at_once import at_once
@@ -66,11 +65,6 @@ class PointReader:
         self._storage, self._manifest, self._make_buffer = storage, manifest, make_buffer
         self._extents: dict[str, dict[Name, Extent]] = {}
         self._sums: dict[str, dict[str, int]] = {}
-
-    @property
-    def format(self) -> int:
-        """Of the point."""
-        return 1 if self._manifest.layout is None else FORMAT
 
     def read(self, wanted: Mapping[Name, Wanted]) -> None:
         """Fills all targets, file by file, each from its begin to its end. Raises `PartDamage` naming the
@@ -134,8 +128,8 @@ class PointReader:
         return self._extents[file]
 
     def sums(self) -> dict[str, int]:
-        """To each group the sum of all its rows (`planning.weights_sum`), as the headers of all files say
-        (format 2). Raises as `extents`.
+        """To each group the sum of all its rows (`planning.weights_sum`), as the headers of all files say.
+        Raises as `extents`.
         """
         total: dict[str, int] = {}
         for file in self._manifest.files:
@@ -154,8 +148,6 @@ class PointReader:
             raise PartDamage(file, "is missing") from error
         except ValueError as error:
             raise PartDamage(file, f"is not a valid safetensors file ({error})") from error
-        if manifest.layout is None:
-            return extents_of_format_1(manifest, file, header, size)
         found = blake3(header).hexdigest()
         if found != entry.digest:
             raise PartDamage(file, f"has a header of digest {found}, committed was {entry.digest}")

@@ -80,33 +80,8 @@ class NodeParts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorChunk:
-    """Where a box of a tensor lies: `offsets` and `sizes` in the whole tensor, `file` relative to the point,
-    `digest` (blake3) of its bytes.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    digest: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorEntry:
-    """A tensor of a point of format 1 under its `name` (also its key in the safetensors file); `group` is
-    `model` or `optimizer`.
-    """
-
-    name: str
-    group: str
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[TensorChunk, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SavedTensor:
-    """A tensor of a point of format 2 as a whole: which rows of it lie in which file follows from the layout
+    """A tensor of a point as a whole: which rows of it lie in which file follows from the layout
     of the save (`planning.state_layout`). `sharded`: its rows are divided among the shards. `dtype` is
     torch's name.
     """

@@ -111,7 +111,7 @@ class PointFiles(QuarantineFiles):
     def read_point(self, name: str) -> Point:
         """A point's COMMIT, cursor and configuration, their digests checked.
 
-        Raises `ResumePointError` naming the damaged file; `LaterFormatError`, which is one, where a later
+        Raises `ResumePointError` naming the damaged file; `OtherFormatError`, which is one, where another
         version wrote it.
         """
         try:

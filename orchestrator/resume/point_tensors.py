@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from blake3 import blake3
-
 from orchestrator.errors import ResumePointError
 from orchestrator.parts.dtypes import num_bytes
 from orchestrator.parts.manifest import MODEL, PartDamage
 from orchestrator.parts.reading import BytesTarget, PointReader, Wanted
-from orchestrator.planning.weights_digest import weights_digest
-from orchestrator.records.points import Damage, SavedTensor, TensorChunk, TensorEntry
+from orchestrator.records.points import Damage, SavedTensor
 from orchestrator.resume.reading_progress import ReadingProgress
 from orchestrator.resume.store import RunStore
 
@@ -48,20 +45,3 @@ class PointTensors:
             raise ResumePointError(f"{damage}; restore the file, or take another point") from error
         self._progress.read(len(data))
         return data
-
-    def digest_of_format_1(self) -> str:
-        """The `weights_digest` (64 hex digits) that a point of format 1 with these weights has, where each
-        tensor was saved whole. Reads them all.
-        """
-        return weights_digest(self._listed(entry) for entry in self.entries)
-
-    def _listed(self, entry: SavedTensor) -> TensorEntry:
-        whole = TensorChunk(
-            offsets=(0,) * len(entry.shape),
-            sizes=entry.shape,
-            file="",
-            digest=blake3(self.read(entry)).hexdigest(),
-        )
-        return TensorEntry(
-            name=entry.name, group=entry.group, dtype=entry.dtype, shape=entry.shape, chunks=(whole,)
-        )

@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any
 
 import orjson
@@ -43,9 +42,8 @@ class Commit:
     `run_id` is run.json's. `save_blocked_s` is the longest time that a rank could not train because of the
     save; `save_s` is from the first vote to COMMIT. `files_digest` is the blake3 of the canonical JSON of
     `files`. `state_sums` has to each group of tensors the sum of all its rows as 32 hex digits
-    (`planning.weights_sum`; empty in format 1), and `weights_digest` is that of the group `model`
-    (`planning.weights_digest` in format 1). `nodes` are those on whose disks the parts lie
-    (`resume.node_folder`); empty where they lie beside COMMIT.
+    (`planning.weights_sum`), and `weights_digest` is that of the group `model`. `nodes` are those on whose
+    disks the parts lie (`resume.node_folder`); empty where they lie beside COMMIT.
     """
 
     format: int
@@ -207,27 +205,11 @@ def nodes_of(votes: Iterable[Vote]) -> tuple[NodeParts, ...]:
 
 
 def commit_document(commit: Commit) -> dict[str, Any]:
-    """The content of COMMIT, in the commit's own format."""
+    """The content of COMMIT."""
     content: dict[str, Any] = encode(commit)
-    if commit.format == 1:
-        del content["state_sums"]
     if not commit.nodes:
         del content["nodes"]  # as before there were such
     return content
-
-
-def is_part_path(path: str) -> bool:
-    """Whether `path` may name a file written by a rank (in format 1): inside the point's folder, and none of
-    the coordinator's own.
-    """
-    parts = PurePosixPath(path).parts
-    return (
-        bool(parts)
-        and "\0" not in path
-        and not path.startswith("/")
-        and ".." not in parts
-        and parts[0] not in (COMMIT, *DOCUMENTS)
-    )
 
 
 def document(value: Any) -> bytes:

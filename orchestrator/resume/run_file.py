@@ -12,12 +12,13 @@ from orchestrator.errors import (
     ConfigError,
     LaterFormatError,
     OrchestratorError,
+    OtherFormatError,
     ResumePointError,
     StorageError,
 )
 from orchestrator.history.claims import ForkedFrom
 from orchestrator.json_form import decode
-from orchestrator.parts.documents import FORMATS
+from orchestrator.parts.documents import require_known
 from orchestrator.parts.node_folder import run_folder
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.storage.files import Storage
@@ -29,9 +30,9 @@ RUN_FILE = "run.json"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFile:
     """The content of run.json. `created` is a time for people. `id` is random, and repeated in every claim,
-    end record, journal line and COMMIT of the run; empty in runs that were begun before there were ids,
-    and in their pieces. `first_weights` identifies what `model.init_from` held (see `resume.init_weights`);
-    empty without it. `forked_from` is what a fork begins with: its first start takes that over.
+    end record, journal line and COMMIT of the run. `first_weights` identifies what `model.init_from`
+    held (see `resume.init_weights`); empty without it. `forked_from` is what a fork begins with: its first
+    start takes that over.
     """
 
     format: int
@@ -57,18 +58,14 @@ def read_run(storage: Storage) -> RunFile | None:
     try:
         content: dict[str, Any] = unseal(storage.read(RUN_FILE))
         found = content.get("format") if isinstance(content, dict) else None
-        if isinstance(found, int) and found > max(FORMATS):
-            raise LaterFormatError(
-                f"{storage.root}/{RUN_FILE} has format {found}, this version reads "
-                f"{', '.join(map(str, FORMATS))}; use the version that wrote it, or a later one"
-            )
+        require_known(found, f"{storage.root}/{RUN_FILE}")
         return decode(RunFile, content, RUN_FILE)
     except FileNotFoundError:
         return None
     except LaterSealError as error:
         raise LaterFormatError(f"{storage.root}/{RUN_FILE} {error}") from error
     except OrchestratorError as error:
-        if isinstance(error, StorageError | ConfigError | LaterFormatError):  # it was not read at all
+        if isinstance(error, StorageError | ConfigError | OtherFormatError):  # it was not read at all
             raise
         raise ResumePointError(
             f"{storage.root}/{RUN_FILE} is not as it was written: {error}; restore it from a copy, nothing "

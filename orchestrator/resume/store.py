@@ -34,10 +34,9 @@ elsewhere.
     journal/a0003/000001.jsonl     events and step records (history.journal)
 
 A sealed file is `{"content": …, "digest": blake3 of the canonical content}`; a changed byte anywhere in it is
-noticed. `files` lists every file of the point but COMMIT; the digest of a part is that of its header. What
-format 1 has in the place of these, `parts.format1` says. A folder below points/ without COMMIT is no resume
-point. `run_id` is run.json's `id`; a piece with another one is not the run's (empty in runs that were begun
-before there were ids). Names that contain `.tmp-` are files that never came to be. Nothing is written twice,
+noticed. `files` lists every file of the point but COMMIT; the digest of a part is that of its header. A
+folder below points/ without COMMIT is no resume point. `run_id` is run.json's `id`; a piece with another one
+is not the run's. Names that contain `.tmp-` are files that never came to be. Nothing is written twice,
 nothing is renamed, nothing is a pickle.
 """
 

@@ -15,8 +15,7 @@ from blake3 import blake3
 
 from orchestrator.errors import LaterFormatError, OrchestratorError
 from orchestrator.json_form import decode
-from orchestrator.parts.documents import FORMATS, PARTS, manifest_of, require_known
-from orchestrator.parts.format1 import weights_digest_of_format_1
+from orchestrator.parts.documents import PARTS, manifest_of, require_known
 from orchestrator.parts.manifest import MODEL, Manifest, PartDamage
 from orchestrator.parts.part_file import FORMAT, part_path
 from orchestrator.parts.reading import PointReader
@@ -48,8 +47,8 @@ def point_path(name: str, file: str) -> str:
 
 
 def read_commit(storage: Storage, name: str) -> Commit:
-    """The content of a point's COMMIT, checked in itself. Raises `DamageError`, and `LaterFormatError` where
-    a later version wrote it.
+    """The content of a point's COMMIT, checked in itself. Raises `DamageError`, and `OtherFormatError` where
+    another version wrote it.
     """
     assert points.parse_point_name(name) is not None, f"{name!r} is no point's name"
 
@@ -75,19 +74,16 @@ def read_commit(storage: Storage, name: str) -> Commit:
     paths = [entry.path for entry in commit.files]
     if len(set(paths)) != len(paths) or {*paths} != {*DOCUMENTS} | _parts_of(commit):
         raise damage("lists files that cannot be those of a point")
-    if commit.format == FORMAT and weights_sum([_sum_of(commit)]) != commit.weights_digest:
+    if weights_sum([_sum_of(commit)]) != commit.weights_digest:
         raise damage(f"has the weights digest {commit.weights_digest} and the sums {commit.state_sums}")
     return commit
 
 
 def _parts_of(commit: Commit) -> set[str]:
-    """The files of tensors that a COMMIT may list; those that it must, in format 2."""
-    if commit.format == FORMAT:
-        if commit.world_size != len(commit.files) - len(DOCUMENTS):
-            return set()
-        return {part_path(rank, commit.world_size) for rank in range(commit.world_size)}
-    paths = [entry.path for entry in commit.files]
-    return {path for path in paths if points.is_part_path(path)}
+    """The files of tensors that a COMMIT must list."""
+    if commit.world_size != len(commit.files) - len(DOCUMENTS):
+        return set()
+    return {part_path(rank, commit.world_size) for rank in range(commit.world_size)}
 
 
 def _sum_of(commit: Commit) -> int:
@@ -101,7 +97,7 @@ def _sum_of(commit: Commit) -> int:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
     """A part of a file that is looked at by itself: the pieces that begin in [start, start + bytes); of a
-    document, and in format 1, all of it.
+    document all of it.
     """
 
     entry: FileEntry
@@ -116,8 +112,6 @@ def whole(entry: FileEntry) -> Stretch:
 
 def stretches(commit: Commit, parts: Sequence[FileEntry]) -> list[Stretch]:
     """These files of tensors of the point, so cut that several threads find work in one."""
-    if commit.format == 1:
-        return [whole(entry) for entry in parts]
     return [
         Stretch(entry=entry, start=start, bytes=min(STRETCH_BYTES, entry.bytes - start))
         for entry in parts
@@ -127,11 +121,8 @@ def stretches(commit: Commit, parts: Sequence[FileEntry]) -> list[Stretch]:
 
 def check_part(storage: Storage, name: str, reader: PointReader, stretch: Stretch) -> None:
     """Raise `DamageError` unless the bytes of a file of tensors are those that were committed."""
-    path = stretch.entry.path
-    if reader.format == 1:
-        return check_file(storage, name, stretch.entry, with_digest=True)
     try:
-        reader.check(path, stretch.start, stretch.start + stretch.bytes)
+        reader.check(stretch.entry.path, stretch.start, stretch.start + stretch.bytes)
     except PartDamage as error:
         raise DamageError(name, error.file, error.reason) from error
 
@@ -146,8 +137,6 @@ def check_header(name: str, reader: PointReader, part: Stretch) -> None:
 
 def check_sums(commit: Commit, reader: PointReader) -> None:
     """Raise `DamageError` if the sums in COMMIT are not those of its parts: a writer's mistake."""
-    if commit.format == 1:
-        return
     name = commit.key.point_name
     try:
         found = {group: f"{total:032x}" for group, total in reader.sums().items()}
@@ -159,7 +148,7 @@ def check_sums(commit: Commit, reader: PointReader) -> None:
 
 def check_file(storage: Storage, name: str, entry: FileEntry, with_digest: bool) -> None:
     """Raise `DamageError` unless the file has the committed size and, if asked for, digest (of all its
-    bytes: not for parts of format 2).
+    bytes: not for parts).
     """
     while (reason := _wrong_with(storage, point_path(name, entry.path), entry, with_digest)) is not None:
         if not storage.elsewhere(point_path(name, entry.path)):
@@ -202,8 +191,8 @@ def check_sizes(storage: Storage, name: str, entries: Sequence[FileEntry]) -> li
 
 def read_document(storage: Storage, commit: Commit, file: str) -> dict[str, Any]:
     """The JSON object that is a point's document, its digest checked; without the number of its format, which
-    those of format 1 lack, but for that of parts.json, which says how to read the rest. Raises `DamageError`,
-    and `LaterFormatError` where a later version wrote it: whoever chooses a point then passes over none.
+    older ones lack (but with that of parts.json). Raises `DamageError`, and `OtherFormatError` where another
+    version wrote it.
     """
     name = commit.key.point_name
     try:
@@ -212,12 +201,9 @@ def read_document(storage: Storage, commit: Commit, file: str) -> dict[str, Any]
         raise DamageError(name, file, f"is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise DamageError(name, file, "is JSON, but no object")
-    if file == PARTS:
-        require_known(found.get("format"), f"resume point {name}: {file}")
-        return found
-    written = found.pop("format", 1)
+    written = found.get("format") if file == PARTS else found.pop("format", FORMAT)
     require_known(written, f"resume point {name}: {file}")
-    if written not in FORMATS:
+    if file != PARTS and written != FORMAT:
         raise DamageError(name, file, f"has format {written!r}, which is no number of one")
     return found
 
@@ -244,7 +230,7 @@ def read_listed(storage: Storage, commit: Commit, file: str) -> bytes:
 
 
 def read_manifest(storage: Storage, commit: Commit) -> Manifest:
-    """A point's tensors, of whatever format. Raises `DamageError`."""
+    """A point's tensors. Raises `DamageError`."""
     name = commit.key.point_name
     try:
         return manifest_of(name, commit.files, read_document(storage, commit, PARTS))
@@ -259,13 +245,7 @@ def check_documents(storage: Storage, name: str, commit: Commit) -> Manifest:
     decoded(name, CURSOR, Cursor, read_document(storage, commit, CURSOR))
     for file in (CONFIG, RNG):
         read_document(storage, commit, file)
-    manifest = read_manifest(storage, commit)
-    written = 1 if manifest.layout is None else FORMAT
-    if written != commit.format:
-        raise DamageError(name, PARTS, f"is of format {written}, COMMIT of {commit.format}")
-    if commit.format == 1 and (found := weights_digest_of_format_1(manifest)) != commit.weights_digest:
-        raise DamageError(name, PARTS, f"gives weights digest {found}, committed was {commit.weights_digest}")
-    return manifest
+    return read_manifest(storage, commit)
 
 
 def decoded(name: str, file: str, kind: type[Kind], content: Any) -> Kind:

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from orchestrator.errors import OrchestratorError
 
-FORMAT = 2  # of sealed documents; those of format 1 have no number
+FORMAT = 2  # of sealed documents; older ones have no number
 
 
 class SealError(OrchestratorError):

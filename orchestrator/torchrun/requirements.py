@@ -78,7 +78,6 @@ def require_group(
     if lacks := starting.check_writable(store.storage):
         say(f"note: {lacks}")
     _require_one_disk(rendezvous, job.resume.node_folder)
-    starting.require_run_id(store.read_run(), job)
     require_loggers(job.monitor.loggers)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 
 from orchestrator.errors import ResumePointError
@@ -20,9 +19,8 @@ from orchestrator.parts.part_writer import Placed
 from orchestrator.parts.pieces import Target
 from orchestrator.parts.reading import BytesTarget, PointReader, Wanted
 from orchestrator.planning.state_layout import Layout, written_rows
-from orchestrator.planning.weights_digest import weights_digest
 from orchestrator.planning.weights_sum import weights_sum
-from orchestrator.records.points import SavedTensor, TensorChunk, TensorEntry
+from orchestrator.records.points import SavedTensor
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.state import MODEL, Item, tensor_bytes
 
@@ -93,25 +91,9 @@ def sum_of(item: Item) -> int:
     return part_sum(rows_of(item, _held(item)))
 
 
-def digest_of_format_1(items: Iterable[Item]) -> str:
-    """The digest (64 hex digits) that runs of format 1 noted of such a state. `items` hold every tensor
-    whole.
-    """
-    return weights_digest(_entry(item) for item in items if item.group == MODEL)
-
-
-def _entry(item: Item) -> TensorEntry:
-    shape = tuple(item.tensor.shape)
-    digest = blake3(tensor_bytes(item.tensor)).hexdigest()
-    whole = TensorChunk(offsets=(0,) * len(shape), sizes=shape, file="", digest=digest)
-    return TensorEntry(
-        name=item.name, group=item.group, dtype=dtype_name(item.tensor), shape=shape, chunks=(whole,)
-    )
-
-
 # ---------------------------------------------------------------------------------------------------- loading
 def load(items: Sequence[Item], point: str, files: StateFiles) -> None:
-    """Fills `items` with their rows of a point, of any layout and format, every byte compared with its
+    """Fills `items` with their rows of a point, of any layout, every byte compared with its
     digest; `TrainState.filled` must follow.
 
     Beside the state it takes the buffers of a `PointReader` (pinned where tensors lie on a GPU). Raises

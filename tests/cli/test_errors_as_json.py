@@ -12,7 +12,7 @@ import pytest
 from orchestrator.cli.commands import main
 from orchestrator.errors import RefusedError, error_document
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format1"
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format2"
 
 
 def ended(*arguments: str) -> int:

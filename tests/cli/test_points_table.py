@@ -13,7 +13,7 @@ from orchestrator.cli.commands import main
 from orchestrator.cli.tables import points_lines
 from tests.launch.test_start import Runner
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format1"
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format2"
 REWOUND_TO, ORPHAN, THIRD, NEWEST = (
     f"{name}-g0001" for name in ("00000006-a0002", "00000008-a0002", "00000008-a0003", "00000010-a0003")
 )
@@ -59,7 +59,7 @@ def test_a_healthy_run_has_nothing_below_its_table(run: Path, capsys: pytest.Cap
             NEWEST: state,
         }
     assert [row["tokens"] for row in rows.values()] == ["576", "768", "768", "960"]
-    assert {row["layout"] for row in rows.values()} == {"replicate"}, "each rank of format 1 held all of it"
+    assert {row["layout"] for row in rows.values()} == {"replicate"}
     assert below == []
 
 
@@ -80,7 +80,7 @@ def test_a_flipped_byte_leaves_the_table_readable_and_its_reason_stands_below(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, _ = shown(run, capsys, "--verify")
-    (file,) = (run / "points" / NEWEST / "model").glob("*.safetensors")
+    (file,) = (run / "points" / NEWEST / "state").glob("*.safetensors")
     flip_a_byte(file)
     assert shown(run, capsys)[0][NEWEST]["state"] == "unverified", "sizes do not show it"
     rows, below = shown(run, capsys, "--verify")
@@ -89,7 +89,7 @@ def test_a_flipped_byte_leaves_the_table_readable_and_its_reason_stands_below(
     }
     assert (rows[NEWEST]["state"], rows[NEWEST]["step"]) == ("damaged", "10")
     (line,) = below
-    assert line.startswith(f"{NEWEST}: damaged: model/{file.name} has digest ")
+    assert line.startswith(f"{NEWEST}: damaged: state/{file.name} ")
 
 
 def test_what_is_not_known_of_a_point_is_a_dash(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

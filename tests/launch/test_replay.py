@@ -24,7 +24,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.trainer.model import loss_sum
 from tests.torchrun.ranks import Ranks
 
-FOLDER = Path(__file__).resolve().parents[1] / "examples" / "format1"
+FOLDER = Path(__file__).resolve().parents[1] / "examples" / "format2"
 LIMIT_S = 240.0
 SAVED = ["00000006-a0002-g0001", "00000008-a0003-g0001", "00000010-a0003-g0001"]
 

@@ -52,7 +52,7 @@ def bucket(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder: `example` is a run, `job.yaml` what it was started with."""
-    shutil.copytree(ROOT / "tests" / "examples" / "format1", tmp_path / "copy")
+    shutil.copytree(ROOT / "tests" / "examples" / "format2", tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
     return tmp_path / "copy"
 

@@ -14,11 +14,14 @@ from orchestrator.cli.commands import main
 from orchestrator.errors import StorageError
 from orchestrator.history.finding_files import AUDIT, VERIFY, Finding
 from orchestrator.monitor.verifying import Verifying, done_before
+from orchestrator.planning.state_layout import layout_of
 from orchestrator.records.points import Damage
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+from tests.resume.samples import key
+from tests.resume.saves import commit_parts
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format1" / "example"
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format2" / "example"
 LIMIT_S = 60.0
 
 
@@ -54,7 +57,7 @@ def store_of(folder: Path) -> RunStore:
 
 
 def damage(folder: Path, point: str) -> None:
-    file = next((folder / "points" / point / "optimizer").iterdir())
+    file = next((folder / "points" / point / "state").iterdir())
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -85,7 +88,7 @@ def test_a_damaged_point_is_marked_until_a_verification_finds_it_whole(
 ) -> None:
     run, store = orchestrator.open(example), store_of(example)
     *_, newest = store.point_names()
-    file = next((example / "points" / newest / "optimizer").iterdir())
+    file = next((example / "points" / newest / "state").iterdir())
     whole = file.read_bytes()
     damage(example, newest)
     assert [row["quarantined"] for row in run.verify()] == [False, False, False, True]
@@ -125,19 +128,18 @@ def test_a_verification_reads_on_where_it_may_not_write(
     assert not any(row["quarantined"] for row in rows)
 
 
-def test_files_of_a_point_are_read_at_the_same_time(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, together = store_of(example), threading.Barrier(2, timeout=LIMIT_S)
-    entry, name = store.storage.entry, store.point_names()[0]
+def test_files_of_a_point_are_read_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, together = store_of(tmp_path), threading.Barrier(2, timeout=LIMIT_S)
+    name = commit_parts(store, key(10), layout_of(2, None))
+    read_part = store.storage.read_part
 
-    def waits(path: str) -> Any:
-        if path.endswith(".safetensors"):
-            together.wait()  # until another thread reads the other one
-        return entry(path)
+    def waits(path: str, start: int, num_bytes: int) -> bytearray:
+        if path.endswith(".safetensors") and start == 0:
+            together.wait()  # until another thread reads the header of the other one
+        return read_part(path, start, num_bytes)
 
-    monkeypatch.setattr(store.storage, "entry", waits)
-    files = [each.path for each in store.read_point(name).commit.files]
-    assert sum(path.endswith(".safetensors") for path in files) == 2
-    assert Verifying(store=store, num_threads=len(files)).rows([name])[0]["healthy"]
+    monkeypatch.setattr(store.storage, "read_part", waits)
+    assert Verifying(store=store, num_threads=2).rows([name])[0]["healthy"]
 
 
 def test_what_an_interrupted_verification_found_whole_is_not_read_again_if_that_is_asked_for(

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from blake3 import blake3
 
-from orchestrator.json_form import encode
 from orchestrator.parts.documents import manifest_of, parts_document
-from orchestrator.parts.dtypes import SAFETENSORS
 from orchestrator.parts.manifest import Manifest, Name
 from orchestrator.parts.part_file import PartFile, PartRows, make_part, write_part
 from orchestrator.parts.part_job import JobPart, PartJob
 from orchestrator.planning.state_layout import Layout, Place, StateTensor, written_rows
-from orchestrator.records.points import SavedTensor, TensorChunk, TensorEntry
+from orchestrator.records.points import SavedTensor
 from orchestrator.storage.files import Storage
 
 POINT = "00000010-a0001-g0001"
@@ -110,32 +106,3 @@ def write_point(storage: Storage, layout: Layout, point: str = POINT, seed: int 
     entries = [write_part(storage, point, part) for part in parts]
     document = json.loads(json.dumps(parts_document(layout, saved().values())))
     return manifest_of(point, entries, document)
-
-
-def write_point_of_format_1(storage: Storage, world_size: int, point: str = POINT, seed: int = 0) -> Manifest:
-    """As versions before format 2 wrote it: whole tensors, a file per rank and group."""
-    files, tensors = [], []
-    for number, whole in enumerate(STATE):
-        data, rank = bytes_of(whole, seed), number % world_size
-        path = f"{whole.group}/{rank:05d}-of-{world_size:05d}-{number}.safetensors"
-        form = {
-            "dtype": SAFETENSORS[DTYPES[whole.itemsize]][0],
-            "shape": whole.shape,
-            "data_offsets": [0, len(data)],
-        }
-        header = json.dumps({"__metadata__": {"format": "pt"}, whole.name: form}).encode()
-        written = storage.write(f"points/{point}/{path}", len(header).to_bytes(8, "little") + header + data)
-        files.append(dataclasses.replace(written, path=path))
-        chunk = TensorChunk(
-            offsets=(0,) * len(whole.shape), sizes=whole.shape, file=path, digest=blake3(data).hexdigest()
-        )
-        tensors.append(
-            TensorEntry(
-                name=whole.name,
-                group=whole.group,
-                dtype=DTYPES[whole.itemsize],
-                shape=whole.shape,
-                chunks=(chunk,),
-            )
-        )
-    return manifest_of(point, files, json.loads(json.dumps({"format": 1, "tensors": encode(tensors)})))

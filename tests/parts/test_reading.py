@@ -17,7 +17,7 @@ from orchestrator.parts.reading import BytesTarget, PointReader, Wanted
 from orchestrator.planning.state_layout import Layout, held_rows, layout_of, written_rows
 from orchestrator.planning.weights_sum import weights_sum
 from orchestrator.storage.files import Storage
-from tests.parts.samples import DTYPES, STATE, bytes_of, write_point, write_point_of_format_1
+from tests.parts.samples import DTYPES, STATE, bytes_of, write_point
 
 LAYOUTS = sorted(
     {layout_of(world, shards) for world in range(1, 9) for shards in (1, None, 2, 3, 4)},
@@ -71,9 +71,6 @@ def points(folder: Path) -> Iterator[tuple[str, Storage, Manifest]]:
     for number, layout in enumerate(LAYOUTS):
         storage = Storage(str(folder / str(number)))
         yield f"{layout}", storage, write_point(storage, layout)
-    for world_size in (1, 3):
-        storage = Storage(str(folder / f"old{world_size}"))
-        yield f"format 1, {world_size}", storage, write_point_of_format_1(storage, world_size)
 
 
 def test_every_layout_reads_every_layout_with_equal_sums(tmp_path: Path) -> None:
@@ -83,7 +80,7 @@ def test_every_layout_reads_every_layout_with_equal_sums(tmp_path: Path) -> None
         for what, storage, manifest in points(tmp_path)
         for layout in LAYOUTS
     }
-    assert len(found) == 22 * 20
+    assert len(found) == 20 * 20
     first = next(iter(found.values()))
     assert {pair for pair, sums in found.items() if sums != first} == set()
 

@@ -1,31 +1,17 @@
-"""Committed points of both formats with a state of several tensors, and what is read of them."""
+"""Committed points with a state of several tensors, and what is read of them."""
 
 from __future__ import annotations
 
 from orchestrator.errors import ResumePointError
-from orchestrator.json_form import encode
-from orchestrator.parts.documents import PARTS
-from orchestrator.parts.format1 import weights_digest_of_format_1
 from orchestrator.parts.manifest import Name, PartDamage
 from orchestrator.parts.part_file import write_part
 from orchestrator.parts.reading import BytesTarget, PointReader, Wanted
 from orchestrator.planning.state_layout import Layout
-from orchestrator.records.points import FileEntry, Vote
+from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey
 from orchestrator.resume.committed import CommittedFiles
-from orchestrator.resume.points import (
-    COMMIT,
-    CONFIG,
-    CURSOR,
-    RNG,
-    Commit,
-    commit_document,
-    document,
-    files_digest,
-)
 from orchestrator.resume.store import RunStore
-from orchestrator.storage.sealed import seal
-from tests.parts.samples import STATE, part_of, saved, write_point_of_format_1
+from tests.parts.samples import STATE, part_of, saved
 from tests.resume.samples import CONFIG as JOB
 from tests.resume.samples import cursor
 
@@ -51,44 +37,6 @@ def commit_parts(store: RunStore, at: StateKey, layout: Layout, run_id: str = ""
             )
         )
     return store.commit_point(votes, JOB, {"rule": "none"}, None, run_id=run_id).name
-
-
-def commit_format_1(store: RunStore, at: StateKey, world_size: int) -> str:
-    """The same of format 1, as older versions wrote it."""
-    name, storage = at.point_name, store.storage
-    manifest = write_point_of_format_1(storage, world_size, name, seed=at.step)
-    tensors = [
-        {**encode(tensor), "chunks": encode(manifest.chunks[each])}
-        for each, tensor in manifest.tensors.items()
-    ]
-    for tensor in tensors:
-        del tensor["sharded"]
-    contents = {
-        CURSOR: encode(cursor(at)),
-        CONFIG: JOB,
-        RNG: {"rule": "none"},
-        PARTS: {"format": 1, "tensors": tensors},
-    }
-    documents = [
-        FileEntry(path=file, bytes=written.bytes, digest=written.digest)
-        for file, content in contents.items()
-        for written in [storage.write(f"points/{name}/{file}", document(content))]
-    ]
-    files = tuple(sorted((*manifest.files.values(), *documents), key=lambda entry: entry.path))
-    commit = Commit(
-        format=1,
-        key=at,
-        parent=None,
-        world_size=world_size,
-        optimizer_steps=at.step,
-        weights_digest=weights_digest_of_format_1(manifest),
-        save_blocked_s=0.0,
-        save_s=0.0,
-        files=files,
-        files_digest=files_digest(files),
-    )
-    assert storage.create(f"points/{name}/{COMMIT}", seal(commit_document(commit)))
-    return name
 
 
 def read_state(store: RunStore, name: str) -> dict[Name, bytes]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from orchestrator.errors import ResumePointError, StorageError
+from orchestrator.errors import OtherFormatError, ResumePointError, StorageError
 from orchestrator.history.claim_files import START, UNREADABLE, AttemptEnd, UnreadableFile
 from orchestrator.history.claims import Claim, ClaimParent
 from orchestrator.json_form import decode
@@ -281,8 +281,7 @@ def test_a_commit_with_any_field_wrong_is_damage_of_that_file(two_points, tmp_pa
         count += 1
         try:
             damages = store.verify_point(name)
-        except ResumePointError as error:
-            assert "this version reads 1, 2" in str(error), what  # noqa: PT017
+        except OtherFormatError:
             assert what.startswith("format="), what
             continue
         if damages:
@@ -344,6 +343,8 @@ def test_a_runs_own_document_with_any_field_wrong_is_what_it_is_for_a_torn_one(t
         if file == "run.json":
             try:
                 seen.add(type(store.read_run()))
+            except OtherFormatError:
+                assert content["format"] != whole["format"]
             except ResumePointError as error:
                 assert "run.json is not as it was written" in str(error)  # noqa: PT017
                 seen.add(ResumePointError)

@@ -25,7 +25,7 @@ from orchestrator.storage.local_store import LocalStore
 from tests.parts.samples import byte_of
 from tests.resume.exports import FACTORY, LLAMA, SMALL, commit, job, logits, state_of, store_at
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format1" / "example"
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format2" / "example"
 NEWEST = "00000010-a0003-g0001"
 MODELS: dict[str, dict[str, Any]] = {
     "a head of its own": LLAMA,

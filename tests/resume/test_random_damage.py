@@ -17,11 +17,11 @@ from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.parts.samples import STATE, bytes_of
 from tests.resume.samples import key
-from tests.resume.saves import commit_format_1, commit_parts, read_state
+from tests.resume.saves import commit_parts, read_state
 
 Files = dict[str, bytes]
 Damage = Callable[[random.Random, Files, Files], Files]
-FAST, ALL = 40, 500  # damages of each point, of which there are four: 1,500 of format 2
+FAST, ALL = 40, 500  # damages of each point, of which there are three
 GROWN = "a byte more"  # what is loaded is whole; only who verifies sees it
 
 
@@ -147,19 +147,16 @@ def with_files(folder: Path, whole: Files, damaged: Files) -> Iterator[None]:
 @pytest.mark.parametrize("number", [pytest.param(FAST), pytest.param(ALL, marks=pytest.mark.chaos)])
 @pytest.mark.parametrize(
     "layout",
-    [layout_of(3, 1), layout_of(3, None), layout_of(4, 2), None],
-    ids=["ddp", "fsdp2", "hsdp", "format 1"],
+    [layout_of(3, 1), layout_of(3, None), layout_of(4, 2)],
+    ids=["ddp", "fsdp2", "hsdp"],
 )
 def test_no_random_damage_is_called_healthy_or_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout | None, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout, number: int
 ) -> None:
     monkeypatch.setattr(part_file, "PIECE_BYTES", 128)
     monkeypatch.setattr(verify, "STRETCH_BYTES", 300)  # several looks at each file
     store = RunStore(Storage(str(tmp_path)))
-    name, older = (
-        commit_parts(store, key(step), layout) if layout else commit_format_1(store, key(step), 3)
-        for step in (20, 10)
-    )
+    name, older = (commit_parts(store, key(step), layout) for step in (20, 10))
     state = {(each.group, each.name): bytes_of(each, 20) for each in STATE}
     assert store.verify_point(name) == []
     assert read_state(store, name) == state
@@ -180,7 +177,6 @@ def test_no_random_damage_is_called_healthy_or_loaded(
             except ResumePointError:
                 continue
             assert loaded == state, (what, tried)
-            if layout is not None:  # else a header may be spelled differently
-                changed = {path for path in whole if damaged.get(path) != whole[path]}
-                assert what == GROWN or changed <= {"cursor.json", "config.json", "rng.json"}, (what, changed)
+            changed = {path for path in whole if damaged.get(path) != whole[path]}
+            assert what == GROWN or changed <= {"cursor.json", "config.json", "rng.json"}, (what, changed)
     assert store.verify_point(name) == []

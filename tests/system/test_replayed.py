@@ -17,7 +17,7 @@ from orchestrator.storage.files import Storage
 from tests.system.harness import Job
 
 pytestmark = pytest.mark.system
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format1"
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format2"
 
 
 def test_two_workers_make_a_point_of_any_step_that_one_has_trained_and_it_trains_on(

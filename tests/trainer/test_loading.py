@@ -10,14 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from blake3 import blake3
-from safetensors.torch import save_file
 
 from orchestrator.errors import ResumePointError
-from orchestrator.parts.manifest import Manifest
 from orchestrator.planning.state_layout import Layout, StateTensor, held_rows, layout_of
 from orchestrator.planning.weights_sum import weights_sum
-from orchestrator.records.points import FileEntry, SavedTensor, TensorChunk
 from orchestrator.records.steps import StateKey
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.store import RunStore
@@ -138,30 +134,10 @@ def large_state(layout: Layout, rank: int) -> list[Item]:
     return [Item(whole=whole, tensor=torch.ones(len(rows), 512), first_row=rows.start)]
 
 
-OLD_FILE = "model/00000-of-00001.safetensors"
-
-
-def old_manifest(folder: Path) -> Manifest:
-    """Of a point of format 1 that holds the state whole, with one digest."""
-    path = folder / "points" / KEY.point_name / OLD_FILE
-    data = path.read_bytes()
-    digest = blake3(data[8 + int.from_bytes(data[:8], "little") :]).hexdigest()
-    shape = (100_000, 512)
-    saved = SavedTensor(group="model", name="w", dtype="float32", shape=shape, sharded=False)
-    return Manifest(
-        point=KEY.point_name,
-        layout=None,
-        tensors={("model", "w"): saved},
-        files={OLD_FILE: FileEntry(path=OLD_FILE, bytes=len(data), digest="")},
-        chunks={("model", "w"): (TensorChunk(offsets=(0, 0), sizes=shape, file=OLD_FILE, digest=digest),)},
-    )
-
-
 def beyond_the_state(folder: str, layout: Layout, rank: int) -> int:
     """How far the process grows while it loads, when the state itself is there."""
     files = CommittedFiles(Storage(folder))
-    is_old = (Path(folder) / "points" / KEY.point_name / OLD_FILE).exists()
-    manifest = old_manifest(Path(folder)) if is_old else files.manifest(KEY.point_name)
+    manifest = files.manifest(KEY.point_name)
     files.manifest = lambda point: manifest  # type: ignore[method-assign]  # what it took is no part of loading
     items = large_state(layout, rank)
     # the most that was taken before must not hide what loading takes
@@ -187,17 +163,13 @@ def _peak() -> int:
     return int(line.split()[1]) * 1024
 
 
-@pytest.mark.parametrize(("world_size", "old"), [(1, False), (3, False), (3, True)])
-def test_loading_takes_one_buffer_beside_the_state(tmp_path: Path, world_size: int, old: bool) -> None:
-    saving = layout_of(1 if old else 2, None)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_loading_takes_one_buffer_beside_the_state(tmp_path: Path, world_size: int) -> None:
+    saving = layout_of(2, None)
     items = [large_state(saving, rank) for rank in range(saving.world_size)]
     for (item,) in items:
         item.tensor.copy_(numbers(item)[:, None])
-    if old:
-        (tmp_path / "points" / KEY.point_name / "model").mkdir(parents=True)
-        save_file({"w": items[0][0].tensor}, tmp_path / "points" / KEY.point_name / OLD_FILE)
-    else:
-        save(tmp_path, saving, items)
+    save(tmp_path, saving, items)
     code = (
         "import sys\n"
         "from tests.trainer.test_loading import beyond_the_state, layout_of\n"

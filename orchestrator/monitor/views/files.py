@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from orchestrator.errors import OrchestratorError, ResumePointError, StorageError
+from orchestrator.errors import OrchestratorError, OtherFormatError, ResumePointError, StorageError
 from orchestrator.history import finding_files
 from orchestrator.history.claim_files import UNREADABLE, AttemptEnd, UnreadableFile
 from orchestrator.history.claims import Claim, ClaimParent
 from orchestrator.history.finding_files import Finding, FindingFiles
-from orchestrator.monitor.views.lines import UnreadableError
+from orchestrator.monitor.views.lines import LaterError, UnreadableError
 from orchestrator.resume import verify
 from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import COMMIT, Commit
@@ -152,6 +152,9 @@ class RunFiles:
     def _run_file(self) -> RunFile | None:
         try:
             return self.store.read_run()
+        except OtherFormatError as error:
+            reason = str(error).removeprefix(f"{self.store.storage.root}/{RUN_FILE} ")
+            raise LaterError(RUN_FILE, 0, reason) from error
         except ResumePointError as error:
             raise UnreadableError(RUN_FILE, 0, str(error)) from error
 

@@ -37,17 +37,21 @@ class UnreadableError(OrchestratorError):
         self.file, self.line, self.reason = file, line, reason
 
     def __str__(self) -> str:
-        where = f"{self.file} line {self.line}" if self.line else self.file
-        return f"{where} is not as it was written: {self.reason}; restore the file"
+        return f"{self.where} is not as it was written: {self.reason}; restore the file"
+
+    @property
+    def where(self) -> str:
+        """The file, with the line where one is meant."""
+        return f"{self.file} line {self.line}" if self.line else self.file
 
 
 class LaterError(UnreadableError):
-    """A later version wrote the line: nothing is damaged, and restoring helps nothing."""
+    """Another version wrote the line or the file: nothing is damaged, and restoring it does not help."""
 
-    advice = "Look with the version of orchestrator that wrote it, or a later one"
+    advice = "Use the version of orchestrator that wrote it"
 
     def __str__(self) -> str:
-        return f"{self.file} line {self.line} {self.reason}"
+        return f"{self.where} {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,7 @@ from tests.monitor.views.written import write
 from tests.resume.samples import key, no_sleep, record, start
 from tests.storage.crashfs import ModelDisk
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "format1" / "example"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "format2" / "example"
 MOVE = st.tuples(st.sampled_from(sorted(MOVES)), st.integers(0, 3))
 
 
@@ -88,7 +88,7 @@ def test_a_journal_read_in_any_pieces_is_the_same_as_read_at_once(
     assert (columns.last_id, lines.torn) == (expected.last_id, ())
 
 
-def test_the_steps_of_a_run_of_format_1_are_read() -> None:
+def test_the_steps_of_a_run_that_an_earlier_version_wrote_are_read() -> None:
     store = RunStore(Storage(str(EXAMPLE)))
     columns = read_columns(store.storage)
     found = history(store, columns)

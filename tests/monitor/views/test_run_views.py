@@ -41,7 +41,7 @@ from tests.resume.samples import no_sleep
 from tests.storage.crashfs import ModelDisk
 
 NOW = 1795400000.0
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "format1" / "example"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "format2" / "example"
 MOVE = st.tuples(st.sampled_from(sorted(MOVES)), st.integers(0, 3))
 # without attempts that go on beside those that have replaced them, and claims that train nothing
 OF_ONE = st.tuples(
@@ -194,7 +194,7 @@ def test_whole_numbers_in_proportion_sum_to_the_whole_and_are_less_than_one_off(
         assert abs(found[name] - (value / total * whole if total else 0)) <= 1 + 1e-6 * whole
 
 
-def test_a_run_of_format_1_is_shown() -> None:
+def test_a_run_that_an_earlier_version_wrote_is_shown() -> None:
     views = views_of(RunStore(Storage(str(EXAMPLE))))
     summary = views.summary()
     assert (summary["state"], summary["verdict"]["text"]) == ("done", "Done at step 10.")
@@ -202,7 +202,7 @@ def test_a_run_of_format_1_is_shown() -> None:
         row["name"] for row in Run(EXAMPLE).list_points()
     ]
     assert [row["why"] for row in views.attempts()["rows"]] == ["rewind", "resume", "start"]
-    assert views.event("a0002:12")["text"] == "Done: done at step 8"
+    assert views.event("a0002:20")["text"] == "Done: done at step 8"
     assert views.point("00000010-a0003-g0001")["aside"] == {"steps": 0, "tokens": 0, "seconds": 0.0}
 
 

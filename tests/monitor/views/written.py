@@ -21,7 +21,7 @@ from tests.storage.crashfs import ModelDisk
 SEGMENT_BYTES = 1500
 BEGIN = datetime(2026, 11, 21, 22, 0, tzinfo=UTC)
 RUN = {
-    "format": 1,
+    "format": 2,
     "name": "run",
     "created": BEGIN.isoformat(),
     "id": "",
