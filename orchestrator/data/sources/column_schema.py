@@ -8,6 +8,7 @@ from typing import Any
 
 from orchestrator.data.sources.arrow_values import is_json, is_plain
 from orchestrator.data.sources.documents import BESIDE_MESSAGES, KWARGS_FIELD, Content, WrongChatValueError
+from orchestrator.data.sources.plain_arrays import plain_type
 from orchestrator.errors import ConfigError
 
 
@@ -42,16 +43,34 @@ def require_columns(path: str, schema: Any, content: Content) -> None:
                 f"{path}: {num} columns are called {way[0]!r}, and which one holds {_holds(field, content)} "
                 f"nobody can tell; rename them in the file, or set {content.setting_of(field)} to another one"
             )
-        kind = _type_at(path, schema, field, way, content)
+        stored = _type_at(path, schema, field, way, content)
+        kind, column = _plain(path, field, stored), f"{path}: column {field!r} is {stored}"
         if field in content.transform_fields and not is_plain(kind):
             raise ConfigError(
-                f"{path}: column {field!r} is {kind}, which has no plain Python value for transforms; leave "
-                "it out of transform_fields"
+                f"{column}, which has no plain Python value for transforms; leave it out of transform_fields"
             )
         if content.kind == "chat" and field not in content.transform_fields:
-            _require_chat_type(f"{path}: column {field!r}", kind, field, content)
+            _require_chat_type(column, kind, field, content)
         if field in content.fields and content.kind != "chat" and not is_text(kind):
-            raise ConfigError(f"{path}: column {field!r} is {kind}, text is expected; set {content.settings}")
+            raise ConfigError(f"{column}, text is expected; set {content.settings}")
+
+
+def unreadable_type(path: str, field: str, kind: Any, error: Exception) -> ConfigError:
+    """The refusal of a column of a type that Arrow cannot compute with."""
+    return ConfigError(
+        f"{path}: column {field!r} is {kind}, which cannot be read: {error}; write it as large_string, as "
+        "large_list or as a struct of these",
+        code="data.unreadable_type",
+    )
+
+
+def _plain(path: str, field: str, kind: Any) -> Any:
+    import pyarrow as pa
+
+    try:
+        return plain_type(kind)
+    except pa.ArrowException as error:
+        raise unreadable_type(path, field, kind, error) from error
 
 
 def _type_at(path: str, schema: Any, field: str, way: tuple[str, ...], content: Content) -> Any:
@@ -110,7 +129,7 @@ def _require_chat_type(column: str, kind: Any, field: str, content: Content) -> 
     if not fits:
         way_out = f"set {content.settings}" if is_messages else "rename it, or write it so"
         raise ConfigError(
-            f"{column} is {kind}, {what} is expected, or its JSON; {way_out}",
+            f"{column}, {what} is expected, or its JSON; {way_out}",
             code=WrongChatValueError.code,
         )
 

@@ -1,24 +1,29 @@
 """`arrow`: a record per row of an Arrow IPC file (Feather V2) or IPC stream, cut at record batches.
 
-Both are one sequence of messages, the file with a magic before and a footer behind. Their small headers are
-read here, not their bodies, so that a file is cut without reading it; the rest is pyarrow's.
+A stream is a sequence of messages: its schema, dictionaries and record batches. A file holds messages at the
+places that its footer lists, and the schema in the footer itself: writers differ in what else lies in a file.
+The small headers of messages are read here, not their bodies, so that a file is cut without reading it.
+pyarrow reads the messages of a unit as a stream.
 """
 
 from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.data.sources.column_schema import columns_of, require_columns
-from orchestrator.data.sources.columns import read_columns
+import numpy as np
+
+from orchestrator.data.sources.column_schema import columns_of
+from orchestrator.data.sources.columns import read_columns, require_readable
 from orchestrator.data.sources.documents import Content
 from orchestrator.data.sources.formats.base import Format, Units
 from orchestrator.data.sources.formats.parquet import RowFormat
 from orchestrator.data.sources.input_file import LocalFile
 from orchestrator.data.sources.line_records import Batch
+from orchestrator.data.sources.plain_arrays import require_sound
 from orchestrator.data.sources.ranged_reads import RangedReads
 from orchestrator.errors import ConfigError, DataError
 
@@ -36,14 +41,39 @@ _READ_BYTES = 1 << 12
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
 
 
+# In a footer: where a message begins, the bytes of its header with the prefix, and of its body.
+_BLOCK = np.dtype([("start", "<i8"), ("head", "<i4"), ("_", "<i4"), ("body", "<i8")])
+_Range = tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One message of a file: where it lies, header and body, its kind, and the rows of a record batch."""
+    """One message of a file: the bytes that it takes there, its header and its body within them, its kind,
+    the rows of a record batch, and of a dictionary its number and whether it adds to an earlier one.
+    """
 
     start: int
     stop: int
+    head: _Range
+    body: _Range
     kind: int
-    rows: int
+    rows: int = 0
+    dictionary: int = 0
+    is_delta: bool = False
+
+
+_Block = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Footer:
+    """What a file's footer lists: the schema as a message, and of each message where it begins and ends, and
+    the bytes of its header.
+    """
+
+    schema: bytes
+    dictionaries: tuple[_Block, ...]
+    batches: tuple[_Block, ...]
 
 
 class ArrowFiles(RowFormat):
@@ -58,8 +88,12 @@ class ArrowFiles(RowFormat):
         """
         import pyarrow as pa
 
-        units, begin = list[list[int]](), 0
-        for message in _messages(file, file.size):
+        units, before, schema, batches = list[list[int]](), list[_Range](), b"", _messages(file, file.size)
+        if _has_magic(file):
+            footer = _footer(file)
+            _require_dictionaries(file, footer)
+            schema, batches = footer.schema, (_message_at(file, *block) for block in footer.batches)
+        for message in batches:
             if message.kind == _BATCH:
                 if not units or units[-1][1] >= _UNIT_BYTES:
                     units.append([0, 0])
@@ -71,10 +105,10 @@ class ArrowFiles(RowFormat):
                     "write the file anew with unify_dictionaries=True, or as Parquet"
                 )
             else:
-                begin = message.stop
+                before = [(0, message.stop)]
         try:
-            schema = pa.ipc.open_stream(_Joined(file, _head(file), begin, begin)).schema
-            require_columns(file.name, schema, content)
+            found = pa.ipc.open_stream(_Joined(file, schema, before)).schema
+            require_readable(file.name, found, content)
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise DataError(f"{file.name}: not a whole Arrow file: {error}; replace it") from error
         return tuple(rows for rows, _ in units), tuple(size for _, size in units)
@@ -87,15 +121,11 @@ class ArrowFiles(RowFormat):
 
         del whole
         assert part.group is not None, "an Arrow file is cut at record batches"
-        begin = next(
-            (message.start for message in _messages(file, row.bytes) if message.kind == _BATCH), row.bytes
-        )
-        start = begin + sum(row.group_bytes[: part.group])
+        start = sum(row.group_bytes[: part.group])
         stop = start + row.group_bytes[part.group]
-        if stop > row.bytes:
-            raise OSError(f"bytes {start} to {stop} are asked for, it has {row.bytes}")
+        schema, ranges = _unit(file, row, start, stop)
         try:
-            with pa.ipc.open_stream(_Joined(file, _head(file), begin, start, stop)) as reader:
+            with pa.ipc.open_stream(_Joined(file, schema, ranges)) as reader:
                 columns = columns_of(reader.schema, content)
                 first_row = sum(row.group_rows[: part.group])
                 yield from read_columns(_sound(reader, columns), content, first_row, columns)
@@ -103,45 +133,45 @@ class ArrowFiles(RowFormat):
             raise OSError(str(error)) from error
 
 
+def _unit(file: InputFile, row: FileRow, start: int, stop: int) -> tuple[bytes, list[_Range]]:
+    """The schema's message, and the ranges of what follows it in a stream of those record batches that take
+    bytes [start, stop) of the bytes of all.
+    """
+    if not _has_magic(file):
+        begin = next((m.start for m in _messages(file, row.bytes) if m.kind == _BATCH), row.bytes)
+        if begin + stop > row.bytes:
+            raise OSError(f"bytes {begin + start} to {begin + stop} are asked for, it has {row.bytes}")
+        return b"", [(0, begin), (begin + start, begin + stop)]
+    footer = _footer(file)
+    ends = np.cumsum([0, *(end - begin for begin, end, _ in footer.batches)])
+    first, last = np.searchsorted(ends, [start, stop]).tolist()
+    if last >= len(ends) or (ends[first], ends[last]) != (start, stop):
+        raise OSError(
+            f"record batches of bytes {start} to {stop} are asked for, it has other ones, of {ends[-1]} bytes"
+        )
+    messages = [_message_at(file, *block) for block in (*footer.dictionaries, *footer.batches[first:last])]
+    return footer.schema, [each for message in messages for each in (message.head, message.body)]
+
+
 def _sound(batches: Any, columns: dict[str, tuple[str, ...]]) -> Iterator[Any]:
     """The batches, once it is sure that no value of the columns reaches out of the memory that was read:
-    pyarrow takes the offsets in a file as they are. What is no UTF-8 is another matter, that of its record.
+    pyarrow takes the offsets in a file as they are.
     """
     for batch in batches:
         for name in dict.fromkeys(way[0] for way in columns.values()):
-            column = batch.column(name)
-            column.validate()
-            column.view(_as_binary(column.type)).validate(full=True)
+            require_sound(batch.column(name))
         yield batch
 
 
-def _as_binary(kind: Any) -> Any:
-    """The type with bytes in the place of texts."""
-    import pyarrow as pa
-
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_as_binary(field.type)) for field in kind])
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_as_binary(kind.value_type)))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(_as_binary(kind.value_type)))
-    if pa.types.is_string(kind):
-        return pa.binary()
-    if pa.types.is_large_string(kind):
-        return pa.large_binary()
-    return kind
-
-
-def _head(file: InputFile) -> int:
-    """Where the first message begins."""
-    return len(_MAGIC) if file.read_at(0, len(_MAGIC)) == _MAGIC else 0
+def _has_magic(file: InputFile) -> bool:
+    return file.read_at(0, len(_MAGIC)) == _MAGIC
 
 
 def _messages(file: InputFile, file_bytes: int) -> Iterator[_Message]:
-    """The messages in order, up to the marker that ends them. Raises `ConfigError` if it is no Arrow file,
-    `DataError` if it ends before that marker.
+    """The messages of a stream in order, up to the marker that ends them. Raises `ConfigError` if it is no
+    Arrow stream, `DataError` if it ends before that marker.
     """
-    at, kind = _head(file), 0
+    at, kind = 0, 0
     while True:
         data = file.read_at(at, min(_READ_BYTES, file_bytes - at)) if at < file_bytes else b""
         if kind == 0 and data[:4] != _CONTINUES:
@@ -150,20 +180,109 @@ def _messages(file: InputFile, file_bytes: int) -> Iterator[_Message]:
                 "right? If it is, leave this file out (a Feather file of version 1 is to be written anew)"
             )
         if len(data) >= 8 and data[:8] == _CONTINUES + bytes(4):
-            if _head(file) and file.read_at(file_bytes - len(_END), len(_END)) != _END:
-                raise DataError(_cut_off(file, at))
             return
         size = int.from_bytes(data[4:8], "little")
-        if len(data) < 8 + size:
-            data = file.read_at(at, min(8 + size, file_bytes - at)) if at < file_bytes else b""
-        if data[:4] != _CONTINUES or len(data) < 8 + size:
+        if data[:4] != _CONTINUES:
             raise DataError(_cut_off(file, at))
-        kind, rows, body = _header(data[8 : 8 + size])
-        stop = at + 8 + size + body
-        if stop > file_bytes or kind not in (_SCHEMA, _DICTIONARY, _BATCH):
-            raise DataError(_cut_off(file, at))
-        yield _Message(at, stop, kind, rows)
-        at = stop
+        message = _message(file, at, data, 8 + size, file_bytes)
+        kind = message.kind
+        yield message
+        at = message.stop
+
+
+def _message(file: InputFile, at: int, data: bytes, head_bytes: int, file_bytes: int) -> _Message:
+    """The message that begins at `at`, of which `data` were read. Raises `DataError` if it is none, or ends
+    behind the file.
+    """
+    prefix = 8 if data[:4] == _CONTINUES else 4  # 4: a writer from before version 0.15
+    size = int.from_bytes(data[prefix - 4 : prefix], "little")
+    if not 0 < size <= head_bytes - prefix or at + head_bytes > file_bytes:
+        raise DataError(_cut_off(file, at))
+    if len(data) < prefix + size:
+        data = file.read_at(at, prefix + size)
+    kind, body_bytes, facts = _header(data[prefix : prefix + size])
+    body = (at + head_bytes, at + head_bytes + body_bytes)
+    if body_bytes < 0 or body[1] > file_bytes or kind not in (_SCHEMA, _DICTIONARY, _BATCH):
+        raise DataError(_cut_off(file, at))
+    message = _Message(at, body[1], (at, at + prefix + size), body, kind)
+    if kind == _BATCH:
+        return replace(message, rows=facts[0])
+    return replace(message, dictionary=facts[0], is_delta=bool(facts[1]))
+
+
+def _message_at(file: InputFile, start: int, stop: int, head_bytes: int) -> _Message:
+    """The message that a footer lists. Raises `DataError` as `_message` does."""
+    data = file.read_at(start, min(_READ_BYTES, head_bytes))
+    message = _message(file, start, data, head_bytes, file.size)
+    if message.stop > stop:
+        raise DataError(_cut_off(file, start))
+    return replace(message, stop=stop)
+
+
+def _footer(file: InputFile) -> _Footer:
+    """The footer: a flatbuffer of the table `Footer`: 0 version, 1 schema, 2 dictionaries, 3 recordBatches.
+    Its size and a magic follow it. Raises `DataError` if there is none.
+    """
+    end = file.size - len(_END) - 4
+    tail = file.read_at(max(end, 0), 4 + len(_END))
+    size = int.from_bytes(tail[:4], "little")
+    if tail[4:] != _END or not 0 < size <= end - len(_MAGIC):
+        raise DataError(_cut_off(file, max(end, 0)))
+    data = file.read_at(end - size, size)
+    try:
+        (table,) = struct.unpack_from("<I", data)
+        schema = _place(data, table, 1)
+        schema += struct.unpack_from("<I", data, schema)[0] if schema else 0
+        version = _field(data, table, 0, "<h")
+        lists = [_blocks(file, data, _place(data, table, number)) for number in (2, 3)]
+    except (struct.error, ValueError) as error:
+        raise DataError(_cut_off(file, end - size)) from error
+    if not schema:
+        raise DataError(_cut_off(file, end - size))
+    return _Footer(_schema_message(data, schema, version), *lists)
+
+
+def _blocks(file: InputFile, data: bytes, at: int) -> tuple[_Block, ...]:
+    """A footer's list of messages. Raises `ValueError` if one lies outside of the file."""
+    if not at:
+        return ()
+    at += struct.unpack_from("<I", data, at)[0]
+    blocks = np.frombuffer(data, _BLOCK, struct.unpack_from("<I", data, at)[0], at + 4)
+    starts, heads, bodies = (blocks[name].astype(np.int64) for name in ("start", "head", "body"))
+    inside = (starts >= 0) & (heads > 0) & (bodies >= 0) & (bodies <= file.size)
+    stops = starts + heads + bodies
+    if not (inside & (starts <= file.size) & (stops <= file.size)).all():
+        raise ValueError("a message lies outside of the file")
+    return tuple(zip(starts.tolist(), stops.tolist(), heads.tolist(), strict=True))
+
+
+def _schema_message(footer: bytes, schema: int, version: int) -> bytes:
+    """A message of the schema that lies at byte `schema` of a footer. In a flatbuffer all places are
+    relative: a table `Message` is put before the footer, and refers to the schema in it.
+    """
+    table, begin = 16, 32
+    head = struct.pack("<I6H", table, 12, 12, 8, 10, 4, 0)
+    head += struct.pack("<iIhB", table - 4, begin + schema - (table + 4), version, _SCHEMA)
+    data = head.ljust(begin, b"\0") + footer
+    data += bytes(-len(data) % 8)
+    return _CONTINUES + struct.pack("<I", len(data)) + data
+
+
+def _require_dictionaries(file: InputFile, footer: _Footer) -> None:
+    """Raises `ConfigError` if a dictionary takes the place of another one: which record batches it belongs to
+    a file does not say.
+    """
+    numbers = set[int]()
+    for block in footer.dictionaries:
+        message = _message_at(file, *block)
+        if message.dictionary in numbers and not message.is_delta:
+            raise ConfigError(
+                f"{file.name}: it has two dictionaries of number {message.dictionary}, and which record "
+                "batches each belongs to is not in the file; write the file anew with "
+                "unify_dictionaries=True, or as Parquet",
+                code="data.unreadable_type",
+            )
+        numbers.add(message.dictionary)
 
 
 def _cut_off(file: InputFile, at: int) -> str:
@@ -173,21 +292,24 @@ def _cut_off(file: InputFile, at: int) -> str:
     )
 
 
-def _header(data: bytes) -> tuple[int, int, int]:
-    """(kind, rows of a record batch, bytes of the body) of a message's header, a flatbuffer of the table
-    `Message`: 1 header_type, 2 header (of a record batch: 0 length), 3 bodyLength.
+def _header(data: bytes) -> tuple[int, int, tuple[int, int]]:
+    """(kind, bytes of the body, facts) of a message's header, a flatbuffer of the table `Message`:
+    1 header_type, 2 header, 3 bodyLength. The facts of a record batch: 0 length; of a dictionary: 0 id,
+    2 isDelta.
     """
     try:
         (table,) = struct.unpack_from("<I", data)
         kind = _field(data, table, 1, "<B")
         body = _field(data, table, 3, "<q")
         at = _place(data, table, 2)
-        rows = 0
-        if kind == _BATCH and at:
-            rows = _field(data, at + struct.unpack_from("<I", data, at)[0], 0, "<q")
+        facts = (0, 0)
+        if kind in (_BATCH, _DICTIONARY) and at:
+            inner = at + struct.unpack_from("<I", data, at)[0]
+            is_delta = _field(data, inner, 2, "<B") if kind == _DICTIONARY else 0
+            facts = _field(data, inner, 0, "<q"), is_delta
     except struct.error:
-        return 0, 0, 0
-    return kind, rows, body
+        return 0, 0, (0, 0)
+    return kind, body, facts
 
 
 def _place(data: bytes, table: int, number: int) -> int:
@@ -206,21 +328,25 @@ def _field(data: bytes, table: int, number: int, kind: str) -> int:
 
 
 class _Joined(io.RawIOBase):
-    """Bytes [head, begin) of a file, which say what its columns are, and then bytes [start, stop)."""
+    """Bytes, and then ranges of a file, as one stream."""
 
-    def __init__(self, file: InputFile, head: int, begin: int, start: int, stop: int | None = None) -> None:
-        self._ranges = [(head, begin), (start, start if stop is None else stop)]
+    def __init__(self, file: InputFile, begin: bytes, ranges: Sequence[_Range]) -> None:
+        self._begin, self._ranges = begin, list(ranges)
         self._file: LocalFile | RangedReads
         if isinstance(file, LocalFile):
             self._file = file
         else:  # pyarrow asks for a few bytes at a time
             self._file = RangedReads(file)
-            self._file.expect(self._ranges)
+            self._file.expect(_merged(self._ranges))
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
+        if self._begin:
+            data, self._begin = self._begin[: len(buffer)], self._begin[len(buffer) :]
+            buffer[: len(data)] = data
+            return len(data)
         while self._ranges:
             start, stop = self._ranges[0]
             if start < stop:
@@ -230,6 +356,17 @@ class _Joined(io.RawIOBase):
                 return len(data)
             self._ranges.pop(0)
         return 0
+
+
+def _merged(ranges: Sequence[_Range]) -> list[_Range]:
+    """The ranges, of which neighbours that touch or overlap are one."""
+    found = list[_Range]()
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
 
 
 FORMAT: Format = ArrowFiles()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.data.sources.column_schema import columns_of, require_columns
-from orchestrator.data.sources.columns import BATCH_BYTES, read_columns
+from orchestrator.data.sources.column_schema import columns_of
+from orchestrator.data.sources.columns import BATCH_BYTES, read_columns, require_readable
 from orchestrator.data.sources.documents import Content, described, utf8_text
 from orchestrator.data.sources.footers import footer
 from orchestrator.data.sources.formats.base import Attempt, Cut, Format, Parser, Units
@@ -70,7 +70,7 @@ class Parquet(RowFormat):
             raise DataError(
                 f"{file.name}: not a whole Parquet file: {error}; replace it or leave it out"
             ) from error
-        require_columns(file.name, schema, content)
+        require_readable(file.name, schema, content)
         return tuple(g.num_rows for g in groups), tuple(g.total_byte_size for g in groups)
 
     def read(
