@@ -225,9 +225,9 @@ def plan(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence
     Memory is judged by the machines that are known without a cluster: this one, where a start would start a
     Ray on it, else those that the newest attempt on the same cluster found; the start on the cluster decides.
     Sizes and headers of the newest point are compared here; under `train` the workers compare the digests of
-    what they load. A run that
-    may be read and not written can be planned, too: a note says so. A model whose size nobody knows by heart
-    is built on torch's meta device, in a process of its own where that takes torch or a factory.
+    what they load. A run that may be read and not written can be planned, too: a note says so. The model of a
+    new run is built on torch's meta device and called once, in a process of its own where that takes torch or
+    a factory.
     """
     return plan_job(as_job(config, overrides), runs_code=True)
 
@@ -246,8 +246,8 @@ def plan_job(job: JobConfig, *, runs_code: bool) -> ResumePlan:
     if runs_code and spec is not None and found.action != "refuse":
         try:
             sized, facts = _measured(job, storage, found)
-            untried = () if facts is None else require_model(job, found, spec.vocab_size, facts)
-            found = replace(found, notes=(*found.notes, *untried))
+            notes = require_model(job, found, spec.vocab_size, facts)
+            found = replace(found, notes=(*found.notes, *notes))
         except ConfigError as error:
             found = looking_ahead.refused(found, job, [str(error)])
     if spec is not None:
@@ -259,11 +259,9 @@ def plan_job(job: JobConfig, *, runs_code: bool) -> ResumePlan:
     except StorageError as error:
         lacks = f"warning: a start would fail: {error}"
     found = replace(found, notes=(*found.notes, *filter(None, [lacks])))
-    if found.action == "refuse" or not is_to_try(found) or facts is not None:
+    if runs_code or found.action == "refuse" or not is_to_try(found):
         return found
-    note = "the model is not tried: `orchestrator train --dry-run` does"
-    if not runs_code:
-        note = f"model.factory={job.model.factory} is not called: that happens when the plan is executed"
+    note = f"model.factory={job.model.factory} is not called: that happens when the plan is executed"
     return replace(found, notes=(*found.notes, note))
 
 

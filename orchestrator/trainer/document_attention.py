@@ -47,6 +47,11 @@ def takes_document_ids(model: nn.Module) -> bool:
     return _BY_ITSELF in inspect.signature(model.forward).parameters
 
 
+def input_names(model: nn.Module) -> tuple[str, ...]:
+    """The arguments that `document_inputs` gives."""
+    return (_BY_ITSELF,) if takes_document_ids(model) else _BY_MASK
+
+
 def document_inputs(model: nn.Module, document_ids: Tensor) -> dict[str, Tensor]:
     """What the model is called with beside the input ids, for `document_ids` (samples, seq_len).
 

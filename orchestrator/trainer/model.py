@@ -25,6 +25,7 @@ from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.fetched import small_files
 from orchestrator.storage.open import open_storage
 from orchestrator.trainer.document_attention import document_inputs
+from orchestrator.trainer.factory_output import require_state
 from orchestrator.trainer.ties import shared_buffers_kept
 
 if TYPE_CHECKING:
@@ -78,12 +79,14 @@ def build_model(
 
     Weights are drawn on the CPU, so that they are the same on every kind of device. A transformers model is
     called without a cache. Raises `ConfigError` if the factory or the pretrained folder does not give a
-    model, and where the folder lacks tensors of it.
+    model, if the folder lacks tensors of it, and if no resume point can hold what the factory returned.
     """
     torch.manual_seed(seed)
     dtype = weights_dtype(precision)
     if config.factory is not None:
-        model = _moved(_from_factory(config), dtype)
+        model = _from_factory(config)
+        cast_state(model, dtype)
+        require_state(model, f"model.factory={config.factory}")
     else:
         settings, attention = transformers_settings(config, device.type, invariant)
         model = _from_transformers(config, settings, dtype, attention)
@@ -153,8 +156,29 @@ def _from_factory(config: ModelConfig) -> nn.Module:
     return made_by_factory(config, model)
 
 
-def _moved(model: nn.Module, to: torch.device | torch.dtype) -> nn.Module:
-    """The same model there, or of that type; what is tied stays tied."""
+def cast_state(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the parameters and persistent buffers that are real floating-point numbers, in place; what is
+    tied stays tied.
+
+    Complex tensors keep their type, which `Module.to` would make real, and so do buffers outside the state
+    (`persistent=False`): tables such as rotary frequencies are computed in more bits than weights have.
+    """
+    modules = list(model.modules())
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+    buffers = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
+    cast: dict[int, Tensor] = {}
+    for module, name, buffer in buffers:
+        is_state = name not in module._non_persistent_buffers_set
+        if is_state and buffer.is_floating_point() and buffer.dtype != dtype:
+            cast.setdefault(id(buffer), buffer.to(dtype))
+    for module, name, buffer in buffers:  # one that is shared is replaced under all its names
+        module._buffers[name] = cast.get(id(buffer), buffer)
+
+
+def _moved(model: nn.Module, to: torch.device) -> nn.Module:
+    """The same model there; what is tied stays tied."""
     with shared_buffers_kept(model):
         return model.to(to)
 

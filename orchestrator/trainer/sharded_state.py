@@ -216,10 +216,12 @@ class ShardedState(TrainState):
         return bare_model(self._config, self._train.precision, self._train.seed, _CPU)
 
     def _defer(self) -> DeferredModel | None:
-        """None: a factory whose weights cannot be made one by one."""
+        """None: a model whose weights cannot be made one by one, also if it fails while they are deferred
+        (`parameter.data = …`): an error of the model's own is raised again where it is built whole.
+        """
         try:
             return defer(self._bare)
-        except NotImplementedError:
+        except Exception:  # noqa: BLE001  user code meets tensors without values
             return None
 
 

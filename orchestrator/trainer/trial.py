@@ -1,4 +1,5 @@
-"""The model of a job on torch's meta device, before anything is started: shapes without weights, in a second.
+"""The model of a job on torch's meta device, before anything is started: shapes without weights, and one
+forward pass.
 
 It says what no start can work with; it knows neither cluster nor run. Neither importing it nor trying a model
 loads torch where it is not loaded.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -27,18 +29,26 @@ if TYPE_CHECKING:
 
 # Importing transformers takes seconds, a model on the meta device less than one.
 _LIMIT_S = 300.0
+# The weights of a model, and its logits, up to which a forward pass is run with weights
+_SMALL_BYTES = 512 << 20
+# Beside what the process of a trial has when it begins: more is not allocated, whatever a factory asks for
+_MEMORY_BYTES = 4 << 30
+# What the code itself is the reason of, not the machine
+_MISTAKES = (TypeError, NameError, AttributeError, IndexError, ZeroDivisionError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
     """What a model was found to be. `num_embeddings`: how many ids it embeds, None where it does not say
     (`get_input_embeddings`); `largest_table`: rows of the largest `torch.nn.Embedding` of such a one, None
-    if it has none. `scalars` names parameters without dimensions. `size`: None where it was not built.
-    `note`, if any, is for the user: what could not be tried.
+    if it has none. `num_logits`: how many ids its logits are of, None where no forward pass was run.
+    `scalars` names parameters without dimensions. `size`: None where it was not built. `note`, if any, is for
+    the user: what could not be tried.
     """
 
     num_embeddings: int | None = None
     largest_table: int | None = None
+    num_logits: int | None = None
     scalars: Sequence[str] = ()
     size: ModelSize | None = None
     note: str = ""
@@ -74,39 +84,52 @@ def require_model(
 def is_to_try(plan: ResumePlan) -> bool:
     """Whether a start tries the model: it is not the one that the run's point was made with."""
     return plan.point is None or any(
-        d.field.startswith(("model.", "pack.document_attention", "train.parallel")) for d in plan.differences
+        d.field.startswith(("model.", "pack.document_attention", "pack.seq_len", "train.parallel"))
+        for d in plan.differences
     )
 
 
 def try_model(job: JobConfig) -> ModelFacts:
-    """Builds the job's model on the meta device. Raises `ConfigError` if that is impossible, or if
-    `model.config` has keys that no model would read.
+    """Builds the job's model on the meta device and calls it once with a sample of `pack.seq_len`. Raises
+    `ConfigError` if that is impossible, if `model.config` has keys that no model would read, and if no
+    training can use the model (`factory_output.CODE`).
 
-    A factory that does not work on the meta device is left to the workers, and `note` says so. Pretrained
-    weights are not read, but looked for.
+    What does not work on the meta device is built on this machine's CPU if it is small; else it is left to
+    the workers, and `note` says so. Pretrained weights are not read, but looked for.
     """
     use_gpu = job.cluster.use_gpu
-    invariant = not job.train.is_fast(use_gpu)
-    device_type = "cuda" if use_gpu else "cpu"
-    # of samples of this length tokens attend to their own document alone; None: to the whole sample
-    within = job.pack.seq_len if job.pack.attends_by_document else None
+    task = {
+        "device_type": "cuda" if use_gpu else "cpu",
+        "invariant": not job.train.is_fast(use_gpu),
+        # of samples of this length tokens attend to their own document alone; None: to the whole sample
+        "within": job.pack.seq_len if job.pack.attends_by_document else None,
+        "seq_len": job.pack.seq_len,
+        "precision": job.train.precision,
+    }
     # A factory's module is imported anew each time, for a notebook's user may have fixed it.
     if job.model.factory is None and "torch" in sys.modules:
-        return _build(job.model, device_type, invariant, within)
-    model = job.model.model_dump(mode="json")
-    return _build_elsewhere(
-        {"model": model, "device_type": device_type, "invariant": invariant, "within": within}
-    )
+        return _build(job.model, **task)
+    return _build_elsewhere({"model": job.model.model_dump(mode="json"), **task})
 
 
 def require_vocabulary(facts: ModelFacts, job: JobConfig, vocab_size: int) -> None:
-    """Raises `ConfigError` if the tokenizer has ids, `vocab_size` of them, that the model does not embed."""
+    """Raises `ConfigError` if the tokenizer has ids, `vocab_size` of them, that the model does not embed, or
+    of which it gives no logits.
+    """
+    if facts.num_logits is not None and facts.num_logits < vocab_size:
+        raise ConfigError(
+            f"the model of {_where(job)} gives logits of {facts.num_logits} ids, but the tokenizer "
+            f"{job.data.tokenizer} has {vocab_size}; take the model's own tokenizer, or a model of at "
+            f"least {vocab_size} ids",
+            code="model.vocabulary",
+        )
     if facts.num_embeddings is None or facts.num_embeddings >= vocab_size:
         return
     raise ConfigError(
         f"the model of {_where(job)} embeds {facts.num_embeddings} ids, but the tokenizer "
         f"{job.data.tokenizer} has {vocab_size}; take the model's own tokenizer, or a model of at "
-        f"least {vocab_size} ids"
+        f"least {vocab_size} ids",
+        code="model.vocabulary",
     )
 
 
@@ -152,50 +175,109 @@ def _build_elsewhere(task: dict[str, Any]) -> ModelFacts:
         ) from error
     answer = json.loads(ended.stdout.splitlines()[-1])
     if "refused" in answer:
-        raise ConfigError(answer["refused"])
+        raise ConfigError(answer["refused"], code=answer["code"])
     size = answer["size"] and ModelSize(**answer["size"])
     return ModelFacts(**answer | {"scalars": tuple(answer["scalars"]), "size": size})
 
 
-def _build(config: ModelConfig, device_type: str, invariant: bool, within: int | None = None) -> ModelFacts:
+def _build(
+    config: ModelConfig,
+    device_type: str,
+    invariant: bool,
+    within: int | None = None,
+    seq_len: int = 1,
+    precision: str = "float32",
+) -> ModelFacts:
     import torch
 
     from orchestrator.trainer import model as models
     from orchestrator.trainer.document_attention import require_document_attention
+    from orchestrator.trainer.factory_output import Forward, try_forward
     from orchestrator.trainer.first_weights import require_fit
 
-    with torch.device("meta"):
+    model: Any = None
+    with torch.random.fork_rng(devices=[]):
         if config.factory is None:
-            settings, attention = models.transformers_settings(config, device_type, invariant)
-            if config.config is not None:
-                require_known_keys(config.config, settings)
-            model = models.shape_only(config, settings, attention)
-            if within is not None:
-                require_document_attention(model, within)
-            if config.init_from is not None:
+            with torch.device("meta"):
+                settings, attention = models.transformers_settings(config, device_type, invariant)
+                if config.config is not None:
+                    require_known_keys(config.config, settings)
+                model = models.shape_only(config, settings, attention)
+                model.config.use_cache = False
+        else:
+            model, note = _from_factory(config, precision)
+            if model is None:
+                return ModelFacts(note=note)
+        if within is not None:
+            require_document_attention(model, within)
+        if config.init_from is not None:
+            with torch.device("meta"):
                 require_fit(config, model)
-            return ModelFacts(
-                num_embeddings=_num_embeddings(model), scalars=_scalars(model), size=_size(model)
-            )
-        function = models.find_factory(config)
+        size = _size(model)
+        forward = Forward()
+        if size.frozen < size.parameters:
+            table = _num_embeddings(model) or _largest_table(model) or size.vocab
+            is_small = max(size.parameters, seq_len * table) * 4 <= _SMALL_BYTES
+
+            def on_cpu() -> Any:
+                if not is_small:
+                    return None
+                return models.bare_model(config, precision, 0, torch.device("cpu"))
+
+            forward = try_forward(model, _name(config), seq_len, within is not None, on_cpu)
+    known = _num_embeddings(model)
+    return ModelFacts(
+        num_embeddings=known,
+        largest_table=None if known or config.factory is None else _largest_table(model),
+        num_logits=forward.vocab,
+        scalars=_scalars(model),
+        size=size,
+        note=forward.note,
+    )
+
+
+def _from_factory(config: ModelConfig, precision: str) -> tuple[Any, str]:
+    """The factory's model without its weights, or with them where it needs values; None where it cannot be
+    built here, with a note that says why.
+    """
+    import torch
+
+    from orchestrator.trainer import model as models
+    from orchestrator.trainer.factory_output import is_of_this_machine, refused, require_state
+
+    name, function = _name(config), models.find_factory(config)
+    try:
+        with torch.device("meta"):
+            made = function(**config.factory_args)
+    except Exception as error:  # noqa: BLE001  it may well work on a real device
+        reason = f"{type(error).__name__}: {error}"
         try:
             made = function(**config.factory_args)
-        except Exception as error:  # noqa: BLE001  it may well work on a real device
-            return ModelFacts(
-                note=f"model.factory={config.factory} does not work on torch's meta device "
-                f"({type(error).__name__}: {error}): whether it gives a model shows when the workers call it"
+        except Exception as again:
+            if isinstance(again, _MISTAKES) and not is_of_this_machine(again):
+                raise refused(f"{name} raises {type(again).__name__}: {again}; correct it") from again
+            return None, (
+                f"{name} does not work on torch's meta device ({reason}), nor on this machine's CPU "
+                f"({type(again).__name__}: {again}): whether it gives a model shows when the workers call it"
             )
-        module = models.made_by_factory(config, made)
-        if within is not None:
-            require_document_attention(module, within)
-        if config.init_from is not None:
-            require_fit(config, module)
-    known = _num_embeddings(module)
-    tables = [each.num_embeddings for each in module.modules() if isinstance(each, torch.nn.Embedding)]
-    largest = None if known else max(tables, default=None)
-    return ModelFacts(
-        num_embeddings=known, largest_table=largest, scalars=_scalars(module), size=_size(module)
-    )
+    model = models.made_by_factory(config, made)
+    models.cast_state(model, models.weights_dtype(precision))
+    require_state(model, name)
+    return model, ""
+
+
+def _name(config: ModelConfig) -> str:
+    """The model's field of the configuration, for messages."""
+    for field in ("factory", "pretrained"):
+        if (value := getattr(config, field)) is not None:
+            return f"model.{field}={value}"
+    return f"model.config of type {(config.config or {}).get('model_type')}"
+
+
+def _largest_table(model: Any) -> int | None:
+    from torch import nn
+
+    return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=None)
 
 
 def _scalars(model: Any) -> tuple[str, ...]:
@@ -242,10 +324,22 @@ def _main() -> None:
     try:
         config = ModelConfig.model_validate_json(json.dumps(given.pop("model")))
         with paused_gc():
+            import torch  # noqa: F401  what it takes itself does not count
+
+            _limit_memory()
             answer = asdict(_build(config, **given))
     except OrchestratorError as error:
-        answer = {"refused": str(error)}
+        answer = {"refused": str(error), "code": error.code}
     sys.stdout.write("\n" + json.dumps(answer) + "\n")
+
+
+def _limit_memory() -> None:
+    """From here on larger allocations fail with a Python error, where the system can say what is used now."""
+    with suppress(OSError, ValueError, StopIteration):
+        with open("/proc/self/status") as status:
+            used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY_BYTES, hard))
 
 
 if __name__ == "__main__":

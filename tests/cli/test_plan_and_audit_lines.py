@@ -100,6 +100,16 @@ def test_a_plan_names_the_machine_where_this_one_lacks_the_gpus(
     assert elsewhere.where == plan(tiny_config({})).where == ""
 
 
-def test_a_plan_says_that_it_has_not_tried_the_model(tiny_config: Any) -> None:
-    lines = plan_lines(plan(tiny_config({})))
-    assert "  the model is not tried: `orchestrator train --dry-run` does" in lines
+def test_a_plan_refuses_a_model_that_cannot_take_its_samples(tiny_config: Any) -> None:
+    gpt2 = {
+        "model_type": "gpt2",
+        "vocab_size": 1000,
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 5,
+    }
+    found = plan(tiny_config({"model.config": gpt2}))
+    assert found.action == "refuse"
+    (refusal,) = found.refusals
+    assert "takes samples of at most 5 tokens" in refusal

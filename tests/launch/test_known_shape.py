@@ -56,10 +56,12 @@ def test_what_cannot_be_read_is_left_to_whoever_builds_the_model(tmp_path: Path,
 EXPERTS = {**SEVEN_B, "model_type": "mixtral", "num_local_experts": 2, "num_hidden_layers": 22}
 SCALED = """
 import torch
-class Scaled(torch.nn.Linear):
+class Scaled(torch.nn.Embedding):
     def __init__(self):
         super().__init__(1 << 20, 1 << 13)
         self.scale = torch.nn.Parameter(torch.ones(()))
+    def forward(self, input_ids):
+        return super().forward(input_ids) * self.scale
 """
 
 

@@ -38,30 +38,41 @@ def with_model(**model: Any) -> JobConfig:
 # It asks for values, which the meta device has not.
 FACTORY = """
 import torch
-def read_by_itself():
-    layer = torch.nn.Linear(2, 2)
-    layer.weight.tolist()
-    return layer
+def read_by_itself(too_much=False):
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 2), torch.nn.Linear(2, 9))
+    model[0].weight.tolist()
+    if too_much:
+        torch.empty(1 << 40)
+    return model
 """
 
 
 # It has a parameter without dimensions.
 SCALED = """
 import torch
-class Scaled(torch.nn.Linear):
+class Scaled(torch.nn.Embedding):
     def __init__(self):
-        super().__init__(2, 2)
+        super().__init__(99, 99)
         self.scale = torch.nn.Parameter(torch.ones(()))
+    def forward(self, input_ids):
+        return super().forward(input_ids) * self.scale
 """
 
 
 TABLES = """
 import torch
-def silent():
-    return torch.nn.Sequential(torch.nn.Embedding(99, 8), torch.nn.Embedding(16, 8))
+class Tables(torch.nn.Module):
+    def __init__(self, logits=100):
+        super().__init__()
+        self.ids, self.places = torch.nn.Embedding(99, 8), torch.nn.Embedding(16, 8)
+        self.head = torch.nn.Linear(8, logits, bias=False)
+    def forward(self, input_ids):
+        return self.head(self.ids(input_ids) + self.places(torch.arange(input_ids.shape[1])))
+def silent(logits=100):
+    return Tables(logits)
 def says():
-    model = silent()
-    model.get_input_embeddings = lambda: model[0]
+    model = Tables()
+    model.get_input_embeddings = lambda: model.ids
     return model
 """
 
@@ -69,7 +80,7 @@ def says():
 @pytest.mark.parametrize("config", [LLAMA, GEMMA2, {**LLAMA, "num_hidden_layers": 100, "hidden_size": 65536}])
 def test_a_model_that_can_be_built_is_tried_without_its_weights(config):
     facts = try_model(with_model(config=config))
-    assert replace(facts, size=None) == ModelFacts(num_embeddings=VOCABULARY)
+    assert replace(facts, size=None) == ModelFacts(num_embeddings=VOCABULARY, num_logits=VOCABULARY)
 
 
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "tie_word_embeddings": False}
@@ -102,6 +113,11 @@ class Frozen(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
         if scale:
             self.scale = torch.nn.Parameter(torch.ones(()))
+    def forward(self, input_ids):
+        states = self.table(input_ids)
+        for block in self.blocks:
+            states = block(states)
+        return states @ self.table.weight.T
 """
 
 
@@ -249,14 +265,15 @@ def test_a_pretrained_folder_is_tried_with_its_own_configuration_and_must_hold_s
 def test_a_factory_is_called_where_the_driver_would_find_it_and_what_cannot_be_tried_is_said(
     tmp_path, monkeypatch, warm
 ):
-    with python_is(warm):
-        assert try_model(with_model(factory="torch.nn:Identity")) == ModelFacts(size=ModelSize())
     (tmp_path / "our_models.py").write_text(FACTORY)
     monkeypatch.syspath_prepend(tmp_path)
-    facts = try_model(with_model(factory="our_models:read_by_itself"))
-    note = facts.note
-    assert facts.size is None
-    assert "model.factory=our_models:read_by_itself does not work on torch's meta device" in note
+    with python_is(warm):
+        assert try_model(with_model(factory="torch.nn:Identity")) == ModelFacts(size=ModelSize())
+        built = try_model(with_model(factory="our_models:read_by_itself"))
+        large = try_model(with_model(factory="our_models:read_by_itself", factory_args={"too_much": True}))
+    assert (built.num_logits, built.note) == (9, ""), "it is small, so it was built with its weights"
+    assert (large.size, large.num_logits) == (None, None)
+    assert "model.factory=our_models:read_by_itself does not work on torch's meta device" in large.note
 
 
 @pytest.mark.usefixtures("begun_warm")
@@ -264,17 +281,21 @@ def test_the_vocabulary_of_a_factorys_model_is_looked_at_where_that_says_it(tmp_
     (tmp_path / "small_models.py").write_text(TABLES)
     monkeypatch.syspath_prepend(tmp_path)
     says = with_model(factory="small_models:says")
-    size = ModelSize(parameters=115 * 8, rest=115 * 8)
-    assert try_model(says) == ModelFacts(num_embeddings=99, size=size)
+    size = ModelSize(parameters=215 * 8, rest=215 * 8)
+    assert try_model(says) == ModelFacts(num_embeddings=99, num_logits=100, size=size)
     fresh = plan_resume(says, {}, None)
     assert require_model(says, fresh, 99) == ()
     with pytest.raises(ConfigError, match=r"model\.factory=small_models:says embeds 99 ids, .* has 100"):
         require_model(says, fresh, 100)
     silent = with_model(factory="small_models:silent")
-    assert try_model(silent) == ModelFacts(largest_table=99, size=size)
+    assert try_model(silent) == ModelFacts(largest_table=99, num_logits=100, size=size)
     assert require_model(silent, fresh, 99) == ()
     (note,) = require_model(silent, fresh, 100)
     assert "the largest torch.nn.Embedding of model.factory=small_models:silent has 99 rows" in note
+    fewer = with_model(factory="small_models:silent", factory_args={"logits": 98})
+    with pytest.raises(ConfigError, match="98 ids, .* has 99") as refused:
+        require_model(fewer, fresh, 99)
+    assert refused.value.code == "model.vocabulary"
 
 
 @pytest.mark.usefixtures("begun_warm")
