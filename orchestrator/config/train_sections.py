@@ -20,8 +20,8 @@ class ModelConfig(Section):
         str | None,
         same("package.module:function, or null", pattern=FUNCTION),
     ] = None
-    """`package.module:function` that returns the model; `plan` and a new run's start try it on torch's meta
-    device.
+    """`package.module:function` that returns the model; `plan` and a new run's start build it on torch's meta
+    device and call it once (docs/howto/factories.md).
     """
     factory_args: Annotated[dict[str, Any], same("a mapping of arguments")] = Field(default_factory=dict)
     """Keyword arguments of the factory."""

@@ -13,6 +13,7 @@ from orchestrator.elastic.failure_budget import Failure
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.history.claim_files import UnreadableFile
 from orchestrator.history.claims import Claim, ClaimParent, ForkedFrom
+from orchestrator.history.code_record import Code
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.manifests import SourceLists
 from orchestrator.planning.parallel_choice import ParallelChoice
@@ -85,7 +86,8 @@ class Attempt:
     is held up to `history_saved_to` tokens (see `history.saved_history`). `skip` is what the claim leaves out
     after the point, whose cursor stands after it here. `sources` say which lists are read in which epoch: the
     point's cursor stands in them; `restart` asked for a new start of some. `parallel` says how the state is
-    divided (None: nothing is trained, or nobody said). `found` is for whoever begins, `earlier` for a
+    divided (None: nothing is trained, or nobody said), `code` which files the functions of the configuration
+    lie in (empty: not recorded). `found` is for the process that begins the attempt, `earlier` for a
     restarted coordinator.
     """
 
@@ -109,6 +111,7 @@ class Attempt:
     sources: tuple[SourceLists, ...] = ()
     restart: RestartRequest | None = None
     parallel: ParallelChoice | None = None
+    code: Mapping[str, Code] = field(default_factory=dict)
     found: StartFindings = StartFindings()
     earlier: EarlierCoordinator = EarlierCoordinator()
 

@@ -40,6 +40,7 @@ def note_beginning(
         config=dict(config),
         forked_from=encode(attempt.forked_from) if attempt.forked_from else None,
         parallel=encode(attempt.parallel) if attempt.parallel else None,
+        code={field: encode(code) for field, code in attempt.code.items()} or None,
     )
     for record in attempt.found.brought:
         journal.step(record)

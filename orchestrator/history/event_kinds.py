@@ -30,7 +30,7 @@ class EventKind(StrEnum):
     # ---- the attempt
     ATTEMPT = (
         *("attempt", "launch", "why", "command", "host", "version"),
-        *("pid", "machine", "pid_start", "config", "forked_from", "parallel"),
+        *("pid", "machine", "pid_start", "config", "forked_from", "parallel", "code"),
     )
     END = "end", "outcome", "reason", "by"
     FAILURE = "failure", "step", "reason"

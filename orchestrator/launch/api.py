@@ -25,6 +25,7 @@ from orchestrator.errors import (
     StorageError,
 )
 from orchestrator.history.beginnings import newest_choice
+from orchestrator.history.code_record import changes
 from orchestrator.history.loggers import require_loggers
 from orchestrator.launch import busy_watch, claiming, fitting, looking_ahead, older_point
 from orchestrator.launch import start as starting
@@ -160,7 +161,10 @@ def _on_cluster(
     limits = fitting.limits_of(job)
     sized, facts = _measured(job, storage, at.plan)
     here = fitting.divided_here(sized, limits)
-    for note in require_model(job, at.plan, at.spec.vocab_size, facts):
+    for note in (
+        *require_model(job, at.plan, at.spec.vocab_size, facts),
+        *changes(storage, at.store.claim_numbers(), job),
+    ):
         progress.say(note)
     cpus = limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers
     heard = partial(progress.foreign, "Ray")

@@ -21,6 +21,7 @@ from orchestrator.errors import OrchestratorError, RefusedError, text_of
 from orchestrator.faults import hook
 from orchestrator.history.claim_files import FORK, JOURNAL, RESUME, REWIND, START
 from orchestrator.history.claims import Claim
+from orchestrator.history.code_record import code_of
 from orchestrator.history.heartbeat import beating
 from orchestrator.history.request_files import asker
 from orchestrator.launch.start import find_run
@@ -68,7 +69,7 @@ def claimed(
     with claiming(store, run.id, watched + 1, why, process) as made:
         hook(fault_plan)("claim_made", -1, -1)
         attempt, plan = begin_launch(store, job, made, run, spec, drawn, known, each)
-        yield replace(attempt, command=command, parallel=parallel), plan
+        yield replace(attempt, command=command, parallel=parallel, code=code_of(job)), plan
 
 
 @contextmanager

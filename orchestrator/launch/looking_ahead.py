@@ -29,6 +29,7 @@ from orchestrator.coordinator.survey import (
 )
 from orchestrator.errors import RefusedError, ResumePointError, UnreachableNodeError
 from orchestrator.history.claims import ForkedFrom
+from orchestrator.history.code_record import changes
 from orchestrator.history.sentences import count
 from orchestrator.launch.announcing import data_have_ended
 from orchestrator.launch.nested_runs import refuse_inside
@@ -156,7 +157,7 @@ def _notes(
     fast: bool,
 ) -> list[str]:
     """What else is to be said of what is continued."""
-    notes = []
+    notes = changes(store.storage, store.claim_numbers(), job)
     if point is None and job.model.init_from is not None:
         from orchestrator.resume.init_weights import weights_sentence
 

@@ -29,6 +29,7 @@ from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.faults import hook
 from orchestrator.history import sentences
+from orchestrator.history.code_record import changes
 from orchestrator.json_form import decode, encode
 from orchestrator.launch import announcing, busy_watch, claiming, looking_ahead, stop_signals
 from orchestrator.launch import start as starting
@@ -296,7 +297,10 @@ def _look(
         plan = looking_ahead.look_before_start(store, job, spec, watched, say)
         if looking_ahead.reached(plan):
             return spec, plan, 0
-        for note in require_model(job, plan, spec.vocab_size):
+        for note in (
+            *require_model(job, plan, spec.vocab_size),
+            *changes(storage, store.claim_numbers(), job),
+        ):
             say(note)
         return spec, plan, watched()
 

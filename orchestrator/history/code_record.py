@@ -1,0 +1,193 @@
+"""The code of a user's functions (`model.factory`): which files it lies in, what an attempt recorded of them,
+and what changed since.
+
+Files are found and read, and nothing is imported. It decides nothing: a change is reported, not refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from orchestrator.config.schema import JobConfig
+from orchestrator.errors import OrchestratorError
+from orchestrator.history.beginnings import beginning_of
+from orchestrator.json_form import decode
+from orchestrator.storage.files import Storage
+
+_MAX_FILES = 200  # modules that are followed
+_NAMED = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Code:
+    """A function `package.module:name` and the files of its code: paths relative to the folder that Python
+    found the package in, each with the blake3 of its content.
+    """
+
+    name: str
+    files: dict[str, str]
+
+
+def functions_of(job: JobConfig) -> dict[str, str]:
+    """The fields of a configuration that name a user's function, with their values."""
+    return {} if job.model.factory is None else {"model.factory": job.model.factory}
+
+
+def code_of(job: JobConfig) -> dict[str, Code]:
+    """The code of each of `functions_of` that has a source file here."""
+    found = {field: Code(name=name, files=files_of(name)) for field, name in functions_of(job).items()}
+    return {field: code for field, code in found.items() if code.files}
+
+
+def files_of(name: str) -> dict[str, str]:
+    """The files of the module of `package.module:name` and of the modules that it imports, directly or not,
+    from the same folder of `sys.path` (or the current one): path → digest. Of an installed package the
+    module's own file alone. Empty if there is no source file.
+
+    Imports are read from the text: those by `importlib`, and files that are read, are not found.
+    """
+    module = name.partition(":")[0]
+    own = _source_of(module)
+    if own is None:
+        return {}
+    root = own.parents[module.count(".") + (own.name == "__init__.py")]
+    queue, files = [module], dict[str, str]()
+    seen = {module}
+    while queue and len(files) < _MAX_FILES:
+        each = queue.pop(0)
+        source = _source_of(each)
+        if source is None or not source.is_relative_to(root):
+            continue
+        try:
+            content = source.read_bytes()
+        except OSError:
+            continue
+        files[source.relative_to(root).as_posix()] = blake3(content).hexdigest()
+        if not _is_installed(root):
+            new = [m for m in _imports(each, content, source) if m not in seen and not _is_ours(m)]
+            seen.update(new)
+            queue += new
+    return dict(sorted(files.items()))
+
+
+def changes(storage: Storage, attempts: Sequence[int], job: JobConfig) -> list[str]:
+    """For people: what of the code of `job` differs from what the newest attempt that recorded it had. What
+    no attempt recorded counts as unchanged. Raises `StorageError`.
+    """
+    now = code_of(job)
+    notes = []
+    for number in sorted(attempts, reverse=True):
+        if not now:
+            break
+        recorded = _recorded(beginning_of(storage, number) or {})
+        for field in [field for field in now if field in recorded]:
+            before, code = recorded[field], now.pop(field)
+            if before.name == code.name and (files := _different(before.files, code.files)):
+                more = f" and {len(files) - _NAMED} more" if files[_NAMED:] else ""
+                notes.append(
+                    f"warning: the code of {field}={code.name} is not what attempt {number} trained with: "
+                    f"{', '.join(files[:_NAMED])}{more}; the run continues with the code as it is now"
+                )
+    return notes
+
+
+# ---------------------------------------------------------------------------------------------------- inside
+def _recorded(fields: Mapping[str, object]) -> dict[str, Code]:
+    """What the event `attempt` says; what cannot be read counts as not recorded."""
+    code = fields.get("code")
+    try:
+        if not isinstance(code, dict):
+            return {}
+        return {field: decode(Code, value, "the event `attempt`") for field, value in code.items()}
+    except OrchestratorError:
+        return {}
+
+
+def _different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Names of files that are new, gone or changed."""
+    return [
+        f"{name} ({'changed' if name in before and name in now else 'new' if name in now else 'gone'})"
+        for name in sorted({**before, **now})
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _source_of(module: str) -> Path | None:
+    """The source file of a module, found without importing it or its packages."""
+    places = [Path(place) for place in (*filter(None, sys.path), os.getcwd())]
+    found: Path | None = None
+    first, *inside = module.split(".")
+    for number, part in enumerate((first, *inside)):
+        found, below = _in_places(part, places)
+        if found is None and not below and not number:
+            found, below = _by_finders(part)
+        if found is None and not below:
+            return None
+        places = below
+    return found
+
+
+def _in_places(part: str, places: Sequence[Path]) -> tuple[Path | None, list[Path]]:
+    """The source file of a module or package in the first of these folders that has one, and where the
+    package's modules lie; of a package without a file all its folders.
+    """
+    spaces = []
+    for place in places:
+        folder = place / part
+        if (package := folder / "__init__.py").is_file():
+            return package.resolve(), [folder]
+        if (source := place / f"{part}.py").is_file():
+            return source.resolve(), []
+        if folder.is_dir():
+            spaces.append(folder)
+    return None, spaces
+
+
+def _by_finders(name: str) -> tuple[Path | None, list[Path]]:
+    """As `_in_places`, of a package that is found otherwise, as one that is installed editable."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None, []
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None, []
+    return Path(spec.origin).resolve(), [Path(place) for place in spec.submodule_search_locations or ()]
+
+
+def _is_ours(module: str) -> bool:
+    """Whether the module is one of this package, whose version an attempt records."""
+    return module.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _is_installed(root: Path) -> bool:
+    paths = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")}
+    return root in paths
+
+
+def _imports(module: str, content: bytes, source: Path) -> Iterator[str]:
+    """The names of modules that a module's text may import, and their packages."""
+    try:
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError):
+        return
+    package = module if source.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)] if base else []
+        for name in names:
+            parts = name.split(".")
+            yield from (".".join(parts[: number + 1]) for number in range(len(parts)))
