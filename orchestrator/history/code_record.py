@@ -24,6 +24,7 @@ from orchestrator.json_form import decode
 from orchestrator.storage.files import Storage
 
 _MAX_FILES = 200  # modules that are followed
+_MAX_ATTEMPTS = 20  # the newest, whose journals are opened
 _NAMED = 5
 
 
@@ -81,11 +82,11 @@ def files_of(name: str) -> dict[str, str]:
 
 def changes(storage: Storage, attempts: Sequence[int], job: JobConfig) -> list[str]:
     """For people: what of the code of `job` differs from what the newest attempt that recorded it had. What
-    no attempt recorded counts as unchanged. Raises `StorageError`.
+    none of the 20 newest attempts recorded counts as unchanged. Raises `StorageError`.
     """
     now = code_of(job)
     notes = []
-    for number in sorted(attempts, reverse=True):
+    for number in sorted(attempts, reverse=True)[:_MAX_ATTEMPTS]:
         if not now:
             break
         recorded = _recorded(beginning_of(storage, number) or {})

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import orjson
 
 from orchestrator.config.stored import in_todays_fields
 from orchestrator.config.train_sections import ModelConfig
-from orchestrator.data.frozen import TOKENIZER_FOLDER, read_frozen
+from orchestrator.data.frozen import read_frozen
 from orchestrator.data.tokens.resolved import as_given
 from orchestrator.data.tokens.tokenizer_files import examine, id_of
 from orchestrator.errors import RefusedError, ResumePointError, StorageError
@@ -197,11 +197,9 @@ def _plain(tensors: PointTensors, entry: SavedTensor, dtype: str | None) -> Piec
 
 
 def _tokenizer(store: RunStore) -> dict[str, bytes]:
-    """The files that the run has frozen, as they were given."""
-    storage = store.storage
-    names: Iterable[str] = storage.list(TOKENIZER_FOLDER)
-    files = {name: storage.read(f"{TOKENIZER_FOLDER}/{name}") for name in names if TEMPORARY not in name}
-    return as_given(files)
+    """The files that the run has frozen, as they were given, and no others that lie beside them."""
+    frozen = read_frozen(store.storage)
+    return {} if frozen is None else as_given(dict(frozen.tokenizer_files))
 
 
 def _special_ids(store: RunStore, config: Mapping[str, Any]) -> dict[str, int | None]:

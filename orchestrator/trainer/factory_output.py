@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from orchestrator.errors import ConfigError
 from orchestrator.parts.dtypes import SAFETENSORS
@@ -48,7 +48,7 @@ def _unholdable(value: object, is_own: bool) -> str:
             f"is a {type(value).__name__} that is neither parameter nor buffer; remove the module's "
             "get_extra_state, or register a buffer"
         )
-    if isinstance(value, UninitializedTensorMixin):
+    if is_lazy(value):
         return "has no shape yet (a lazy module); call the model once before the factory returns it"
     if value.layout is not torch.strided:
         return f"has the layout {value.layout}; use a dense tensor"
@@ -71,7 +71,7 @@ def _sharing_memory(held: Mapping[str, Tensor]) -> list[str]:
         last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         first = tensor.storage_offset() * tensor.itemsize
         end = first + (last + 1) * tensor.itemsize
-        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((first, end, name))
+        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((int(first), int(end), name))
     return [
         f"{other} shares memory with {name}, but is another tensor: training on one worker and on several "
         f"would differ; tie them by assigning the same Parameter to both, or clone one"

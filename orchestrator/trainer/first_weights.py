@@ -60,6 +60,9 @@ def require_fit(config: ModelConfig, model: nn.Module) -> None:
     """
     where = str(config.init_from)
     wanted, held = wanted_by(config, model), held_in(where)
+    if config.factory is None and not is_point(where):
+        # what is tied may be there twice: with other values it would not be tied (`stored_ties`)
+        held = {name: shape for name, shape in held.items() if name in wanted or name not in _aliases(model)}
     problems = [f"  missing: {name} {_shape(wanted[name])}" for name in sorted(set(wanted) - set(held))]
     problems += [f"  unexpected: {name} {_shape(held[name])}" for name in sorted(set(held) - set(wanted))]
     problems += [
@@ -74,6 +77,14 @@ def require_fit(config: ModelConfig, model: nn.Module) -> None:
             "differ; "
             f"give the model's own architecture, or leave init_from out\n{lines}"
         )
+
+
+def _aliases(model: nn.Module) -> set[str]:
+    """Names of tensors of the state that come after another name of the same tensor."""
+    from orchestrator.trainer.state import own_tensors
+
+    held = dict(model.state_dict(keep_vars=True))
+    return set(held) - {name for name, _ in own_tensors(held)}
 
 
 def fill(

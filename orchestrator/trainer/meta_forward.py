@@ -35,7 +35,7 @@ def without_weights() -> Iterator[None]:
     Raises `BeyondTableError` if a known index is beyond what it selects from, and in most cases
     `UnknownValueError` where a value is needed that is not known. Leaves torch's generator as it was.
     """
-    with torch.random.fork_rng(devices=[]), _WithoutWeights():
+    with torch.random.fork_rng(devices=[]), _WithoutWeights():  # type: ignore[no-untyped-call]
         yield
 
 

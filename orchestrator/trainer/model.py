@@ -260,11 +260,16 @@ def _plain(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".") if not isinstance(error, KeyError) else repr(error)
 
 
-def shape_only(config: ModelConfig, settings: Any, attention: str | None) -> nn.Module:
-    """A transformers model without its weights, for torch's meta device. Raises `ConfigError`, also if
-    `model.pretrained` has no safetensors.
+def shape_only(
+    config: ModelConfig, settings: Any, attention: str | None, names: Collection[str] | None = None
+) -> nn.Module:
+    """A transformers model without its weights, for torch's meta device. It is tied as a state is that has
+    tensors of these names, else as the files of weights are that it begins with. Raises `ConfigError`, also
+    if `model.pretrained` has no safetensors.
     """
     from transformers import AutoModelForCausalLM
+
+    from orchestrator.trainer.stored_ties import follow_files, follow_names
 
     with naming_model(config):
         reads = config.pretrained is not None and config.init_from is None
@@ -273,6 +278,10 @@ def shape_only(config: ModelConfig, settings: Any, attention: str | None) -> nn.
         model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             settings, attn_implementation=attention
         )
+    if names is None:
+        follow_files(config, model)
+    else:
+        follow_names(model, names)
     return model
 
 
@@ -288,6 +297,7 @@ def _from_transformers(
     from transformers import AutoModelForCausalLM
 
     from orchestrator.trainer.opened_model import open_model
+    from orchestrator.trainer.stored_ties import follow_files, keep_in_float32
 
     model: Any
     missing: Collection[str] = ()
@@ -299,6 +309,9 @@ def _from_transformers(
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 settings, dtype=dtype, attn_implementation=attention
             )
+    if config.init_from is not None:  # what the files will make of it
+        keep_in_float32(model, dtype)
+        follow_files(config, model)
     if missing:
         raise _lacking(str(config.pretrained), sorted(map(str, missing)))
     model.config.use_cache = False

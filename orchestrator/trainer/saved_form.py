@@ -7,9 +7,11 @@ weights.
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +22,14 @@ from torch import Tensor
 from orchestrator.errors import ResumePointError
 from orchestrator.trainer.model import (
     GENERATION,
+    SETTINGS,
     naming_model,
     settings_folder,
     shape_only,
     transformers_settings,
 )
 from orchestrator.trainer.state import own_tensors, tensor_bytes
+from orchestrator.trainer.stored_ties import kept_in_float32, note_ties
 
 if TYPE_CHECKING:
     from orchestrator.config.train_sections import ModelConfig
@@ -64,7 +68,8 @@ class SavedForm:
         self._dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
         with torch.device("meta"):
             settings, attention = transformers_settings(config, "cpu", False)
-            self._model: Any = shape_only(config, settings, attention)
+            self._model: Any = shape_only(config, settings, attention, tensors)
+        self._is_kept = kept_in_float32(self._model, self._dtype)
         self._saved_names = self._names(tensors)
         self.groups = self._grouped(tensors)
         self.files = self._files(config, tensors, special_ids or {})
@@ -74,7 +79,7 @@ class SavedForm:
     ) -> dict[str, Any]:
         """The bytes of what a group becomes, by name. `data`: bytes, type and shape of each name."""
         found = {self._saved_names[name]: _tensor(*data[name]) for name in group.names}
-        made = {name: cast(tensor, self._dtype) for name, tensor in self._converted(found).items()}
+        made = {name: self._cast(name, tensor) for name, tensor in self._converted(found).items()}
         return {name: tensor_bytes(tensor) for name, tensor in made.items()}
 
     def renames(self, tensors: Shapes) -> dict[str, str] | None:
@@ -136,9 +141,13 @@ class SavedForm:
     ) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
         made = self._converted({self._saved_names[name]: meta[name] for name in names})
         return tuple(
-            (name, str(cast(t, self._dtype).dtype).removeprefix("torch."), tuple(t.shape))
+            (name, str(self._cast(name, t).dtype).removeprefix("torch."), tuple(t.shape))
             for name, t in made.items()
         )
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        """`cast`, but for what transformers keeps in float32."""
+        return tensor if self._is_kept(name) else cast(tensor, self._dtype)
 
     def _converted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """What transformers makes of them when it saves: some architectures are saved in another cut than
@@ -162,11 +171,12 @@ class SavedForm:
             if config.pretrained is None and name not in given
         }
         for name, number in missing.items():
-            setattr(model.config, name, number)
+            with suppress(Exception):  # some types of configurations require a number: theirs stays
+                setattr(model.config, name, number)
             if getattr(model, "generation_config", None) is not None:
                 setattr(model.generation_config, name, number)
-        kinds = {dtype for dtype, _ in tensors.values() if getattr(torch, dtype).is_floating_point}
-        model.config.dtype = str(self._dtype).removeprefix("torch.") if self._dtype else kinds.pop()
+        model.config.dtype = str(self._dtype).removeprefix("torch.") if self._dtype else main_dtype(tensors)
+        note_ties(model)
         model.config.architectures = [type(model).__name__]
         with naming_model(config), tempfile.TemporaryDirectory() as folder:
             model.config.save_pretrained(folder)
@@ -176,7 +186,23 @@ class SavedForm:
                     (Path(folder) / GENERATION).write_bytes(own.read_bytes())
                 else:
                     model.generation_config.save_pretrained(folder)
-            return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+            paths = [Path(folder) / name for name in (SETTINGS, GENERATION)]
+            return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+def main_dtype(tensors: Shapes) -> str:
+    """The floating-point type that most numbers of these tensors have, the first by name of several."""
+    sizes: dict[str, int] = {}
+    for dtype, shape in tensors.values():
+        if getattr(torch, dtype).is_floating_point:
+            sizes[dtype] = sizes.get(dtype, 0) + math.prod(shape)
+    return max(sorted(sizes), key=sizes.__getitem__)
+
+
+def shapes_of(model: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of each tensor of the model's state, by name."""
+    own = own_tensors(dict(model.state_dict(keep_vars=True)))
+    return {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in own}
 
 
 def renames(config: ModelConfig, own: Mapping[str, Tensor]) -> dict[str, str] | None:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.train_sections import ModelConfig
-from orchestrator.errors import ConfigError, OrchestratorError
+from orchestrator.errors import ConfigError, OrchestratorError, StorageError
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.memory import ModelSize
 from orchestrator.trainer.known_keys import require_known_keys
@@ -98,7 +98,7 @@ def try_model(job: JobConfig) -> ModelFacts:
     the workers, and `note` says so. Pretrained weights are not read, but looked for.
     """
     use_gpu = job.cluster.use_gpu
-    task = {
+    task: dict[str, Any] = {
         "device_type": "cuda" if use_gpu else "cpu",
         "invariant": not job.train.is_fast(use_gpu),
         # of samples of this length tokens attend to their own document alone; None: to the whole sample
@@ -213,6 +213,8 @@ def _build(
         if config.init_from is not None:
             with torch.device("meta"):
                 require_fit(config, model)
+        if config.factory is None:
+            _require_export(config, model)
         size = _size(model)
         forward = Forward()
         if size.frozen < size.parameters:
@@ -234,6 +236,22 @@ def _build(
         size=size,
         note=forward.note,
     )
+
+
+def _require_export(config: ModelConfig, model: Any) -> None:
+    """Raises `ConfigError` if what is trained could not be exported."""
+    from orchestrator.trainer.saved_form import SavedForm, shapes_of
+
+    try:
+        SavedForm(config, shapes_of(model), None, {"bos_token_id": None, "eos_token_id": None})
+    except StorageError:
+        raise
+    except Exception as error:  # transformers has no common base for what it raises
+        raise ConfigError(
+            f"{_name(config)} can be trained, but not exported: {type(error).__name__}: {error}; the "
+            "installed transformers has no form of it in files: take another model or version",
+            code="model.export",
+        ) from error
 
 
 def _from_factory(config: ModelConfig, precision: str) -> tuple[Any, str]:
@@ -324,8 +342,9 @@ def _main() -> None:
     try:
         config = ModelConfig.model_validate_json(json.dumps(given.pop("model")))
         with paused_gc():
-            import torch  # noqa: F401  what it takes itself does not count
+            import torch  # what it takes itself does not count
 
+            torch.set_num_threads(1)  # each would take memory for its stack
             _limit_memory()
             answer = asdict(_build(config, **given))
     except OrchestratorError as error:

@@ -1,0 +1,112 @@
+"""Tiny architectures of transformers are tried, built alike in every layout, and exported as they trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from orchestrator.config.train_sections import ModelConfig
+from orchestrator.errors import ConfigError
+from orchestrator.resume.export import export_point
+from orchestrator.trainer.model import build_model
+from orchestrator.trainer.saved_form import main_dtype
+from orchestrator.trainer.sharded_state import ShardedState
+from orchestrator.trainer.state import own_tensors
+from orchestrator.trainer.trial import try_model
+from tests.resume.exports import CPU, commit, job, state_of, store_at
+from tests.trainer.architectures import POSITIONS, VOCABULARY, all_types, tiny
+
+FEW = ["llama", "gpt2", "opt", "roberta", "mixtral", "glm4_moe", "ernie4_5_moe", "cwm", "mamba2", "xlnet"]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    ids = torch.arange(4, 28).reshape(2, 12)
+    with torch.no_grad():
+        return model.eval()(ids).logits  # type: ignore[no-any-return]
+
+
+def own(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(own_tensors(model.state_dict(keep_vars=True)))
+
+
+def examine(kind: str, folder: Path, precision: str) -> None:
+    """Raises if one of the ways in which a model is made differs from another."""
+    asked = job({"config": tiny(kind)}, precision=precision)
+    facts = try_model(asked)
+    assert facts.num_logits is not None, facts.note
+    assert facts.num_logits >= VOCABULARY
+    sharded = ShardedState(asked.model, asked.train, CPU, None)
+    values, whole = sharded._first_values(), build_model(asked.model, precision, 0, CPU, True)
+    assert list(own(sharded.model)) == list(own(whole))
+    assert all(torch.equal(values(name), tensor) for name, tensor in own(whole).items())
+    # ---- the export, and what begins with it
+    state, store = state_of(asked), store_at(folder / "run")
+    export_point(store, commit(store, asked, state).name, folder / "out")
+    opened: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "out",
+        dtype="auto",
+        use_cache=False,
+        attn_implementation=state.model.config._attn_implementation,
+    )
+    assert torch.equal(logits(opened), logits(state.model))
+    trained = own(state.model)
+    settings = transformers.AutoConfig.from_pretrained(folder / "out")
+    shapes = {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in trained.items()}
+    assert str(settings.dtype).removeprefix("torch.") == main_dtype(shapes)
+    assert {path.suffix for path in (folder / "out").iterdir()} == {".json", ".safetensors", ""}
+    again = job({"pretrained": str(folder / "out")}, precision=precision)
+    begun = build_model(again.model, precision, 0, CPU, True)
+    skeleton = ShardedState(again.model, again.train, CPU, None).model
+    types = {name: tensor.dtype for name, tensor in own(begun).items()}
+    assert {name: tensor.dtype for name, tensor in own(skeleton).items()} == types
+    assert all(torch.equal(tensor, trained[name].to(tensor.dtype)) for name, tensor in own(begun).items())
+
+
+@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("precision", ["float32", "pure_bf16"])
+def test_a_model_is_the_same_however_it_is_made(kind: str, precision: str, tmp_path: Path) -> None:
+    examine(kind, tmp_path, precision)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("precision", ["float32", "pure_bf16"])
+def test_so_is_every_model_of_transformers_that_can_be_made_small(precision: str, tmp_path: Path) -> None:
+    failed, examined = {}, 0
+    for kind in all_types():
+        try:
+            asked = ModelConfig(config=tiny(kind))
+            with torch.device("meta"):
+                model = build_model(asked, "float32", 0, torch.device("meta"), True)
+            model(torch.zeros(1, 2, dtype=torch.int64, device="meta"))
+        except Exception:  # noqa: BLE001  these sizes do not fit the type
+            continue
+        if sum(parameter.numel() for parameter in model.parameters()) > 1 << 23:
+            continue
+        examined += 1
+        try:
+            examine(kind, tmp_path / kind, precision)
+        except Exception as error:  # noqa: BLE001  all are named at once
+            failed[kind] = f"{type(error).__name__}: {error}"[:200]
+    assert not failed, failed
+    assert examined > 70
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "roberta", "ctrl"])
+def test_learned_positions_that_are_too_few_by_default_are_refused(kind: str) -> None:
+    shape = {key: value for key, value in tiny(kind).items() if key not in POSITIONS.split()}
+    default = getattr(transformers.AutoConfig.for_model(kind), "max_position_embeddings", None) or 256
+    asked = job({"config": shape})
+    longer = asked.model_copy(update={"pack": asked.pack.model_copy(update={"seq_len": default + 1})})
+    with pytest.raises(ConfigError, match="takes samples of at most") as refused:
+        try_model(longer)
+    assert refused.value.code == "model.factory_output"
