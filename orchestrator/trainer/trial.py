@@ -116,6 +116,13 @@ def require_vocabulary(facts: ModelFacts, job: JobConfig, vocab_size: int) -> No
     """Raises `ConfigError` if the tokenizer has ids, `vocab_size` of them, that the model does not embed, or
     of which it gives no logits.
     """
+    if facts.num_embeddings is not None and facts.num_embeddings < vocab_size:
+        raise ConfigError(
+            f"the model of {_where(job)} embeds {facts.num_embeddings} ids, but the tokenizer "
+            f"{job.data.tokenizer} has {vocab_size}; take the model's own tokenizer, or a model of at "
+            f"least {vocab_size} ids",
+            code="model.vocabulary",
+        )
     if facts.num_logits is not None and facts.num_logits < vocab_size:
         raise ConfigError(
             f"the model of {_where(job)} gives logits of {facts.num_logits} ids, but the tokenizer "
@@ -123,14 +130,6 @@ def require_vocabulary(facts: ModelFacts, job: JobConfig, vocab_size: int) -> No
             f"least {vocab_size} ids",
             code="model.vocabulary",
         )
-    if facts.num_embeddings is None or facts.num_embeddings >= vocab_size:
-        return
-    raise ConfigError(
-        f"the model of {_where(job)} embeds {facts.num_embeddings} ids, but the tokenizer "
-        f"{job.data.tokenizer} has {vocab_size}; take the model's own tokenizer, or a model of at "
-        f"least {vocab_size} ids",
-        code="model.vocabulary",
-    )
 
 
 def _where(job: JobConfig) -> str:
