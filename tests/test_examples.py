@@ -29,6 +29,7 @@ from orchestrator.parts.node_folder import read_node
 from orchestrator.resume.export_files import find_exports, read_marker
 from orchestrator.resume.init_weights import weights_sentence
 from orchestrator.resume.quarantine import QuarantineFiles
+from orchestrator.resume.sealed_votes import COMPLETED, REMOVED, decides, read_votes
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal, unseal
@@ -40,6 +41,7 @@ NUMBERED = EXAMPLES / "numbered"
 OLD = ["format2", "numbered"]
 LIMIT_S = 240.0
 REWOUND_TO, ORPHAN, NEWEST = "00000006-a0002-g0001", "00000008-a0002-g0001", "00000010-a0003-g0001"
+UNCOMMITTED = "00000011-a0003-g0001"  # a save of which the vote lies in storage
 POINTS = [REWOUND_TO, ORPHAN, "00000008-a0003-g0001", NEWEST]
 
 
@@ -232,6 +234,10 @@ def test_a_file_of_each_kind_is_read_as_it_was_first_written(kinds: Storage) -> 
     assert (exported.point, exported.run_id) == (NEWEST, run.id)
     events = read_journal(kinds).events
     assert [event.fields["outcome"] for event in events if event.kind == "end"][-1] == "done"
+    (vote,) = read_votes(kinds, UNCOMMITTED, run.id)
+    assert (vote.rank, vote.world_size, vote.records[0].loss, vote.sums["model"]) == (0, 1, 6.5, 0xABC)
+    assert decides(kinds, UNCOMMITTED, COMPLETED)
+    assert not decides(kinds, UNCOMMITTED, REMOVED)
     node = read_node(str(EXAMPLES / "kinds" / "node"))
     assert node is not None
     assert (node.host, node.format) == ("gpu-7", 1)

@@ -44,7 +44,7 @@ from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal, unseal
 from tests.resume.samples import write_vote
-from tests.test_examples import NEWEST, NUMBERED, POINTS, REWOUND_TO, ROOT, kinds_in
+from tests.test_examples import NEWEST, NUMBERED, POINTS, REWOUND_TO, ROOT, UNCOMMITTED, kinds_in
 
 LAUNCH, RUN_ID = "0123456789abcdef", "67b1834f6e2090e6"
 
@@ -105,6 +105,16 @@ SEALED = [
         row="exports/…/EXPORT",
         path=f"exports/{NEWEST}/EXPORT",
         read=lambda s: read_marker(s, f"exports/{NEWEST}"),
+    ),
+    Sealed(
+        row="points/…/votes/00000.json",
+        path=f"points/{UNCOMMITTED}/votes/00000.json",
+        read=lambda s: read_votes(s, UNCOMMITTED, RUN_ID),
+    ),
+    Sealed(
+        row="points/…/DECIDED",
+        path=f"points/{UNCOMMITTED}/DECIDED",
+        read=lambda s: decides(s, UNCOMMITTED, COMPLETED),
     ),
     Sealed(row="<node_folder>/node.json", path="node.json", read=lambda s: make_node(s.root, "")),
 ]

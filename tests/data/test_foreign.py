@@ -217,9 +217,9 @@ def test_a_missing_library_is_named_with_how_to_install_it(
     (tmp_path / "x.model").write_bytes(spm_models["bpe"])
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(ConfigError, match=r"pip install 'orchestrator\[tiktoken\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[tiktoken\]'"):
         fetch(name)
-    with pytest.raises(ConfigError, match=r"pip install 'orchestrator\[sentencepiece\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[sentencepiece\]'"):
         fetch(str(tmp_path / "x.model"))
 
 

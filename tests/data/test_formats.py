@@ -243,12 +243,9 @@ def test_a_prompt_and_its_completion_are_one_document(form: str, tmp_path: Path)
     [
         ({"text": "x"}, "no field `messages`; it has: text"),
         ({"messages": None}, "'messages' is null"),
-        (
-            {"messages": "x"},
-            "'messages' is a JSON string, a list of messages is expected; the record has: messages",
-        ),
+        ({"messages": "x"}, "'messages' is a text and no JSON"),
         ({"messages": []}, "'messages' has no messages"),
-        ({"messages": ["x"]}, "message 1 of 'messages' is a JSON string, an object with a role is expected"),
+        ({"messages": ["x"]}, "message 1 of 'messages' is a text and no JSON"),
         ({"messages": [{"from": "a", "value": "b"}]}, "has no field `role`; it has: from, value"),
         ({"messages": [{"role": 1}]}, "message 1 of 'messages' has the role 1; it has: role"),
     ],
@@ -307,7 +304,7 @@ def test_a_format_whose_package_is_missing_says_how_to_install_it(
 ) -> None:
     write_files(tmp_path, "cbor", [[{"text": "x"}]])
     monkeypatch.setitem(sys.modules, "cbor2", None)
-    with pytest.raises(ConfigError, match=r"needs the package cbor2, .*pip install 'orchestrator\[cbor\]'"):
+    with pytest.raises(ConfigError, match=r"needs the package cbor2, .*pip install -e '\.\[cbor\]'"):
         planned(tmp_path, "cbor", Content())
 
 

@@ -233,7 +233,7 @@ def test_a_start_with_a_logger_that_is_not_installed_is_refused_before_anything_
     monkeypatch.setitem(sys.modules, "trackio", None)
     storage = tmp_path / "runs"
     wanted = ["monitor.loggers=[mlflow, wandb, trackio]", f"run.storage={storage}"]
-    says = r"has wandb, trackio, .*pip install 'orchestrator\[wandb,trackio\]'"
+    says = r"has wandb, trackio, .*pip install -e '\.\[wandb,trackio\]'"
     with pytest.raises(ConfigError, match=says):
         start(job, wanted)
     assert not storage.exists()
