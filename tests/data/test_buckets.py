@@ -310,7 +310,7 @@ def test_keys_come_from_the_profile_where_the_environment_has_none(
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)  # as Python marks what cannot be imported
-    with pytest.raises(ConfigError, match=r"pip install 'orchestrator\[remote\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[remote\]'"):
         list_files("web", "s3://bucket/d", "jsonl")
 
 

@@ -199,11 +199,10 @@ def test_records_of_code_may_be_chats_and_prompts(module: Callable[[str], str]) 
         Conversation(messages=turns, tools=[{"name": "t"}]),
         Conversation(messages=turns),
     ]
-    said = ["a record is str, a mapping is expected", "'messages' is a JSON string, a list of messages"]
-    said += ["its messages are no JSON: Type is not JSON serializable: set", "its messages are no JSON: str"]
-    assert all(str(text).startswith(f"bad: {part}") for text, part in zip(chats[2:], said, strict=True)), (
-        chats
-    )
+    said = ["a record is str, a mapping is expected", "'messages' is a text and no JSON"]
+    said += ["`content` of message 1 of 'messages' is a JSON set", "its messages are no JSON: str"]
+    for text, part in zip(chats[2:], said, strict=True):
+        assert str(text).startswith(f"bad: {part}")
     prompts = [document for _, document in read(planned(f"{name}:prompts", Content(kind="prompt")))]
     assert prompts[0] == Prompted(prompt="a", completion="é")
     assert prompts[1:] == [
