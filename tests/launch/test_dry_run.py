@@ -196,4 +196,3 @@ def test_whatever_is_refused_of_the_data_is_a_refusal_in_json(
         else:
             assert printed.out.startswith("refused: ")
             assert "None" not in printed.out.partition("learning rate")[0]
-            assert printed.out.startswith("refused: ")
