@@ -14,7 +14,6 @@ from fastapi.testclient import TestClient
 import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.coordinator.survey import survey
-from orchestrator.data.sources import frozen_list
 from orchestrator.data.sources.fragments import load_plan
 from orchestrator.errors import ConfigError, NoConditionalCreateError, RefusedError, StorageError
 from orchestrator.launch.doctor_bucket import BucketFacts, judge_bucket
@@ -23,6 +22,7 @@ from orchestrator.monitor.dashboard.app import make_app
 from orchestrator.monitor.run_data import trained_data
 from orchestrator.storage.buckets import forget_buckets
 from orchestrator.storage.files import Storage
+from orchestrator.storage.home import cache_folder
 from orchestrator.storage.open import above, absolute, join, open_storage, split
 from orchestrator.storage.probe import check_bucket
 from tests.storage.model_store import DELETE, Fate, ModelBucket, ModelStore, OverwritingModelStore
@@ -234,7 +234,9 @@ def test_a_frozen_list_in_a_bucket_is_read_once_by_a_machine(
     load_plan.cache_clear()
     open_storage(uri).delete("manifest/made.parquet")
     assert load_plan(reference) == first, "the machine has a copy"
-    (copy,) = frozen_list._cache().iterdir()
+    cache = cache_folder()
+    assert cache is not None
+    (copy,) = (cache / "lists").iterdir()
     copy.write_bytes(copy.read_bytes()[:-1])
     load_plan.cache_clear()
     with pytest.raises(orchestrator.errors.DataIdentityError, match="cannot be read"):
