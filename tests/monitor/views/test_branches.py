@@ -91,7 +91,7 @@ def test_a_fork_that_has_trained_keeps_the_facts_of_what_it_began_with(fork: Liv
     fork.live.journal.flush()
     views = views_of(fork)
     (after,) = views.points()["rows"]
-    assert after["checked"] == "digests", "the launch read it"
+    assert after["checked"] == "sizes", "the launch compared sizes; its workers verify what they load"
     since = ("held", "checked", "checked_at")
     assert {**after, **{name: before[name] for name in since}} == before
     summary = views.summary()
