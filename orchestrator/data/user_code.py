@@ -92,6 +92,11 @@ def reading_only() -> Iterator[None]:
         sys.path = before
 
 
+def is_reading_only() -> bool:
+    """Whether a `reading_only` context is open: names in a run's configuration are not looked up then."""
+    return bool(_reading)
+
+
 _lock = threading.Lock()
 # The modules that were executed here, and of which content of their files.
 _executed: dict[str, tuple[bytes, ModuleType]] = {}

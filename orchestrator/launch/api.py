@@ -326,6 +326,7 @@ def _look_without_code(job: JobConfig, storage: Storage) -> tuple[ResumePlan, Da
     from orchestrator.coordinator.choosing import choose_point, decide, wanted_point
     from orchestrator.coordinator.survey import survey
     from orchestrator.data.code_process import reads_without_code
+    from orchestrator.data.user_code import reading_only
 
     store = RunStore(storage)
     run = starting.find_run(store)
@@ -334,7 +335,8 @@ def _look_without_code(job: JobConfig, storage: Storage) -> tuple[ResumePlan, Da
             f"{job.run.run_uri}: there is no such run; plan a new one with `orchestrator plan`"
         )
     if reads_without_code(job, storage):
-        return _look_ahead(job, storage)
+        with reading_only():
+            return _look_ahead(job, storage)
     seen = survey(store)
     point, damages = choose_point(store, seen, wanted_point(seen, job), fast=True)
     found = decide(store, job, point, (run.identity, run.identity))

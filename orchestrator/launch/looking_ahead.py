@@ -27,6 +27,7 @@ from orchestrator.coordinator.survey import (
     require_journals,
     survey,
 )
+from orchestrator.data.user_code import is_reading_only
 from orchestrator.errors import RefusedError, ResumePointError, UnreachableNodeError
 from orchestrator.history.claims import ForkedFrom
 from orchestrator.history.code_record import changes
@@ -157,7 +158,8 @@ def _notes(
     fast: bool,
 ) -> list[str]:
     """What else is to be said of what is continued."""
-    notes = changes(store.storage, store.claim_numbers(), job)
+    # looking up where code lies imports the packages around it
+    notes = [] if is_reading_only() else changes(store.storage, store.claim_numbers(), job)
     if point is None and job.model.init_from is not None:
         from orchestrator.resume.init_weights import weights_sentence
 
