@@ -173,8 +173,8 @@ class MadeRun:
     def _attempt(self, number: int, why: str, launch: str, at: _State, steps: int) -> _State:
         self.store.claim(number, launch, why, "host", self.run.id)
         parent = at.key
-        if why == RESTARTED and parent is None:
-            parent = None
+        if why == RESTARTED:  # its members hold a newer state than the newest point
+            parent = self._at_point(at.t).key if self.points else None
         parent_file = ClaimParent(
             attempt=number, parent=parent, inherited=tuple(self.points), budgets=self._budgets
         )

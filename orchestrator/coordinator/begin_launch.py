@@ -2,7 +2,7 @@
 write down what it inherits.
 
 The order fences (membership rule 6): the claim is made, then the points are listed, then the parent file is
-written.
+written. All of it is decided from one survey: a point that appears after it is no part of it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from orchestrator.coordinator.skipping import draw_skip, moved, skip_here
 from orchestrator.coordinator.sources import SourcesHere, after_removed, read_as, sources_here
 from orchestrator.coordinator.survey import (
     Survey,
+    decided,
     mean_losses,
     require_frozen,
     require_journals,
@@ -72,10 +73,13 @@ def begin_launch(
     """
     from orchestrator.data.preparing import write_lists
 
-    seen = complete_a_save(store, survey(store), claim.number, run.id)
-    require_frozen(seen, data)
-    require_journals(store, seen)
-    chosen = _choose(store, config, run, claim.number, seen, known, each)
+    def choose(seen: Survey) -> tuple[Survey, _Chosen]:
+        seen = complete_a_save(store, seen, claim.number, run.id)
+        require_frozen(seen, data)
+        require_journals(store, seen)
+        return seen, _choose(store, config, run, claim.number, seen, known, each)
+
+    seen, chosen = decided(store, choose)
     asked = skip_here(config, chosen.point.key if chosen.point else None, seen.parents, seen.lineage)
     info = point_info(store, chosen.point, chosen.origin) if chosen.point else None
     here = sources_here(config, store.storage, info, seen.parents, seen.lineage)

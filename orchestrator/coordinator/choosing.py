@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.coordinator.forking import is_folder, point_info
 from orchestrator.coordinator.sources import SourcesHere
-from orchestrator.coordinator.survey import Survey
+from orchestrator.coordinator.survey import Survey, require_listed
 from orchestrator.errors import RefusedError, WantedPointError
 from orchestrator.history.claims import Origin
 from orchestrator.history.event_kinds import EventKind
@@ -68,8 +68,12 @@ def choose_point(
     known: Sequence[Damage] = (),
     each: Each | None = None,
 ) -> tuple[Point | None, tuple[Damage, ...]]:
-    """See `choose_among`, of what was seen. `known` and `each` as in `PointFiles.healthy_newest`."""
-    return choose_among(store, seen.points, (*seen.lost, *seen.foreign), wanted, fast, known, each)
+    """See `choose_among`, of what was seen. `known` and `each` as in `PointFiles.healthy_newest`. Raises
+    `LatePointError` for a point that was not seen: survey the run again (`survey.decided`).
+    """
+    point, damages = choose_among(store, seen.points, (*seen.lost, *seen.foreign), wanted, fast, known, each)
+    require_listed(seen, point)
+    return point, damages
 
 
 def choose_among(

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from orchestrator.coordinator.attempt import Attempt, EarlierCoordinator, StartFindings
 from orchestrator.coordinator.choosing import choose_point
-from orchestrator.coordinator.survey import Survey, mean_losses, saved_history, survey
+from orchestrator.coordinator.survey import Survey, decided, mean_losses, saved_history
 from orchestrator.elastic.failure_budget import Failure
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.errors import FencedError, ResumePointError
@@ -64,12 +64,12 @@ def _has_journal(store: RunStore, number: int) -> bool:
 
 def _take_up(store: RunStore, first: Attempt, number: int) -> Attempt:
     """What the claim `number` of the launch that began with `first` inherits, written down."""
-    seen = survey(store, with_steps=False)  # its members wait for it
-    point = _newest_point(store, first, seen)
+    # without steps, for its members wait
+    seen, point = decided(store, lambda seen: (seen, _newest_point(store, first, seen)), with_steps=False)
     parent = ClaimParent(
         attempt=number,
         parent=point.key if point else None,
-        inherited=seen.points,
+        inherited=_with(seen.points, point),
         budgets=first.budgets,
         encoders=first.encoders,
         skip=still_due(first.skip, first.parent, point.key if point else None),
@@ -104,6 +104,11 @@ def _newest_point(store: RunStore, first: Attempt, seen: Survey) -> Point | None
     if point is None or (first.parent is not None and point.key <= first.parent):
         return first.point  # its cursor stands after what the launch skips
     return point
+
+
+def _with(points: tuple[str, ...], point: Point | None) -> tuple[str, ...]:
+    """What is inherited: also the point with which the launch began, where storage does not list it now."""
+    return points if point is None or point.name in points else (point.name, *points)
 
 
 def _process_of(store: RunStore, journal: Journal, attempt: int) -> tuple[int, str]:

@@ -6,9 +6,9 @@ It decides nothing and writes nothing; a start, a restarted coordinator and all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from orchestrator.errors import DataIdentityError, LaterFormatError, ResumePointError, StorageError
 from orchestrator.history.claim_files import UNREADABLE, UnreadableFile, unreadable_claim
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
 
 LOOKS = 5  # at a run that goes on while it is read, until what is read fits together
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +79,35 @@ def survey(store: RunStore, with_steps: bool = True) -> Survey:
         if files == store.attempt_files() and unknown <= before:
             require_sound(seen.lineage)
             return seen
+    raise moved_on(store)
+
+
+class LatePointError(StorageError):
+    """A point of the history is there that was not there when the run was surveyed: what was decided from
+    that survey does not fit together with the point.
+    """
+
+
+def require_listed(seen: Survey, point: Point | None) -> None:
+    """Raises `LatePointError` unless the survey lists the point among those of the history: a claim inherits
+    what its survey lists, and continues nothing else (membership rule 6).
+    """
+    if point is not None and point.name not in seen.points:
+        raise LatePointError(
+            f"resume point {point.name} appeared while the run was read; run the command again"
+        )
+
+
+def decided(store: RunStore, decide: Callable[[Survey], Result], with_steps: bool = True) -> Result:
+    """What `decide` makes of one survey of the run; of a new one where a point appears that the survey does
+    not list. Raises `StorageError` after `LOOKS` surveys, and as `survey` and `decide`.
+    """
+    for _ in range(LOOKS):
+        seen = survey(store, with_steps)
+        try:
+            return decide(seen)
+        except LatePointError:
+            continue
     raise moved_on(store)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orchestrator.errors import OrchestratorError
 from orchestrator.planning.differences import Difference
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.manifests import SourceLists
@@ -19,6 +20,7 @@ from orchestrator.records.steps import StateKey
 
 GenerationId = tuple[int, int]  # (attempt, generation)
 ORIGIN = 0  # the attempt of the state with which a fork begins: claims are numbered from 1 on
+CONTRADICTION = "history.contradiction"  # the code of the error for a record that no history can contain
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +72,10 @@ class Origin:
     encoders: tuple[EncoderSpan, ...] = ()
     sources: tuple[SourceLists, ...] = ()
 
+    def key(self, attempt: int) -> StateKey:
+        """The key of that state in the fork, which the claim `attempt` took over."""
+        return StateKey(attempt=ORIGIN, generation=attempt, step=self.step)
+
     def start(self, attempt: int) -> GenerationStart:
         """That state as the begin of a history: attempt `ORIGIN`, with the number of the claim that took it
         over as its generation, so that no two claims write one point.
@@ -102,6 +108,9 @@ class ClaimParent:
     read in which epoch, of the parent's past too (empty: those of the first start, in older claims); a cursor
     in a list before a source's newest start goes on at that (`planning.manifests.moved`). `restart` is what
     asked for such a start.
+
+    Raises `OrchestratorError` for what the history cannot contain: a parent that is not inherited or not of
+    an older attempt, and a fork whose parent is not its origin.
     """
 
     attempt: int
@@ -114,6 +123,24 @@ class ClaimParent:
     skip: Skip | None = None
     sources: tuple[SourceLists, ...] = ()
     restart: RestartRequest | None = None
+
+    def __post_init__(self) -> None:
+        if why := self._contradiction():
+            raise OrchestratorError(f"the claim of attempt {self.attempt} {why}", code=CONTRADICTION)
+
+    def _contradiction(self) -> str:
+        if self.attempt <= ORIGIN:
+            return "has no number of a claim, which are counted from 1"
+        if self.origin is not None and self.parent != self.origin.key(self.attempt):
+            parent = self.parent.point_name if self.parent else "nothing"
+            return f"continues {parent}, its origin is {self.origin.key(self.attempt).point_name}"
+        if self.parent is None:
+            return ""
+        if self.parent.attempt >= self.attempt:
+            return f"continues {self.parent.point_name}, which is of no older attempt"
+        if self.parent.point_name not in self.inherited:
+            return f"continues {self.parent.point_name}, but did not inherit it"
+        return ""
 
     @property
     def begins(self) -> GenerationStart | None:
@@ -131,6 +158,9 @@ class GenerationStart:
     `elastic.cause.Cause` ("": written before there were causes), `copies` how many members hold a whole state
     while it trains, so that all but one of them may die without a step lost (None: not said); where it
     is cut into `num_shards`, how many hold each shard.
+
+    Raises `OrchestratorError` for what the history cannot contain: a parent that is not older, and counts
+    without a parent (but at the origin of a fork).
     """
 
     attempt: int
@@ -148,6 +178,20 @@ class GenerationStart:
     cause: str = ""
     copies: int | None = None
     num_shards: int | None = None
+
+    def __post_init__(self) -> None:
+        what = f"generation {self.generation} of attempt {self.attempt}"
+        counts = self.consumed_samples, self.consumed_tokens, self.target_tokens
+        if self.parent is None:
+            if self.attempt != ORIGIN and any(counts):
+                raise OrchestratorError(
+                    f"{what} begins from nothing at (samples, tokens, targets) = {counts}", code=CONTRADICTION
+                )
+        elif (self.parent.attempt, self.parent.generation) >= self.id:
+            raise OrchestratorError(
+                f"{what} names the parent {self.parent.point_name}, which is not older than itself",
+                code=CONTRADICTION,
+            )
 
     @property
     def id(self) -> GenerationId:

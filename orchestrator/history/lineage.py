@@ -202,7 +202,7 @@ class _Chain:
             segments.append(Segment(start=start, stop_step=start.step + 1, open=True))
             parent = self._parent_of(start)
         else:
-            parent = self._claimed(self.parents[self.newest])
+            parent = self.parents[self.newest].parent
         while parent is not None:
             segment = self._segment(parent)
             if segment is None:
@@ -225,14 +225,6 @@ class _Chain:
         self.errors.append(f"the state {end.point_name} is somebody's parent, but its generation {why}")
         return None
 
-    def _claimed(self, claim: ClaimParent) -> StateKey | None:
-        """The claim's parent, if it can have inherited it (else None, and an error)."""
-        parent = claim.parent
-        if parent is None or (parent.attempt < claim.attempt and parent.point_name in claim.inherited):
-            return parent
-        self.errors.append(f"attempt {claim.attempt} continues {parent.point_name}, but did not inherit it")
-        return None
-
     def _parent_of(self, start: GenerationStart) -> StateKey | None:
         """The generation's parent, if an honest coordinator can have written it (else None, and an error)."""
         wrong = self._wrong_parent(start)
@@ -249,8 +241,6 @@ class _Chain:
         if parent is None:
             continued = claim.parent.point_name if claim.parent else ""
             return f"begins from nothing, but its claim continues {continued}" if continued else ""
-        if (parent.attempt, parent.generation) >= start.id:
-            return f"names the parent {parent.point_name}, which is not older than itself"
         handed_down = parent.point_name in claim.inherited or parent.attempt == start.attempt
         if handed_down or self._same_launch(parent.attempt, start.attempt):
             return ""

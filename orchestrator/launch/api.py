@@ -305,15 +305,14 @@ def _measured(job: JobConfig, storage: Storage, found: ResumePlan) -> tuple[JobC
 def _look_ahead(job: JobConfig, storage: Storage) -> tuple[ResumePlan, DataSpec | None]:
     """What a start would do, and the data. Without data where they are not those of the run: a refusal."""
     from orchestrator.coordinator.choosing import choose_point, decide, wanted_point
-    from orchestrator.coordinator.survey import survey
+    from orchestrator.coordinator.survey import decided
 
     store = RunStore(storage)
     try:
         spec = starting.prepare(job, storage, freeze=False)
         found = looking_ahead.look_ahead(store, job, spec, draw=True)
     except DataIdentityError as error:
-        seen = survey(store)
-        point, _ = choose_point(store, seen, wanted_point(seen, job), fast=True)
+        point, _ = decided(store, lambda seen: choose_point(store, seen, wanted_point(seen, job), fast=True))
         found = decide(store, job, point, None)
         return replace(found, action="refuse", refusals=(*found.refusals, str(error))), None
     return replace(found, notes=(*found.notes, *spec.notes, looking_ahead.feed_memory(job, spec))), spec

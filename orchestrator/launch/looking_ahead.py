@@ -19,6 +19,7 @@ from orchestrator.coordinator.skipping import draw_skip, skip_here
 from orchestrator.coordinator.sources import read_as, sources_here
 from orchestrator.coordinator.survey import (
     LOOKS,
+    LatePointError,
     Survey,
     deleted_now,
     has_its_steps,
@@ -140,6 +141,8 @@ def _point_to_continue(
         wanted = kept_point(store, seen, job)
         try:
             point, damages = choose(store, seen, wanted)
+        except LatePointError:
+            continue
         except ResumePointError:
             if not deleted_now(store, seen.points):
                 raise

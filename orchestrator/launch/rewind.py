@@ -17,7 +17,7 @@ from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.attempt_journal import note_beginning, write_down_end
 from orchestrator.coordinator.choosing import up_to
 from orchestrator.coordinator.forking import point_info
-from orchestrator.coordinator.survey import Survey, require_journals, survey
+from orchestrator.coordinator.survey import Survey, decided, require_journals, require_listed
 from orchestrator.errors import RefusedError, WantedPointError
 from orchestrator.history.claim_files import REWIND
 from orchestrator.history.claims import Claim, ClaimParent
@@ -114,13 +114,18 @@ def _look(store: RunStore, wanted: Wanted, run: str) -> tuple[RewindPlan, int]:
     """The plan, and the newest attempt if that had ended before the run was read (else 0)."""
     newest = store.newest_claim()
     ended = newest.number if newest is not None and store.read_end(newest.number) is not None else 0
-    seen = survey(store)
-    require_journals(store, seen)
-    found = find(store, seen, wanted, fast=True)
+    seen, found = decided(store, lambda seen: (seen, _find(store, seen, wanted)))
     plan = rewind_plan(run or store.storage.root, seen, found, wanted, bool(ended))
     if not plan.stands_there:
         store.require_kept(plan.point)
     return plan, ended
+
+
+def _find(store: RunStore, seen: Survey, wanted: Wanted) -> Found:
+    require_journals(store, seen)
+    found = find(store, seen, wanted, fast=True)
+    require_listed(seen, found.point)
+    return found
 
 
 def rewind(
@@ -175,10 +180,8 @@ def _begin(
 ) -> tuple[Attempt, dict[str, Any]]:
     """Writes what the claim inherits: the history up to the point."""
     store.require_kept(plan.point)
-    seen = survey(store)
-    require_journals(store, seen)
     wanted = Wanted(point=plan.point)
-    found = find(store, seen, wanted, fast=True)
+    seen, found = decided(store, lambda seen: (seen, _find(store, seen, wanted)))
     now = rewind_plan(plan.run, seen, found, wanted, False)
     if now.sets_aside() != plan.sets_aside():
         raise RefusedError(

@@ -26,14 +26,14 @@ from orchestrator.coordinator.forking import (
     read_parent_point,
 )
 from orchestrator.coordinator.sources import SourcesHere, first_of, has_lists, plain_reading, sources_here
-from orchestrator.coordinator.survey import survey
+from orchestrator.coordinator.survey import Survey, decided
 from orchestrator.errors import ConfigError, RefusedError, StorageError
 from orchestrator.parts.node_folder import NodesHere
 from orchestrator.parts.node_storage import NodeStorage
 from orchestrator.parts.node_storage import run_storage as storage_of_run
 from orchestrator.planning.manifests import Reading
 from orchestrator.records.cursor import Cursor
-from orchestrator.resume.points import random_numbers
+from orchestrator.resume.points import Point, random_numbers
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.buckets import is_uri
@@ -154,8 +154,11 @@ def _here_before(job: JobConfig, storage: Storage) -> SourcesHere | None:
     parents, _ = store.parents()
     if plain_reading(job, (parents[-1].sources if parents else ()) or first_of(storage)):
         return sources_here(job, storage, None)
-    seen = survey(store, with_steps=False)
-    newest, _ = choose_point(store, seen, kept_point(store, seen, job), fast=True)
+
+    def choose(seen: Survey) -> tuple[Survey, Point | None]:
+        return seen, choose_point(store, seen, kept_point(store, seen, job), fast=True)[0]
+
+    seen, newest = decided(store, choose, with_steps=False)
     info = point_info(store, newest) if newest is not None else None
     return sources_here(job, storage, info, seen.parents, seen.lineage)
 

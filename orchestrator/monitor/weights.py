@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.coordinator.choosing import choose_point
-from orchestrator.coordinator.survey import survey
+from orchestrator.coordinator.survey import decided
 from orchestrator.errors import RefusedError
 from orchestrator.records.points import Damage
 from orchestrator.resume.export import export_point
@@ -52,7 +52,9 @@ def which_point(uri: str, store: RunStore, point: str | None) -> tuple[str, tupl
         if point not in names:
             raise RefusedError(f"{uri} has no resume point {point}; it has {', '.join(names) or 'none'}")
         return point, ()
-    found, damages = choose_point(store, survey(store, with_steps=False), "latest", fast=True)
+    found, damages = decided(
+        store, lambda seen: choose_point(store, seen, "latest", fast=True), with_steps=False
+    )
     if found is None:
         raise RefusedError(
             f"{uri} has no resume point yet; `orchestrator save` asks a running launch for one"

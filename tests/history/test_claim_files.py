@@ -29,7 +29,7 @@ def test_claims_and_parents_are_read_back_as_written(store) -> None:
     first = store.claim(1, "aaaa", START, "host")
     budgets = Budgets(max_steps=Length(given=10, unit="steps", global_batch_size=8, seq_len=32, tokens=2560))
     parent = ClaimParent(
-        attempt=1, parent=key(10, attempt=1), inherited=(key(10).point_name,), budgets=budgets
+        attempt=1, parent=key(10, attempt=0), inherited=(key(10, attempt=0).point_name,), budgets=budgets
     )
     assert store.read_parent(1) is None
     store.write_parent(parent)

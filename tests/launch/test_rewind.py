@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli import commands as cli
+from orchestrator.coordinator import survey as surveying
 from orchestrator.errors import BusyError, RefusedError, ResumePointError, WantedPointError
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.launch import busy_watch
@@ -283,8 +284,8 @@ def test_a_rewind_reads_the_run_before_and_after_its_claim_and_each_byte_of_the_
     runner, (first, _, _) = trained  # noqa: F811
     store, reads = counted(runner.folder)
     surveys: list[RunStore] = []
-    survey = rewinding.survey
-    monkeypatch.setattr(rewinding, "survey", lambda store: [surveys.append(store), survey(store)][1])
+    survey = surveying.survey
+    monkeypatch.setattr(surveying, "survey", lambda *of: [surveys.append(of[0]), survey(*of)][1])
     plan = rewinding.rewind(store, Wanted(point=first.point_name), "me", lambda plan: True)
     assert plan.done
     folder = runner.folder / "points" / first.point_name / "state"

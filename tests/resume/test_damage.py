@@ -333,7 +333,9 @@ def test_a_runs_own_document_with_any_field_wrong_is_what_it_is_for_a_torn_one(t
     store = RunStore(Storage(str(tmp_path)))
     store.create_run("tiny", IDENTITY)
     store.claim(1, "aaaa", START, "host")
-    store.write_parent(ClaimParent(attempt=1, parent=key(10), inherited=(key(10).point_name,)))
+    store.write_parent(
+        ClaimParent(attempt=1, parent=key(10, attempt=0), inherited=(key(10, attempt=0).point_name,))
+    )
     store.write_end(1, "done", "all steps trained")
     path = tmp_path / (file if file == "run.json" else f"attempts/{file}")
     whole = unseal(path.read_bytes())
