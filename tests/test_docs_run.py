@@ -53,7 +53,7 @@ NOT_RUN = {
     ],
     "docs/dashboard.md": ["orchestrator dashboard runs"],
     "docs/howto/own-loop.md": ["import lightning", "import json\n\nimport orchestrator\nfrom torchtitan"],
-    "docs/howto/spot-machines.md": ["orchestrator doctor runs"],
+    "docs/howto/spot-machines.md": ["orchestrator doctor runs", "#!/bin/bash\n#SBATCH"],
     "docs/storage.md": ["pip install -e '.[remote]'"],
     "docs/tutorial.md": ["python3 -m venv .venv"],
 }

@@ -51,15 +51,23 @@ class _Outlet:
     def put(self, data: bytes) -> None:
         """Returns at once; also safe in a signal handler."""
         if self._queue.qsize() < MOST_WAITING:
+            self._put_number_of_dropped()
             self._queue.put(data)
         else:
             self._dropped += 1
+
+    def _put_number_of_dropped(self) -> None:
+        """Queues the notice in the place of the messages that were dropped."""
+        if self._dropped:
+            lost, self._dropped = self._dropped, 0
+            self._queue.put(b"[%d messages are missing here: nothing read this output]\n" % lost)
 
     def drain(self, limit_s: float) -> str:
         """Waits until all that was put before is written. Returns why not all of it is; empty if it is. Where
         the reader still takes nothing since an earlier call waited in vain, this one does not wait again.
         """
         reached = threading.Event()
+        self._put_number_of_dropped()
         self._queue.put(reached)
         if self._stands_still or not reached.wait(limit_s):
             self._stands_still = True
@@ -72,9 +80,6 @@ class _Outlet:
             if isinstance(data, threading.Event):
                 data.set()
                 continue
-            if self._dropped:
-                lost, self._dropped = self._dropped, 0
-                data = b"[%d messages are missing here: nothing read this output]\n%s" % (lost, data)
             try:
                 self._write(data)
                 self._error, self._stands_still = None, False

@@ -212,6 +212,7 @@ def test_a_request_an_end_and_a_parent_of_another_machine_are_seen_at_the_next_l
 
 # By file, why it may ask a disk by name itself: nothing of a run is decided by the answer.
 BYPASSES = {
+    "history/code_record.py": "the source files of a user's functions, found as Python finds modules",
     "history/published_folder.py": "logs in a folder of this machine, which this process writes",
     "resume/export.py": "the folder of an export; os.rename onto one that is taken fails",
     "parts/part_job.py": "memory that processes of one machine share",
