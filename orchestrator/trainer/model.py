@@ -11,6 +11,7 @@ import difflib
 import importlib
 import inspect
 import os
+import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 NO_LOSS = -100  # the label of a position that is no target
 SETTINGS, GENERATION = "config.json", "generation_config.json"
 _NAMED = 10
+_READ_ONLY = re.compile(r"property '(\w+)' of '\w+' object has no setter")
 
 
 def pick_device(device: str) -> torch.device:
@@ -257,6 +259,8 @@ def _plain(error: BaseException) -> str:
     """The reason on one line, without the frame that a validator of configurations puts around it."""
     while error.__cause__ is not None and type(error).__module__.startswith("huggingface_hub"):
         error = error.__cause__
+    if isinstance(error, AttributeError) and (match := _READ_ONLY.match(str(error))):
+        return f"transformers computes {match[1]} of this type from other keys; leave {match[1]} out"
     return " ".join(str(error).split()).rstrip(".") if not isinstance(error, KeyError) else repr(error)
 
 

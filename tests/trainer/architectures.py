@@ -53,6 +53,8 @@ def tiny(kind: str) -> dict[str, Any]:
         for name in names.split()
         if name in known and (name in always or getattr(base, name, None) is not None)
     }
-    if getattr(base, "layer_types", None):
+    if getattr(base, "layer_types", None) and not isinstance(
+        getattr(type(base), "layer_types", None), property
+    ):
         shape["layer_types"] = (list(dict.fromkeys(base.layer_types)) * 2)[:2]
     return {"model_type": kind, **shape, **_OF_TYPE.get(kind, {})}

@@ -55,9 +55,9 @@ def examine(kind: str, folder: Path, precision: str) -> None:
     opened: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "out",
         dtype="auto",
-        use_cache=False,
         attn_implementation=state.model.config._attn_implementation,
     )
+    opened.config.use_cache = False
     assert torch.equal(logits(opened), logits(state.model))
     trained = own(state.model)
     settings = transformers.AutoConfig.from_pretrained(folder / "out")

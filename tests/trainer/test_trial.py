@@ -217,6 +217,13 @@ def test_a_key_that_no_model_would_read_is_refused_and_a_similar_one_named(confi
     assert line in second
 
 
+def test_a_key_that_transformers_computes_itself_is_refused_in_plain_words():
+    with pytest.raises(ConfigError) as refused:
+        try_model(with_model(config={"model_type": "mamba2", "layer_types": ["linear_attention"]}))
+    assert "layer_types" in str(refused.value)
+    assert "setter" not in str(refused.value)
+
+
 def test_all_keys_that_no_model_would_read_are_named_at_once():
     with pytest.raises(ConfigError) as refused:
         try_model(with_model(config={**LLAMA, "hidden_sise": 64, "layers": 2}))
