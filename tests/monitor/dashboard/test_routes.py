@@ -138,7 +138,7 @@ def test_a_run_that_was_deleted_and_begun_anew_is_another_run(tmp_path: Path) ->
     ("line", "do", "reason"),
     [
         (b"not what was written", "Restore the file", "invalid literal"),
-        (b'{"format":3}', "Look with the version", "has format 3, this version reads 1, 2; use the version"),
+        (b'{"format":3}', "Use the version", "has format 3, this version reads 1, 2; use the version"),
     ],
 )
 def test_a_journal_that_cannot_be_read_is_answered_with_the_file_the_line_and_what_to_do(
