@@ -69,7 +69,8 @@ def begin_launch(
     Raises `RefusedError` if the configuration may not continue the run, or names a point that somebody has
     begun to delete (the claim then stays without descendants and harms nobody; whoever claimed it says its
     end). `latest` takes such a point nevertheless: only where all newer ones are damaged, and to refuse it
-    would leave a run that lost power in the middle of a deletion without any.
+    would leave a run that lost power in the middle of a deletion without any. Raises `UnreachableNodeError` if
+    parts of the point lie only on nodes that are not reached: an older point is never taken instead.
     """
     from orchestrator.data.preparing import write_lists
 
@@ -212,6 +213,9 @@ def _choose(
     wanted = kept_point(store, seen, config)
     newest, damages = choose_point(store, seen, wanted, known=known, each=each)
     mark_damaged(store, damages, by)
+    if newest is not None:  # a look by sizes leaves out what it does not reach
+        older = newest_first(up_to(seen.points, newest))[1:]
+        store.require_reached(newest, older if wanted == "latest" else None)
     was_read = newest is not None and newest.name in marked
     return _Chosen(
         point=newest,

@@ -244,6 +244,18 @@ class PointFiles(QuarantineFiles):
             )
         return None, ()
 
+    def require_reached(self, point: Point, older: Sequence[str] | None = None) -> None:
+        """Raise `UnreachableNodeError` if parts of the point lie only on nodes that are not reached. With
+        `older` points, newest first, the error names the newest of them that is reached.
+        """
+        paths = [point_path(point.name, entry.path) for entry in point.commit.files]
+        try:
+            for path in filter(self.storage.away, paths):
+                with suppress(FileNotFoundError):  # the node is back since, and who loads the file reports it
+                    self.storage.size(path)
+        except UnreachableNodeError as error:
+            raise error if older is None else self._with_older(error, older) from error
+
     def _with_older(self, error: UnreachableNodeError, older: Sequence[str]) -> UnreachableNodeError:
         """What is to be done about a point that is not reached, with the newest older one that is."""
         for name in older:

@@ -115,6 +115,13 @@ def test_an_older_point_is_never_taken_silently_and_is_named(disks: Disks) -> No
     disks.down = {"b", "c"}
     with pytest.raises(UnreachableNodeError, match=rf"resume\.from={older}"):
         disks.store("a").healthy_newest([older, name])
+    store = disks.store("a")
+    newest, _ = store.healthy_newest([older, name], fast=True)
+    assert newest is not None and newest.name == name, "a look by sizes leaves out what it does not see"
+    with pytest.raises(UnreachableNodeError, match=rf"resume\.from={older}"):
+        store.require_reached(newest, [older])
+    disks.down = {"c"}
+    disks.store("a").require_reached(newest, [older])
 
 
 def test_wrong_bytes_in_one_place_are_read_from_the_other_and_in_both_they_are_damage(disks: Disks) -> None:
