@@ -117,7 +117,8 @@ def test_an_older_point_is_never_taken_silently_and_is_named(disks: Disks) -> No
         disks.store("a").healthy_newest([older, name])
     store = disks.store("a")
     newest, _ = store.healthy_newest([older, name], fast=True)
-    assert newest is not None and newest.name == name, "a look by sizes leaves out what it does not see"
+    assert newest is not None
+    assert newest.name == name, "a look by sizes leaves out what it does not see"
     with pytest.raises(UnreachableNodeError, match=rf"resume\.from={older}"):
         store.require_reached(newest, [older])
     disks.down = {"c"}
