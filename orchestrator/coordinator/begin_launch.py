@@ -69,8 +69,8 @@ def begin_launch(
     Raises `RefusedError` if the configuration may not continue the run, or names a point that somebody has
     begun to delete (the claim then stays without descendants and harms nobody; whoever claimed it says its
     end). `latest` takes such a point nevertheless: only where all newer ones are damaged, and to refuse it
-    would leave a run that lost power in the middle of a deletion without any. Raises `UnreachableNodeError` if
-    parts of the point lie only on nodes that are not reached: an older point is never taken instead.
+    would leave a run that lost power in the middle of a deletion without any. Raises `UnreachableNodeError`
+    if parts of the point lie only on nodes that are not reached: an older point is never taken instead.
     """
     from orchestrator.data.preparing import write_lists
 
