@@ -601,7 +601,8 @@ def test_the_journal_of_an_attempt_that_ended_is_whole_segments_in_a_bucket_too(
         await actor.join(JOIN)
         await flushed(actor)
         pieces = bucket.storage.list("journal/a0001")
-        assert pieces and all(name.startswith("000001.p") for name in pieces)
+        assert pieces
+        assert all(name.startswith("000001.p") for name in pieces)
         await actor.end("done", "done at step 10")
         assert (await status(actor)).ended == "done"
 
