@@ -1,8 +1,6 @@
-"""A save of 10,000 ranks: what is stored of it stays small, and deciding it costs little."""
+"""A save of 10,000 ranks: what is stored of it stays small."""
 
 from __future__ import annotations
-
-import time
 
 import pytest
 
@@ -70,12 +68,11 @@ def disk_with_parts() -> ModelDisk:
 @pytest.mark.parametrize(
     "layout", [layout_of(NUM_RANKS, None), layout_of(NUM_RANKS, 8)], ids=["fsdp", "hsdp"]
 )
-def test_a_save_of_ten_thousand_ranks_is_small_and_quickly_decided(layout: Layout) -> None:
+def test_a_save_of_ten_thousand_ranks_is_small(layout: Layout) -> None:
     store = RunStore(Storage("/run", disk_with_parts(), no_sleep))
     votes = [vote(rank, layout) for rank in range(NUM_RANKS)]
     machine = CommitMachine(attempt=3, kept=KeptPoints(keep_latest=3), vote_limit_s=600.0)
     machine, _ = machine.on(GenerationFormed(generation=7, parent=None))
-    began = time.process_time()
     for each in votes:
         machine, _ = machine.on(VoteCast(vote=each, now_s=1.0))
     machine, _ = machine.on(JournalDurable(key=AT))
@@ -84,8 +81,6 @@ def test_a_save_of_ten_thousand_ranks_is_small_and_quickly_decided(layout: Layou
     store.commit_point(write.votes, CONFIG, {"rule": "none"}, None)
     machine, _ = machine.on(CommitWritten(key=AT))
     machine, actions = machine.on(ClaimChecked(key=AT, newer=False))
-    # 0.7 s where this was written; 7 s and more when each vote looked at all before it
-    assert time.process_time() - began < 4.0
     assert isinstance(actions[0], Acknowledge)
     assert len(actions[0].ranks) == NUM_RANKS
 
