@@ -74,9 +74,11 @@ def ended_by_signals() -> Iterator[None]:
     def end(number: int, _: object) -> None:
         raise _before_training(number)
 
-    _Grace.until = math.inf
     with _handled({signal.SIGTERM: end, signal.SIGHUP: end, signal.SIGUSR1: lambda *_: None}):
-        yield
+        try:
+            yield
+        finally:
+            _Grace.until = math.inf  # the process lives on, a notebook's for example
 
 
 def _before_training(number: int) -> SignalledError:
