@@ -191,7 +191,14 @@ def copy_frozen(source: Storage, target: Storage) -> None:
     `target` has frozen other data.
     """
     folders = (_MANIFESTS, TOKENIZER_FOLDER)
-    paths = [f"{folder}/{name}" for folder in folders for name in source.list(folder) if ".tmp-" not in name]
+    # not what is being written, and not what NFS keeps of a deleted file that is still open
+    left_out = (".tmp-", ".nfs")
+    paths = [
+        f"{folder}/{name}"
+        for folder in folders
+        for name in source.list(folder)
+        if not any(part in name for part in left_out)
+    ]
     if _RECORD not in paths:
         raise DataIdentityError(
             f"{source.root}: its frozen data are gone ({_RECORD}); restore manifest/ and tokenizer/"

@@ -84,7 +84,9 @@ def test_a_copy_takes_what_came_later_and_is_refused_for_what_differs(
 ) -> None:
     run, fork = tmp_path / "run", tmp_path / "fork"
     prepare_data(job(tiny_config, data), Storage(str(run)))
+    (run / "manifest" / ".nfs0000000000a1b2c300000001").write_bytes(b"deleted, still open elsewhere")
     copy_frozen(Storage(str(run)), Storage(str(fork)))
+    assert not list(fork.rglob(".nfs*"))
     found = write_later(Storage(str(run)), later(data, "1"))
     copy_frozen(Storage(str(run)), Storage(str(fork)))
     assert read_later(Storage(str(fork)), "made", "1") == found
