@@ -23,7 +23,12 @@ __all__ = ["notes_of", "shared_files"]
 
 def notes_of(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
     """Sentences, for the start and for `plan`; none for most sources."""
-    return (*_window_notes(plan, settings), *_fill_notes(plan, settings), *_chat_notes(plan))
+    return (
+        *_index_notes(plan),
+        *_window_notes(plan, settings),
+        *_fill_notes(plan, settings),
+        *_chat_notes(plan),
+    )
 
 
 def shared_files(plans: Sequence[SourcePlan]) -> tuple[str, ...]:
@@ -45,6 +50,15 @@ def shared_files(plans: Sequence[SourcePlan]) -> tuple[str, ...]:
                 "both, also those that one of them holds out"
             )
     return tuple(notes)
+
+
+def _index_notes(plan: SourcePlan) -> tuple[str, ...]:
+    """Where an index beside the files gives other counts and need not be right."""
+    form, manifest = format_of(plan.manifest.format), plan.manifest
+    if not form.has_index:
+        return ()
+    num_rows = sum(sum(row.group_rows) for row in manifest.files)
+    return form.index_notes(plan.source, manifest.base, num_rows)
 
 
 def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:

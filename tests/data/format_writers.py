@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import csv
 import gzip
+import hashlib
 import io
 import json
 import lzma
@@ -129,6 +130,28 @@ def mds(records: Sequence[Record]) -> bytes:
     return struct.pack(f"<I{len(offsets)}I", len(samples), *offsets) + config + b"".join(samples)
 
 
+def mds_entry(
+    raw: bytes, name: str, zipped: tuple[str, bytes] | None, hashes: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """What an index says of a shard, as MosaicML Streaming's writer says it."""
+    num, first = struct.unpack_from("<II", raw)
+    facts = [(name, raw)] + ([zipped] if zipped else [])
+    raw_data, zip_data = [
+        {
+            "basename": basename,
+            "bytes": len(data),
+            "hashes": {kind: hashlib.new(kind, data).hexdigest() for kind in hashes},
+        }
+        for basename, data in facts
+    ] + [None] * (2 - len(facts))
+    return {
+        "samples": num,
+        "raw_data": raw_data,
+        "zip_data": zip_data,
+        **json.loads(raw[4 * (num + 2) : first]),
+    }
+
+
 def cbor(records: Sequence[Record]) -> bytes:
     return b"".join(cbor2.dumps(record) for record in records)
 
@@ -167,9 +190,7 @@ def write_files(folder: Path, form: str, files: Sequence[Sequence[Record]], pres
     for number, file in enumerate(files):
         raw, name = write(file), f"part.{number:05d}.{suffix}"
         (folder / f"{name}{press}").write_bytes(PRESS[press](raw))
-        zipped = {"basename": f"{name}{press}"} if press else None
-        shards.append(
-            {"format": "mds", "raw_data": {"basename": name}, "zip_data": zipped, "samples": len(file)}
-        )
+        if form == "mds":
+            shards.append(mds_entry(raw, name, (f"{name}{press}", PRESS[press](raw)) if press else None))
     if form == "mds":
         (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))

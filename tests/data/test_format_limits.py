@@ -64,7 +64,8 @@ def test_a_file_that_is_cut_off_stops_wherever_it_was_cut(
     file = tmp_path / f"{FILES[form]}{press}"
     whole = file.read_bytes()
     file.write_bytes(whole[: int(share * len(whole)) - 1])
-    with pytest.raises(DataError) as raised:
+    # the index of MDS shards has their sizes
+    with pytest.raises((DataError, ConfigError) if form == "mds" else DataError) as raised:
         outcome(tmp_path, form)
     assert str(file) in str(raised.value)
 

@@ -310,8 +310,9 @@ def test_a_format_whose_package_is_missing_says_how_to_install_it(
 
 def test_a_pickled_column_is_never_read(tmp_path: Path) -> None:
     write_files(tmp_path, "mds", [[{"text": "x"}]])
-    file = tmp_path / "part.00000.mds"
-    file.write_bytes(file.read_bytes().replace(b'["int", "str"]', b'["int", "pkl"]'))
+    for name in ("part.00000.mds", "index.json"):
+        file = tmp_path / name
+        file.write_bytes(file.read_bytes().replace(b'["int", "str"]', b'["int", "pkl"]'))
     with pytest.raises(BadRecordError, match="column 'text' is encoded as pkl, text, JSON or a number is"):
         read_straight(planned(tmp_path, "mds", Content()))
 

@@ -66,6 +66,18 @@ class Listing:
         """The paths within their base: what they mean of any folder that the same files are moved to."""
         return patterns_in(self.base, self.paths)
 
+    def names_by_folder(self) -> dict[str, dict[str, str]]:
+        """Of each path that is a folder: its files' names in it, each with the file's name here."""
+        found = dict[str, dict[str, str]]()
+        for path in dict.fromkeys(self.paths):
+            folder = path.rstrip("/")
+            if is_hub(path) and self.paths == (path,) and not split_glob(path, "/")[1]:
+                folder = self.base  # with the commit for the revision
+            inner = f"{folder}/".removeprefix(f"{self.base}/")
+            if f"{self.base}/{inner}" == f"{folder}/":
+                found[folder] = {n.removeprefix(inner): n for n in self.names if n.startswith(inner)}
+        return {folder: names for folder, names in found.items() if names}
+
     def notes(self, source: str) -> tuple[str, ...]:
         """What is special about it, in sentences; `source` is the source's name."""
         notes = [f"source {source}: {text}; nothing in it is read" for text in self.unlisted]

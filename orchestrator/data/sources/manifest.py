@@ -87,7 +87,7 @@ def freeze(name: str, path: str | Sequence[str], format_: str, text_field: str) 
 
 def freeze_listed(name: str, listing: Listing, format_: str, content: Content) -> Manifest:
     """The manifest of what is listed. Raises as `freeze` does, also where a name leads to no file, or the
-    format cannot hold such content.
+    format cannot hold such content, or an index of the files contradicts them.
     """
     format_of(format_).require_content(name, content)
     content = content.needed
@@ -96,6 +96,11 @@ def freeze_listed(name: str, listing: Listing, format_: str, content: Content) -
     if files is None:
         rows = in_threads(partial(file_row, listing.base, format_, content), listing.names)
         files = Files.of(rows)
+    if format_of(format_).has_index:
+        by_name = {row.path: row for row in files}
+        for folder, names in listing.names_by_folder().items():
+            in_folder = {inner: by_name[name] for inner, name in names.items()}
+            format_of(format_).check_index(folder, in_folder)
     return Manifest(source=name, base=listing.base, format=format_, content=content, files=files)
 
 

@@ -82,7 +82,8 @@ def read_fragment(plan: SourcePlan, fragment: int, accept_changed: bool = False)
         with naming_damage(path, plan.source), open_input(plan.manifest.base, row.path) as file:
             if not accept_changed:
                 require_unchanged(row, path, file, plan.source)
-            for part in _parts(file, plan, where, fragment, number, whole=False):
+            parts = _parts(file, plan, where, fragment, number, whole=False)
+            for part in parts if accept_changed else _counted(parts, plan, where):
                 yield part
                 number += len(part.records)
 
@@ -102,7 +103,8 @@ def read_files(plan: SourcePlan, accept_changed: bool = False, files: range | No
                 require_unchanged(row, path, file, plan.source)
             for group in range(len(row.group_rows)) if has_units else (None,):
                 where = FilePart(file=index, start=0, stop=row.bytes, group=group)
-                for part in _parts(file, plan, where, 0, number, whole=True):
+                parts = _parts(file, plan, where, 0, number, whole=True)
+                for part in parts if accept_changed else _counted(parts, plan, where):
                     yield part
                     number += len(part.records)
 
@@ -122,6 +124,26 @@ def naming_damage(path: str, source: str | None = None) -> Iterator[None]:
         ) from error
     except DAMAGE as error:
         raise DataError(f"{path}: cannot be read: {error}; put back the whole file, or {without}") from error
+
+
+def _counted(parts: Iterator[Part], plan: SourcePlan, where: FilePart) -> Iterator[Part]:
+    """The parts of a unit. Behind the last one raises `DataError` if they have not as many records as the
+    file's own index (a footer, the headers of record batches) gave when it was listed.
+    """
+    num = 0
+    for part in parts:
+        yield part
+        num += len(part.records)
+    if where.group is None:
+        return
+    expected = plan.manifest.files[where.file].group_rows[where.group]
+    if num != expected:
+        unit = format_of(plan.manifest.format).unit
+        raise DataError(
+            f"{plan.manifest.path(where.file)}: its index gives {expected} {unit}s for part {where.group}, "
+            f"and {num} are there; replace the file",
+            code="data.contradicting_index",
+        )
 
 
 def _parts(

@@ -12,6 +12,7 @@ import io
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -131,6 +132,22 @@ class ArrowFiles(RowFormat):
                 yield from read_columns(_sound(reader, columns), content, first_row, columns)
         except (pa.ArrowException, UnicodeDecodeError) as error:
             raise OSError(str(error)) from error
+
+
+def schema_names(file: InputFile) -> list[str]:
+    """The names of a file's columns. Raises `DataError` if it has no schema that can be read."""
+    import pyarrow as pa
+
+    schema, ranges = b"", list[_Range]()
+    if _has_magic(file):
+        schema = _footer(file).schema
+    else:
+        ranges = [(0, message.stop) for message in islice(_messages(file, file.size), 1)]
+    try:
+        names: list[str] = pa.ipc.open_stream(_Joined(file, schema, ranges)).schema.names
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file.name}: not a whole Arrow file: {error}; replace it") from error
+    return names
 
 
 def _unit(file: InputFile, row: FileRow, start: int, stop: int) -> tuple[bytes, list[_Range]]:

@@ -6,7 +6,7 @@ Nothing else in the package asks which format a source has: it asks the format.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from itertools import islice
@@ -57,6 +57,8 @@ class Format(ABC):
     # A record's place in its file counts the records before it, not the bytes; and what that is called.
     counts_records: bool = False
     unit: str = "byte"
+    # A folder has a file that says which files are the source's, and what they hold: `check_index`.
+    has_index: bool = False
     # A byte order mark at the file's first byte is not part of the first record.
     drops_bom: bool = False
 
@@ -70,6 +72,17 @@ class Format(ABC):
     def passed_over(self, names: Sequence[str]) -> list[str]:
         """Those of the files below a folder that are not read because of how they are called."""
         return [name for name in names if not name.endswith(self.suffixes)]
+
+    def check_index(self, folder: str, rows: Mapping[str, FileRow]) -> None:
+        """Compares the index of a folder with the chosen files, whose `rows` are by their names in it. Reads
+        no record. Raises `ConfigError` with the code `data.contradicting_index` where they contradict.
+        """
+        del folder, rows
+
+    def index_notes(self, source: str, base: str, num_rows: int) -> tuple[str, ...]:
+        """What of the index in `base` differs from the files and is not refused, in sentences."""
+        del source, base, num_rows
+        return ()
 
     @property
     def called(self) -> str:

@@ -1,20 +1,33 @@
 """`hf_dataset`: a folder that `datasets.Dataset.save_to_disk` wrote: the Arrow files that its `state.json`
 names, and no others (a cache of a mapped dataset may lie beside them).
+
+`state.json` and the columns of `dataset_info.json` are compared with the files. A number of rows in
+`dataset_info.json` that differs is reported and not refused: `datasets` keeps counts and sizes of the dataset
+that was loaded first, also after a filter, a selection or a concatenation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from orchestrator.data.sources.formats.arrow import ArrowFiles
+from orchestrator.data.sources.formats.arrow import ArrowFiles, schema_names
 from orchestrator.data.sources.formats.base import Format
+from orchestrator.data.sources.in_threads import in_threads
 from orchestrator.data.sources.input_file import open_input
 from orchestrator.errors import ConfigError
 
-_STATE, _SPLITS = "state.json", "dataset_dict.json"
+if TYPE_CHECKING:
+    from orchestrator.data.sources.file_rows import FileRow
+
+_STATE, _SPLITS, _INFO = "state.json", "dataset_dict.json", "dataset_info.json"
+_CONTRADICTING = "data.contradicting_index"
+# How `save_to_disk` numbers files: which one, and of how many.
+_NUMBERED = re.compile(r"data-(\d{5})-of-(\d{5})\.arrow")
 
 
 class SavedDataset(ArrowFiles):
@@ -22,6 +35,7 @@ class SavedDataset(ArrowFiles):
 
     name = "hf_dataset"
     suffixes: tuple[str, ...] = (".arrow",)
+    has_index = True
 
     def passed_over(self, names: Sequence[str]) -> list[str]:
         """None: which files are the dataset's, its index says, not what they are called."""
@@ -30,7 +44,7 @@ class SavedDataset(ArrowFiles):
 
     def choose(self, folder: str, names: Sequence[str]) -> list[str]:
         """The files that `state.json` names. Raises `ConfigError` if the folder is no saved dataset, holds
-        several, or lacks one of its files.
+        several, or if `state.json` contradicts the files or selects some of their rows.
         """
         if _SPLITS in names:
             splits = _json(folder, _SPLITS).get("splits")
@@ -43,25 +57,123 @@ class SavedDataset(ArrowFiles):
                 f"{folder}: no dataset that save_to_disk wrote: it has no {_STATE}; is "
                 "data.sources[].format=hf_dataset right?"
             )
-        state = _json(folder, _STATE)
-        try:
-            found = [str(file["filename"]) for file in state["_data_files"]]
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"{folder}/{_STATE}: it names no data files; restore it") from error
-        absent = sorted(set(found) - set(names))
+        files = _data_files(folder)
+        named = [str(file["filename"]) for file in files]
+        absent = sorted(set(named) - set(names))
         if absent:
-            raise ConfigError(
-                f"{folder}: {_STATE} names {len(found)} files, and {len(absent)} are not there, e.g. "
-                f"{absent[0]}; put them back"
+            raise _contradiction(
+                folder, f"it names {len(named)} files, and {len(absent)} are not there, e.g. {absent[0]}"
             )
-        return found
+        if twice := [name for i, name in enumerate(named) if name in named[:i]]:
+            raise _contradiction(folder, f"it names {twice[0]} twice")
+        _require_all_numbers(folder, named)
+        return named
+
+    def check_index(self, folder: str, rows: Mapping[str, FileRow]) -> None:
+        """See `Format`: the rows of each file, and the names of the columns."""
+        for file in _data_files(folder):
+            row = rows.get(str(file["filename"]))
+            num = None if row is None else sum(row.group_rows)
+            if num is not None and file.get("take", num) not in (num, None):
+                raise _contradiction(
+                    folder,
+                    f"it takes {file['take']!r} rows of {file['filename']}, which has {num}",
+                    _flatten("the rows that it selects"),
+                )
+        features = _json(folder, _INFO, {}).get("features")
+        expected = sorted(features) if isinstance(features, dict) else None
+        selected = _json(folder, _STATE).get("_format_columns")
+        in_threads(partial(_compare_columns, folder, expected, selected), tuple(rows))
+
+    def index_notes(self, source: str, base: str, num_rows: int) -> tuple[str, ...]:
+        """See `Format`: a number of rows in `dataset_info.json` that is not that of the files."""
+        try:
+            info, state = _json(base, _INFO, {}), _json(base, _STATE, {})
+        except ConfigError:
+            return ()
+        splits = info.get("splits")
+        split = splits.get(str(state.get("_split"))) if isinstance(splits, dict) else None
+        num = split.get("num_examples") if isinstance(split, dict) else None
+        if num in (None, num_rows):
+            return ()
+        return (
+            f"source {source}: {_INFO} says that its split {state['_split']} has {num} rows, and the files "
+            f"have {num_rows}, which are read: after a filter or a selection `datasets` keeps the number of "
+            "the dataset that was loaded",
+        )
 
 
-def _json(folder: str, name: str) -> dict[str, Any]:
+def _compare_columns(folder: str, expected: list[str] | None, selected: Any, name: str) -> None:
+    with open_input(folder, name) as file:
+        columns = sorted(schema_names(file))
+    if expected is not None and expected != columns:
+        raise ConfigError(
+            f"{folder}/{_INFO}: it says that the columns are {expected}, and {name} has {columns}; restore "
+            "the file that is wrong, or save the dataset anew",
+            code=_CONTRADICTING,
+        )
+    if isinstance(selected, list) and (more := set(map(str, selected)) - set(columns)):
+        raise _contradiction(folder, f"its _format_columns name {min(more)}, and {name} has {columns}")
+
+
+def _data_files(folder: str) -> list[dict[str, Any]]:
+    """What `state.json` says of each data file. Raises `ConfigError` if it selects rows of them."""
+    state = _json(folder, _STATE)
+    for key, value in state.items():
+        if key.startswith("_indices") and value:
+            raise _contradiction(
+                folder,
+                f"its {key} select and order rows of the data files, and all rows would be read",
+                _flatten("the selected rows"),
+            )
+    files = state.get("_data_files")
+    if not isinstance(files, list) or not all(isinstance(f, dict) and "filename" in f for f in files):
+        raise ConfigError(f"{folder}/{_STATE}: it names no data files; restore it", code=_CONTRADICTING)
+    if not files:
+        raise _contradiction(folder, "it names no data files")
+    for file in files:
+        if file.get("skip"):
+            raise _contradiction(
+                folder,
+                f"it skips {file['skip']!r} rows of {file['filename']}, and all rows would be read",
+                _flatten("the rows that it selects"),
+            )
+    return files
+
+
+def _require_all_numbers(folder: str, named: Sequence[str]) -> None:
+    """Raises `ConfigError` if the files are numbered and are not all of their number."""
+    numbers = [(int(found[1]), int(found[2])) for name in named if (found := _NUMBERED.fullmatch(name))]
+    if not numbers:
+        return
+    expected = {(i, numbers[0][1]) for i in range(numbers[0][1])}
+    if len(numbers) != len(named) or set(numbers) != expected:
+        raise _contradiction(
+            folder,
+            f"it names {len(named)} files, and by their names they are of {numbers[0][1]}, e.g. {named[0]}",
+        )
+
+
+def _flatten(what: str) -> str:
+    return (
+        f"to train {what}, save the dataset after dataset.flatten_indices(); to train all rows, give the "
+        "files as a glob"
+    )
+
+
+def _contradiction(folder: str, what: str, way: str = "") -> ConfigError:
+    way = way or "put back the files or restore it, or give the files to read as a glob"
+    return ConfigError(f"{folder}/{_STATE}: {what}; {way}", code=_CONTRADICTING)
+
+
+def _json(folder: str, name: str, absent: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The object in a file of the folder; `absent` (None: an error) if the file is not there."""
     try:
         with open_input(folder, name) as file:
             value = orjson.loads(file.read_at(0, file.size))
     except (OSError, orjson.JSONDecodeError) as error:
+        if absent is not None and isinstance(error, FileNotFoundError):
+            return absent
         raise ConfigError(f"{folder}/{name}: cannot be read: {error}; restore it") from error
     return value if isinstance(value, dict) else {}
 

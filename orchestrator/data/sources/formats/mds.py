@@ -7,7 +7,7 @@ Nothing is ever unpickled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
-from orchestrator.data.sources.compressed import ExactReader, decoded, with_compressed
+from orchestrator.data.sources.compressed import ExactReader, decoded
 from orchestrator.data.sources.documents import (
     BESIDE_MESSAGES,
     BadRecordError,
@@ -26,7 +26,13 @@ from orchestrator.data.sources.documents import (
     utf8_text,
 )
 from orchestrator.data.sources.formats.base import Format, HeadedFormat, Parser
-from orchestrator.data.sources.input_file import open_input
+from orchestrator.data.sources.formats.mds_index import (
+    INDEX,
+    SUFFIXES,
+    chosen_shards,
+    hashed,
+    require_agreement,
+)
 from orchestrator.data.sources.line_records import Batch
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Made, Whole, packed
 from orchestrator.errors import ConfigError, DataError
@@ -37,7 +43,6 @@ if TYPE_CHECKING:
     from orchestrator.data.sources.fragments import FilePart
     from orchestrator.data.sources.input_file import InputFile
 
-_INDEX = "index.json"
 # Samples are handed on by about so many bytes.
 _BATCH_BYTES = 1 << 20
 # Of encodings that are numbers: how they lie there, little-endian, and what makes them of a text.
@@ -51,9 +56,10 @@ class MosaicShards(HeadedFormat):
     """A record per sample."""
 
     name = "mds"
-    suffixes = with_compressed(".mds")
+    suffixes = SUFFIXES
     counts_records = True
     unit = "sample"
+    has_index = True
 
     def passed_over(self, names: Sequence[str]) -> list[str]:
         """None: which files are the dataset's, its index says, not what they are called."""
@@ -61,44 +67,28 @@ class MosaicShards(HeadedFormat):
         return []
 
     def choose(self, folder: str, names: Sequence[str]) -> list[str]:
-        """The shards that `index.json` names, compressed where both are there. Raises `ConfigError` if one is
-        not there, or is no MDS shard.
+        """The shards that `index.json` names, compressed where both are there. Raises `ConfigError` if it
+        contradicts the names that are there.
         """
-        if _INDEX not in names:
+        if INDEX not in names:
             raise ConfigError(
-                f"{folder}: no {_INDEX} is there, so it is no MDS dataset; give the folder of one split, or "
+                f"{folder}: no {INDEX} is there, so it is no MDS dataset; give the folder of one split, or "
                 "the shards themselves as a glob"
             )
-        found, absent = list[str](), list[str]()
-        for shard in _shards(folder):
-            if shard.get("format") != "mds":
-                raise ConfigError(
-                    f"{folder}/{_INDEX}: it names shards of format {shard.get('format')!r}, mds is expected"
-                )
-            facts = [shard[key] for key in ("zip_data", "raw_data") if isinstance(shard.get(key), dict)]
-            files = [str(fact["basename"]) for fact in facts if "basename" in fact]
-            if not files:
-                raise ConfigError(f"{folder}/{_INDEX}: it names no file of a shard; restore it")
-            there = [name for name in files if name in names]
-            if there and not there[0].endswith(self.suffixes):
-                raise ConfigError(
-                    f"{folder}/{there[0]}: compressed by {shard.get('compression')!r}, which is not read; "
-                    "write the shards with zstd, gz or bz2, or without compression"
-                )
-            (found if there else absent).append((there or files)[0])
-        if absent:
-            raise ConfigError(
-                f"{folder}: {_INDEX} names {len(found) + len(absent)} shards, and {len(absent)} are not "
-                f"there, e.g. {absent[0]}; put them back"
-            )
-        return found
+        return list(chosen_shards(folder, names))
+
+    def check_index(self, folder: str, rows: Mapping[str, FileRow]) -> None:
+        """See `Format`: `index.json` with the sizes and the heads of its shards."""
+        require_agreement(folder, rows)
 
     def read(
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
-        """See `Format`. Raises `DataError` if the shard has not the columns, or they cannot be read."""
+        """See `Format`. Raises `DataError` if the shard has not the columns, or they cannot be read, or if
+        it has another hash than the index gives.
+        """
         del part, whole
-        shard = ExactReader(decoded(file, row.path, row.bytes))
+        shard = ExactReader(hashed(decoded(file, row.path, row.bytes), file, row.path))
         num = int.from_bytes(shard.read(4, "the number of samples"), "little")
         if 4 * (num + 1) > MAX_RECORD_BYTES:
             raise OSError(f"no MDS shard: it begins with {num:,} as the number of its samples")
@@ -207,17 +197,6 @@ def _columns(file: InputFile, config: bytes, content: Content) -> _Columns:
                 f"{content.setting_of(field)}"
             )
     return found
-
-
-def _shards(folder: str) -> list[dict[str, Any]]:
-    try:
-        with open_input(folder, _INDEX) as file:
-            shards = orjson.loads(file.read_at(0, file.size))["shards"]
-    except (OSError, KeyError, TypeError, orjson.JSONDecodeError) as error:
-        raise ConfigError(f"{folder}/{_INDEX}: cannot be read: {error!r}; restore it") from error
-    if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):
-        raise ConfigError(f"{folder}/{_INDEX}: it has no list of shards; restore it")
-    return shards
 
 
 FORMAT: Format = MosaicShards()
