@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from blake3 import blake3
@@ -74,7 +75,8 @@ def files_of(name: str) -> dict[str, str]:
             continue
         files[source.relative_to(root).as_posix()] = blake3(content).hexdigest()
         if not _is_installed(root):
-            new = [m for m in _imports(each, content, source) if m not in seen and not _is_ours(m)]
+            imported = _imports(each, content, source.name == "__init__.py")
+            new = [m for m in imported if m not in seen and not _is_ours(m)]
             seen.update(new)
             queue += new
     return dict(sorted(files.items()))
@@ -174,21 +176,35 @@ def _is_installed(root: Path) -> bool:
     return root in paths
 
 
-def _imports(module: str, content: bytes, source: Path) -> Iterator[str]:
-    """The names of modules that a module's text may import, and their packages."""
+@lru_cache(maxsize=1024)
+def _imports(module: str, content: bytes, is_package: bool) -> tuple[str, ...]:
+    """The names of modules that a module's text may import, and their packages. A launch asks three times."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):
-        return
-    package = module if source.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(tree):
+        return ()
+    package = module if is_package else module.rpartition(".")[0]
+    found = dict[str, None]()
+    for statement in _statements(tree):
         names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            names = [base, *(f"{base}.{alias.name}" for alias in node.names)] if base else []
+        if isinstance(statement, ast.Import):
+            names = [alias.name for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom):
+            level = statement.level
+            above = package.split(".")[: len(package.split(".")) - level + 1] if level else []
+            base = ".".join([*above, *([statement.module] if statement.module else [])])
+            names = [base, *(f"{base}.{alias.name}" for alias in statement.names)] if base else []
         for name in names:
             parts = name.split(".")
-            yield from (".".join(parts[: number + 1]) for number in range(len(parts)))
+            found.update(dict.fromkeys(".".join(parts[: number + 1]) for number in range(len(parts))))
+    return tuple(found)
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """All statements, nested ones too, in no order. Expressions, most of a tree, hold no import."""
+    queue: list[ast.AST] = [tree]
+    while queue:
+        node = queue.pop()
+        yield node
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            queue += getattr(node, block, ())
