@@ -7,7 +7,7 @@ It knows modules and meshes; nothing of optimizers, steps, configuration or stor
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -75,9 +75,10 @@ def shard_model(skeleton: nn.Module, mesh: DeviceMesh, device: torch.device, how
     """
     model = copy.deepcopy(skeleton)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if how.bf16 else MixedPrecisionPolicy()
-    for block in wrapped_blocks(model, how):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
+    for module in (*wrapped_blocks(model, how), model):
+        _shard_other_types(module, _type_beside(module, None), shard)
+        shard(module)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with shared_buffers_kept(model):
         model.to_empty(device=device)  # any values in the buffers, too
@@ -89,6 +90,40 @@ def shard_model(skeleton: nn.Module, mesh: DeviceMesh, device: torch.device, how
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     return model
+
+
+def _shard_other_types(
+    module: nn.Module, dtype: torch.dtype | None, shard: Callable[[nn.Module], Any]
+) -> None:
+    """FSDP2 around the modules inside of `module` whose parameters are not of `dtype`: what is gathered at a
+    time must be of one type, and transformers keeps some parameters in float32.
+    """
+    for child in module.children():
+        if isinstance(child, FSDPModule) or {p.dtype for p in _not_sharded(child)} <= {dtype}:
+            continue
+        called = type(child).forward is not nn.Module.forward
+        own = _type_beside(child, dtype) if called else dtype
+        _shard_other_types(child, own, shard)
+        if own != dtype:
+            shard(child)
+
+
+def _type_beside(module: nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The type of the module's own parameters; of a module without any `dtype`, if something in it is of that
+    type, else its most frequent one.
+    """
+    own = [p.dtype for p in module.parameters(recurse=False)] or [p.dtype for p in _not_sharded(module)]
+    if dtype in own or not own:
+        return dtype
+    return max(own, key=own.count)
+
+
+def _not_sharded(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters in a module that no `FSDPModule` inside of it holds."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _not_sharded(child)
 
 
 def wrapped_blocks(model: nn.Module, how: Wrapping) -> Sequence[nn.Module]:

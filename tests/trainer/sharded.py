@@ -147,18 +147,17 @@ def gathered(state: TrainState, group: Group) -> dict[tuple[str, str], torch.Ten
     """Every tensor whole on rank 0, put together from the rows of the ranks; nothing on the others. All
     holders of a row must have the same bits, and each holds exactly the rows of its shard.
     """
-    mine = [(item.whole, item.first_row, item.tensor.detach().numpy()) for item in state.items()]
+    mine = [(item.whole, item.first_row, item.tensor.detach().clone()) for item in state.items()]
     everyone: list[Any] = [None] * group.view.world_size
     dist.all_gather_object(everyone, mine)
     whole: dict[tuple[str, str], torch.Tensor] = {}
     for number, item in enumerate(state.items()):
         held: dict[int, torch.Tensor] = {}
         for rank, theirs in enumerate(everyone):
-            of_whole, first_row, array = theirs[number]
+            of_whole, first_row, tensor = theirs[number]
             assert of_whole == item.whole, "all ranks have the same items in the same order"
             rows = held_rows(of_whole, state.layout.num_shards, state.layout.shard_of(rank))
-            assert (first_row, array.shape[:1] or (1,)) == (rows.start, (len(rows),))
-            tensor = torch.from_numpy(array)
+            assert (first_row, tensor.shape[:1] or (1,)) == (rows.start, (len(rows),))
             assert torch.equal(held.setdefault(rows.start if len(rows) else -1, tensor), tensor)
         parts = [held[start] for start in sorted(held) if start >= 0]
         made = torch.cat(parts) if parts[0].ndim else parts[0]

@@ -16,6 +16,7 @@ from orchestrator.trainer.model import build_model
 from orchestrator.trainer.sharded_model import blocks_of, skeleton_of
 from orchestrator.trainer.sharded_state import ShardedState
 from orchestrator.trainer.state import TrainState
+from tests.trainer.architectures import tiny
 from tests.trainer.member import tiny_job
 from tests.trainer.sharded import Odd, Trained, alone, first_weights, in_each_layout, on_ranks, refused_step
 
@@ -24,6 +25,8 @@ LAYOUTS = [(1, None), (2, 1), (3, None), (4, 1), (4, 2), (4, None), (2, None), (
 SHARDED = [layout for layout in LAYOUTS if layout[1] != 1]
 POISON_MODEL = "tests.trainer.member:PoisonModel"
 ODD = {"model__factory": "tests.trainer.sharded:Odd"}  # DDP takes no model with a weight that nobody uses
+# transformers keeps the routers in float32
+TWO_TYPES = {"model__factory": None, "model__config": tiny("ernie4_5_moe")}
 
 
 def assert_trained_alike(found: Trained, expected: Trained, tolerance: float) -> None:
@@ -41,8 +44,9 @@ def assert_trained_alike(found: Trained, expected: Trained, tolerance: float) ->
         (ODD, 1e-5, SHARDED),
         ({"train__precision": "bf16"}, 5e-3, LAYOUTS[1:6]),
         ({**ODD, "train__precision": "bf16"}, 5e-3, SHARDED[1:3]),
+        ({**TWO_TYPES, "train__precision": "pure_bf16"}, 5e-3, SHARDED[1:2]),
     ],
-    ids=["usual", "odd", "bf16", "odd in bf16"],
+    ids=["usual", "odd", "bf16", "odd in bf16", "float32 beside bf16"],
 )
 def test_every_layout_trains_what_one_process_trains(changes, tolerance, layouts):
     job = tiny_job(train__numerics="fast", train__micro_batch_size=5, **changes)
