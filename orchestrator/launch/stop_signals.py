@@ -109,25 +109,31 @@ def stop_on_signals(
     save: Callable[[str], None],
     say: Callable[[str], None],
     trains: Callable[[], bool] = lambda: True,
+    relayed_s: float = 0.0,
 ) -> Iterator[None]:
     """SIGTERM, Ctrl-C and a closed terminal (SIGHUP) save and stop; a second one raises `StoppedAtOnceError`,
     a `KeyboardInterrupt`. SIGUSR1 saves, and training continues. `stop` and `save` are called with the sender
     as far as it is known: the signal and this process's user and host. SIGHUP is no second one, for shells
     send it twice, and stays ignored where `nohup` had it ignored. While no worker `trains` nothing is to be
-    saved: the first signal raises `SignalledError`. Only a process's main thread can do this; in another
-    nothing changes.
+    saved: the first signal raises `SignalledError`. The same signal once more within `relayed_s` of the first
+    is that one, passed on by the process that started this one, which received it, too. Only a process's main
+    thread can do this; in another nothing changes.
     """
     first, who = 0, asker()  # looked up now: a handler waits for nothing
+    relayed_until = math.inf
 
     def handle(number: int, _: object) -> None:
-        nonlocal first
+        nonlocal first, relayed_until
         if first and number == signal.SIGHUP:
+            return
+        if first == number and time.monotonic() < relayed_until:
+            relayed_until = -math.inf
             return
         if first:
             raise StoppedAtOnceError(number, first)
         if not trains():
             raise _before_training(number)
-        first = number
+        first, relayed_until = number, time.monotonic() + relayed_s
         if number == signal.SIGTERM:
             wait_s = job_stop_s()
             _Grace.until = time.monotonic() + (GRACE_S if math.isinf(wait_s) else wait_s)

@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from orchestrator.torchrun.store_rendezvous import StoreRendezvous
     from orchestrator.trainer.job import Outcome
 
+# torchrun passes SIGTERM and SIGINT on to its ranks; who ends a whole job sends them to the ranks, too
+_RELAYED_S = 10.0
 _USAGE = "usage: torchrun --nproc-per-node N jobs/torchrun_train.py CONFIG [key=value ...]"
 
 
@@ -340,7 +342,10 @@ def _train(
     feed = InProcessFeed(spec, job.data.replay_bytes)
     try:
         # torchrun sends SIGTERM when another rank has failed: the end must be written nevertheless
-        with stop_signals.stop_on_signals(membership.ask_stop, membership.ask_save, say), _ending(recorder):
+        signals = stop_signals.stop_on_signals(
+            membership.ask_stop, membership.ask_save, say, relayed_s=_RELAYED_S
+        )
+        with signals, _ending(recorder):
             files = _files(storage, job.resume.node_folder)
             return run_loop(task, membership, feed, files, faults=hook(fault_plan))
     except DamagedPointError as error:

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 
 from orchestrator.launch import stop_signals
-from orchestrator.launch.stop_signals import SignalledError, ended_by_signals, stop_on_signals
+from orchestrator.launch.stop_signals import (
+    SignalledError,
+    StoppedAtOnceError,
+    ended_by_signals,
+    stop_on_signals,
+)
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 HANDLED = (*ENDING, signal.SIGINT, signal.SIGUSR1)
@@ -71,6 +76,24 @@ def test_a_save_is_asked_for_as_often_as_its_signal_comes_until_a_stop_is() -> N
         send(signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1)
     assert heard.asked == ["save SIGUSR1", "save SIGUSR1", "stop SIGTERM"]
     assert handlers() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_its_sender_and_torchrun_both_send_is_one_and_a_third_one_stops_at_once(
+    number: signal.Signals,
+) -> None:
+    asked = list[str]()
+    within = stop_on_signals(asked.append, asked.append, lambda text: None, relayed_s=1e9)
+    with within:
+        send(number, number)
+        assert len(asked) == 1
+        with pytest.raises(StoppedAtOnceError):
+            send(number)
+
+
+def test_a_signal_that_nobody_relays_stops_at_once_when_it_comes_again() -> None:
+    with pytest.raises(StoppedAtOnceError), Heard().listening():
+        send(signal.SIGTERM, signal.SIGTERM)
 
 
 @pytest.mark.parametrize("number", [*ENDING, signal.SIGINT])

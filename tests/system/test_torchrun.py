@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
+from orchestrator.cluster.machine import descendants
 from orchestrator.faults import FREEZE, FaultPlan
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
@@ -142,7 +143,12 @@ def test_a_killed_group_continues_with_a_skip_on_another_world_batch_and_length(
     other = {"train__global_batch_size": 6, "pack__seq_len": 16, "train__max_steps": 100_000}
     other |= {"resume__skip_steps": 2}
     torchrun = start(job, tmp_path, 2, **other)
-    watch = when_step(job, 14, torchrun.terminate)
+
+    def terminate_all() -> None:  # as Slurm and container runtimes do
+        for pid in [torchrun.pid, *(each.pid for each in descendants([torchrun.pid]))]:
+            os.kill(pid, signal.SIGTERM)
+
+    watch = when_step(job, 14, terminate_all)
     _, err = end(torchrun)
     watch.join()
     assert "SIGTERM: saving and stopping" in err, err
