@@ -144,6 +144,12 @@ class ElasticError(OrchestratorError):
     """
 
 
+class CoordinatorSilentError(ElasticError):
+    """The coordinator does not answer, and nothing brings it back."""
+
+    code = "launch.coordinator_silent"
+
+
 class UnsavedError(ElasticError):
     """The last state of a run could not be saved in the time there is for it; whoever collects the votes
     knows why.

@@ -46,6 +46,8 @@ HEALTH_CHECKS = {
 }
 _HEALTH = {
     **HEALTH_CHECKS,
+    # A local Ray has one node: a dead raylet refuses the check at once, and a busy one is waited for.
+    "RAY_health_check_timeout_ms": "60000",
     # Workers at nice 0: tokenizers make themselves nicer than the training workers beside them.
     "RAY_worker_niceness": "0",
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.cluster.machine import process_state
 from orchestrator.cluster.ray_inventory import PLACEMENT_GROUPS
 from orchestrator.cluster.shield import end_without_raylet, outlive_sigterm
+from orchestrator.cluster.starvation import ProcessLook, look_at_process
 from orchestrator.paused_gc import paused_gc
 
 # Ray Train's controller polls its workers this often: it decides how soon a dead worker's replacement is
@@ -95,6 +97,10 @@ class NodeAgent:
         """The state of each of these processes of this node; see `cluster.machine.process_state`."""
         return {pid: process_state(pid) for pid in pids}
 
+    def cpu_time_of(self, pids: Sequence[int]) -> dict[int, ProcessLook | None]:
+        """How long each of these processes of this node has run and waited for a CPU by now."""
+        return {pid: look_at_process(pid, time.monotonic()) for pid in pids}
+
 
 @cache
 def _agent_class() -> Any:
@@ -135,6 +141,10 @@ class NodeGroup:
     def look_at(self, pids: Sequence[int]) -> Any:
         """Asks the agent for the states of its processes; a reference to the answer."""
         return self._agent.look_at.remote(list(pids))
+
+    def cpu_time_of(self, pids: Sequence[int]) -> Any:
+        """Asks the agent for the CPU time of its processes; a reference to the answer."""
+        return self._agent.cpu_time_of.remote(list(pids))
 
     def stop(self) -> None:
         """Ends agent, controller and workers at once, and gives their resources back."""

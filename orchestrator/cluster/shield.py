@@ -94,9 +94,9 @@ def outlive_sigterm() -> None:
     libc.signal(signal.SIGTERM, int(signal.SIG_IGN))
 
 
-def end_without_raylet(is_done: Callable[[], bool], limit_s: float = ORPHANED_S) -> None:
+def end_without_raylet(is_done: Callable[[], bool], limit_s: float = ORPHANED_S) -> Callable[[], bool]:
     """Ends this process once the raylet that started it is gone and it `is_done`, or `limit_s` after the
-    raylet: nobody else would.
+    raylet: nobody else would. Returns what says whether the raylet is gone.
     """
     raylet = os.getppid()
 
@@ -111,6 +111,7 @@ def end_without_raylet(is_done: Callable[[], bool], limit_s: float = ORPHANED_S)
                 os._exit(1)
 
     threading.Thread(target=watch, name="raylet", daemon=True).start()
+    return lambda: os.getppid() != raylet
 
 
 def killing(kill: Callable[..., None], node: Any) -> Callable[..., None]:

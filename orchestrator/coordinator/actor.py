@@ -43,7 +43,7 @@ from orchestrator.records.membership import (
     Unfit,
 )
 from orchestrator.records.points import Damage, Vote
-from orchestrator.records.run_status import Doing, MemberInfo, RunStatus
+from orchestrator.records.run_status import PEERS, Doing, MemberInfo, RunStatus
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_events import PartFailed, PartGrows
 from orchestrator.resume.store import RunStore
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 # an open call is answered at least this often: a dead caller does not leave it open, and a caller knows a
 # coordinator that is frozen from one that waits
 ANSWER_S = 10.0
+TRIED_PORTS = 64  # members that wait for each other try each other's ports in groups of at most this size
 _END_AGAIN_S = 0.5  # how soon a member that failed is answered whether its process may end
 
 
@@ -177,10 +178,17 @@ class Coordinator:
         self._loading[member] = done_bytes, num_bytes
         await self._driver.notify()
 
-    async def doing(self, launch: str, member: str, what: Doing) -> None:
-        """What a member does that has finished no step for long, in its own words."""
+    async def doing(
+        self, launch: str, member: str, what: Doing
+    ) -> tuple[tuple[str, int], ...] | StillWaiting | None:
+        """What a member does that has finished no step for long, in its own words. Where all members of a
+        small group wait for each other, the addresses at which it is to try them, by rank.
+        """
         self._check(launch)
         self._doing[member] = what
+        members = self._launch.members
+        kinds = {self._doing[m].kind if m in self._doing else "" for m in members}
+        return self._launch.rendezvous.addresses if kinds == {PEERS} and len(members) <= TRIED_PORTS else None
 
     async def finished(self, launch: str, member: str, key: StateKey, reason: str) -> StillWaiting | None:
         """A member's part of the run is over (`done` or `stopped`); it may go when that is durable, and asks
@@ -303,6 +311,7 @@ class Coordinator:
             damages=self._damages,
             loading=(sum(n for n, _ in self._loading.values()), sum(n for _, n in self._loading.values())),
             doing=tuple(self._doing.items()),
+            missing=tuple(launch.infos[m] for m in launch.rendezvous.missing if m in launch.infos),
             resting=launch.rendezvous.resting(time.monotonic()),
         )
 
@@ -336,6 +345,11 @@ class Coordinator:
         await self._driver.carry_out(self._launch.stop_within(by, grace_s))
         self._driver.look_soon()
         await self._driver.notify()
+
+    async def starved(self, member: str, seconds: float) -> None:
+        """The process of a member that is missed could not run for so long, because its machine is busy."""
+        self._driver.ensure_running()
+        self._launch.starved(member, seconds)
 
     async def group_failed(self, node: str, reason: str) -> None:
         """The group of a node ended without having been asked to."""

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from orchestrator.data.feed.feed_notes import FeedNotes
 
 TICK_S = 0.05
+LATE_S = 0.5  # a tick that comes so much later than it was due shows that this process could not run
 FLUSH_EVERY_S = 1.0
 HEARTBEAT_EVERY_S = 2.0
 REQUESTS_EVERY_S = 1.0
@@ -196,7 +197,10 @@ class LaunchDriver:
     # ------------------------------------------------------------ generations
     async def _act(self) -> None:
         """Ticks the launch machine and forms the generations that it decides on."""
+        ticked = time.monotonic()
         while True:
+            if (late_s := time.monotonic() - ticked - TICK_S) > LATE_S:
+                self.machine.judge_was_late(late_s)
             async with self.commits.lock:
                 if self.commits.retries.due(time.monotonic()) and self.machine.ended is None:
                     self.machine.save_again()
@@ -205,6 +209,7 @@ class LaunchDriver:
                 for action in actions:
                     if isinstance(action, Form):
                         await self._form(action.formation)
+            ticked = time.monotonic()
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self._wake.wait()

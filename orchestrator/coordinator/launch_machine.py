@@ -236,6 +236,14 @@ class LaunchMachine:
         """`member` is in a phase with a limit of its own (rule 23)."""
         self.rendezvous.extend_deadline(member, until)
 
+    def starved(self, member: str, seconds: float) -> None:
+        """The process of `member` could not run for so long, because its machine is busy (rule 17)."""
+        self.rendezvous.excuse(member, seconds)
+
+    def judge_was_late(self, seconds: float) -> None:
+        """This process could not run for so long: nobody's silence counts meanwhile (rule 17)."""
+        self.rendezvous.judge_was_late(seconds)
+
     def recorded(self, record: StepRecord, now: float) -> None:
         """A step record came, possibly a copy."""
         if self._steps.recorded(record, now):

@@ -137,11 +137,12 @@ class CoordinatorProcess:
             return None
         return self._unheard()
 
-    async def doing(self, launch: str, member: str, what: Doing) -> StillWaiting | None:
+    async def doing(
+        self, launch: str, member: str, what: Doing
+    ) -> tuple[tuple[str, int], ...] | StillWaiting | None:
         """See `Coordinator`."""
         if here := await self._begun():
-            await here.doing(launch, member, what)
-            return None
+            return await here.doing(launch, member, what)
         return self._unheard()
 
     async def vote(self, launch: str, vote: Vote) -> bool | StillWaiting:
@@ -234,6 +235,11 @@ class CoordinatorProcess:
     async def save(self, by: str) -> None:
         """See `Coordinator`."""
         await self._now_or_later("save", by)
+
+    async def starved(self, member: str, seconds: float) -> None:
+        """See `Coordinator`. One that has not begun misses nobody."""
+        if self._coordinator is not None:
+            await self._coordinator.starved(member, seconds)
 
     async def group_failed(self, node: str, reason: str) -> None:
         """See `Coordinator`."""

@@ -39,6 +39,8 @@ class MembershipState:
         self.median_step_s = 0.0
         self._settings = settings
         self._deadlines: dict[str, float] = {}  # member: not unresponsive before
+        self._excused: dict[str, float] = {}  # member: seconds of its silence in which it could not run
+        self._late_s = 0.0  # seconds since the end in which the coordinator could not hear anybody
         self._reached = -1  # the newest step known to be applied in `current`
         self._agreed = False  # some member is known to have agreed on its state
         self._judged = previous is not None
@@ -51,6 +53,7 @@ class MembershipState:
     def arrive(self, request: JoinRequest, now: float) -> None:
         """A member came; a repeated request replaces its earlier one."""
         self.gone.pop(request.member, None)
+        self._excused.pop(request.member, None)
         earlier = self.waiting.get(request.member)
         if earlier is None or earlier.request != request:
             since = now if earlier is None else earlier.since
@@ -72,10 +75,21 @@ class MembershipState:
         """It does not count as unresponsive before `until`."""
         self._deadlines[member] = until
 
+    def excuse(self, member: str, seconds: float) -> None:
+        """For so long a missing member could not run, because its machine is busy: it has as much longer."""
+        if self.ended_at is not None and member in self.missing:
+            self._excused[member] = self._excused.get(member, 0.0) + seconds
+
+    def judge_was_late(self, seconds: float) -> None:
+        """For so long nobody could be heard: every member that is missed has as much longer."""
+        if self.ended_at is not None:
+            self._late_s += seconds
+
     def end(self, now: float) -> None:
         """The current generation is over, if it was not already."""
         if self.ended_at is None:
             self.ended_at = now
+            self._excused, self._late_s = {}, 0.0
 
     def begin(self, generation: Generation) -> None:
         """Its members were answered."""
@@ -152,6 +166,7 @@ class MembershipState:
         for member in self.missing:
             assert self.ended_at is not None, "members are missed after the end of a generation"
             until = max(self.ended_at + self._grace_s(), self._deadlines.get(member, float("-inf")))
+            until += self._late_s + self._excused.get(member, 0.0)
             if now >= until:
                 self.gone[member] = UNRESPONSIVE
                 took, allowed = now - self.ended_at, until - self.ended_at
@@ -214,8 +229,8 @@ class MembershipState:
         blamed = unresponsive if lost else list(current.newcomers)
         if blamed:
             backoff.blame([current.requests[m].node_id for m in blamed], now)
-        elif not lost:
-            backoff.failed_to_start()
+        elif not lost and not any(r.starved and r.leaves == current.identity for r in self.requests):
+            backoff.failed_to_start()  # else it had no time to form: that is no sign of a network that fails
         return True
 
     # ---- searches
@@ -224,6 +239,7 @@ class MembershipState:
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.waiting, twin.gone, twin._deadlines = dict(self.waiting), dict(self.gone), dict(self._deadlines)
+        twin._excused = dict(self._excused)
         return twin
 
     def snapshot(self, backoff: FailureBackoff) -> tuple[Hashable, dict[str, Hashable]]:
@@ -231,7 +247,7 @@ class MembershipState:
         current = self.current
         names = {*self.waiting, *(current.members if current else ())}
         identity = current.identity if current else None
-        everyone = (identity, self.ended_at, self._judged, self._reached, self._agreed)
+        everyone = (identity, self.ended_at, self._judged, self._reached, self._agreed, self._late_s)
         return everyone, {name: self._facts_of(name, backoff) for name in names}
 
     def _facts_of(self, name: str, backoff: FailureBackoff) -> Hashable:
@@ -244,4 +260,5 @@ class MembershipState:
             waits = arrival.since, request.key, request.leaves, request.prepared, held
         delay = backoff.not_before(request.node_id) if request else None
         new = bool(current and name in current.newcomers)
-        return inside, new, self.gone.get(name), self._deadlines.get(name), waits, delay
+        excused_s = self._excused.get(name)
+        return inside, new, self.gone.get(name), self._deadlines.get(name), excused_s, waits, delay

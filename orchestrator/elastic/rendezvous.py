@@ -149,6 +149,27 @@ class Rendezvous:
         """
         self._group.extend_deadline(member, until)
 
+    def excuse(self, member: str, seconds: float) -> None:
+        """`member`, which is missed, could not run for so long, because its machine is busy (rule 17)."""
+        self._group.excuse(member, seconds)
+
+    def judge_was_late(self, seconds: float) -> None:
+        """The coordinator's process could not run for so long: who is missed may have called (rule 17)."""
+        self._group.judge_was_late(seconds)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Members of the generation that ended whose join is waited for."""
+        return () if self._group.is_running else tuple(self._group.missing)
+
+    @property
+    def addresses(self) -> tuple[tuple[str, int], ...]:
+        """Where the members of the running generation listen, by rank; empty where that is not known."""
+        current = self._group.current
+        if current is None or not self._group.is_running or current.formation is None:
+            return ()
+        return tuple((current.requests[m].host, current.requests[m].port) for m in current.members)
+
     def blame(self, node: str, now: float, *, first_is_free: bool = False) -> float:
         """A newcomer from `node` could not work: the next one from there waits, each time twice as long.
         Returns for how many seconds. `first_is_free`: the first one is replaced at once.

@@ -18,7 +18,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from orchestrator.cluster.node_groups import GroupSpec, NodeGroup, remove_orphaned_placement_groups
 from orchestrator.cluster.ray_state import why_not_created
+from orchestrator.cluster.starvation import ProcessLook, Silence, look_at_process
 from orchestrator.elastic.asked import Asked
+from orchestrator.elastic.missed_members import MissedMembers
 from orchestrator.elastic.nodes_seen import NodesSeen
 from orchestrator.elastic.policy import (
     Decision,
@@ -34,7 +36,7 @@ from orchestrator.elastic.policy import (
     decide,
 )
 from orchestrator.elastic.stall import StallWatch
-from orchestrator.errors import ElasticError
+from orchestrator.errors import CoordinatorSilentError, ElasticError
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.records.run_status import Doing, GroupMember, Held, MemberInfo, RunStatus, Stall
@@ -44,7 +46,10 @@ NODES_EVERY_S = 0.5
 NODES_SILENT_S = 10.0  # a GCS without an answer for so long is reported; its last answer stays valid
 FIRST_NODES_S = 60.0  # how long the first answer, without which nothing can be started, is waited for
 COORDINATOR_LIMIT_S = 60.0
-FROZEN_S = 10.0  # a coordinator that lives answers a status within a second; two without an answer end it
+FROZEN_S = 10.0  # a coordinator that lives answers a status within a second; twice this without one ends it
+HUNG_S = 60.0  # one that could have answered for so long is ended although it uses CPU time
+SILENCE_LOOK_S = 0.5  # how often a coordinator that does not answer is looked at
+TO_END_S = 5.0  # what a launch needs of the time that it is given to write down its end
 END_S = 5.0  # how long groups may take to end after the run has
 INTERRUPTED_S = 0.5  # and their resources to come back where the run has not ended
 POLL_S = 0.05
@@ -99,7 +104,9 @@ class Supervisor:
         self._number = 0
         self._to_clean = False
         self._stop_by, self._stop_s, self._save_by = "", math.inf, ""
+        self._end_at = math.inf  # when the launch ends without the save that it stops with
         self.has_trained = False  # whether a group of workers has been formed
+        self._missed = MissedMembers(excuse=self._excuse)
         self._coordinator_pid = 0
         self._killed = ""  # why a coordinator was killed, until one has answered that can journal it
 
@@ -108,6 +115,7 @@ class Supervisor:
         `grace_s` seconds (inf: nobody said so).
         """
         self._stop_by, self._stop_s = by, grace_s
+        self._end_at = time.monotonic() + max(grace_s / 2, grace_s - TO_END_S)
 
     def ask_save(self, by: str) -> None:
         """Save after the step at hand and train on; may be called from a signal handler. `by` is who wants
@@ -130,9 +138,13 @@ class Supervisor:
                 seen = (status.attempt, status.version)
                 self.has_trained = self.has_trained or status.world_size > 0
                 self._watch_steps(status)
+                self._missed.watch(status.missing, self._groups)
                 if self._stop_by and not status.stopping:
                     # again, for a restarted coordinator
                     self._coordinator.stop.remote(self._stop_by, self._stop_s)
+                if status.ended is None and time.monotonic() > self._end_at:
+                    self._end_at = math.inf
+                    self._coordinator.end.remote("failed", sentences.not_saved(self._stop_by, self._stop_s))
                 if self._save_by:
                     self._coordinator.save.remote(self._save_by)
                     self._save_by = ""
@@ -199,39 +211,66 @@ class Supervisor:
             self._silent_s = silent_s
 
     def _status(self, seen: tuple[int, int]) -> RunStatus:
-        """Asks until the coordinator answers. One that is frozen is killed, so that Ray starts it anew; one
-        that could not begin ends the launch at once.
+        """Asks until the coordinator answers. One that stands still is killed, so that Ray starts it anew; a
+        slow one is waited for; one that could not begin ends the launch at once.
         """
-        since, unanswered = time.monotonic(), 0
+        silence, asked_at_s, is_slow = self._silence(), 0.0, False
+        answer = self._coordinator.status.remote(seen, STATUS_WAIT_S)
         while True:
             try:
-                answer = self._coordinator.status.remote(seen, STATUS_WAIT_S)
-                status: RunStatus = ray.get(answer, timeout=FROZEN_S)
+                status: RunStatus = ray.get(answer, timeout=min(SILENCE_LOOK_S, FROZEN_S))
             except GetTimeoutError as error:
-                unanswered += 1
-                # once is not enough: it may have been this process that stood still
-                if unanswered == 2:
-                    since = time.monotonic()
-                    self._killed = sentences.coordinator_is_frozen(self._coordinator_pid, 2 * FROZEN_S)
-                    self._say(self._killed)
-                    ray.kill(self._coordinator, no_restart=False)
                 last: Exception = error
             except RayActorError as error:
                 if reason := why_not_created(error):
                     raise ElasticError(f"the coordinator could not begin: {reason}") from error
                 last = error
+                self._coordinator_pid = 0  # the next one has another
                 time.sleep(0.1)
+                answer = self._coordinator.status.remote(seen, STATUS_WAIT_S)
             else:
                 self._coordinator_pid = status.pid
                 if self._killed:
                     self._note(EventKind.UNRESPONSIVE, reason=self._killed)
                     self._killed = ""
                 return status
-            if time.monotonic() - since > COORDINATOR_LIMIT_S:
-                raise ElasticError(
-                    f"the coordinator did not answer for {COORDINATOR_LIMIT_S:.0f} s ({last}); "
+            counted_s = silence.look(time.monotonic(), self._look_at_coordinator())
+            if not is_slow and silence.lasts_s > 2 * FROZEN_S and silence.is_at_work:
+                is_slow = True
+                self._say(sentences.coordinator_is_slow(self._coordinator_pid, silence.lasts_s))
+            # once is not enough: an answer may have been lost
+            if self._coordinator_pid and silence.stands_still(2 * FROZEN_S, HUNG_S):
+                self._killed = sentences.coordinator_is_frozen(self._coordinator_pid, silence.lasts_s)
+                self._say(self._killed)
+                self._coordinator_pid = 0
+                ray.kill(self._coordinator, no_restart=False)
+                silence, asked_at_s = self._silence(), 0.0
+                answer = self._coordinator.status.remote(seen, STATUS_WAIT_S)
+            elif counted_s > self._silence_limit_s():
+                raise CoordinatorSilentError(
+                    f"the coordinator did not answer for {silence.lasts_s:.0f} s ({last}); "
                     "start the same command again: it continues from the newest resume point"
                 ) from last
+            elif counted_s > asked_at_s + FROZEN_S:
+                asked_at_s = counted_s
+                answer = self._coordinator.status.remote(seen, STATUS_WAIT_S)
+
+    def _silence(self) -> Silence:
+        return Silence(time.monotonic(), SILENCE_LOOK_S)
+
+    def _look_at_coordinator(self) -> ProcessLook | None:
+        """It runs on the machine of this process."""
+        return look_at_process(self._coordinator_pid, time.monotonic())
+
+    def _silence_limit_s(self) -> float:
+        """How long a coordinator may stay away: while workers live and hold the state as long as a run waits
+        for workers.
+        """
+        holds = self.has_trained and any(group.ended() is None for group in self._groups.values())
+        return max(COORDINATOR_LIMIT_S, self._launch.limits.wait_s) if holds else COORDINATOR_LIMIT_S
+
+    def _excuse(self, member: str, seconds: float) -> None:
+        self._coordinator.starved.remote(member, seconds)
 
     def _watch_steps(self, status: RunStatus) -> None:
         """Has the agents look at their workers when no step was finished for long, and passes on what they

@@ -239,6 +239,23 @@ def coordinator_is_frozen(pid: int, silent_s: float) -> str:
     )
 
 
+def not_saved(by: str, grace_s: float) -> str:
+    """Why a launch ends whose last save took longer than it has."""
+    return (
+        f"{by}: the last state could not be saved in the {grace_s:.0f} s that the launch had for it; start "
+        "the same command again: it continues from the newest resume point"
+    )
+
+
+def coordinator_is_slow(pid: int, silent_s: float) -> str:
+    """The line for a coordinator that does not answer because its machine is busy."""
+    process = f" (pid {pid})" if pid else ""
+    return (
+        f"warning: the coordinator{process} has not answered for {silent_s:.0f} s, but it is at work: its "
+        "machine is busy. Training continues"
+    )
+
+
 def stall(seen: Stall) -> list[str]:
     """The lines for a group without a step for long: the workers that cannot answer, else those for which the
     others wait in a collective. If all seem to work, one line says so, after max(30 s, 5 × median step).
@@ -271,6 +288,14 @@ def _in_code(seen: Stall) -> list[str]:
     doing = [(each.worker, each.doing) for each in seen.held if each.doing is not None]
     waits = [who for who, what in doing if what.kind == PEERS]
     if len(waits) == len(seen.held) > 1:
+        ranks = {each.worker.rank: each.worker for each in seen.held}
+        cut_off = [
+            f"{worker(who)} does not reach {workers([ranks[r] for r in what.unreached if r in ranks])}"
+            for who, what in doing
+            if any(r in ranks for r in what.unreached)
+        ]
+        if cut_off:
+            return [f"{line}: look at the network between these machines" for line in cut_off]
         return [
             f"{workers(waits)} have waited for each other for {seen.quiet_s:.1f} s: all are in a collective, "
             "so some of them do not reach each other; look at the network between these machines"

@@ -14,14 +14,18 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
+from orchestrator.cluster.machine import machine_id
+from orchestrator.cluster.starvation import ProcessLook, Silence, look_at_process
 from orchestrator.errors import BusyError
 from orchestrator.history.busy import Free
+from orchestrator.history.claim_files import WATCH_S
 from orchestrator.history.journal_reader import journal_process
 from orchestrator.history.processes import AllEnded, driver_was_killed
 from orchestrator.resume.store import RunStore
 
 BUSY_WATCH_S = 10.0
 ORPHANS_S = 90.0
+LOOK_S = 1.0  # a look at storage that takes longer than this shows nothing of the attempt meanwhile
 
 
 @contextmanager
@@ -60,7 +64,7 @@ def refuse_busy(store: RunStore, say: Callable[[str], None], over: threading.Eve
         )
     deadline = time.monotonic() + ORPHANS_S
     while True:
-        found = store.watch_busy(BUSY_WATCH_S, time.monotonic, wait, ended)
+        found = store.watch_busy(BUSY_WATCH_S, _silence_of(store), wait, ended)
         if isinstance(found, Free):
             return found.number
         claim = store.read_claim(found.number)
@@ -77,3 +81,18 @@ def refuse_busy(store: RunStore, say: Callable[[str], None], over: threading.Eve
             f"{claim.host} is alive; wait until it has ended, stop it (`orchestrator stop "
             f"{shlex.quote(store.storage.root)}`, Ctrl-C there, or `ray job stop`), or take another run.name"
         )
+
+
+def _silence_of(store: RunStore) -> Callable[[], float]:
+    """A clock for the watch: it stands while this process, or on this machine the one that keeps the newest
+    attempt's journal, could not run. What is late on a busy host is not dead.
+    """
+    newest = store.newest_claim()
+    process = None if newest is None else journal_process(store.storage, newest.number)
+    pid = process.pid if process is not None and process.machine == machine_id() else 0
+
+    def look() -> ProcessLook | None:
+        return look_at_process(pid, time.monotonic())
+
+    silence = Silence(time.monotonic(), WATCH_S + LOOK_S, look())
+    return lambda: silence.look(time.monotonic(), look())

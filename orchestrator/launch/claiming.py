@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,12 +18,14 @@ from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.begin_launch import begin_launch
 from orchestrator.coordinator.ended_by import A_FAILURE
 from orchestrator.coordinator.forking import fork_to_begin, found_run, is_folder
-from orchestrator.errors import OrchestratorError, RefusedError, text_of
+from orchestrator.errors import CoordinatorSilentError, OrchestratorError, RefusedError, text_of
 from orchestrator.faults import hook
 from orchestrator.history.claim_files import FORK, JOURNAL, RESUME, REWIND, START
 from orchestrator.history.claims import Claim
 from orchestrator.history.code_record import code_of
 from orchestrator.history.heartbeat import beating
+from orchestrator.history.journal_reader import journal_process
+from orchestrator.history.processes import has_ended
 from orchestrator.history.request_files import asker
 from orchestrator.launch.start import find_run
 from orchestrator.planning.parallel_choice import ParallelChoice
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
 
 HEARTBEAT_EVERY_S = 2.0
+KILLED_S = 5.0  # how long a coordinator that was killed may take to be gone
 
 
 @contextmanager
@@ -87,6 +91,8 @@ def claiming(
             yield made
         except BaseException as error:
             _end_unbegun(store, made, error)
+            if isinstance(error, CoordinatorSilentError):
+                end_of_silent(store, made, error)
             raise
 
 
@@ -106,6 +112,23 @@ def _end_unbegun(store: RunStore, made: Claim, error: BaseException) -> None:
         if mine and not store.storage.list(f"{JOURNAL}/a{made.number:04d}"):
             by = asker() if isinstance(error, KeyboardInterrupt) else A_FAILURE
             store.write_end(made.number, "failed", text_of(error), made.run_id, by)
+
+
+def end_of_silent(store: RunStore, made: Claim, error: CoordinatorSilentError) -> None:
+    """Writes down the end of the launch of the claim `made`, whose coordinator cannot: it was silent, and is
+    killed. Only where the process that kept the journal is known to have ended, which is waited for a while.
+    """
+    deadline = time.monotonic() + KILLED_S
+    with suppress(OrchestratorError):  # where storage is what failed, the next start watches the attempt
+        newest = store.newest_claim()
+        if newest is None or newest.launch != made.launch:
+            return
+        process = journal_process(store.storage, newest.number)
+        while process is not None and time.monotonic() < deadline:
+            if has_ended(*process):
+                store.write_end(newest.number, "failed", text_of(error), made.run_id, A_FAILURE)
+                return
+            time.sleep(0.1)
 
 
 def first_weights_of(store: RunStore, job: JobConfig) -> str:

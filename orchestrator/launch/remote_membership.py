@@ -19,10 +19,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from orchestrator.cluster.starvation import ProcessLook, Silence, look_at_process, starved_s
 from orchestrator.errors import ElasticError, FencedError, OrchestratorError, StorageError, report_of
 from orchestrator.launch.generation_end import GenerationEnd
 from orchestrator.launch.phase_reports import QUIET_S, PhaseReports, doing
-from orchestrator.launch.trying_ports import unreached
+from orchestrator.launch.trying_ports import unreached, unreached_ranks
 from orchestrator.records.membership import (
     ControlRequests,
     GenerationView,
@@ -33,16 +34,19 @@ from orchestrator.records.membership import (
     StillWaiting,
 )
 from orchestrator.records.points import DamagedPointError, Vote
-from orchestrator.records.run_status import CODE, MemberInfo
+from orchestrator.records.run_status import CODE, PEERS, MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.trainer.membership import connect_store, open_store
 from orchestrator.trainer.phases import BETWEEN, ENDING, LOAD, PHASE_LIMITS_S, SAVE_WAIT, STEP
 
 # A coordinator of our launch that cannot be reached: after this long members stop (membership rule 11).
 COORDINATOR_LIMIT_S = 60.0
+ORPHANED_LIMIT_S = 3.0  # the same once this member's Ray is gone: no coordinator is started anew
 ANSWER_LIMIT_S = 30.0  # a coordinator that lives answers every call within 10 s
 _LOG_STACK_S = 30.0  # a loop that is in one place for so long has its stack in the worker's log
 _RETRY_S = 0.1
+_OWN_EVERY_S = 5.0  # how often a member looks how much CPU time it gets
+_OWN_LOOK_S = 1.0  # how often a member that gets no answer looks whether it could run itself
 _log = logging.getLogger(__name__)
 _REPORT_EVERY_S = 0.5
 _LOADING_EVERY_S = 5.0
@@ -59,6 +63,17 @@ def ask_every_s(world_size: int) -> float:
     most: every 5 s up to 1,000 members, every 50 s at 10,000.
     """
     return max(_GIVEN_UP_EVERY_S, world_size / _QUESTIONS_PER_S)
+
+
+def _look_at_this() -> ProcessLook | None:
+    return look_at_process(os.getpid(), time.monotonic())
+
+
+def _is_starved(before: ProcessLook | None, now: ProcessLook | None) -> bool:
+    """Whether a process could not run for most of the time between two looks."""
+    if before is None or now is None:
+        return False
+    return starved_s(before, now) > (now.at_s - before.at_s) / 2
 
 
 class UnansweredError(Exception):
@@ -108,10 +123,13 @@ class RemoteMembership:
         place: Place,
         coordinator_limit_s: float = COORDINATOR_LIMIT_S,
         keep_vote: Callable[[Vote], None] | None = None,
+        is_orphaned: Callable[[], bool] = lambda: False,
     ) -> None:
         """Opens this member's TCPStore on a port of the system's choice, before it joins anything.
-        `keep_vote` writes a vote that no coordinator hears into storage.
+        `keep_vote` writes a vote that no coordinator hears into storage. `is_orphaned`: whether the Ray that
+        started this process is gone.
         """
+        self._is_orphaned = is_orphaned
         self._keep_vote = keep_vote
         self.member = os.urandom(6).hex()
         self._calls, self._launch, self._place = calls, launch, place
@@ -128,10 +146,12 @@ class RemoteMembership:
         self._loading: tuple[int, int] | None = None  # what the coordinator is to hear
         self._world_size = 0  # of the generation that this member is in
         self._logged: tuple[str, float] | None = None  # the phase in which the loop's stack was logged
+        self._tried: tuple[float, tuple[int, ...]] = (0.0, ())  # the wait in which ports were tried; in vain
         self._undecided: _Undecided | None = None
         self._given_up: StateKey | None = None  # the newest that is known to be
         self._broken: BaseException | None = None
         self._loop = threading.get_ident()  # the thread that trains
+        self._entered = self._own = _look_at_this()  # when the last generation was entered, and newly
         self._in_thread("report", self._report_loop)
 
     def connect_store(self, view: GenerationView) -> Any:
@@ -160,6 +180,7 @@ class RemoteMembership:
         if isinstance(answer, RunOver):
             return None
         assert isinstance(answer, GenerationView), f"join was answered with {answer}"
+        self._entered = _look_at_this()
         self._end.enter((answer.attempt, answer.generation))
         self._world_size = answer.world_size
         watch = self._watch if answer.rank == 0 else self._await_end
@@ -261,6 +282,7 @@ class RemoteMembership:
             saving=state.saving,
             holdings=state.holdings,
             unsaved=state.unsaved,
+            starved=_is_starved(self._entered, _look_at_this()),
             idle_s=time.monotonic() - self._stepped_at if state.leaves is not None else 0.0,
         )
 
@@ -310,23 +332,30 @@ class RemoteMembership:
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """One call, repeated while the coordinator is away or has nothing to say yet; `ElasticError` after
-        `coordinator_limit_s` without an answer.
+        `coordinator_limit_s` without an answer, in which this process could run, and after
+        `ORPHANED_LIMIT_S` where its Ray is gone.
         """
-        answered = time.monotonic()
+        call_s = min(ANSWER_LIMIT_S, self._limit_s)
+        silence, looked = Silence(time.monotonic(), call_s + _OWN_LOOK_S, self._own), time.monotonic()
         while True:
             try:
-                answer = self._calls.call(method, arguments, min(ANSWER_LIMIT_S, self._limit_s))
+                answer = self._calls.call(method, arguments, call_s)
             except UnansweredError as error:
-                if time.monotonic() - answered > self._limit_s:
+                now = time.monotonic()
+                if now - looked > min(_OWN_LOOK_S, self._limit_s):
+                    silence.look(now, _look_at_this())
+                    looked = now
+                limit_s = min(self._limit_s, ORPHANED_LIMIT_S) if self._is_orphaned() else self._limit_s
+                if silence.counted_s > limit_s:
                     raise ElasticError(
-                        f"no coordinator of launch {self._launch} answered for {self._limit_s:.0f} s "
+                        f"no coordinator of launch {self._launch} answered for {limit_s:.0f} s "
                         f"({error}); start the same command again: it continues from the newest resume point"
                     ) from error
                 time.sleep(_RETRY_S)
                 continue
             if not isinstance(answer, StillWaiting):
                 return answer
-            answered = time.monotonic()
+            silence, looked = Silence(time.monotonic(), call_s + _OWN_LOOK_S, self._own), time.monotonic()
 
     def _watch(self, view: GenerationView) -> None:
         """Rank 0's open call: it returns when the control requests for this generation change, and is asked
@@ -370,12 +399,14 @@ class RemoteMembership:
         stays away the records stay with the members, who bring them to the next join.
         """
         reports = PhaseReports(told_at=time.monotonic())
-        asked_at = said_at = loading_at = reports.told_at
+        asked_at = said_at = loading_at = looked_at = reports.told_at
         while True:
             time.sleep(_REPORT_EVERY_S)
             phase, since = self._doing()
             now = time.monotonic()
             limit_s = reports.due_s(phase, since, self._step_limit_s, now)
+            if now - looked_at > _OWN_EVERY_S:
+                looked_at, self._own = now, _look_at_this()
             try:
                 self._send_reports()
                 if limit_s is not None:
@@ -402,7 +433,12 @@ class RemoteMembership:
         if what.kind == CODE and since_s > _LOG_STACK_S and self._logged != self._phase:
             self._logged = self._phase
             _log.warning("in %s for %.0f s:\n%s", phase, since_s, "".join(traceback.format_stack(frame)))
-        self._ask("doing", self._launch, self.member, what)
+        since = self._phase[1]
+        if what.kind == PEERS and self._tried[0] == since:
+            what = replace(what, unreached=self._tried[1])
+        addresses = self._ask("doing", self._launch, self.member, what)
+        if addresses and self._tried[0] != since:  # once for each wait
+            self._tried = since, unreached_ranks(addresses)
 
     def _ask_about_save(self) -> None:
         if (asked := self._undecided) is None:

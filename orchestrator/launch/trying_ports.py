@@ -6,6 +6,7 @@ It knows no coordinator and no group; what follows from it is decided elsewhere.
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from orchestrator.records.membership import GenerationView
@@ -14,7 +15,13 @@ _PROBE_S = 3.0  # how long a port is tried
 
 
 def unreached(view: GenerationView) -> tuple[str, ...]:
-    """The members whose stores this one cannot reach, all tried at once, within `_PROBE_S`."""
+    """The members whose stores this one cannot reach."""
+    ranks = unreached_ranks(view.probe)
+    return tuple(member for rank, member in enumerate(view.members) if rank in ranks)
+
+
+def unreached_ranks(addresses: Sequence[tuple[str, int]]) -> tuple[int, ...]:
+    """The ranks that this process cannot reach at these addresses, all tried at once, within `_PROBE_S`."""
 
     def reaches(address: tuple[str, int]) -> bool:
         try:
@@ -24,5 +31,5 @@ def unreached(view: GenerationView) -> tuple[str, ...]:
         return True
 
     with ThreadPoolExecutor(max_workers=64) as pool:
-        answers = pool.map(reaches, view.probe)
-        return tuple(member for member, answer in zip(view.members, answers, strict=True) if not answer)
+        answers = pool.map(reaches, addresses)
+        return tuple(rank for rank, answer in enumerate(answers) if not answer)

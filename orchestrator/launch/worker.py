@@ -134,7 +134,7 @@ def train_function(config: dict[str, Any]) -> None:
     task: WorkerTask = config["task"]
     expose_forks()
     is_done = threading.Event()
-    end_without_raylet(is_done.is_set)
+    is_orphaned = end_without_raylet(is_done.is_set)
     # Few threads and no telemetry in a process of which a machine runs many.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context, membership = ray.get_runtime_context(), None
@@ -157,7 +157,11 @@ def train_function(config: dict[str, Any]) -> None:
         place = Place(actor_id=here.actor_id, node_id=here.node_id, host=here.host)
         files = _files(task, place.host)
         membership = RemoteMembership(
-            RayCalls(task.coordinator), task.launch, place, keep_vote=partial(_keep_vote, files)
+            RayCalls(task.coordinator),
+            task.launch,
+            place,
+            keep_vote=partial(_keep_vote, files),
+            is_orphaned=is_orphaned,
         )
         train(
             job,

@@ -102,6 +102,7 @@ class JoinRequest:
     saving: StateKey | None = None  # see `MemberState`
     holdings: tuple[HeldShard, ...] = ()
     unsaved: bool = False
+    starved: bool = False  # for most of the time since its last join it wanted a CPU and got none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

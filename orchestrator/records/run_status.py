@@ -67,12 +67,14 @@ class GroupChange:
 class Doing:
     """What a worker's loop does that has finished no step for long: it waits for its peers in a collective
     (`PEERS`), for data (`DATA`), or runs `CODE`. `place`: the innermost line of code, the user's if there is
-    one. `since_s`: how long ago it finished a step or changed its phase.
+    one. `since_s`: how long ago it finished a step or changed its phase. `unreached`: the ranks whose ports
+    it tried in vain, while all waited for each other.
     """
 
     kind: str
     place: str
     since_s: float
+    unreached: tuple[int, ...] = ()
 
 
 PEERS, DATA, CODE = "peers", "data", "code"
@@ -135,4 +137,5 @@ class RunStatus:
     )  # bytes of a point that members have read since the last step, of how many
     damages: tuple[Damage, ...] = ()  # what members found wrong with a point that they were to load
     doing: tuple[tuple[str, Doing], ...] = ()  # by member, since the newest step
+    missing: tuple[MemberInfo, ...] = ()  # members of a generation that ended, while they are waited for
     resting: tuple[str, ...] = ()  # nodes on which no worker is started for a while: it could not work

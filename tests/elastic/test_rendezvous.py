@@ -266,6 +266,22 @@ def test_an_unresponsive_member_is_left_out_after_10_s_or_two_steps(median: floa
     assert machine.is_gone("c")
 
 
+def test_a_member_that_could_not_run_and_a_judge_that_could_not_hear_have_as_much_longer():
+    machine = started("ab")
+    machine.judge_was_late(50.0)
+    machine.excuse("b", 50.0)
+    machine.join(request("a", key(1, 7), leaves=1), 5.0)
+    assert machine.missing == ("b",)
+    machine.excuse("b", 7.0)
+    machine.excuse("a", 50.0)
+    machine.judge_was_late(3.0)
+    only(machine.tick(24.9), Waiting)
+    left_out, made = machine.tick(25.0)
+    assert isinstance(left_out, LeaveOut)
+    assert isinstance(made, Form)
+    assert machine.missing == ()
+
+
 def test_a_member_in_a_phase_of_its_own_does_not_count_as_unresponsive():
     machine = started("ab")
     machine.extend_deadline("b", 100.0)
@@ -544,6 +560,16 @@ def test_generations_that_come_to_nothing_for_ever_stop_the_run():
     assert "4 generations in a row" in action.reason
     assert probes == [False, False, True, False, True, False]
     assert machine.tick(1000.0) == []
+
+
+def test_generations_whose_members_got_no_cpu_time_to_form_never_stop_the_run():
+    machine = started("ab", settings=RendezvousSettings(forming_failures=4))
+    machine.applied(1, 4, 1.0)
+    for generation in range(1, 20):
+        for member in "ab":
+            starved = request(member, key(1, 4), leaves=generation, starved=member == "b")
+            machine.join(starved, 10.0 * generation)
+        form(machine, 10.0 * generation)
 
 
 # ---- the step that kills

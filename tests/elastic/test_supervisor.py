@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import ray
 
+from orchestrator.cluster.starvation import ProcessLook, Thread
 from orchestrator.elastic import supervisor as module
 from orchestrator.elastic.asked import Asked
 from orchestrator.elastic.policy import NodeFacts
-from orchestrator.errors import ElasticError
+from orchestrator.errors import CoordinatorSilentError, ElasticError
 from orchestrator.history.event_kinds import EventKind
 from tests.coordinator.test_actor import JOIN
 from tests.elastic.in_process import Driver
@@ -42,9 +43,79 @@ def test_a_stop_is_asked_for_again_when_the_coordinator_that_knew_it_has_died(
     assert wishes.count(2) == 1, "the first one's may not have been durable; the second was told once"
 
 
+def test_a_stop_whose_save_takes_longer_than_the_launch_has_ends_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Launch(tmp_path, 1)
+    driver = Driver(launch, monkeypatch)
+    launch.ask("join", replace(JOIN, launch=LAUNCH))
+    driver.until(lambda status: status.world_size == 1)
+    driver.supervisor.ask_stop("SIGTERM to me", 0.2)
+    ended = driver.ended()
+    assert (ended.ended, ended.stopping) == ("failed", True)
+    assert ended.reason.startswith("SIGTERM to me: ")
+
+
+STOPPED = ProcessLook(at_s=0.0, threads={1: Thread(ran_s=1.0, waited_s=0.0, state="T")})
+
+
+def test_a_coordinator_that_is_at_work_and_slow_is_named_and_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Launch(tmp_path, 1)
+    driver = Driver(launch, monkeypatch)
+    driver.until(lambda status: status.pid == os.getpid())
+    answered, killed = launch.ask, list[object]()
+
+    def unanswered(method: str, *arguments: object) -> Future[object]:
+        monkeypatch.setattr(module, "FROZEN_S", 0.01)
+        monkeypatch.setattr(module, "HUNG_S", WAIT_S)
+        return Future()
+
+    monkeypatch.setattr(ray, "kill", lambda handle, no_restart: killed.append(handle))
+    monkeypatch.setattr(launch, "ask", unanswered)
+    driver.until_said("is at work")
+    monkeypatch.setattr(launch, "ask", answered)
+    launch.run(launch.coordinator.end("stopped", "enough"))
+    assert driver.ended().ended == "stopped"
+    assert not killed
+
+
+def test_a_coordinator_that_stays_away_ends_the_launch_only_when_no_worker_holds_a_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Launch(tmp_path, 1)
+    driver = Driver(launch, monkeypatch)
+    driver.until(lambda status: status.pid == os.getpid())
+    supervisor, groups = driver.supervisor, {"node": _Group()}
+    monkeypatch.setattr(supervisor, "_groups", groups)
+    assert supervisor._silence_limit_s() == module.COORDINATOR_LIMIT_S, "nobody has trained"
+    supervisor.has_trained = True
+    assert supervisor._silence_limit_s() == supervisor._launch.limits.wait_s
+    groups.clear()
+
+    def unanswered(method: str, *arguments: object) -> Future[object]:
+        monkeypatch.setattr(module, "FROZEN_S", 0.01)
+        monkeypatch.setattr(module, "COORDINATOR_LIMIT_S", 0.02)
+        return Future()
+
+    monkeypatch.setattr(launch, "ask", unanswered)
+    with pytest.raises(CoordinatorSilentError) as seen:
+        driver.ended()
+    assert seen.value.code == "launch.coordinator_silent"
+
+
+class _Group:
+    """A node group that lives."""
+
+    def ended(self) -> None:
+        """See `NodeGroup`."""
+
+
 def test_a_frozen_coordinator_is_named_when_it_is_killed_and_the_journal_of_the_next_one_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "look_at_process", lambda pid, now: STOPPED)
     launch = Launch(tmp_path, 1)
     driver = Driver(launch, monkeypatch)
     driver.until(lambda status: status.pid == os.getpid())

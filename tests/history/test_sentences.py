@@ -121,6 +121,15 @@ def test_two_workers_that_wait_for_each_other_are_both_named() -> None:
     assert all(text in line for text in ("10.0.0.0", "10.0.0.1", "ranks 0, 1"))
 
 
+def test_of_three_workers_that_wait_for_each_other_the_pair_that_is_cut_off_is_named() -> None:
+    held = [at(rank, PEERS) for rank in range(3)]
+    cut_off = replace(held[2], doing=Doing(kind=PEERS, place="", since_s=6.0, unreached=(0,)))
+    (line,) = sentences.stall(Stall(quiet_s=6.0, median_s=0.1, held=(held[0], held[1], cut_off)))
+    assert sentences.worker(held[2].worker) in line
+    assert sentences.worker(held[0].worker).removeprefix("worker ") in line
+    assert sentences.worker(held[1].worker).removeprefix("worker ") not in line
+
+
 @pytest.mark.parametrize("kinds", [(CODE, CODE), (PEERS, DATA), (DATA, DATA)])
 def test_nobody_is_blamed_while_all_compute_or_wait_for_data(kinds: tuple[str, str]) -> None:
     held = tuple(at(rank, kind) for rank, kind in enumerate(kinds))

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from orchestrator.records.membership import (
     StillWaiting,
 )
 from orchestrator.records.points import Vote
-from orchestrator.records.run_status import CODE
+from orchestrator.records.run_status import CODE, PEERS, Doing
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.sealed_votes import keep_vote, read_votes
 from orchestrator.storage.files import Storage
+from tests.ports import free_ports
 from tests.resume.samples import key, record, write_vote
 
 BLANK = MemberState(
@@ -154,6 +156,25 @@ def test_a_vote_that_no_coordinator_hears_is_written_into_storage(tmp_path: Path
         answer.result(WAIT_S)
     assert read_votes(storage, key(3).point_name, "run-id") == tuple(kept) == (() if full else (vote,))
     assert read_votes(storage, key(3).point_name, "another run") == ()
+
+
+def test_a_member_whose_ray_is_gone_writes_its_vote_within_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_membership, "ORPHANED_LIMIT_S", 0.2)
+    storage, orphaned = Storage(str(tmp_path)), threading.Event()
+    vote = replace(write_vote(storage, key(3), 1), records=(record(key(3)),))
+    line = Line(vote=[UnansweredError("died")])
+    place = Place(actor_id="a", node_id="n", host="127.0.0.1")
+    keep = partial(keep_vote, storage, run_id="run-id")
+    mine = RemoteMembership(line, "l", place, 100 * WAIT_S, keep, orphaned.is_set)
+    answer = mine.vote(vote)
+    line.wait_for("vote")
+    assert not answer.done(), "its coordinator may come back"
+    orphaned.set()
+    with pytest.raises(ElasticError):
+        answer.result(WAIT_S)
+    assert read_votes(storage, key(3).point_name, "run-id") == (vote,)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["asked before", "asked after"])
@@ -327,4 +348,19 @@ def test_a_member_that_finishes_no_step_says_in_which_line_of_code_it_is(
     _, said, what = line.wait_for("doing")
     assert (said, what.kind) == (mine.member, CODE)
     assert what.place.startswith("test_remote_membership.py:")
+    over.set()
+
+
+def test_a_member_that_waits_for_its_peers_tries_their_ports_and_names_who_is_not_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_membership, "QUIET_S", 0.0)
+    waits = Doing(kind=PEERS, place="", since_s=5.0)
+    monkeypatch.setattr(remote_membership, "doing", lambda phase, stack, since_s: waits)
+    over, (closed,) = threading.Event(), free_ports(1)
+    line = Line(join=[VIEW], watch=[held(over, OVER)])
+    mine = member(line)
+    line.answer(doing=(("127.0.0.1", mine.store.port), ("127.0.0.1", closed)))
+    mine.join(BLANK)
+    wait_until(lambda: any(a[-1].unreached == (1,) for name, a in line.calls if name == "doing"))
     over.set()

@@ -8,14 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from orchestrator.cluster.machine import Process, machine_id, process_start
+from orchestrator.cluster.starvation import ProcessLook, Thread
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt_journal import note_beginning
-from orchestrator.errors import BusyError, ConfigError, OrchestratorError
+from orchestrator.errors import BusyError, ConfigError, CoordinatorSilentError, OrchestratorError
 from orchestrator.history.busy import Busy
 from orchestrator.launch import api, busy_watch, claiming, looking_ahead
 from orchestrator.launch import start as starting
@@ -117,6 +119,45 @@ def test_a_process_that_has_the_pid_of_a_dead_driver_is_not_taken_for_it(
         begun(runner, driver.process._replace(start="1"))
         assert busy_watch.refuse_busy(runner.store, no_word) == 1, "its pid is that of one that began later"
         assert watched_for == []
+
+
+def test_a_launch_that_is_starved_on_the_watchers_machine_is_not_free(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def starved(pid: int, now: float) -> ProcessLook:
+        wants = Thread(ran_s=1.0, waited_s=1.0, state="R" if pid == driver.process.pid else "S")
+        return ProcessLook(at_s=now, threads={1: wants})
+
+    monkeypatch.setattr(busy_watch, "look_at_process", starved)
+    with Driver() as driver:
+        begun(runner, driver.process)
+        clock = busy_watch._silence_of(runner.store)
+        began = time.monotonic()
+        while time.monotonic() < began + 0.1:
+            assert clock() < 0.05
+        driver.process = driver.process._replace(pid=0)
+        while clock() < 0.05:
+            assert time.monotonic() < began + LIMIT_S
+
+
+def test_the_end_of_a_launch_whose_coordinator_was_silent_is_written_once_that_is_dead(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claiming, "KILLED_S", 0.2)
+    silent = CoordinatorSilentError("it is silent")
+    with Driver() as driver:
+        begun(runner, driver.process)
+        made = runner.store.newest_claim()
+        assert made is not None
+        claiming.end_of_silent(runner.store, made, silent)
+        assert runner.store.read_end(1) is None, "it may write still"
+        driver.kill()
+        claiming.end_of_silent(runner.store, replace(made, launch="another"), silent)
+        assert runner.store.read_end(1) is None
+        claiming.end_of_silent(runner.store, made, silent)
+        end = runner.store.read_end(1)
+        assert end is not None
+        assert (end.outcome, end.reason) == ("failed", "it is silent")
 
 
 def test_a_claimer_shows_that_it_lives_before_its_coordinator_begins(runner: Runner) -> None:
