@@ -66,8 +66,11 @@ def test_sigusr1_saves_and_sigterm_to_every_process_saves_and_stops_with_nothing
 
 
 @pytest.fixture
-def ray_start(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def ray_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A head that the command `ray start` started, and its address."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     (port,) = free_ports(1)
     options = ["--head", "--block", f"--port={port}", "--num-cpus=4", "--include-dashboard=false"]
     options += ["--disable-usage-stats", f"--object-store-memory={200 << 20}"]
@@ -116,6 +119,7 @@ def test_sigterm_to_every_process_of_a_cluster_costs_no_step(
     driver = start(address)
     watch = when_step(job, 60, to_all)
     driver.communicate(timeout=LIMIT_S)
+    assert every, (tmp_path / "err").read_text()
     watch.join()
     deadline = time.monotonic() + LIMIT_S
     while left := [p.pid for p in every if process_start(p.pid) == p.start]:
