@@ -32,8 +32,8 @@ class ModelConfig(Section):
     attn_implementation: Annotated[Literal["auto", "eager", "sdpa"], may_change("auto, eager or sdpa")] = (
         "auto"
     )
-    """How a transformers model computes attention; `auto`: `sdpa` where its architecture has it, else what
-    transformers takes for it; `eager` under invariant numerics on GPUs.
+    """How a transformers model computes attention; `auto`: as its configuration says, else `sdpa` where its
+    architecture has it, else what transformers takes for it; `eager` under invariant numerics on GPUs.
     """
 
 
@@ -52,7 +52,9 @@ class TrainConfig(Section):
     global_batch_size: Annotated[int, may_change("a whole number >= 1, in samples", ge=1)]
     """Samples per step, over all workers."""
     micro_batch_size: Annotated[int, may_change("a whole number >= 1, in samples", ge=1)]
-    """Samples per forward pass; need not divide the batch, the last micro-batch is smaller."""
+    """Samples per forward pass; need not divide the batch, the last micro-batch is smaller. A router's
+    balancing loss is computed over these.
+    """
     max_steps: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
     """Stop after this many steps of the batch size and seq_len it was first given with; null: no limit."""
     max_samples: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None

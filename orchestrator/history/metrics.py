@@ -51,7 +51,7 @@ def _counter(name: str, meaning: str) -> Metric:
 METRICS = {
     metric.name: metric
     for metric in (
-        _step("loss", "nats", "Mean over the step's target tokens."),
+        _step("loss", "nats", "Mean over the step's target tokens, with a router's balancing loss."),
         _step("grad_norm", "", "Norm of the step's gradient before it is clipped."),
         _step("lr", "", "Learning rate of the step."),
         _step("tokens_per_s", "tokens/s", "Tokens of the step by its seconds."),

@@ -14,13 +14,16 @@ from torch import Tensor, nn
 
 from orchestrator.errors import ConfigError
 
+CODE = "model.document_attention"
 _BY_ITSELF = "document_ids"
 _BY_MASK = ("attention_mask", "position_ids")
+_WINDOWED = {"sliding_attention", "chunked_attention"}
+_MASKED = {"full_attention"} | _WINDOWED
 
 
-def require_document_attention(model: nn.Module, seq_len: int) -> None:
-    """Raises `ConfigError` if the model cannot be told where documents begin, or would attend otherwise than
-    it does without documents.
+def require_document_attention(model: nn.Module) -> None:
+    """Raises `ConfigError` if the model cannot be called with where documents begin, or has layers for which
+    there is no such mask. `attention_trial` tries what the others compute.
     """
     if takes_document_ids(model):
         return
@@ -28,18 +31,31 @@ def require_document_attention(model: nn.Module, seq_len: int) -> None:
     config: Any = getattr(model, "config", None)
     missing = [name for name in _BY_MASK if name not in taken]
     if missing or not hasattr(config, "_attn_implementation"):
-        raise _refused(
+        raise not_by_document(
             f"{type(model).__name__} is called with {', '.join(taken) or 'nothing'}, and takes neither "
             f"{_BY_ITSELF} (samples, seq_len) nor, as a transformers model, {' and '.join(_BY_MASK)}"
         )
     if config._attn_implementation not in ("eager", "sdpa"):
-        raise _refused(f"its attention is {config._attn_implementation}; only eager and sdpa take a mask")
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) and isinstance(window, int) and window < seq_len:
-        other.append(f"sliding_window={window}, less than pack.seq_len={seq_len}")
+        raise not_by_document(
+            f"its attention is {config._attn_implementation}; only eager and sdpa take a mask"
+        )
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - _MASKED)
     if other:
-        raise _refused(f"{type(model).__name__} has layers of another attention: {', '.join(other)}")
+        raise not_by_document(f"{type(model).__name__} has layers of another attention: {', '.join(other)}")
+
+
+def has_windows(model: nn.Module, seq_len: int) -> bool:
+    """Whether layers attend to a window or a chunk of a sample of `seq_len` tokens, by the configuration of a
+    transformers model.
+    """
+    config: Any = getattr(model, "config", None)
+    types = getattr(config, "layer_types", None)
+    if types:
+        return bool(set(types) & _WINDOWED)
+    if not getattr(config, "use_sliding_window", True):
+        return False
+    sizes = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return any(isinstance(size, int) and size < seq_len for size in sizes)
 
 
 def takes_document_ids(model: nn.Module) -> bool:
@@ -55,17 +71,18 @@ def input_names(model: nn.Module) -> tuple[str, ...]:
 def document_inputs(model: nn.Module, document_ids: Tensor) -> dict[str, Tensor]:
     """What the model is called with beside the input ids, for `document_ids` (samples, seq_len).
 
-    A model whose `forward` has `document_ids` gets these; any other a mask (samples, 1, seq_len, seq_len),
-    added to the scores, and position ids that begin anew with each document.
+    A model whose `forward` has `document_ids` gets these; any other position ids that begin anew with each
+    document, and a mask (samples, 1, seq_len, seq_len), added to the scores. A model with windows or chunks
+    gets no mask: transformers would take it for the mask of every layer, and without one it makes the mask of
+    each kind of layer from where positions begin anew.
     """
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     if takes_document_ids(inner):
         return {_BY_ITSELF: document_ids}
-    dtype = next(inner.parameters()).dtype
-    return {
-        "attention_mask": document_mask(document_ids, dtype),
-        "position_ids": document_positions(document_ids),
-    }
+    positions = {"position_ids": document_positions(document_ids)}
+    if has_windows(inner, document_ids.shape[1]):
+        return positions
+    return {"attention_mask": document_mask(document_ids, next(inner.parameters()).dtype), **positions}
 
 
 def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -87,8 +104,10 @@ def document_positions(document_ids: Tensor) -> Tensor:
     return at - torch.where(begins, at, 0).cummax(dim=1).values
 
 
-def _refused(reason: str) -> ConfigError:
+def not_by_document(reason: str) -> ConfigError:
+    """The error of a model that does not attend within documents."""
     return ConfigError(
         f"pack.document_attention=true, but the model cannot attend within documents: {reason}; set "
-        "pack.document_attention=false, or take another model"
+        "pack.document_attention=false, or use another model",
+        code=CODE,
     )

@@ -19,6 +19,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.parts.dtypes import SAFETENSORS
 from orchestrator.trainer.document_attention import document_inputs, input_names
 from orchestrator.trainer.meta_forward import BeyondTableError, UnknownValueError, without_weights
+from orchestrator.trainer.router_loss import call_model, require_router_loss
 
 CODE = "model.factory_output"
 _NAMED = 5
@@ -122,6 +123,7 @@ def try_forward(
     try:
         with torch.random.fork_rng(devices=[]):
             output = _call(real.train(), seq_len, by_document)
+        require_router_loss(real, output, name)
         return Forward(vocab=_require_logits(output, name, seq_len))
     except ConfigError:
         raise
@@ -145,7 +147,7 @@ def refused(text: str) -> ConfigError:
 def _call(model: nn.Module, seq_len: int, by_document: bool) -> Any:
     ids = torch.full((1, seq_len), _usual_id(model), dtype=torch.int64)
     within = document_inputs(model, torch.zeros_like(ids)) if by_document else {}
-    return model(ids, **within)
+    return call_model(model, ids, within, None)
 
 
 def _usual_id(model: nn.Module) -> int:
@@ -158,6 +160,7 @@ def _usual_id(model: nn.Module) -> int:
 def _on_meta(model: nn.Module, name: str, seq_len: int, by_document: bool) -> int:
     with without_weights():
         output = _call(model, seq_len, by_document)
+    require_router_loss(model, output, name)
     return _require_logits(output, name, seq_len)
 
 

@@ -32,6 +32,7 @@ class MicroBatch:
     input_ids: Tensor  # (samples, seq_len) int64
     labels: Tensor  # (samples, seq_len) int64, -100 = no loss
     document_ids: Tensor | None = None  # (samples, seq_len) int64, where attention stays within documents
+    is_padding: Tensor | None = None  # (samples, seq_len) bool; None if no position is padding
 
 
 def cut(
@@ -56,18 +57,19 @@ def cut(
         for a in (batch.input_ids, batch.labels, batch.document_ids)
     )
     before = batch.start - step.first_sample
-    return [
-        MicroBatch(
+
+    def micro(number: int) -> MicroBatch:
+        rows = slice(micros[number].start - before, micros[number].stop - before)
+        return MicroBatch(
             number=number,
             first_sample=step.first_sample + micros[number].start,
-            input_ids=input_ids[micros[number].start - before : micros[number].stop - before],
-            labels=labels[micros[number].start - before : micros[number].stop - before],
-            document_ids=documents[micros[number].start - before : micros[number].stop - before]
-            if by_document
-            else None,
+            input_ids=input_ids[rows],
+            labels=labels[rows],
+            document_ids=documents[rows] if by_document else None,
+            is_padding=documents[rows] < 0 if (batch.document_ids[rows] < 0).any() else None,
         )
-        for number in batches.rank_run(len(micros), rank, world_size)
-    ]
+
+    return [micro(number) for number in batches.rank_run(len(micros), rank, world_size)]
 
 
 class Gradient(Protocol):

@@ -95,7 +95,8 @@ class FastGradient:
         return fixed_point(float(loss.detach()))
 
     def _loss(self, model: nn.Module, micro: MicroBatch) -> Tensor:
-        return loss_sum(model, micro.input_ids, micro.labels, self._precision, micro.document_ids)
+        tokens = micro.input_ids, micro.labels
+        return loss_sum(model, *tokens, self._precision, micro.document_ids, micro.is_padding)
 
     def sum_bucket(self, bucket: Tensor) -> Any:
         """Begins the sum of a bucket over the ranks; its future gives the bucket."""

@@ -118,7 +118,8 @@ class InvariantGradient:
 
     def _backward(self, micro: MicroBatch, targets: int) -> int | None:
         seed_micro_batch(self._seed, micro.first_sample)
-        loss = loss_sum(self._model, micro.input_ids, micro.labels, self._precision, micro.document_ids)
+        tokens = micro.input_ids, micro.labels
+        loss = loss_sum(self._model, *tokens, self._precision, micro.document_ids, micro.is_padding)
         torch.autograd.backward(loss / max(1, targets))
         return fixed_point(float(loss.detach()))
 

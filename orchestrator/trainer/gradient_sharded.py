@@ -75,8 +75,9 @@ class ShardedGradient:
     def _backward(self, micro: MicroBatch, targets: int) -> int | None:
         seed_micro_batch(self._seed, micro.first_sample)
         try:
+            tokens = micro.input_ids, micro.labels
             loss: Tensor = loss_sum(
-                self._state.model, micro.input_ids, micro.labels, self._precision, micro.document_ids
+                self._state.model, *tokens, self._precision, micro.document_ids, micro.is_padding
             )
             torch.autograd.backward(loss / max(1, targets))
         except torch.OutOfMemoryError:

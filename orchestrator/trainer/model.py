@@ -27,6 +27,7 @@ from orchestrator.storage.fetched import small_files
 from orchestrator.storage.open import open_storage
 from orchestrator.trainer.document_attention import document_inputs
 from orchestrator.trainer.factory_output import require_state
+from orchestrator.trainer.router_loss import balancing_loss, call_model
 from orchestrator.trainer.ties import shared_buffers_kept
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def build_model(
     else:
         settings, attention = transformers_settings(config, device.type, invariant)
         model = _from_transformers(config, settings, dtype, attention)
+    train_padding_rows(model)
     return _moved(model, device).train()
 
 
@@ -117,6 +119,7 @@ def first_model(
         settings, attention = transformers_settings(config, device.type, invariant)
     model = build_model(config, precision, seed, torch.device("cpu"), invariant)
     model = fill(config, model, settings, attention, weights_dtype(precision))
+    train_padding_rows(model)
     return _moved(model, device).train()
 
 
@@ -179,6 +182,17 @@ def cast_state(model: nn.Module, dtype: torch.dtype) -> None:
         module._buffers[name] = cast.get(id(buffer), buffer)
 
 
+def train_padding_rows(model: nn.Module) -> None:
+    """Clears `padding_idx` of every embedding, which would keep the gradient of that row at zero.
+
+    In a sample any id can be a real token. Positions that the packer pads have no target and come last, so
+    that they bring no gradient of the cross-entropy to the row.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.padding_idx = None
+
+
 def _moved(model: nn.Module, to: torch.device) -> nn.Module:
     """The same model there; what is tied stays tied."""
     with shared_buffers_kept(model):
@@ -215,14 +229,37 @@ def transformers_settings(config: ModelConfig, device_type: str, invariant: bool
         model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(settings), None)
         if model is None:
             raise ValueError(f"transformers has no causal language model of type {settings.model_type}")
-    if config.attn_implementation != "auto":
-        return settings, config.attn_implementation
+    if (chosen := _chosen_attention(config, settings)) is not None:
+        if config.attn_implementation == "auto" and chosen == "sdpa" and invariant and device_type == "cuda":
+            raise ConfigError(
+                "attn_implementation=sdpa in the model's configuration has no invariant numerics on a GPU; "
+                "use eager, or set train.numerics=fast",
+                code="model.attn_implementation",
+            )
+        return settings, chosen
     # The fused attention of a GPU adds up its gradients in any order; on a CPU it gives the same bits each
     # time, and needs less memory.
     if invariant and device_type == "cuda":
         return settings, "eager"
     classes = model if isinstance(model, tuple) else (model,)
     return settings, "sdpa" if all(getattr(each, "_supports_sdpa", False) for each in classes) else None
+
+
+def _chosen_attention(config: ModelConfig, settings: Any) -> str | None:
+    """How attention is computed by `model.attn_implementation` or by a key of the transformers configuration;
+    None if neither names it. Raises `ConfigError` if they contradict each other.
+    """
+    field, of_settings = config.attn_implementation, settings._attn_implementation
+    if of_settings is None or (field != "auto" and config.pretrained is not None):
+        return None if field == "auto" else field
+    if of_settings not in ("eager", "sdpa") or field not in ("auto", of_settings):
+        raise ConfigError(
+            f"attn_implementation={of_settings} in the model's configuration and "
+            f"model.attn_implementation={field}: supported are eager and sdpa, and both must be the same; "
+            "set model.attn_implementation, and leave the key out of model.config",
+            code="model.attn_implementation",
+        )
+    return str(of_settings)
 
 
 def settings_folder(pretrained: str) -> str:
@@ -333,24 +370,37 @@ def _lacking(folder: str, missing: list[str]) -> ConfigError:
 
 
 def loss_sum(
-    model: nn.Module, input_ids: Tensor, labels: Tensor, precision: str, document_ids: Tensor | None = None
+    model: nn.Module,
+    input_ids: Tensor,
+    labels: Tensor,
+    precision: str,
+    document_ids: Tensor | None = None,
+    is_padding: Tensor | None = None,
 ) -> Tensor:
-    """The cross-entropy (nats) summed over the targets of `labels` (samples, seq_len), computed in float32; 0
-    where there is no target.
+    """The training loss (nats) summed over the targets of `labels` (samples, seq_len), computed in float32; 0
+    where there is no target. It is the cross-entropy, and where the model returns a router's balancing loss,
+    that loss times the model's coefficient and the number of targets (see `router_loss`).
 
     `model(input_ids)` gives logits (samples, seq_len, vocabulary), or an object that has them as `.logits`;
     with `document_ids`, each token sees its own document alone (`document_attention`). Labels are already
-    shifted. Under `bf16` the forward pass runs in autocast: products in bfloat16, of
-    weights that stay float32 and whose gradients are float32; the loss is computed outside of it.
+    shifted. `is_padding` (samples, seq_len), None if no position is, counts for the router's loss only. Under
+    `bf16` the forward pass runs in autocast: products in bfloat16, of weights that stay float32 and whose
+    gradients are float32; the cross-entropy is computed outside of it.
     """
     kind = input_ids.device.type
     with torch.autocast(kind, torch.bfloat16) if precision == "bf16" else nullcontext():
         within = {} if document_ids is None else document_inputs(model, document_ids)
-        output = model(input_ids, **within)
+        output = call_model(model, input_ids, within, is_padding)
     logits = output if isinstance(output, Tensor) else output.logits
-    return nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten().long(), ignore_index=NO_LOSS, reduction="sum"
+    targets = labels.flatten().long()
+    loss = nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), targets, ignore_index=NO_LOSS, reduction="sum"
     )
+    balancing = balancing_loss(model, output)
+    num_targets = 0 if balancing is None else int((targets != NO_LOSS).sum())
+    if balancing is None or not num_targets:  # of padding alone the balancing loss is 0/0
+        return loss
+    return loss + num_targets * balancing.float()
 
 
 def seed_micro_batch(seed: int, first_sample: int) -> None:

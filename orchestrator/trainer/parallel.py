@@ -32,4 +32,4 @@ def state_and_gradient(job: TrainJob, device: torch.device) -> tuple[TrainState,
 
 def _require_documents(state: TrainState, job: TrainJob) -> None:
     if job.document_attention:
-        require_document_attention(state.model, job.seq_len)
+        require_document_attention(state.model)

@@ -12,9 +12,10 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.train_sections import ModelConfig
@@ -193,6 +194,7 @@ def _build(
     from orchestrator.trainer.document_attention import require_document_attention
     from orchestrator.trainer.factory_output import Forward, try_forward
     from orchestrator.trainer.first_weights import require_fit
+    from orchestrator.trainer.small_copy import small_copies
 
     model: Any = None
     with torch.random.fork_rng(devices=[]):
@@ -208,7 +210,7 @@ def _build(
             if model is None:
                 return ModelFacts(note=note)
         if within is not None:
-            require_document_attention(model, within)
+            require_document_attention(model)
         if config.init_from is not None:
             with torch.device("meta"):
                 require_fit(config, model)
@@ -226,6 +228,10 @@ def _build(
                 return models.bare_model(config, precision, 0, torch.device("cpu"))
 
             forward = try_forward(model, _name(config), seq_len, within is not None, on_cpu)
+            copies = small_copies(settings, attention, seq_len) if config.factory is None else ()
+            if not _require_attention(chain(copies, _built(on_cpu)), model, config, within, seq_len):
+                note = f"{_name(config)}: whether its logits depend on later tokens was not tried"
+                forward = replace(forward, note="; ".join(filter(None, (forward.note, note))))
     known = _num_embeddings(model)
     return ModelFacts(
         num_embeddings=known,
@@ -235,6 +241,30 @@ def _build(
         size=size,
         note=forward.note,
     )
+
+
+def _built(on_cpu: Callable[[], Any]) -> Iterator[Any]:
+    """The job's own model, if it is small enough to be built here."""
+    from orchestrator.trainer.small_copy import draw_weights
+
+    with suppress(Exception):  # what is wrong with it `try_forward` has said
+        if (model := on_cpu()) is not None:
+            draw_weights(model.float())
+            yield model
+
+
+def _require_attention(
+    models: Iterable[Any], model: Any, config: ModelConfig, within: int | None, seq_len: int
+) -> bool:
+    """See `attention_trial`. Also raises `ConfigError` if documents need a trial and none is possible."""
+    from orchestrator.trainer.attention_trial import require_attention
+    from orchestrator.trainer.document_attention import has_windows, not_by_document, takes_document_ids
+
+    if require_attention(models, _name(config), seq_len, within is not None):
+        return True
+    if within is not None and not takes_document_ids(model) and has_windows(model, within):
+        raise not_by_document(f"{_name(config)} has windows or chunks, and no small copy of it can be tried")
+    return False
 
 
 def _require_export(config: ModelConfig, model: Any) -> None:

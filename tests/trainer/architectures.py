@@ -8,7 +8,7 @@ VOCABULARY = 128
 POSITIONS = "max_position_embeddings n_positions max_seq_len n_ctx"
 _SIZES = {
     64: f"hidden_size d_model n_embd dim embed_dim embedding_size word_embed_proj_dim lru_width {POSITIONS}",
-    VOCABULARY: "vocab_size",
+    VOCABULARY: "vocab_size mamba_d_ssm",
     96: "intermediate_size ffn_dim n_inner ffn_hidden_size",
     2: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_key_value_heads num_kv_heads "
     "num_experts_per_tok moe_topk top_k_experts linear_num_key_heads",
@@ -19,12 +19,12 @@ _SIZES = {
     1: "n_group topk_group n_shared_experts first_k_dense_replace",
     32: "q_lora_rank",
     8: "qk_rope_head_dim qk_nope_head_dim state_size ssm_state_size mamba_d_state mamba_n_heads rotary_dim",
-    128: "mamba_d_ssm",
 }
 _OF_TYPE: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "n_groups": 1, "chunk_size": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8, "num_layers": 2},
     "ctrl": {"dff": 96},
+    "roberta": {"is_decoder": True},
     "jamba": {
         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
         "use_mamba_kernels": False,
@@ -53,8 +53,6 @@ def tiny(kind: str) -> dict[str, Any]:
         for name in names.split()
         if name in known and (name in always or getattr(base, name, None) is not None)
     }
-    if getattr(base, "layer_types", None) and not isinstance(
-        getattr(type(base), "layer_types", None), property
-    ):
+    if base.to_dict().get("layer_types"):
         shape["layer_types"] = (list(dict.fromkeys(base.layer_types)) * 2)[:2]
     return {"model_type": kind, **shape, **_OF_TYPE.get(kind, {})}

@@ -95,6 +95,9 @@ def test_so_is_every_model_of_transformers_that_can_be_made_small(precision: str
         examined += 1
         try:
             examine(kind, tmp_path / kind, precision)
+        except ConfigError as error:
+            if error.code not in ("model.not_causal", "model.padding_id", "model.router_loss"):
+                failed[kind] = f"ConfigError: {error}"[:200]
         except Exception as error:  # noqa: BLE001  all are named at once
             failed[kind] = f"{type(error).__name__}: {error}"[:200]
     assert not failed, failed

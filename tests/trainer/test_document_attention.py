@@ -24,6 +24,7 @@ from orchestrator.trainer.gradient_ddp import FastGradient
 from orchestrator.trainer.gradient_invariant import InvariantGradient
 from orchestrator.trainer.model import build_model, loss_sum
 from orchestrator.trainer.trial import try_model
+from tests.trainer.architectures import tiny
 from tests.trainer.feed import VOCABULARY, FormulaFeed
 
 CPU = torch.device("cpu")
@@ -48,7 +49,10 @@ GPT2 = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
-MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 8}
+MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 3}
+GEMMA = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 3}
+LLAMA4 = {**tiny("llama4_text"), "attention_chunk_size": 3, "vocab_size": VOCABULARY}
+LINEAR = tiny("qwen3_next")
 DOCUMENTS = torch.tensor(
     [[0, 0, 0, 1, 2, 2, 2, 2, 2, -1, -1, -1], [0] * 12, [0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2]]
 )
@@ -102,6 +106,10 @@ MODELS = [
     pytest.param(lambda: model_of(LLAMA, "eager"), id="llama-eager"),
     pytest.param(lambda: model_of(GPT2, "sdpa"), id="gpt2-sdpa"),
     pytest.param(lambda: model_of(GPT2, "eager"), id="gpt2-eager"),
+    pytest.param(lambda: model_of(MISTRAL), id="mistral-window"),
+    pytest.param(lambda: model_of(MISTRAL, "eager"), id="mistral-window-eager"),
+    pytest.param(lambda: model_of(GEMMA, "eager"), id="gemma2-windows"),
+    pytest.param(lambda: model_of(LLAMA4), id="llama4-chunks"),
     pytest.param(MeanOfDocument, id="factory"),
 ]
 
@@ -109,7 +117,7 @@ MODELS = [
 @pytest.mark.parametrize("made", MODELS)
 def test_the_logits_of_a_packed_document_are_those_of_the_document_alone(made) -> None:
     model = made()
-    require_document_attention(model, 12)
+    require_document_attention(model)
     packed, whole = logits_of(model, TOKENS, DOCUMENTS), logits_of(model, TOKENS, None)
     for row, at in parts():
         alone = logits_of(model, TOKENS[row : row + 1, at], None)[0]
@@ -198,12 +206,12 @@ def test_the_gradient_of_both_numerics_is_that_of_documents_alone() -> None:
     ("made", "text"),
     [
         (InputIdsOnly, "InputIdsOnly is called with input_ids, and takes neither document_ids"),
-        (lambda: model_of(MISTRAL), "sliding_window=8, less than pack.seq_len=12"),
+        (lambda: model_of(LINEAR), "linear_attention"),
     ],
 )
 def test_a_model_that_cannot_attend_within_documents_is_refused(made, text: str) -> None:
     with pytest.raises(ConfigError) as error:
-        require_document_attention(made(), 12)
+        require_document_attention(made())
     assert text in str(error.value)
     assert "pack.document_attention=false" in str(error.value)
 

@@ -1,0 +1,143 @@
+"""Tries what tokens a model attends to, on a small model with weights: no logits depend on later tokens, and
+packed documents have the logits of each document alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.errors import ConfigError
+from orchestrator.trainer.document_attention import document_inputs, not_by_document
+from orchestrator.trainer.model import train_padding_rows
+from orchestrator.trainer.router_loss import call_model
+
+NOT_CAUSAL, PADDING = "model.not_causal", "model.padding_id"
+LENGTH = 24  # tokens; longer than windows and chunks of `small_copy`
+_STRIDE = 5  # tokens between the borders of which those before and those after are compared
+_TOLERANCE = 1e-3  # of the largest change that is meant
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trial:
+    """A model with samples that it can be called with: `ids` give `logits`, `others` are other ids."""
+
+    model: nn.Module
+    name: str
+    ids: Tensor
+    others: Tensor
+    logits: Tensor
+
+
+def require_attention(models: Iterable[nn.Module], name: str, seq_len: int, by_document: bool) -> bool:
+    """Tries the first of `models` that can be called with a sample of `seq_len` tokens, at most `LENGTH`;
+    returns whether there is one.
+
+    Raises `ConfigError` if the logits at a position depend on later tokens, if a real token with the model's
+    padding id has no gradient, or, with `by_document`, if the logits of a packed document differ from those
+    of the document alone. `name` is the model's in messages.
+    """
+    trial = next(filter(None, (_tried(model, name, min(seq_len, LENGTH)) for model in models)), None)
+    if trial is None:
+        return False
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        _require_causal(trial)
+        if by_document:
+            _require_documents(trial)
+    _require_gradient(trial)
+    return True
+
+
+def _tried(model: nn.Module, name: str, length: int) -> _Trial | None:
+    """None if the model cannot be called, or if its logits are not finite."""
+    padding = _padding_id(model)
+    for num_ids in (32, 5):  # some models have few
+        usual = torch.tensor([number for number in range(2, num_ids) if number != padding])
+        chosen = torch.randint(len(usual), (2, length), generator=torch.Generator().manual_seed(1))
+        ids, others = usual[chosen], usual[(chosen + 1) % len(usual)]
+        with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=[]):  # user code
+            logits = _logits(model.eval(), ids)
+            _logits(model, ids[:, :1])
+            if logits.isfinite().all():
+                return _Trial(model=model, name=name, ids=ids, others=others, logits=logits)
+    return None
+
+
+def _padding_id(model: nn.Module) -> int | None:
+    found = getattr(getattr(model, "config", None), "pad_token_id", None)
+    return found if isinstance(found, int) and found >= 0 else None
+
+
+def _require_causal(trial: _Trial) -> None:
+    for border in range(1, trial.ids.shape[1], _STRIDE):
+        changed = torch.cat((trial.ids[:, :border], trial.others[:, border:]), 1)
+        difference = (_logits(trial.model, changed) - trial.logits).abs()
+        before, after = float(difference[:, :border].max()), float(difference[:, border:].max())
+        if before > _TOLERANCE * max(after, 1e-3):
+            raise ConfigError(
+                f"{trial.name}: the logits at a position depend on later tokens, which are what training "
+                "predicts; use a causal model (some types are causal with is_decoder: true)",
+                code=NOT_CAUSAL,
+            )
+
+
+def _require_documents(trial: _Trial) -> None:
+    model, ids = trial.model, trial.ids
+    first = max(1, ids.shape[1] * 2 // 5)
+    spans = slice(0, first), slice(first, first + 1), slice(first + 1, ids.shape[1] * 5 // 6)
+    documents = torch.full_like(ids, -1)  # what is left is padding
+    for number, at in enumerate(spans):
+        documents[:, at] = number
+    packed = _logits(model, ids, **document_inputs(model, documents))
+    for at in spans:
+        if not ids[:, at].numel():
+            continue
+        alone = _logits(model, ids[:, at])
+        difference = float((packed[:, at] - alone).abs().max())
+        if not difference <= _TOLERANCE * max(float(alone.abs().max()), 1e-3):
+            raise not_by_document(
+                f"{trial.name}: the logits of a packed document differ by {difference:.2g} from those of the "
+                "document alone"
+            )
+
+
+def _require_gradient(trial: _Trial) -> None:
+    """Raises `ConfigError` if the input embedding of a token with the padding id, or after it, gets no
+    gradient.
+    """
+    model, padding, middle = trial.model, _padding_id(trial.model), trial.ids.shape[1] // 2
+    try:
+        table: Any = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return
+    if padding is None or not isinstance(table, nn.Embedding) or padding >= table.num_embeddings:
+        return
+    train_padding_rows(model)
+    rows: list[Tensor] = []
+    handle = table.register_forward_hook(lambda module, args, row: rows.append(row))
+    changed = trial.ids.clone()
+    changed[:, middle] = padding
+    try:
+        with torch.random.fork_rng(devices=[]):
+            logits = _logits(model, changed)
+    finally:
+        handle.remove()
+    rows = [row for row in rows if row.shape[:2] == changed.shape and row.requires_grad]
+    gradients = torch.autograd.grad(logits[:, middle:].square().sum(), rows, allow_unused=True)
+    if rows and not any(each is not None and each[:, middle:].any(-1).all() for each in gradients):
+        raise ConfigError(
+            f"{trial.name}: tokens with the id {padding} (pad_token_id) are padding for the model, but may "
+            "be real tokens of the data; set pad_token_id to null or to an id that the data never has",
+            code=PADDING,
+        )
+
+
+def _logits(model: nn.Module, ids: Tensor, **within: Tensor) -> Tensor:
+    output: Any = call_model(model, ids, within, None)
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits.float()

@@ -1,0 +1,127 @@
+"""A small model with the behaviour of a large one: the same code and settings, with smaller sizes and drawn
+weights.
+
+What tokens a model attends to does not depend on its sizes, so that it can be tried on such a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY = 128
+WINDOW = 8  # tokens, of a window or chunk that is shorter than a sample
+MAX_PARAMETERS = 1 << 25
+_WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+# The sizes of transformers' configurations by their names there
+_SIZES: Mapping[str, int] = {
+    name: size
+    for size, names in (
+        (64, "hidden_size d_model n_embd dim embed_dim embedding_size word_embed_proj_dim lru_width"),
+        (96, "intermediate_size ffn_dim n_inner ffn_hidden_size dff decoder_ffn_dim"),
+        (2, "num_key_value_heads num_kv_heads num_experts_per_tok moe_topk top_k_experts"),
+        (2, "linear_num_key_heads"),
+        (4, "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads"),
+        (4, "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads"),
+        (16, "head_dim kv_lora_rank v_head_dim mamba_d_head linear_key_head_dim linear_value_head_dim"),
+        (48, "moe_intermediate_size shared_expert_intermediate_size"),
+        (1, "n_group topk_group"),
+        (32, "q_lora_rank"),
+        (8, "qk_rope_head_dim qk_nope_head_dim state_size ssm_state_size mamba_d_state mamba_n_heads"),
+    )
+    for name in names.split()
+}
+
+
+def small_copies(settings: Any, attention: str | None, seq_len: int) -> Iterator[nn.Module]:
+    """Models of the transformers configuration `settings`, the smallest first, for samples of some tens of
+    tokens. Empty if none can be made. A window shorter than `seq_len` becomes one of `WINDOW` tokens.
+    """
+    from transformers import AutoModelForCausalLM
+
+    given = settings.to_dict()
+    windows = {
+        name: WINDOW
+        for name in _WINDOWS
+        if isinstance(value := given.get(name), int) and WINDOW < value < seq_len
+    }
+    few = _few_layers(given) | _fewer_ids(given) | windows
+    known = {*given, *settings.attribute_map}
+    sizes = {
+        name: size
+        for name, size in _SIZES.items()
+        if name in known and isinstance(value := getattr(settings, name, None), int) and value > size
+    }
+    made: list[nn.Module] = []
+    if {"hidden_size", "expand", "num_heads", "head_dim"} <= sizes.keys() | given.keys():
+        sizes["num_heads"] = int(_SIZES["hidden_size"] * given["expand"]) // _SIZES["head_dim"]  # of Mamba 2
+    for changes in (windows, few | sizes, few):
+        with suppress(Exception):  # these sizes do not fit the type
+            changed = type(settings)(**{**given, **changes})
+            with torch.device("meta"):
+                empty: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                    copy.deepcopy(changed), attn_implementation=attention
+                )
+            limit = MAX_PARAMETERS >> 4 if changes is windows else MAX_PARAMETERS
+            if sum(parameter.numel() for parameter in empty.parameters()) > limit:
+                continue
+            model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                changed, attn_implementation=attention, dtype=torch.float32
+            )
+            model.config.use_cache = False
+            draw_weights(model)
+            made.append(model.eval())
+        if made:
+            yield made.pop()
+
+
+def draw_weights(model: nn.Module) -> None:
+    """Gives the model weights with which each of its parts changes the logits: matrices keep the size of what
+    goes through them, and vectors of zeros, which may switch a part off, become small.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.is_floating_point():
+                continue
+            if parameter.ndim > 1:
+                scale = max(1, parameter[0].numel()) ** -0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+            elif not parameter.any():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def _few_layers(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The first layer of each kind, and two layers at least."""
+    name = next((each for each in _LAYERS if isinstance(given.get(each), int)), None)
+    if name is None:
+        return {}
+    num = given[name]
+    by_layer = {
+        key: value
+        for key, value in given.items()
+        if isinstance(value, list) and len(value) == num and len(set(map(repr, value))) < num
+    }
+    kinds: dict[str, int] = {}
+    for layer in range(num):
+        kinds.setdefault(repr([value[layer] for value in by_layer.values()]), layer)
+    kept = sorted(kinds.values())
+    kept = sorted({*kept, *range(min(num, 2))}) if len(kept) == 1 else kept
+    return {name: len(kept), **{key: [value[i] for i in kept] for key, value in by_layer.items()}}
+
+
+def _fewer_ids(given: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(given.get("vocab_size"), int) or given["vocab_size"] <= VOCABULARY:
+        return {}
+    special = {
+        name: VOCABULARY - 1
+        for name, value in given.items()
+        if name.endswith("_token_id") and isinstance(value, int) and value >= VOCABULARY
+    }
+    return {"vocab_size": VOCABULARY, **special}

@@ -1,0 +1,172 @@
+"""What a start refuses after it tried a small copy of the model: later tokens, mixed documents, padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from orchestrator.config.train_sections import ModelConfig
+from orchestrator.errors import ConfigError
+from orchestrator.trainer.attention_trial import require_attention
+from orchestrator.trainer.model import build_model, transformers_settings
+from orchestrator.trainer.small_copy import MAX_PARAMETERS, VOCABULARY, draw_weights, small_copies
+from orchestrator.trainer.trial import try_model
+from tests.resume.exports import job
+from tests.trainer.architectures import all_types, tiny
+
+# Their default sizes are those of published models.
+CPU = torch.device("cpu")
+CAUSAL = ["llama", "gpt2", "mixtral", "mamba2"]
+NOT_CAUSAL = ["bert", "roberta", "electra", "xlnet"]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+
+
+def refusal(config: dict[str, Any], seq_len: int = 64, by_document: bool = False) -> str | None:
+    """The code with which a small copy of the model is refused; None if it is not."""
+    settings, attention = transformers_settings(ModelConfig(config=config), "cpu", True)
+    try:
+        assert require_attention(small_copies(settings, attention, seq_len), "the model", 64, by_document)
+    except ConfigError as error:
+        return error.code
+    return None
+
+
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_a_causal_model_of_any_size_is_accepted(kind: str) -> None:
+    assert refusal({"model_type": kind}) is None
+
+
+@pytest.mark.parametrize("kind", NOT_CAUSAL)
+def test_a_model_that_sees_later_tokens_is_refused(kind: str) -> None:
+    assert refusal({"model_type": kind}) == "model.not_causal"
+
+
+@pytest.mark.parametrize("kind", NOT_CAUSAL[:3])
+def test_with_is_decoder_it_sees_no_later_token(kind: str) -> None:
+    assert refusal({"model_type": kind, "is_decoder": True}) != "model.not_causal"
+
+
+def test_a_start_refuses_it() -> None:
+    with pytest.raises(ConfigError) as refused:
+        try_model(job({"config": tiny("bert")}))
+    assert refused.value.code == "model.not_causal"
+
+
+def test_a_padding_id_whose_tokens_the_model_leaves_out_is_refused() -> None:
+    assert refusal({**tiny("xlm"), "causal": True, "pad_index": 2, "pad_token_id": 2}) == "model.padding_id"
+    assert refusal({**tiny("llama"), "pad_token_id": 2}) is None
+
+
+WINDOWS = [
+    ("mistral", {"sliding_window": 16}),
+    ("gemma2", {"sliding_window": 16}),
+    ("cohere2", {"sliding_window": 16}),
+    ("llama4_text", {"attention_chunk_size": 16}),
+]
+
+
+@pytest.mark.parametrize(("kind", "window"), WINDOWS, ids=[kind for kind, _ in WINDOWS])
+def test_windows_and_chunks_stay_within_documents(kind: str, window: dict[str, int]) -> None:
+    assert refusal({"model_type": kind, **window}, by_document=True) is None
+
+
+class Forgetful(nn.Module):
+    """Takes document ids, and sums up all tokens before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 64)
+
+    def forward(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        rows: Tensor = self.table(input_ids).cumsum(1)
+        return rows
+
+
+def test_a_model_whose_documents_mix_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        require_attention([Forgetful()], "the model", 64, by_document=True)
+    assert refused.value.code == "model.document_attention"
+    asked = job({"config": tiny("mamba2")})
+    within = asked.pack.model_copy(update={"document_attention": True})
+    with pytest.raises(ConfigError) as refused:
+        try_model(asked.model_copy(update={"pack": within}))
+    assert refused.value.code == "model.document_attention"
+
+
+class Peeking(nn.Module):
+    """Adds the mean over all tokens, with a factor that training learns from zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        rows = self.table(input_ids)
+        logits: Tensor = self.head(rows + self.gate * rows.mean(1, keepdim=True))
+        return logits
+
+
+def test_a_part_that_is_switched_off_at_first_is_tried_too() -> None:
+    model = Peeking()
+    draw_weights(model)
+    with pytest.raises(ConfigError) as refused:
+        require_attention([model], "the model", 64, by_document=False)
+    assert refused.value.code == "model.not_causal"
+
+
+def test_what_cannot_be_called_is_not_tried() -> None:
+    assert not require_attention([nn.Linear(2, 2)], "the model", 64, by_document=False)
+
+
+def test_a_copy_is_small_and_has_a_layer_of_each_kind() -> None:
+    settings = transformers.AutoConfig.for_model("gemma3_text")
+    copy: Any = next(small_copies(settings, "sdpa", 2048))
+    assert sum(parameter.numel() for parameter in copy.parameters()) < MAX_PARAMETERS
+    assert copy.config.vocab_size == VOCABULARY
+    assert set(copy.config.layer_types) == {"sliding_attention", "full_attention"}
+
+
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation"])
+def test_the_attention_of_the_configuration_is_used(name: str) -> None:
+    model: Any = build_model(ModelConfig(config={**tiny("llama"), name: "eager"}), "float32", 0, CPU, True)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"config": {**tiny("llama"), "attn_implementation": "flash_attention_2"}},
+        {"config": {**tiny("llama"), "attn_implementation": "eager"}, "attn_implementation": "sdpa"},
+    ],
+)
+def test_an_attention_that_is_not_supported_or_contradicts_the_field_is_refused(
+    model: dict[str, Any],
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        build_model(ModelConfig(**model), "float32", 0, CPU, True)
+    assert refused.value.code == "model.attn_implementation"
+
+
+@pytest.mark.chaos
+def test_every_type_is_tried_and_what_is_accepted_within_documents_is_exact() -> None:
+    """With published sizes. Types that no small copy can be made of are named if there are many."""
+    untried, codes = [], {}
+    for kind in all_types():
+        try:
+            codes[kind] = refusal({"model_type": kind}), refusal({"model_type": kind}, by_document=True)
+        except Exception as error:  # noqa: BLE001  all are named at once
+            untried.append(f"{kind}: {type(error).__name__}: {error}"[:120])
+    refused = {kind for kind, (code, _) in codes.items() if code == "model.not_causal"}
+    print(sorted(refused), untried, codes)
+    assert {"bert", "roberta", "electra", "camembert", "xlnet"} <= refused
+    assert not refused & {"llama", "gpt2", "mistral", "gemma3_text", "qwen3_moe", "mamba", "opt"}
+    assert len(codes) > 100, untried
