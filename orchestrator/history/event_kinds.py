@@ -37,6 +37,7 @@ class EventKind(StrEnum):
     CONTROL_REQUEST = "wish", "what", "by", "request"
     REQUEST_ANSWERED = "request answered", "request", "what", "outcome", "text", "point"
     UNREADABLE_FILE = "unreadable file", "file", "reason"
+    CLOCK_JUMPED = "clock jumped", "by_s"  # the wall clock of the process that writes the journal
 
     # ---- members of the training group, and their node groups
     JOIN = "join", "member", "actor", "node", "pid", "host", "key", "leaves", "unreached", "reason"

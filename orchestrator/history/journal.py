@@ -20,6 +20,7 @@ import dataclasses
 import math
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ from orchestrator.storage.files import Storage
 
 STEP, GENERATION = "step", "generation"
 OWN_FIELDS = ("format", "seq", "time", "run", "run_id", "kind")  # of every line, beside its attempt
+# A wall clock that steps by less is not reported: times in the journal are off by no more.
+JUMP_S = 1.0
+_TRIES = 5  # to read both clocks at one moment
 REMEMBERED = 100_000  # step records compared with later copies, which come soon: until acknowledged
 # What all ranks know alike of a step; the other fields are one rank's own measurements.
 _SHARED = ("consumed_samples", "consumed_tokens", "target_tokens", "loss", "lr", "digest")
@@ -88,16 +92,22 @@ class JournalWriter:
         attempt: int,
         run: str | None = None,
         segment_bytes: int = SEGMENT_BYTES,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        now: Callable[[], datetime] | None = None,
         run_id: str = "",
         listener: Listener | None = None,
+        monotonic: Callable[[], float] | None = None,
     ) -> None:
         """`run`: the name in every line, that of the storage's folder if not given. `segment_bytes`: a
-        segment is closed when it has reached this size. `run_id`: that of run.json.
+        segment is closed when it has reached this size. `run_id`: that of run.json. `now` and `monotonic` are
+        this machine's clocks if neither is given. Where the first moves against the second by `JUMP_S` or
+        more, the next line is an event that says so.
         """
         self._listener = listener
         self._attempt, self._run = attempt, run or os.path.basename(storage.root)
-        self._now, self._run_id = now, run_id
+        self._now, self._monotonic, self._run_id = now or _utc_now, monotonic, run_id
+        if now is None and monotonic is None:
+            self._monotonic = time.monotonic
+        self._apart_s: float | None = None  # of the two clocks, when they were compared first
         self._lock = threading.Lock()  # over what is collected and known
         self._disk_lock = threading.Lock()  # over the file: held while a disk is waited for
         self._pending: list[bytes] = []
@@ -223,11 +233,35 @@ class JournalWriter:
 
     # ---------------------------------------------------------------------- inside
     def _append(self, kind: str, fields: dict[str, Any]) -> None:
+        now, jumped_s = self._read_clocks()
+        if jumped_s:
+            self._write(EventKind.CLOCK_JUMPED, {"by_s": jumped_s}, now)
+            if self._listener is not None:
+                self._listener.event(EventKind.CLOCK_JUMPED, {"by_s": jumped_s})
+        self._write(kind, fields, now)
+
+    def _read_clocks(self) -> tuple[datetime, float]:
+        """The time, and by how much the clock jumped since it was read before (0: it did not)."""
+        if self._monotonic is None:
+            return self._now(), 0.0
+        for _ in range(_TRIES):
+            before = self._monotonic()
+            now = self._now()
+            if self._monotonic() - before < JUMP_S / 10:  # else this process stood still between them
+                break
+        apart_s = now.timestamp() - before
+        jumped_s = 0.0 if self._apart_s is None else round(apart_s - self._apart_s, 3)
+        if self._apart_s is not None and abs(jumped_s) < JUMP_S:
+            return now, 0.0
+        self._apart_s = apart_s
+        return now, jumped_s
+
+    def _write(self, kind: str, fields: dict[str, Any], now: datetime) -> None:
         self._seq += 1
         line = {
             "format": FORMAT,
             "seq": self._seq,
-            "time": self._now().isoformat(timespec="milliseconds"),
+            "time": now.isoformat(timespec="milliseconds"),
             "run": self._run,
             **({"run_id": self._run_id} if self._run_id else {}),
             "attempt": self._attempt,
@@ -247,6 +281,10 @@ class JournalWriter:
             return None
         generation = max(self._chains)
         return StateKey(attempt=self._attempt, generation=generation, step=self._chains[generation].reached)
+
+
+def _utc_now() -> datetime:
+    return datetime.now(UTC)
 
 
 def check_copy(known: StepRecord, copy: StepRecord) -> None:

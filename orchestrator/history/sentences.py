@@ -230,6 +230,14 @@ def died(part: str, pid: int, host: str, reason: str) -> str:
     return f"the {part}{f' ({place})' if place else ''} died: {reason}"
 
 
+def clock_jumped(by_s: float, known_by: str = "") -> str:
+    """`known_by`: what shows it, where the process itself did not note it."""
+    way = "forward" if by_s > 0 else "back"
+    least = f"at least {-by_s:,.0f}" if known_by else f"{abs(by_s):,.0f}"
+    shown = f" ({known_by})" if known_by else ""
+    return f"the clock of the coordinator's machine went {way} by {least} s{shown}; durations do not count it"
+
+
 def coordinator_is_frozen(pid: int, silent_s: float) -> str:
     """The line for a coordinator that is about to be killed because it does not answer."""
     process = f" (pid {pid})" if pid else ""

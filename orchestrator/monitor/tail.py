@@ -88,6 +88,8 @@ class Tail:
         kind = line["kind"]
         if kind == EventKind.GROUP_FORMED:
             return sentences.group_change(_change(line))
+        if kind == EventKind.CLOCK_JUMPED:
+            return sentences.clock_jumped(line["by_s"])
         if kind == EventKind.UNRESPONSIVE:
             return str(line["reason"])
         if kind in (EventKind.FEEDER_DIED, EventKind.COORDINATOR_DIED):
@@ -203,7 +205,7 @@ def _take(tail: Tail, kind: str, line: dict[str, Any]) -> None:
         tail.gone.add(line["member"])  # on purpose: that is no fault
     elif kind == EventKind.WAITING and tail.generation is None:
         tail.waiting = tail.waiting or line
-    elif kind in _FAULTS and line.get("reason"):
+    elif kind == EventKind.CLOCK_JUMPED or (kind in _FAULTS and line.get("reason")):
         tail.faults.append(line)
 
 

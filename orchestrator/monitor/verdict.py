@@ -75,6 +75,13 @@ def verdict(at: Standing) -> str:
     return text + (f"; {missing_text(at.missing)}" if at.missing else "")
 
 
+def silence_s(watched_s: float, last: float | None, now: float) -> float:
+    """For how long a run that seems dead gave no sign of life: since the last one that is known, or for as
+    long as it was watched. `last` and `now`: seconds by one clock, or by two that may differ.
+    """
+    return max(watched_s, now - last if last is not None else 0.0)
+
+
 def there_text(there: int, needed: int) -> str:
     """Why a run waits for workers (`Standing.there`)."""
     return f"{there} of at least {needed} workers are there"

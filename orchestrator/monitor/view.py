@@ -24,6 +24,7 @@ from orchestrator.monitor.verdict import (
     WAITING,
     Risk,
     Standing,
+    silence_s,
     there_text,
     verdict,
 )
@@ -182,7 +183,9 @@ def view_of(
     )
     generation = tail.generation["generation"] if tail.generation is not None else None
     view = replace(view, quiet_s=quiet_s(view, generation))
-    standing = _standing(view, facts, tail, at_risk(facts, tail))
+    last = None if tail.wrote is None else datetime.fromisoformat(tail.wrote).timestamp()
+    silent_s = silence_s(facts.watched_s, last, now.timestamp())
+    standing = _standing(view, facts, tail, at_risk(facts, tail), silent_s)
     return replace(view, verdict=verdict(standing))
 
 
@@ -210,7 +213,7 @@ def _state(facts: AttemptFacts, tail: Tail) -> str:
     return RUNNING if tail.workers and tail.waiting is None else WAITING
 
 
-def _standing(view: RunView, facts: AttemptFacts, tail: Tail, risk: Risk | None) -> Standing:
+def _standing(view: RunView, facts: AttemptFacts, tail: Tail, risk: Risk | None, silent_s: float) -> Standing:
     waits = tail.waiting
     return Standing(
         state=view.state,
@@ -222,7 +225,7 @@ def _standing(view: RunView, facts: AttemptFacts, tail: Tail, risk: Risk | None)
         workers_wanted=view.workers_wanted,
         there=there_text(waits["there"], waits["needed"]) if waits is not None else "",
         quiet_s=view.quiet_s,
-        silent_s=facts.watched_s,
+        silent_s=silent_s,
         point=view.newest_point,
         has_no_point=facts.has_no_point,
         risk=risk,

@@ -18,7 +18,8 @@ import numpy as np
 
 from orchestrator.errors import OrchestratorError
 from orchestrator.history.claims import GenerationId, GenerationStart
-from orchestrator.history.journal import GENERATION, STEP, check_copy
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal import GENERATION, JUMP_S, STEP, check_copy
 from orchestrator.json_form import decode
 from orchestrator.monitor.views.arrays import Array, Growing
 from orchestrator.monitor.views.lines import Chunk, JournalLines, Line, UnreadableError
@@ -38,8 +39,9 @@ _NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """A line that is no step; `t` are seconds since 1970 by the clock of who wrote it. `id` is its place in
-    the journal, `a0003:17`.
+    """A line that is no step; `t` is a time as `Columns` has it. `id` is its place in the journal,
+    `a0003:17`; what no line says, but the times of lines show, has the number of the line after it and an
+    `x`.
     """
 
     attempt: int
@@ -47,11 +49,12 @@ class Event:
     t: float
     kind: str
     fields: Line
+    is_inferred: bool = False
 
     @property
     def id(self) -> str:
         """(attempt, number of the line) as text."""
-        return f"a{self.attempt:04d}:{self.seq}"
+        return f"a{self.attempt:04d}:{self.seq}{'x' if self.is_inferred else ''}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,24 +85,31 @@ class Generation:
 
 @dataclass(kw_only=True, slots=True)
 class Written:
-    """What one attempt's journal spans: times of its first and last line, and that one's number."""
+    """What one attempt's journal spans: times of its first and last line, and that one's number. `ahead_s`:
+    how far the writer's clock is ahead of these times at the last line.
+    """
 
     first: float
     last: float
     seq: int
+    ahead_s: float = 0.0
 
 
 class Columns:
     """All of a run's journal. `steps` has a column for each name of `INTS` and `FLOATS`, `PEAK`, and `t`
-    (when the step ended, else when its line was written; seconds since 1970), `width` (tokens trained),
-    `generation` (index into `generations`), `digest`, `is_timed` (`t` is when the step ended). A step that
+    (when its line was written), `ended` (when the step ended by the clock of rank 0, NaN where the journal
+    does not say), `width` (tokens trained), `generation` (index into `generations`), `digest`. A step that
     stands there several times is taken once, where it stands first. `kinds` and `of_attempt` have the events
     by these.
+
+    Times are seconds since 1970 by the clock of the attempt's first line. Where that clock jumps, the jump is
+    taken out of all later times of the attempt, so they never fall and differences are durations. A step of
+    an older attempt, which members brought, has the time at which it ended, within these bounds.
     """
 
     def __init__(self) -> None:
         kinds = dict.fromkeys(INTS, "i8") | dict.fromkeys((*FLOATS, PEAK), "f8")
-        kinds |= {"t": "f8", "width": "i8", "generation": "i4", "digest": "u8", "is_timed": "?"}
+        kinds |= {"t": "f8", "width": "i8", "generation": "i4", "digest": "u8", "ended": "f8"}
         self.steps = {name: Growing(kind) for name, kind in kinds.items()}
         self.generations: list[Generation] = []
         self.index: dict[GenerationId, int] = {}
@@ -141,7 +151,8 @@ class Columns:
             values["loss"] = None
         digest = f"{int(self['digest'][row]):016x}"
         if "ended" in StepRecord.__dataclass_fields__:
-            values["ended"] = float(self["t"][row]) if self["is_timed"][row] else None
+            ended = float(self["ended"][row])
+            values["ended"] = None if math.isnan(ended) else ended
         peak = float(self[PEAK][row])
         values[PEAK] = None if math.isnan(peak) else int(peak)
         return StepRecord(attempt=attempt, generation=generation, digest=digest, **values)
@@ -149,26 +160,79 @@ class Columns:
     # ---------------------------------------------------------------------- inside
     def _add(self, chunk: Chunk) -> None:
         steps: list[tuple[int, Line]] = []
-        for number, line in chunk.lines:
+        times = self._times(chunk)
+        at = list[int]()
+        for place, (number, line) in enumerate(chunk.lines):
             try:
                 if line["kind"] == STEP:
                     steps.append((number, line))
+                    at.append(place)
                 else:
-                    self._add_event(chunk.attempt, line)
+                    self._add_event(chunk.attempt, line, float(times[place]))
             except (OrchestratorError, KeyError, TypeError, ValueError) as error:
                 reason = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
                 raise UnreadableError(chunk.path, number, reason) from error
         if steps:
-            self._add_steps(chunk.path, steps)
-        first, last = chunk.lines[0][1], chunk.lines[-1][1]
-        begun, now = (datetime.fromisoformat(line["time"]).timestamp() for line in (first, last))
-        written = self.attempts.setdefault(chunk.attempt, Written(first=begun, last=now, seq=0))
-        written.last, written.seq = max(written.last, now), last["seq"]
+            self._add_steps(chunk, steps, times[at])
+        written = self.attempts[chunk.attempt]
+        written.last, written.seq = float(times[-1]), chunk.lines[-1][1]["seq"]
         newest = max(self.attempts)
         self.last_id = f"a{newest:04d}:{self.attempts[newest].seq}"
 
-    def _add_event(self, attempt: int, line: Line) -> None:
-        t = datetime.fromisoformat(line["time"]).timestamp()
+    def _times(self, chunk: Chunk) -> Array:
+        """The times of a chunk's lines, without the jumps of the clock; an attempt that is new begins with
+        them.
+        """
+        try:
+            clock = seconds(line["time"] for _, line in chunk.lines)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UnreadableError(chunk.path, chunk.lines[0][0], f"a line has no time: {error}") from error
+        known = self.attempts.get(chunk.attempt)
+        if known is None:
+            ahead_s = min(0.0, float(clock[0]) - self._begins_after(chunk.attempt))
+            known = Written(first=float(clock[0]) - ahead_s, last=-math.inf, seq=0, ahead_s=ahead_s)
+            self.attempts[chunk.attempt] = known
+            if ahead_s <= -JUMP_S:
+                self._infer_jump(chunk, 0, ahead_s, "an earlier attempt has later times", known.first)
+        ahead = np.full(len(clock), known.ahead_s)
+        for place, (_, line) in enumerate(chunk.lines):
+            if line.get("kind") == EventKind.CLOCK_JUMPED and isinstance(line.get("by_s"), float | int):
+                ahead[place:] += line["by_s"]
+        falls = np.diff(clock - ahead, prepend=max(known.last, known.first))
+        for place in np.flatnonzero(falls <= -JUMP_S).tolist():  # by a writer that noted no jumps
+            ahead[place:] += falls[place]
+            t = float(clock[place] - ahead[place])
+            self._infer_jump(chunk, place, float(falls[place]), "the line before has a later time", t)
+        known.ahead_s = float(ahead[-1])
+        return np.maximum.accumulate(np.maximum(clock - ahead, max(known.last, known.first)))
+
+    def _begins_after(self, attempt: int) -> float:
+        """A time that was over when the attempt began: the end of the one before, or its begin."""
+        before = max((number for number in self.attempts if number < attempt), default=None)
+        if before is None:
+            return -math.inf
+        ends = (e.t for e in self.of_attempt.get(before, ()) if e.kind == EventKind.END)
+        return max(ends, default=self.attempts[before].first)
+
+    def _infer_jump(self, chunk: Chunk, place: int, by_s: float, known_by: str, t: float) -> None:
+        line = {"attempt": chunk.attempt, "by_s": round(by_s, 3), "known_by": known_by}
+        self._keep(
+            Event(
+                attempt=chunk.attempt,
+                seq=chunk.lines[place][1]["seq"],
+                t=t,
+                kind=EventKind.CLOCK_JUMPED,
+                fields=line,
+                is_inferred=True,
+            )
+        )
+
+    def _keep(self, event: Event) -> None:
+        self.events.append(event)
+        self.kinds.setdefault(event.kind, []).append(event)
+        self.of_attempt.setdefault(event.attempt, []).append(event)
+
+    def _add_event(self, attempt: int, line: Line, t: float) -> None:
         event = Event(attempt=attempt, seq=line["seq"], t=t, kind=line["kind"], fields=line)
         if event.kind == GENERATION:
             start = decode(GenerationStart, {k: v for k, v in line.items() if k in _START_FIELDS})
@@ -180,9 +244,7 @@ class Columns:
                 known.last_tokens = start.consumed_tokens
         elif line["attempt"] != attempt:
             raise OrchestratorError(f"it is one of attempt {line['attempt']} in the journal of {attempt}")
-        self.events.append(event)
-        self.kinds.setdefault(event.kind, []).append(event)
-        self.of_attempt.setdefault(attempt, []).append(event)
+        self._keep(event)
 
     def _generation(self, id_: GenerationId) -> Generation:
         at = self.index.get(id_)
@@ -191,13 +253,20 @@ class Columns:
             self.generations.append(Generation(id=id_))
         return self.generations[at]
 
-    def _add_steps(self, path: str, steps: list[tuple[int, Line]]) -> None:
+    def _add_steps(self, chunk: Chunk, steps: list[tuple[int, Line]], times: Array) -> None:
+        path = chunk.path
         fields = self._checked(path, steps)
         found = {
             name: np.array(fields[name], dtype=self.steps[name].array.dtype) for name in (*INTS, *FLOATS)
         }
         found["digest"] = np.array([int(digest, 16) for digest in fields["digest"]], dtype="u8")
-        found["t"], found["is_timed"] = _ended(steps, fields["time"])
+        found["ended"] = np.array([line.get("ended") for _, line in steps], dtype="f8")  # None becomes NaN
+        found["t"] = times
+        brought = np.array([number != chunk.attempt for number in fields["attempt"]])
+        for row in np.flatnonzero(brought & ~np.isnan(found["ended"])).tolist():
+            own = self.attempts.get(fields["attempt"][row])
+            ended = float(found["ended"][row])
+            found["t"][row] = min(times[row], ended if own is None else max(own.first, ended))
         found[PEAK] = np.array([line.get(PEAK) for _, line in steps], dtype="f8")  # None becomes NaN
         ids = np.array([fields["attempt"], fields["generation"]])
         # pieces of one generation whose steps rise: nearly always all of the chunk
@@ -295,15 +364,6 @@ def seconds(times: Iterable[str]) -> Array:
         stamps = np.array([text[:23] for text in texts], dtype="datetime64[ms]")
         return stamps.astype("i8") / 1000.0
     return np.array([datetime.fromisoformat(text).timestamp() for text in texts], dtype="f8")
-
-
-def _ended(steps: list[tuple[int, Line]], times: Iterable[str]) -> tuple[Array, Array]:
-    """(when each step ended, whether the journal says so); else that is when its line was written."""
-    ended = [line.get("ended") for _, line in steps]
-    if not any(ended):
-        return seconds(times), np.zeros(len(steps), dtype="?")
-    known = np.array([float("nan") if each is None else each for each in ended], dtype="f8")
-    return np.where(np.isnan(known), seconds(times), known), ~np.isnan(known)
 
 
 def _record(line: Line) -> StepRecord:

@@ -103,6 +103,7 @@ def _point_verified(e: Fields) -> str:
 
 
 _MADE: dict[str, Callable[[Fields], str]] = {
+    EventKind.CLOCK_JUMPED: lambda e: _upper(sentences.clock_jumped(e["by_s"], e.get("known_by", ""))),
     EventKind.ATTEMPT: lambda e: _BEGUN.get(e["why"], str(e["why"])),
     GENERATION: _generation,
     EventKind.GROUP_FORMED: _group_formed,

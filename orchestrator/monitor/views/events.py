@@ -22,7 +22,7 @@ _LEVEL = {
     EventKind.SAVE_GIVEN_UP: "fault", EventKind.UNREADABLE_FILE: "fault", "waiting": "fault",
     EventKind.FEEDER_DIED: "fault", EventKind.COORDINATOR_DIED: "fault", EventKind.MEMBER_LEFT: "change",
     EventKind.DRAIN_NOTICE: "change", EventKind.DRAIN_COURSE: "change",
-    EventKind.MACHINE_REFUSED: "fault",
+    EventKind.MACHINE_REFUSED: "fault", EventKind.CLOCK_JUMPED: "fault",
     EventKind.POINT_NOT_DELETED: "fault", GENERATION: "change", EventKind.ATTEMPT: "change",
     EventKind.END: "change", EventKind.CONTROL_REQUEST: "change", EventKind.REQUEST_ANSWERED: "change",
     EventKind.POINT_COMMITTED: "point", EventKind.DELETING_POINTS: "point", EventKind.POINTS_DELETED: "point",
@@ -74,10 +74,10 @@ def events(
 
 def event(facts: Facts, id_: str) -> dict[str, Any]:
     """One event and the fields of its line. Raises `RefusedError` if there is none of this id."""
-    attempt, _, seq = id_.removeprefix("a").partition(":")
+    attempt = id_.removeprefix("a").partition(":")[0]
     known = facts.columns.of_attempt.get(int(attempt), []) if attempt.isdecimal() else []
     for each in known:
-        if seq.isdecimal() and each.seq == int(seq):
+        if each.id == id_:
             fields = {name: redacted(value) for name, value in each.fields.items() if name not in _OWN}
             return {**row_of(each), "fields": fields}
     raise RefusedError(f"{facts.name} has no event {id_[:40]}")

@@ -143,6 +143,12 @@ class Facts:
         written = self.columns.attempts.get(attempt) if attempt is not None else None
         return written.last if written else None
 
+    @property
+    def ahead_s(self) -> float:
+        """How far the clock of the newest journal's writer is ahead of the times that are shown for it."""
+        attempts = self.columns.attempts
+        return attempts[max(attempts)].ahead_s if attempts else 0.0
+
     def config(self, attempt: int | None) -> dict[str, Any]:
         """The flat configuration of an attempt; empty where its journal has not begun."""
         begun = self.beginning(attempt)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.errors import OrchestratorError, RefusedError, StorageError
@@ -169,7 +169,10 @@ class RunViews:
         number = facts.files.newest or 0
         before = facts.life
         over = number == 0 or facts.end_of(number) is not None
-        facts.life = self._life.look(number, over, b"" if over else self._store.signs_of_life(number))
+        life = self._life.look(number, over, b"" if over else self._store.signs_of_life(number))
+        if life.last_sign is not None:
+            life = replace(life, last_sign=life.last_sign - facts.ahead_s)  # as `_now`
+        facts.life = life
         first, self._was_watched = not self._was_watched, True
         return first or before.alive != facts.life.alive or before.last_sign != facts.life.last_sign
 
@@ -187,14 +190,18 @@ class RunViews:
         """What all views are made of, as it was last read."""
         return self._facts
 
+    def _now(self) -> float:
+        """This machine's time as the journal's times are shown, which leave out jumps of a clock."""
+        return self._clock() - self._facts.ahead_s
+
     # ---------------------------------------------------------------------- views
     def summary(self, full: bool = True) -> Document:
         """The run at a glance; without `full` as in a list of runs. An unreadable run has its state, `error`
         (file, line, reason) and the verdict only.
         """
-        now = self._clock()
         if self.unreadable is None and self._reading is None:
             self.refresh()
+        now = self._now()
         error = self.unreadable
         if error is None:
             return summary.summary(self._facts, now, full)
@@ -214,7 +221,7 @@ class RunViews:
 
     def timeline(self, px: int | None = None) -> Document:
         """Attempts, generations, points and what happened; `px`: how wide it is drawn."""
-        return timeline.timeline(self._facts, px, self._clock())
+        return timeline.timeline(self._facts, px, self._now())
 
     def series(
         self,
@@ -239,7 +246,7 @@ class RunViews:
         if name in facts.files.points and facts.files.compare(name):
             facts.files.points_seen += 1
             self.refresh()  # it may have been deleted just now
-        return point_detail.point(facts, name, self._clock())
+        return point_detail.point(facts, name, self._now())
 
     def attempts(
         self, routine: bool = False, offset: int = 0, limit: int = 200, forks: Sequence[lanes.Fork] = ()

@@ -20,6 +20,7 @@ from orchestrator.monitor.verdict import (
     Risk,
     Standing,
     level,
+    silence_s,
     there_text,
     verdict,
 )
@@ -286,7 +287,7 @@ def _standing(facts: Facts, out: Row, checked: list[Row], now: float) -> Standin
         workers=out["world_size"],
         workers_wanted=wanted[1] if wanted else None,
         there=out["reason"] if out["state"] == WAITING else "",
-        silent_s=max(facts.life.watched_s, now - since if since else 0.0),
+        silent_s=silence_s(facts.life.watched_s, since, now),
         point=out["point"]["name"] if out["point"] else None,
         has_no_point=not facts.events(EventKind.POINT_COMMITTED),
         risk=(_left_behind(facts) or at_risk) if resumes and out["state"] == STARTING else at_risk,

@@ -225,8 +225,9 @@ def test_fields_of_later_versions_are_read_where_they_are_known_and_passed_over_
         step_line(2, 2),
     )
     columns = read_columns(files)
-    assert columns["t"].tolist() == [1000.5, 1795305600.0]
-    assert columns["is_timed"].tolist() == [True, False]
+    assert columns["t"].tolist() == [1795305600.0] * 2
+    assert columns["ended"][0] == 1000.5
+    assert np.isnan(columns["ended"][1])
 
 
 def test_an_old_attempt_that_goes_on_is_seen_however_many_followed(tmp_path: Path) -> None:
