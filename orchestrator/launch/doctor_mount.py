@@ -11,6 +11,8 @@ from pathlib import Path
 from orchestrator.launch.doctor_check import Check, State
 
 _MOUNTINFO = Path("/proc/self/mountinfo")
+# For how long programs of FUSE keep attributes by default; Linux does not list their options.
+_FUSE_AGES_S = {"fuse.sshfs": 20.0, "fuse.gcsfuse": 60.0, "fuse.s3fs": 900.0}
 _FIELDS_BEFORE_OPTIONAL = 6  # of a line of it: number, parent, device, root, place, options
 
 
@@ -52,6 +54,26 @@ def mount_at(folder: str) -> Mount | None:
     except OSError:
         return None
     return mount_of(text, os.path.realpath(folder))
+
+
+def attributes_age_s(mount: Mount | None) -> float:
+    """How old what this machine knows of a file's size may be although the file was opened anew, in seconds.
+    0: an open asks the server, as NFS does without `nocto`, or the file system is none of those known here.
+    """
+    if mount is None:
+        return 0.0
+    if mount.kind in ("nfs", "nfs4"):
+        if "nocto" not in mount.options or "noac" in mount.options:
+            return 0.0
+        return _seconds(mount, ("actimeo", "acregmax"), 60.0)
+    if mount.kind in ("cifs", "smb3"):
+        return _seconds(mount, ("actimeo", "acregmax"), 1.0)
+    return _FUSE_AGES_S.get(mount.kind, 0.0)
+
+
+def _seconds(mount: Mount, names: Sequence[str], default: float) -> float:
+    found = (mount.value(name) for name in names)
+    return next((float(text) for text in found if text.isdecimal()), default)
 
 
 def judge_mount(mount: Mount | None) -> Iterator[Check]:

@@ -17,6 +17,7 @@ from orchestrator.errors import ResumePointError
 from orchestrator.history.busy import Busy, Free
 from orchestrator.history.claim_files import RESUME, UNREADABLE, unreadable_claim
 from orchestrator.history.claims import ClaimParent
+from orchestrator.launch.doctor_mount import attributes_age_s, mount_at
 from orchestrator.monitor.missing import (
     lost_points,
     missing_pieces,
@@ -43,7 +44,22 @@ def look_at(store: RunStore, uri: str, watch_s: float, quiet_s: Quiet) -> RunVie
     if watch_s > 0:
         watched = store.watch_busy(watch_s, time.monotonic, time.sleep)
     facts, tail = read_newest(store, watched, watch_s)
+    facts = as_proven(facts, attributes_kept_s(store.storage.root))
     return view_of(uri, facts, tail, datetime.now(UTC), quiet_s)
+
+
+def attributes_kept_s(root: str) -> float:
+    """For how long this machine may keep the sizes of files in a storage, in seconds; 0 for a bucket."""
+    return attributes_age_s(mount_at(root)) if "://" not in root else 0.0
+
+
+def as_proven(facts: AttemptFacts, kept_s: float) -> AttemptFacts:
+    """The facts, in which a watch that saw nothing proves no death if it was shorter than this machine keeps
+    the sizes of files.
+    """
+    if facts.alive is not False or facts.outcome or facts.watched_s > kept_s:
+        return facts
+    return replace(facts, alive=None, kept_s=kept_s)
 
 
 def read_newest(

@@ -34,7 +34,8 @@ class Standing:
     """How a run stands. None, or empty, is what is not known or does not apply.
 
     `reason`: of its end, or what is unreadable. `silent_s`: for how long nothing showed life, `quiet_s`: no
-    step came. `resumes`: the newest attempt is a start that continues the newest resume point, so that all
+    step came. `kept_s`: this machine keeps sizes of files for so long, so a shorter watch proves no death.
+    `resumes`: the newest attempt is a start that continues the newest resume point, so that all
     that came after it is gone. `has_no_point`: it is known that no resume point was ever committed.
     `concerns`: what somebody should look at, in few words, the worst first; `is_bad`: one of them is.
     """
@@ -49,6 +50,7 @@ class Standing:
     there: str = ""
     quiet_s: float | None = None
     silent_s: float = 0.0
+    kept_s: float = 0.0
     point: str | None = None
     has_no_point: bool = True
     risk: Risk | None = None
@@ -112,12 +114,16 @@ def _state_text(at: Standing) -> str:
             f"not running: attempt {at.attempt} has no end record and gave no sign of life for "
             f"{_silence(at.silent_s)}, last at {where}" + ("" if at.missing else f"; {again}")
         )
+    unknown = (
+        f"unknown: last seen {_silence(at.silent_s)} ago at {where}; this machine keeps the sizes of files "
+        f"for {at.kept_s:.0f} s, so a short watch does not show whether the run lives"
+    )
     texts = {
         NEW: "no attempt of this run has begun yet",
         STARTING: f"starting attempt {at.attempt}: {where}",
         RUNNING: f"running: {where}, {workers}{quiet}",
         WAITING: f"waiting for workers at {where}: {at.there or f'{workers} are left'}",
-        OPEN: f"not ended: {where}",
+        OPEN: f"not ended: {where}" if not at.kept_s else unknown,
         DONE: sentences.ended(DONE, at.reason),
         STOPPED: sentences.ended(STOPPED, at.reason),
         FAILED: sentences.ended(FAILED, at.reason),

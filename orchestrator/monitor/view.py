@@ -49,6 +49,8 @@ class AttemptFacts:
     is known that none was ever committed. `quarantined`: the points that are marked as damaged, of which none
     is `point`. `resumes`: the attempt was claimed by a start that continues that point. `point_tokens`: what
     was consumed up to `point`; None if that is not known, or if not all that came after it was trained.
+    `kept_s`: `alive` is None because this machine keeps sizes of files for so long, which is longer than it
+    watched.
     """
 
     number: int | None
@@ -67,6 +69,7 @@ class AttemptFacts:
     quarantined: tuple[str, ...] = ()
     resumes: bool = False
     point_tokens: int | None = None
+    kept_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,6 +229,7 @@ def _standing(view: RunView, facts: AttemptFacts, tail: Tail, risk: Risk | None,
         there=there_text(waits["there"], waits["needed"]) if waits is not None else "",
         quiet_s=view.quiet_s,
         silent_s=silent_s,
+        kept_s=facts.kept_s,
         point=view.newest_point,
         has_no_point=facts.has_no_point,
         risk=risk,

@@ -227,3 +227,13 @@ def trusts_the_miss(patch: pytest.MonkeyPatch) -> None:
 def trusts_the_stat(patch: pytest.MonkeyPatch) -> None:
     """Planted mistake: a store asks for a size without opening the file."""
     patch.setattr(LocalStore, "_size", lambda store, full: store.disk.size(full))
+
+
+@dataclass
+class NoctoClient(NfsClient):
+    """A client of a mount with `nocto`: an open asks the server for no size."""
+
+    def open(self, path: str) -> int:
+        handle = self._found(path, self.server.open)
+        self.paths[handle] = path
+        return handle

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,13 @@ from orchestrator.coordinator.survey import survey
 from orchestrator.errors import StorageError
 from orchestrator.history.claim_files import START
 from orchestrator.history.claims import ClaimParent
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal import JournalWriter
 from orchestrator.history.request_files import STOP, RequestFiles
+from orchestrator.launch.doctor_mount import attributes_age_s, mount_of
+from orchestrator.monitor.look import as_proven, read_newest
+from orchestrator.monitor.verdict import GONE, OPEN, STARTING
+from orchestrator.monitor.view import view_of
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import VOTES_COMPLETE, note_committed
 from orchestrator.storage.disk import Disk, OsDisk
@@ -26,7 +33,7 @@ from orchestrator.storage.files import Storage
 from tests.resume.driver import Coordinator
 from tests.resume.samples import key, no_sleep
 from tests.storage.crashfs import ModelDisk
-from tests.storage.nfs_client import NfsClient, trusts_the_miss, trusts_the_stat
+from tests.storage.nfs_client import NfsClient, NoctoClient, trusts_the_miss, trusts_the_stat
 
 PATH, DATA = "a/b/file", b"content"
 
@@ -208,6 +215,58 @@ def test_a_request_an_end_and_a_parent_of_another_machine_are_seen_at_the_next_l
     assert ours.next_claim_exists(0)
     assert ours.read_parent(1) == ClaimParent(attempt=1, parent=None)
     assert ours.read_end(1).outcome == "done"
+
+
+@pytest.mark.parametrize(("client", "kept_s"), [(NfsClient, 0.0), (NoctoClient, 60.0)])
+@pytest.mark.parametrize("lives", [True, False])
+def test_status_calls_no_run_dead_whose_files_this_machine_does_not_ask_for(
+    client: type[NfsClient], kept_s: float, lives: bool
+) -> None:
+    server = ModelDisk()
+    here = RunStore(Storage("/run", client(server), no_sleep))
+    there = RunStore(Storage("/run", NfsClient(server), no_sleep))
+    there.claim(1, "launch", START, "host")
+    there.write_parent(ClaimParent(attempt=1, parent=None))
+    written = datetime(2026, 11, 21, 22, 0, tzinfo=UTC)
+    journal = JournalWriter(there.storage, 1, now=lambda: written)
+    journal.event(EventKind.FAILURE, step=0, reason="none")
+    journal.flush()
+    heartbeat, passed = there.heartbeat(1), 0.0
+    heartbeat.beat()
+    here.signs_of_life(1)  # this machine has looked before
+
+    def wait(seconds: float) -> None:
+        nonlocal passed
+        passed += seconds
+        if lives:
+            heartbeat.beat()
+
+    watched = here.watch_busy(10.0, lambda: passed, wait)
+    facts, tail = read_newest(here, watched, 10.0)
+    view = view_of("run", as_proven(facts, kept_s), tail, written + timedelta(minutes=5))
+    if client is NfsClient:
+        assert (view.alive, view.state) == ((True, STARTING) if lives else (False, GONE))
+    else:
+        assert (view.alive, view.state) == (None, OPEN)
+        assert "unknown" in view.verdict
+        assert "5 min" in view.verdict
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected_s"),
+    [
+        ("nfs4", "rw,hard", 0.0),
+        ("nfs4", "rw,nocto", 60.0),
+        ("nfs", "rw,nocto,acregmax=30", 30.0),
+        ("nfs4", "rw,nocto,noac", 0.0),
+        ("cifs", "rw,actimeo=15", 15.0),
+        ("fuse.sshfs", "rw", 20.0),
+        ("ext4", "rw", 0.0),
+    ],
+)
+def test_how_long_a_mount_keeps_sizes_of_files(kind: str, options: str, expected_s: float) -> None:
+    line = f"36 35 98:0 / /mnt rw,noatime shared:1 - {kind} server:/export {options}\n"
+    assert attributes_age_s(mount_of(line, "/mnt/run")) == expected_s
 
 
 # By file, why it may ask a disk by name itself: nothing of a run is decided by the answer.

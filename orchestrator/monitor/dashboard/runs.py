@@ -19,10 +19,11 @@ from orchestrator.config.declaring import NAME
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.monitor.dashboard.answers import UNANSWERABLE, Problem, RouteError, not_found
 from orchestrator.monitor.dashboard.listed import ListedRun, unreadable_row
+from orchestrator.monitor.look import attributes_kept_s
 from orchestrator.monitor.missing import missing_text
 from orchestrator.monitor.run import Run
 from orchestrator.monitor.views.lanes import Fork
-from orchestrator.monitor.views.life import LifeWatch
+from orchestrator.monitor.views.life import WATCH_S, LifeWatch
 from orchestrator.monitor.views.lines import UnreadableError
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.monitor.views.summary import sentence
@@ -194,7 +195,8 @@ class Runs:
             if known is not None and known[0] == stamp:
                 return known[1]
             uri = join(self.root, name)
-            store, life = RunStore(with_nodes(self._storage.beside(uri))), LifeWatch(self._clock)
+            store = RunStore(with_nodes(self._storage.beside(uri)))
+            life = LifeWatch(self._clock, watch_s=WATCH_S + attributes_kept_s(uri))
             run = OpenRun(
                 name=name,
                 uri=uri,
