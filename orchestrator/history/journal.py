@@ -235,10 +235,13 @@ class JournalWriter:
     def _append(self, kind: str, fields: dict[str, Any]) -> None:
         now, jumped_s = self._read_clocks()
         if jumped_s:
-            self._write(EventKind.CLOCK_JUMPED, {"by_s": jumped_s}, now)
-            if self._listener is not None:
-                self._listener.event(EventKind.CLOCK_JUMPED, {"by_s": jumped_s})
+            self._note(EventKind.CLOCK_JUMPED, now, by_s=jumped_s)
         self._write(kind, fields, now)
+
+    def _note(self, kind: EventKind, now: datetime, **fields: Any) -> None:
+        self._write(kind, fields, now)
+        if self._listener is not None:
+            self._listener.event(kind, fields)
 
     def _read_clocks(self) -> tuple[datetime, float]:
         """The time, and by how much the clock jumped since it was read before (0: it did not)."""
