@@ -246,6 +246,7 @@ def test_status_calls_no_run_dead_whose_files_this_machine_does_not_ask_for(
     view = view_of("run", as_proven(facts, kept_s), tail, written + timedelta(minutes=5))
     if client is NfsClient:
         assert (view.alive, view.state) == ((True, STARTING) if lives else (False, GONE))
+        assert ("5 min" in view.verdict) == (not lives), "since the last line, as on the page"
     else:
         assert (view.alive, view.state) == (None, OPEN)
         assert "unknown" in view.verdict
