@@ -172,6 +172,7 @@ def test_a_branch_of_a_branch_joins_it() -> None:
 
 # ------------------------------------------------------------ sentences
 SAMPLE: dict[str, Any] = {
+    "by_s": 3600.0,
     "why": "resume", "outcome": "done", "reason": "because", "step": 3, "what": "save", "by": "mira",
     "request": 1, "text": "a text", "point": "00000003-a0001-g0001", "file": "a file", "member": "m" * 12,
     "error": "ValueError", "node": "n" * 56, "num_workers": 2, "save_s": 1.0, "healthy": True, "counts": {},
