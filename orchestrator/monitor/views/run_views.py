@@ -192,7 +192,7 @@ class RunViews:
 
     def _now(self) -> float:
         """This machine's time as the journal's times are shown, which leave out jumps of a clock."""
-        return self._clock() - self._facts.ahead_s
+        return self._clock() - (0.0 if self.unreadable is not None else self._facts.ahead_s)
 
     # ---------------------------------------------------------------------- views
     def summary(self, full: bool = True) -> Document:
