@@ -124,12 +124,13 @@ class RemoteMembership:
         coordinator_limit_s: float = COORDINATOR_LIMIT_S,
         keep_vote: Callable[[Vote], None] | None = None,
         is_orphaned: Callable[[], bool] = lambda: False,
+        look: Callable[[], ProcessLook | None] = _look_at_this,
     ) -> None:
         """Opens this member's TCPStore on a port of the system's choice, before it joins anything.
         `keep_vote` writes a vote that no coordinator hears into storage. `is_orphaned`: whether the Ray that
-        started this process is gone.
+        started this process is gone. `look`: how much CPU time this process got (None: not known).
         """
-        self._is_orphaned = is_orphaned
+        self._is_orphaned, self._look = is_orphaned, look
         self._keep_vote = keep_vote
         self.member = os.urandom(6).hex()
         self._calls, self._launch, self._place = calls, launch, place
@@ -151,7 +152,7 @@ class RemoteMembership:
         self._given_up: StateKey | None = None  # the newest that is known to be
         self._broken: BaseException | None = None
         self._loop = threading.get_ident()  # the thread that trains
-        self._entered = self._own = _look_at_this()  # when the last generation was entered, and newly
+        self._entered = self._own = self._look()  # when the last generation was entered, and newly
         self._in_thread("report", self._report_loop)
 
     def connect_store(self, view: GenerationView) -> Any:
@@ -180,7 +181,7 @@ class RemoteMembership:
         if isinstance(answer, RunOver):
             return None
         assert isinstance(answer, GenerationView), f"join was answered with {answer}"
-        self._entered = _look_at_this()
+        self._entered = self._look()
         self._end.enter((answer.attempt, answer.generation))
         self._world_size = answer.world_size
         watch = self._watch if answer.rank == 0 else self._await_end
@@ -282,7 +283,7 @@ class RemoteMembership:
             saving=state.saving,
             holdings=state.holdings,
             unsaved=state.unsaved,
-            starved=_is_starved(self._entered, _look_at_this()),
+            starved=_is_starved(self._entered, self._look()),
             idle_s=time.monotonic() - self._stepped_at if state.leaves is not None else 0.0,
         )
 
@@ -343,7 +344,7 @@ class RemoteMembership:
             except UnansweredError as error:
                 now = time.monotonic()
                 if now - looked > min(_OWN_LOOK_S, self._limit_s):
-                    silence.look(now, _look_at_this())
+                    silence.look(now, self._look())
                     looked = now
                 limit_s = min(self._limit_s, ORPHANED_LIMIT_S) if self._is_orphaned() else self._limit_s
                 if silence.counted_s > limit_s:
@@ -406,7 +407,7 @@ class RemoteMembership:
             now = time.monotonic()
             limit_s = reports.due_s(phase, since, self._step_limit_s, now)
             if now - looked_at > _OWN_EVERY_S:
-                looked_at, self._own = now, _look_at_this()
+                looked_at, self._own = now, self._look()
             try:
                 self._send_reports()
                 if limit_s is not None:
