@@ -31,7 +31,7 @@ def formed(attempt: int, generation: int, step: int, world_size: int = 2) -> Gen
     return GenerationStart(
         attempt=attempt,
         generation=generation,
-        parent=None,
+        parent=StateKey(attempt=attempt, generation=generation - 1, step=step) if step else None,
         step=step,
         consumed_samples=step,
         consumed_tokens=tokens,
