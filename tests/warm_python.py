@@ -83,7 +83,15 @@ import _signal, _socket, marshal, os, sys
 words = sys.argv[1:]
 program = words[:2] in {PROGRAMS}
 worker = words and os.path.basename(words[0]) in {(WORKER, SETUP)}
-if not program and not worker and words[:3] not in {MODULES_RUN}:
+
+def is_open(number):
+    try:
+        return bool(os.fstat(number))
+    except OSError:
+        return False
+
+# a closed standard file cannot be passed on
+if not program and not worker and words[:3] not in {MODULES_RUN} or not all(map(is_open, range(3))):
     os.execv({{python!r}}, [{{python!r}}, *words])
 link = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
 link.connect({{address!r}})

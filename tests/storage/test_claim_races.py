@@ -77,7 +77,7 @@ class Launches:
         with self._lock:
             self.won.setdefault(attempt, []).append(launch)
         try:
-            names = store.point_names()
+            names = store.point_names() if attempt > 1 else []  # the point is of attempt 1
             parent = store.read_point(names[-1]).key if names else None
             store.write_parent(ClaimParent(attempt=attempt, parent=parent, inherited=tuple(names)))
         except StorageError:
@@ -97,7 +97,7 @@ class Launches:
         found += map(str, unreadable)
         if {parent.attempt for parent in parents} - self.won.keys():
             found.append("a launch continues what it does not hold")
-        if len({parent.parent for parent in parents}) > 1:
+        if len({parent.parent for parent in parents if parent.attempt > 1}) > 1:
             found.append("two histories")
         return found
 
