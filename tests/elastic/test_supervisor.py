@@ -26,13 +26,19 @@ from tests.elastic.in_process import Driver
 from tests.trainer.launch import LAUNCH, WAIT_S, Launch
 
 
-def test_a_stop_is_asked_for_again_when_the_coordinator_that_knew_it_has_died(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launch = Launch(tmp_path, 1)
+def training(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Launch, Driver]:
+    """A launch with one member that trains, and its driver."""
+    launch = Launch(folder, 1)
     driver = Driver(launch, monkeypatch)
     launch.ask("join", replace(JOIN, launch=LAUNCH))
     driver.until(lambda status: status.world_size == 1)
+    return launch, driver
+
+
+def test_a_stop_is_asked_for_again_when_the_coordinator_that_knew_it_has_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, driver = training(tmp_path, monkeypatch)
     driver.supervisor.ask_stop()
     driver.until(lambda status: status.attempt == 1 and status.stopping)
     launch.restart_coordinator()
@@ -46,10 +52,7 @@ def test_a_stop_is_asked_for_again_when_the_coordinator_that_knew_it_has_died(
 def test_a_stop_whose_save_takes_longer_than_the_launch_has_ends_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = Launch(tmp_path, 1)
-    driver = Driver(launch, monkeypatch)
-    launch.ask("join", replace(JOIN, launch=LAUNCH))
-    driver.until(lambda status: status.world_size == 1)
+    launch, driver = training(tmp_path, monkeypatch)
     driver.supervisor.ask_stop("SIGTERM to me", 0.2)
     ended = driver.ended()
     assert (ended.ended, ended.stopping) == ("failed", True)
