@@ -158,11 +158,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _launches_end() -> Iterator[None]:
-    """None of a test's launches works on beside the tests after it."""
+def _nothing_is_left() -> Iterator[None]:
+    """None of a test's launches works on beside the tests after it, and what they start is the same Python."""
+    before = (sys.executable, os.getcwd())
     yield
     if launches := sys.modules.get("tests.trainer.launch"):
         launches.end_all()
+    assert (sys.executable, os.getcwd()) == before, "the test has changed them for all tests after it"
 
 
 @pytest.fixture(scope="session")
@@ -293,10 +295,13 @@ def python_is(program: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def begun_warm(warm: str) -> Iterator[None]:
-    """What this process starts as `python` has all imported when it begins."""
-    with python_is(warm):
-        yield
+def begun_warm(warm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process starts as `python` has all imported when it begins.
+
+    By the test's own `monkeypatch`: two that change one name are undone in the order in which they were made,
+    and leave the first's value behind.
+    """
+    monkeypatch.setattr(sys, "executable", warm)
 
 
 @contextmanager
