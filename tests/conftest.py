@@ -137,8 +137,10 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before pytest reads `-m`
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """In several processes what takes longest begins first."""
+    _leave_to_chaos(items, whole_files="::" not in "".join(config.args))
     for item in items:
         if item.get_closest_marker("system") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
@@ -146,6 +148,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             assert _file(item.nodeid) in ON_RAY, f"{item.nodeid} uses the Ray cluster: add its file to ON_RAY"
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda i: (_file(i.nodeid) not in ON_RAY, i.get_closest_marker("system") is None))
+
+
+def _leave_to_chaos(items: list[pytest.Item], *, whole_files: bool) -> None:
+    """Of a test with the mark `quick("a", "b")`, `make test` has the cases with these ids alone."""
+    missing = set()
+    for item in items:
+        if (mark := item.get_closest_marker("quick")) is None:
+            continue
+        test, _, case = item.nodeid.removesuffix("]").partition("[")
+        missing |= {(test, each) for each in mark.args}
+        if case not in mark.args:
+            item.add_marker(pytest.mark.chaos)
+    there = {tuple(item.nodeid.removesuffix("]").split("[", 1)) for item in items}
+    assert not whole_files or missing <= there, f"there are no such cases: {sorted(missing - there)}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -159,7 +175,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """None of a test's launches works on beside the tests after it, and what they start is the same Python."""
+    """None of a test's launches works on beside the tests after it, and these start the same Python."""
     before = (sys.executable, os.getcwd())
     yield
     if launches := sys.modules.get("tests.trainer.launch"):

@@ -244,6 +244,7 @@ def started(warm: str, programs: Path, folder: Path, **more: str) -> Iterator[An
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ALONE])
+@pytest.mark.quick("README.md", "docs/howto/migrate.md", "docs/howto/spot-machines.md")
 def test_every_block_of_a_document_does_what_it_says(
     name: str, shells: Any, folder: Path, common_run: Path
 ) -> None:

@@ -71,6 +71,8 @@ class SavedForm:
             self._model: Any = shape_only(config, settings, attention, tensors)
         self._is_kept = kept_in_float32(self._model, self._dtype)
         self._saved_names = self._names(tensors)
+        self._converts = True
+        self._converts = self._changes_any(tensors)
         self.groups = self._grouped(tensors)
         self.files = self._files(config, tensors, special_ids or {})
 
@@ -120,6 +122,15 @@ class SavedForm:
         kept = {id(held[name]): name for name in remove_tied_weights_from_state_dict(saved, self._model)}
         return {name: kept[id(tensor)] for name, tensor in own.items() if id(tensor) in kept}
 
+    def _changes_any(self, tensors: Shapes) -> bool:
+        """Whether transformers saves any tensor in another form. Most models have none, and each question
+        costs a walk through all modules.
+        """
+        meta = _meta(tensors)
+        held = {saved: meta[own] for own, saved in self._saved_names.items()}
+        made = self._converted(held)
+        return made.keys() != held.keys() or any(made[name] is not tensor for name, tensor in held.items())
+
     def _grouped(self, tensors: Shapes) -> tuple[SavedGroup, ...]:
         """As small groups as give the same as all at once."""
         meta = _meta({own: tensors[own] for own in self._saved_names})
@@ -155,6 +166,8 @@ class SavedForm:
         """
         from transformers.core_model_loading import revert_weight_conversion
 
+        if not self._converts:
+            return {name: tensor.contiguous() for name, tensor in tensors.items()}
         return {
             name: tensor.contiguous()
             for name, tensor in revert_weight_conversion(self._model, tensors).items()

@@ -151,9 +151,9 @@ TWO_SHARDS = replace(SHARDED, num_members=2, cuts_off=False)
     ("rules", "at_least"),
     [
         pytest.param(Rules(), 200_000, marks=pytest.mark.chaos),
-        (Rules(steps=1), 50_000),
+        pytest.param(Rules(steps=1), 50_000, marks=pytest.mark.chaos),
         # two members need a fault less to get as far, so these see a fourth generation
-        (Rules(num_members=2), 50_000),
+        pytest.param(Rules(num_members=2), 50_000, marks=pytest.mark.chaos),
         (Rules(min_workers=2, faults=2), 10_000),
         (Rules(power_losses=True, generations=2, faults=2), 25_000),
         (LAST_SAVES, 4_000),

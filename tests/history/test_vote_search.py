@@ -197,6 +197,7 @@ def test_no_order_of_the_old_coordinator_and_a_start_loses_or_doubles_the_point(
     assert ends.keys() == {(True, here.save.point_name), (False, here.save.point_name)}
 
 
+@pytest.mark.chaos
 def test_no_order_deletes_a_save_under_the_start_that_commits_it(make: Make) -> None:
     here = make()
     ends = search(here, gives_up, starts)

@@ -73,6 +73,7 @@ def test_a_run_of_transformed_documents_is_shown_whole_and_from_any_step_on(
 
 
 @pytest.mark.parametrize("mode", ["concat", "bestfit", "pad"])
+@pytest.mark.quick("bestfit")
 def test_transformed_documents_are_counted_once_in_any_parts(
     mode: str, tmp_path: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,7 +182,7 @@ def pins_of(bucket: ModelBucket, pinning: Callable[[RunStore], Any], faults: Fau
     ("pinning", "faults"),
     [
         (pin, Faults()),
-        (renewing, Faults()),
+        pytest.param(renewing, Faults(), marks=pytest.mark.chaos),
         (pin, Faults(repeats=1)),
         pytest.param(renewing, Faults(repeats=1), marks=pytest.mark.chaos),
     ],
@@ -200,6 +200,7 @@ def test_in_no_order_of_requests_to_a_bucket_is_a_pinned_point_deleted(
     assert seen == {True, False}
 
 
+@pytest.mark.chaos
 def test_with_one_name_that_is_used_again_a_late_deletion_would_lose_a_pin() -> None:
     def as_in_a_folder(store: RunStore) -> Hold:
         bucket = store.storage._store  # noqa: SLF001

@@ -64,6 +64,7 @@ def test_ctrl_c_saves_and_stops_and_loses_nothing(job: Job, cluster: Any, tmp_pa
     assert_exactly_once(job)
 
 
+@pytest.mark.chaos
 def test_a_start_falls_back_past_a_damaged_point_and_says_so(
     finished: Job, cluster: Any, unbroken: tuple[str, list[float]], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,7 @@ def failing(every: int, silences: tuple[int, ...]) -> Rule:
 @pytest.mark.parametrize(
     ("every", "silences"), [(7, ()), pytest.param(3, (31, 60, 121, 150), marks=pytest.mark.chaos)]
 )
+@pytest.mark.chaos
 def test_a_run_through_a_server_that_fails_is_killed_and_continued_without_a_gap(
     proxy: Proxy, job: dict[str, Any], tmp_path: Path, every: int, silences: tuple[int, ...]
 ) -> None:

@@ -22,6 +22,7 @@ def generations(job: Job) -> tuple[GenerationStart, ...]:
     return read_journal(Storage(job.run.uri)).generations
 
 
+@pytest.mark.chaos
 def test_an_attempt_that_was_cut_off_and_commits_late_never_enters_the_lineage(
     job: Job,
     cluster: Any,

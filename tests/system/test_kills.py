@@ -76,6 +76,7 @@ def test_workers_are_killed_one_after_the_other_at_every_place(
     assert "Worker exit detail: " in log_text(job), "all that Ray said is in the log file"
 
 
+@pytest.mark.chaos
 def test_the_coordinator_is_killed_again_and_again(job: Job, cluster: Any, unbroken: Unbroken) -> None:
     # the last one dies while it restarts: it has claimed, and has not said what it inherits
     plan = (

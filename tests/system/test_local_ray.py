@@ -22,6 +22,7 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"
 UNUSED = ("start_log_monitor", "start_monitor", "start_api_server")
 
 
+@pytest.mark.chaos
 def test_a_ray_of_our_own_has_no_process_without_use_and_the_next_one_is_rays_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -49,6 +50,7 @@ with connection.leaving_ray_behind():
 """
 
 
+@pytest.mark.chaos
 def test_a_gcs_that_stands_still_does_not_keep_a_launch_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     line = [sys.executable, "-c", FROZEN, str(QUICKSTART)]

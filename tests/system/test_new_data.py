@@ -13,6 +13,7 @@ from tests.system.new_data import assert_lists_were_followed, first_settings, se
 pytestmark = pytest.mark.system
 
 
+@pytest.mark.chaos
 def test_a_restart_and_a_refresh_are_carried_out_once_through_kills_of_all_kinds(
     job: Job, cluster: Any, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def parts_on(folder: Path, number: int) -> list[str]:
     return sorted(path.name for path in folder.glob(f"disk-{number}/points/*/points/*/state/*"))
 
 
+@pytest.mark.chaos
 def test_a_run_goes_on_without_a_lost_node_and_names_the_nodes_where_both_copies_are_lost(
     job: Job, nodes: Any, tmp_path: Path, unbroken: tuple[str, list[float]]
 ) -> None:
@@ -100,6 +101,7 @@ def test_a_run_goes_on_without_a_lost_node_and_names_the_nodes_where_both_copies
     assert left <= kept, "pruned points are gone from the nodes, too"
 
 
+@pytest.mark.chaos
 def test_under_torchrun_the_ranks_of_one_machine_share_its_disk_and_several_disks_are_refused(
     job: Job, tmp_path: Path, unbroken: tuple[str, list[float]]
 ) -> None:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.system
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format2"
 
 
+@pytest.mark.chaos
 def test_two_workers_make_a_point_of_any_step_that_one_has_trained_and_it_trains_on(
     job: Job, cluster: Any, tmp_path: Path
 ) -> None:

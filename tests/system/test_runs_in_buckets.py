@@ -144,6 +144,7 @@ def test_a_run_in_a_bucket_is_killed_resumed_looked_at_forked_and_exported(
     assert_no_secret(bucket, first, second, third, said.out, said.err)
 
 
+@pytest.mark.chaos
 def test_a_group_under_torchrun_trains_in_a_bucket_and_goes_on_with_another_world(
     bucket: str, tiny_config: Make, tmp_path: Path
 ) -> None:

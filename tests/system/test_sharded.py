@@ -17,6 +17,7 @@ pytestmark = pytest.mark.system
 HSDP = {"shard": 2, "replicate": 1}
 
 
+@pytest.mark.chaos
 def test_two_workers_of_a_node_that_die_at_one_moment_take_no_other_along(
     job: Job, cluster: Any, unbroken: tuple[str, list[float]]
 ) -> None:

@@ -229,6 +229,7 @@ def test_torchrun_restarts_ranks_of_two_machines_and_no_sample_is_trained_twice(
     assert job.losses() == unbroken.losses()
 
 
+@pytest.mark.chaos
 def test_a_restart_and_a_refresh_are_carried_out_once_although_torchrun_begins_the_ranks_again(
     job: Job, tmp_path: Path, warm: str
 ) -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.job import DONE, LEFT
@@ -70,6 +72,7 @@ def test_where_nobody_knew_that_a_save_is_needed_the_one_before_the_reform_is_it
     assert_as_if_nothing_happened(launch, SHARD, calm, alone)
 
 
+@pytest.mark.chaos
 def test_where_that_one_fails_the_group_meets_finds_out_and_saves_the_next_step(tmp_path, calm, alone):  # noqa: F811
     launch = drained_at_5(tmp_path, sharded=False, plans={"b": Plan(full_disk_at=5)})
     assert [(view.world_size, view.step) for view in launch.views[:2]] == [(3, 0), (3, 5)]

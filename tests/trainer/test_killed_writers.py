@@ -95,6 +95,7 @@ def assert_sound(group: Members, writer: int, memory: set[int]) -> None:
 
 
 @pytest.mark.parametrize("parallel", [REPLICATE, SHARD])
+@pytest.mark.quick("shard")
 def test_a_writer_that_is_killed_costs_the_save_and_no_step(
     tmp_path: Path, calm: dict[str, Launch], parallel: str
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_writer_that_is_killed_costs_the_save_and_no_step(
 
 
 @pytest.mark.parametrize("parallel", [REPLICATE, SHARD])
+@pytest.mark.quick("replicate")
 def test_a_member_that_is_killed_while_its_writer_writes_takes_it_along(
     tmp_path: Path, calm: dict[str, Launch], parallel: str
 ) -> None:

@@ -48,6 +48,7 @@ def let_in(group: Members, name: str, plan: Plan | None = None, held: str = "b")
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("victim", ["a", "c"])
+@pytest.mark.quick("a-summary_received", "c-applied")
 def test_survivors_of_a_kill_go_on_and_a_newcomer_joins_them(tmp_path, unbroken, place, victim):
     plans = {victim: Plan(kill=(place, 4)), "b": Plan(hold=("step_begin", 6))}
     with members(tmp_path, ["a", "b", "c"], plans) as group:
@@ -309,6 +310,7 @@ def test_the_last_save_is_tried_again_under_a_new_name(tmp_path, unbroken):
     assert_same_training(launch, unbroken)
 
 
+@pytest.mark.chaos
 def test_members_keep_their_records_until_these_are_acknowledged(tmp_path):
     kept = {}
     for acknowledge in (True, False):
@@ -350,6 +352,7 @@ def test_a_member_with_another_configuration_or_layout_is_told_so_and_harms_nobo
     assert_same_training(launch, unbroken)
 
 
+@pytest.mark.chaos
 def test_fast_numerics_survive_a_kill_too(tmp_path, unbroken):
     job = tiny_job(train__numerics="fast")
     plans = {"a": Plan(kill=("step_begin", 4)), "b": Plan(hold=("step_begin", 6))}

@@ -114,6 +114,7 @@ def test_half_a_state_is_not_used_when_power_is_lost_while_it_is_copied(tmp_path
     ],
     ids=["first", "compiling"],
 )
+@pytest.mark.quick("compiling")
 def test_who_still_computes_when_the_generation_ends_is_waited_for_and_who_is_frozen_is_not(
     tmp_path, unbroken, step, job
 ):

@@ -64,6 +64,7 @@ def lose_one(rank: int, store: TCPStore, num_shards: int | None) -> tuple[str, T
 
 
 @pytest.mark.parametrize("num_shards", [None, 2])
+@pytest.mark.quick("2")
 def test_a_lost_rank_ends_the_generation_for_all_others_who_train_on_without_it(num_shards):
     expected = alone(JOB, 2)
     for why, found in on_ranks(4, lose_one, num_shards, killed={3}):

@@ -105,6 +105,7 @@ def run_with(
         ("sealed", 2),
     ],
 )
+@pytest.mark.quick("gradient_done-5", "sealed-2")
 def test_fsdp2_without_a_rank_goes_on_from_a_memory_point(tmp_path, calm, alone, place, step):
     launch, dead = run_with(tmp_path, "abc", {"b": Plan(kill=(place, step))})
     assert dead == {"b"}
@@ -123,6 +124,7 @@ def test_fsdp2_without_a_rank_goes_on_from_a_memory_point(tmp_path, calm, alone,
 
 
 @pytest.mark.parametrize("place", ["memory_staged", "neighbour_half_sent", "sealed"])
+@pytest.mark.quick("neighbour_half_sent")
 def test_fsdp2_on_one_machine_goes_on_from_what_a_killed_rank_had_lent(tmp_path, calm, alone, place):
     """Nobody has a copy of its memory points but itself, and its neighbour has them open."""
     plans = {name: Plan(node="the machine") for name in "abc"}
@@ -153,6 +155,7 @@ def test_hsdp_with_a_whole_replica_left_loses_no_step(tmp_path, calm, alone):
     ],
     ids=["shard, to the last one", "hsdp, twice"],
 )
+@pytest.mark.quick("hsdp, twice")
 def test_odd_weights_go_through_losses_as_others_do(tmp_path, calm, names, parallel, kills, worlds):
     """Tied, frozen, unused weights, buffers, blocks of several names, gradients that are always clipped, and
     micro-batches that do not divide a step.
@@ -172,6 +175,7 @@ def test_odd_weights_go_through_losses_as_others_do(tmp_path, calm, names, paral
     assert_as_if_nothing_happened(launch, parallel, calm, alone, **odd)
 
 
+@pytest.mark.chaos
 def test_hsdp_without_a_whole_replica_goes_on_from_a_memory_point(tmp_path, calm, alone):
     """Both holders of one shard are lost, who are not neighbours of each other (`neighbours` gives c's copy
     to d and a's to b).
@@ -208,6 +212,7 @@ def test_replicate_with_memory_points_goes_on_from_what_the_others_train(tmp_pat
     ],
     ids=["replicate", "shard", "shard, in a memory point", "hsdp"],
 )
+@pytest.mark.quick("shard, in a memory point")
 def test_bf16_through_a_kill_has_the_bits_of_the_same_worlds_without_one(
     tmp_path, calm, alone, parallel, place
 ):
@@ -221,6 +226,7 @@ def test_bf16_through_a_kill_has_the_bits_of_the_same_worlds_without_one(
     assert_as_if_nothing_happened(launch, parallel, calm, alone, 5e-3, **BF16)
 
 
+@pytest.mark.chaos
 def test_bf16_under_invariant_numerics_has_the_bits_of_one_process_whoever_is_killed(tmp_path):
     job = job_of(REPLICATE, train__numerics="invariant", **BF16)
     unbroken = run_to_end(tmp_path / "unbroken", 1, job=job)
@@ -234,6 +240,7 @@ def test_bf16_under_invariant_numerics_has_the_bits_of_one_process_whoever_is_ki
 
 
 # ---- several
+@pytest.mark.chaos
 def test_two_ranks_that_are_not_neighbours_are_lost_at_once(tmp_path, calm, alone):
     plans = {name: Plan(kill=("sealed", 2)) for name in "ac"}
     launch, dead = run_with(tmp_path, "abcd", plans)
@@ -262,6 +269,7 @@ def test_a_rank_and_its_neighbour_take_a_shard_with_them_and_the_point_is_loaded
     assert_as_if_nothing_happened(launch, SHARD, calm, alone)
 
 
+@pytest.mark.chaos
 def test_all_ranks_die_and_new_ones_go_on_from_the_point(tmp_path, calm, alone):
     fate = Plan(kill=("gradient_done", 4))
     plans = {"a": replace(fate, hold=("step_begin", 4)), "b": fate, "c": fate}
@@ -299,6 +307,7 @@ def test_a_newcomer_receives_its_shard_and_nobody_goes_back(tmp_path, calm, alon
 
 
 @pytest.mark.parametrize("place", ["resharding", "state_half_sent", "state_half_received"])
+@pytest.mark.quick("state_half_received")
 def test_who_dies_while_the_state_is_moved_takes_nothing_from_the_others(tmp_path, calm, alone, place):
     """The group grows, the save before that fails, and a member dies in the middle of it: the shards from
     before are there still, and what the lost one had lies in its memory point.
@@ -327,6 +336,7 @@ def test_who_dies_while_the_state_is_moved_takes_nothing_from_the_others(tmp_pat
     assert_as_if_nothing_happened(launch, SHARD, calm, alone)
 
 
+@pytest.mark.chaos
 def test_the_point_before_a_planned_reform_keeps_its_step_if_that_goes_wrong(tmp_path, calm, alone):
     moment = ("resharding", 5)
     plans = {"b": Plan(hold=("step_begin", 5)), "a": Plan(hold=moment, kill=moment)}
@@ -347,6 +357,7 @@ def test_the_point_before_a_planned_reform_keeps_its_step_if_that_goes_wrong(tmp
     assert_as_if_nothing_happened(launch, SHARD, calm, alone)
 
 
+@pytest.mark.chaos
 def test_who_has_not_heard_that_all_have_their_shards_still_has_its_own(tmp_path, calm, alone):
     """Three shards become two with a replica each, a and c drop what they had, and b does not hear that it
     may. When d dies, b alone has the second shard of what a and c train.
@@ -392,6 +403,7 @@ def test_what_all_have_received_is_continued_though_nobody_heard_that_they_have(
 
 # ---- while it is saved
 @pytest.mark.parametrize("place", ["staging_begun", "staged", "save_part_written"])
+@pytest.mark.quick("staged")
 def test_a_rank_that_dies_in_a_save_takes_the_save_with_it_and_no_step_before_the_memory_point(
     tmp_path, calm, alone, place
 ):
@@ -403,6 +415,7 @@ def test_a_rank_that_dies_in_a_save_takes_the_save_with_it_and_no_step_before_th
 
 
 # ---- the coordinator
+@pytest.mark.chaos
 def test_the_coordinator_dies_and_a_rank_while_it_is_away(tmp_path, calm, alone):
     plans = {"a": Plan(hold=("applied", 3)), "b": Plan(kill=("step_begin", 4))}
     with members(tmp_path, list("abc"), plans, job_of(SHARD)) as group:

@@ -76,6 +76,7 @@ def test_without_a_point_all_begin_anew_after_the_loss_of_a_shard(tmp_path, alon
 
 
 @pytest.mark.parametrize("moment", [("gradient_done", 6), ("summary_received", 6), ("applied", 6)])
+@pytest.mark.quick("moment1")
 def test_where_each_shard_is_held_twice_no_step_is_lost_with_a_member(tmp_path, alone, moment):
     names = ["m0", "m1", "m2", "m3"]
     with members(tmp_path, names, {"m3": Plan(kill=moment)}, job=job_of(HSDP)) as group:

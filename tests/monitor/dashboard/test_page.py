@@ -146,6 +146,7 @@ def usable(watched: Watched) -> None:
     watched.page.wait_for_selector("html[data-theme='light']")
 
 
+@pytest.mark.chaos
 def test_every_view_opens_without_a_complaint_and_everybody_can_use_it(opened: Open) -> None:
     watched = opened(color_scheme="light")
     watched.page.wait_for_selector("table.runs tbody tr")
