@@ -13,6 +13,7 @@ __all__ = ["folder", "programs", "sample"]  # fixtures
 
 
 @pytest.mark.parametrize("name", ALONE)
+@pytest.mark.quick("docs/howto/own-loop.md")
 def test_every_block_of_a_document_does_what_it_says(
     name: str, warm: str, programs: Path, folder: Path
 ) -> None:

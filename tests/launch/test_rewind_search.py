@@ -164,10 +164,7 @@ def search(scene: Scene, deleting: Deleting, going_back: GoingBack) -> Counter[t
 )
 @pytest.mark.quick("retention-rewind", "retention-start")
 def test_no_order_deletes_the_point_that_a_claim_goes_back_to(
-    job: JobConfig,
-    data: DataSpec,
-    deleting: Deleting,
-    going_back: GoingBack,  # noqa: F811
+    job: JobConfig, data: DataSpec, deleting: Deleting, going_back: GoingBack  # noqa: F811
 ) -> None:
     ends = search(scene(job, data, ended=deleting is prune), deleting, going_back)
     assert ends[True, False], "somebody deletes it first"
@@ -176,9 +173,7 @@ def test_no_order_deletes_the_point_that_a_claim_goes_back_to(
 
 @pytest.mark.parametrize("forking", [fork, scratch_fork])
 def test_no_order_leaves_a_fork_with_half_a_point(
-    job: JobConfig,
-    data: DataSpec,
-    forking: GoingBack,  # noqa: F811
+    job: JobConfig, data: DataSpec, forking: GoingBack  # noqa: F811
 ) -> None:
     forked = scene(job, data, ended=False)
     files = ("COMMIT", "rng.json", "state/00001-of-00002.safetensors")  # one of each kind
@@ -221,9 +216,7 @@ class AsksForClaimsFirst(RunStore):
 
 @pytest.mark.parametrize("mistake", [NeverAsksForHolds, AsksForHoldsLast, AsksForClaimsFirst])
 def test_the_search_catches_a_planted_mistake(
-    job: JobConfig,
-    data: DataSpec,
-    mistake: type[RunStore],  # noqa: F811
+    job: JobConfig, data: DataSpec, mistake: type[RunStore]  # noqa: F811
 ) -> None:
     wrong = scene(job, data, ended=False)
     wrong.makes = mistake

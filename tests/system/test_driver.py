@@ -83,6 +83,7 @@ def test_a_start_falls_back_past_a_damaged_point_and_says_so(
     assert [record.attempt for record in finished.run.records()] == [1] * kept + [2] * (16 - kept)
 
 
+@pytest.mark.chaos
 def test_workers_that_find_the_newest_point_damaged_continue_the_older_one_within_the_same_start(
     job: Job, unbroken: tuple[str, list[float]], capfd: pytest.CaptureFixture[str]
 ) -> None:

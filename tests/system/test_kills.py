@@ -41,6 +41,7 @@ def test_two_workers_train_the_same_bits_as_one(undisturbed: dict[int, Job], unb
     assert_same_training(undisturbed[2], unbroken)
 
 
+@pytest.mark.chaos
 def test_workers_are_killed_one_after_the_other_at_every_place(
     tiny_config: Make, tmp_path: Path, cluster: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -104,7 +104,8 @@ def forked():
     expose_forks()
     def wait(begun):
         begun.send(True)
-        signal.pause()
+        while True:  # a signal just before `signal.pause()` would be handled after it alone
+            os.sched_yield()
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=wait, args=(theirs,))
     child.start()

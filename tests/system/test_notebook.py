@@ -16,6 +16,7 @@ pytestmark = pytest.mark.system
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.chaos
 def test_the_example_notebook_runs(
     cluster: Any, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

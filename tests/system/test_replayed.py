@@ -73,6 +73,7 @@ def test_five_random_steps_come_out_on_another_number_of_workers(job: Job, clust
         assert found.weights_digest == found.expected_digest
 
 
+@pytest.mark.chaos
 def test_attempts_of_other_shapes_are_trained_in_turn(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

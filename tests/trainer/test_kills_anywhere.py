@@ -126,7 +126,6 @@ CASES += [
 IN_EVERY_TEST = {
     Case(layout="hsdp", phase="neighbour copy", place="neighbour_half_sent", who=COORDINATOR),
     Case(layout="fsdp2", phase="losing", place="state_half_received", who=ONE),
-    Case(layout="fsdp2", phase="joining", place="generation_journalled", who=COORDINATOR),
     Case(layout="replicate", phase="save", place="save_part_written", who=NEIGHBOURS),
 }
 

@@ -63,6 +63,7 @@ def given_up(launch: Launch) -> set[object]:
 
 @pytest.mark.parametrize("victim", ["a", "c"])
 @pytest.mark.parametrize("place", ["step_begin", "gradient_done", "save_part_written"])
+@pytest.mark.quick("step_begin-a", "save_part_written-c")
 def test_a_host_that_loses_power_costs_no_step_and_nobody_else(tmp_path, unbroken, victim, place):
     # after a save the others wait longest for each other: a quarter of an hour
     job = dataclasses.replace(PATIENT, resume=tiny_job(resume__every_steps=4).resume)

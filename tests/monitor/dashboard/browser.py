@@ -87,6 +87,7 @@ class Watched:
     def open(self, address: str) -> Any:
         """Another address of the page, and its main part when it is drawn."""
         self.page.goto(f"{self.link.split('#')[0]}#{address}")
+        self.page.evaluate("new Promise(done => setTimeout(() => setTimeout(done)))")  # the old view is gone
         self.page.wait_for_selector(".sk, .vt-row.load", state="detached")  # the policy forbids functions
         return self.page
 

@@ -161,6 +161,7 @@ def test_every_view_opens_without_a_complaint_and_everybody_can_use_it(opened: O
     usable(watched)
 
 
+@pytest.mark.chaos
 def test_every_view_opens_in_the_dark_where_the_system_is_dark(opened: Open) -> None:
     watched = opened(color_scheme="dark")
     assert watched.page.evaluate("document.documentElement.dataset.theme") == "dark"
