@@ -9,6 +9,7 @@ import copy
 import inspect
 import json
 import os
+import signal
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +44,11 @@ CORPUS_BYTES = 1_500_000
 WARM = "ORCHESTRATOR_TESTS_WARM_PYTHON"
 
 TinyConfig = Callable[..., dict[str, Any]]
+
+
+# A shell without job control starts `make test &` with SIGINT ignored: nothing here could be interrupted.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # the tests that use the session's Ray cluster
