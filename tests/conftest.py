@@ -157,7 +157,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_to_chaos(items: list[pytest.Item], *, whole_files: bool) -> None:
-    """Of a test with the mark `quick("a", "b")`, `make test` has the cases with these ids alone."""
+    """Marks the cases of a test as `chaos`, except those whose ids its mark `quick("a", "b")` names."""
     missing = set()
     for item in items:
         if (mark := item.get_closest_marker("quick")) is None:
@@ -181,7 +181,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """None of a test's launches works on beside the tests after it, and these start the same Python."""
+    """After a test none of its launches runs, and Python's path and the working directory are as before."""
     before = (sys.executable, os.getcwd())
     yield
     if launches := sys.modules.get("tests.trainer.launch"):

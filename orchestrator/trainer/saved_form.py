@@ -71,7 +71,7 @@ class SavedForm:
             self._model: Any = shape_only(config, settings, attention, tensors)
         self._is_kept = kept_in_float32(self._model, self._dtype)
         self._saved_names = self._names(tensors)
-        self._converts = True
+        self._converts = True  # until it is known
         self._converts = self._changes_any(tensors)
         self.groups = self._grouped(tensors)
         self.files = self._files(config, tensors, special_ids or {})
