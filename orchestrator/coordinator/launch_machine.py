@@ -395,8 +395,8 @@ class LaunchMachine:
 
     def replicas_differ(self, key: StateKey, differ: ReplicasDiffer, now: float) -> list[Action]:
         """The save of `key` was given up because ranks hold different states: the group goes back to the
-        newest resume point (rule 27). Counts as a failure, so that a faulty machine ends the run after
-        `cluster.max_failures` of them.
+        newest resume point (rule 27). Counts as a failure at that point, whatever was trained after it, so
+        that a faulty machine ends the run after `cluster.max_failures` of them without a new resume point.
         """
         reason = f"the save of {key.point_name} was given up: {differ.sentence(self._worker)}"
         back = f"resume point {self._saved.point_name}" if self._saved else "the first step"
@@ -404,6 +404,7 @@ class LaunchMachine:
         self._requests.save_given_up(now)
         self._save_decided(key)
         self.rendezvous.distrust(key, now)
+        self._failures.applied(self._saved.step if self._saved else 0)
         text = f"{reason}. All workers go back to {back}"
         return [Warn(text=text), *self._leaving.save_given_up(now), *self._failure(reason, again=True)]
 

@@ -21,6 +21,7 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import HeldShard, Source
 from orchestrator.records.steps import StateKey
 from orchestrator.resume.commit_events import VoterGone
+from orchestrator.resume.points import ReplicasDiffer
 from tests.coordinator.test_actor import JOIN, LAUNCH
 from tests.resume.samples import key, record
 
@@ -218,6 +219,44 @@ def test_a_run_whose_last_state_could_not_be_saved_ends_with_the_reason_of_the_n
         assert not ends(machine.failed("a", kind, "tried for 300 s", True))
         (end,) = [a for a in machine.failed("b", kind, "tried for 300 s", True) if isinstance(a, End)]
         assert (end.outcome, end.reason) == ("failed", reason)
+
+
+@pytest.mark.parametrize("trained_on", [0, 1, 3])
+def test_replicas_that_keep_differing_end_the_run_however_far_it_trains_before_each_is_noticed(
+    trained_on: int,
+) -> None:
+    machine = one_of_two()
+    point(machine, key(1))
+    differ = ReplicasDiffer(ranks=(0,), others=(1,))
+    over = []
+    for generation in range(1, 5):
+        for step in range(2, 3 + trained_on * generation):
+            machine.recorded(record(key(step, generation)), 2.0)
+        over.append(ends(machine.replicas_differ(key(2, generation), differ, 2.0)))
+        if generation < 4:
+            all_come_back(machine, generation)
+    assert over == [[], [], [], [("failed", "a failure")]]
+
+
+def test_replicas_that_differ_again_after_a_new_resume_point_begin_a_new_count() -> None:
+    machine = one_of_two()
+    differ = ReplicasDiffer(ranks=(0,), others=(1,))
+    for generation in range(1, 7):
+        machine.recorded(record(key(generation, generation)), 2.0)
+        point(machine, key(generation, generation))
+        assert not ends(machine.replicas_differ(key(generation + 1, generation), differ, 2.0))
+        all_come_back(machine, generation)
+
+
+def point(machine: LaunchMachine, state: StateKey) -> None:
+    machine.committed(state)
+    machine.rendezvous.set_newest_point(state, Cursor(), state.point_name)
+
+
+def all_come_back(machine: LaunchMachine, generation: int) -> None:
+    for member in "ab":
+        machine.join(replace(JOIN, member=member, leaves=(1, generation)), 2.0)
+    form_next(machine, 2.0)
 
 
 # ---- nodes that are about to be taken away

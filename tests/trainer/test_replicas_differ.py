@@ -11,6 +11,7 @@ import torch
 
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.planning.state_layout import Layout
+from orchestrator.resume.points import parse_point_name
 from orchestrator.trainer.replica_digest import BLOCK_BYTES, block_sums, replica_digests, shared_rows
 from orchestrator.trainer.state import whole_item
 from tests.trainer.launch import Launch
@@ -67,8 +68,11 @@ def test_a_worker_whose_memory_keeps_failing_ends_the_run_after_max_failures(tmp
     launch = trained_to_the_end(tmp_path, "abc", plan, REPLICATE, max_failures=1)
     status = launch.wait_for_end()
     assert status.ended == "failed"
-    assert len(refused(launch)) == 2
-    assert launch.last_point().key.step < 5
+    last = launch.last_point().key
+    assert last.step < 5
+    # a save may have been under way when the first bit flipped: its point is a new start
+    since = [name for name in refused(launch) if (at := parse_point_name(name)) and at > last]
+    assert len(since) == 2
 
 
 def test_rows_that_one_rank_alone_holds_are_not_compared(tmp_path: Path) -> None:
