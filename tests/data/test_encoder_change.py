@@ -75,6 +75,7 @@ def test_the_two_libraries_differ_on_this_tokenizer(
             prepare_data(asked, Storage(str(folder)))
 
 
+@pytest.mark.chaos
 def test_from_every_place_the_document_at_hand_is_finished_and_the_next_is_the_others(spec: DataSpec) -> None:
     before = spec.made_by((EncoderSpan(encoder=SLOW),))
     old, new = documents(spec, Cursor()), documents(before, Cursor())

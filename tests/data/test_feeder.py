@@ -184,6 +184,7 @@ def open_feeds(shared: tuple[Any, str], cursor: Cursor, world_size: int = 1) -> 
 
 
 # the second is served from memory; the third, of another shape, is drawn again
+@pytest.mark.quick("3-511")
 @pytest.mark.parametrize(("world_size", "num_samples"), [(1, 256), (2, 256), (3, 511)])
 def test_ranks_together_get_the_canonical_stream_to_its_end(
     shared: tuple[Any, str], samples: list[Any], world_size: int, num_samples: int
@@ -410,6 +411,7 @@ def test_a_bad_document_reaches_every_rank_as_the_error_it_is(
                 feed.get(following(Cursor(), 8), 0, 2, MICRO, Cursor())
 
 
+@pytest.mark.chaos
 def test_skipped_documents_are_noted_once(tiny_config: TinyConfig, tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"document {number} " * 40}) for number in range(300)]
     lines[100] = lines[200] = "no json"
@@ -650,6 +652,7 @@ def test_what_is_decoded_on_the_way_to_a_cursor_is_told(tiny_config: TinyConfig,
         assert (1 << 13) < stats_of(actor).bytes_passed < len(lines)
 
 
+@pytest.mark.chaos
 def test_a_tokenizer_killed_in_the_middle_of_a_large_compressed_file_costs_no_sample(
     tiny_config: TinyConfig, tmp_path: Path
 ) -> None:

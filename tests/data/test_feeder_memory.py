@@ -37,6 +37,7 @@ def with_room(memory: MemoryShares, num_bytes: int) -> MemoryShares:
     return replace(memory, flight_bytes=memory.flight_bytes - memory.flight_limit + num_bytes)
 
 
+@pytest.mark.chaos
 def test_chunks_that_wait_for_room_are_the_same_and_in_the_same_order(
     made: tuple[DataSpec, MemoryShares],
 ) -> None:

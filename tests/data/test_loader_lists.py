@@ -108,6 +108,7 @@ def is_the_same_stream(
 
 
 # ------------------------------------------------------------------------------------ restarts
+@pytest.mark.chaos
 def test_a_state_is_opened_with_its_sources_anew(config: dict[str, Any], data: Path, encoded: Any) -> None:
     stream = orchestrator.open_stream(config)
     before = list(islice(stream, 5))

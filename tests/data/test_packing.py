@@ -302,6 +302,7 @@ def lengths_of_a_crawl(seed: int, num: int, seq_len: int) -> list[int]:
     return np.clip(drawn, 2, seq_len + 1).tolist()
 
 
+@pytest.mark.quick("1-2048", "2-4096")
 @pytest.mark.parametrize("seq_len", [2048, 4096])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_windows_of_realistic_lengths_are_filled_to_98_percent_and_more(seed: int, seq_len: int) -> None:

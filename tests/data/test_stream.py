@@ -62,6 +62,7 @@ def test_long_documents_are_read_in_pieces_as_the_reference_does(made: Path, tin
     assert max(block for block, _ in windows) > 0
 
 
+@pytest.mark.chaos
 def test_a_real_corpus_with_default_sizes_gives_the_samples_of_the_reference(
     corpus: Path, tiny_config: Make
 ) -> None:
@@ -243,6 +244,7 @@ def test_a_document_changed_in_an_earlier_piece_is_refused_with_both_digests(
     assert samples(changed, 50, without_earlier(cursor)), "the piece at hand alone has not changed"
 
 
+@pytest.mark.quick("10")
 @pytest.mark.parametrize("chunk_tokens", [10, 1 << 20])
 def test_cursors_without_that_digest_are_read_and_agree_with_those_that_have_it(
     chunk_tokens: int, made: Path, tiny_config: Make

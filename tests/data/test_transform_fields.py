@@ -379,8 +379,8 @@ def test_the_stream_of_documents_with_their_fields_is_the_references(
     assert as_lists(samples(spec, 48)) == list(reference.cut(stream, 48))
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-@pytest.mark.quick("jsonl")
 def test_restore_at_every_position_of_documents_with_their_fields(
     form: str, tmp_path: Path, tiny_config: Make
 ) -> None:

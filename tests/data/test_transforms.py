@@ -95,6 +95,7 @@ def test_the_documents_of_transforms_give_the_samples_of_the_reference(
     assert plain(samples(spec, 48)) == expected(config, spec, 48)
 
 
+@pytest.mark.chaos
 def test_restore_at_every_position_of_a_stream_of_transformed_documents(
     tmp_path: Path, tiny_config: Make
 ) -> None:
@@ -126,6 +127,7 @@ def test_what_transforms_drop_and_find_bad_is_counted_where_the_cursor_passes_it
     assert {FILTERED, BAD, EMPTY} <= set(kinds.tolist())
 
 
+@pytest.mark.quick("bestfit")
 @pytest.mark.parametrize("mode", ["bestfit", "pad"])
 def test_restore_at_every_position_of_packs_of_transformed_documents(
     mode: str, tmp_path: Path, tiny_config: Make
@@ -357,6 +359,10 @@ def test_two_results_are_compared_document_by_document() -> None:
 
 
 # ---------------------------------------------------------------------------------------- identity
+@pytest.mark.quick(
+    "tests.data.made_transforms:two_arguments_are_needed-too many positional arguments; a transform takes",
+    "nosuch:fn-No module named 'nosuch'; it was looked for in ",
+)
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -24,6 +24,7 @@ def _no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.quick("one of two, re-formed")
 @pytest.mark.parametrize(
     ("bounds", "at_least"),
     [

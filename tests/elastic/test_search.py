@@ -147,6 +147,7 @@ LAST_SAVES = Rules(
 TWO_SHARDS = replace(SHARDED, num_members=2, cuts_off=False)
 
 
+@pytest.mark.quick("three shards, one loss")
 @pytest.mark.parametrize(
     ("rules", "at_least"),
     [
@@ -224,6 +225,12 @@ WRONG = {
 }
 
 
+@pytest.mark.quick(
+    "by step alone",
+    "parents not chained",
+    "what was received does not count",
+    "any shard is enough",
+)
 @pytest.mark.parametrize("name", WRONG)
 def test_the_search_catches_what_is_wrong(name: str):
     rules, expected = WRONG[name]

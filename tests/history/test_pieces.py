@@ -119,7 +119,7 @@ def search(reader: Reader, faults: Faults, pages: bool = False) -> int:
 @pytest.mark.parametrize(
     ("reader", "faults"), [(whole, Faults()), (whole, Faults(deaths=1)), (views, Faults())]
 )
-@pytest.mark.quick("whole-faults0", "views-faults2")
+@pytest.mark.quick("whole-faults0")
 def test_a_reader_sees_what_was_acknowledged_whenever_it_comes(reader: Reader, faults: Faults) -> None:
     assert search(reader, faults) > 50
 

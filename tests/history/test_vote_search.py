@@ -246,6 +246,7 @@ def mistake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("mistake", ["nothing is decided"], indirect=True)
 @pytest.mark.usefixtures("mistake")
 def test_the_search_catches_a_save_that_is_deleted_and_committed(make: Make) -> None:

@@ -195,6 +195,7 @@ def test_the_exploration_catches_a_planted_mistake(
         explore_forks(*trained, job)
 
 
+@pytest.mark.chaos
 def test_no_power_cut_during_a_prune_loses_a_point_of_the_history(trained: tuple[Files, list[str]]) -> None:
     files, points = trained
     disk = ModelDisk.of(files)
@@ -217,6 +218,7 @@ def test_no_power_cut_during_a_prune_loses_a_point_of_the_history(trained: tuple
     assert numbers == {1, 2, 3}
 
 
+@pytest.mark.chaos
 def test_no_power_cut_while_retention_is_carried_out_loses_or_misses_a_point(
     trained: tuple[Files, list[str]],
 ) -> None:

@@ -115,6 +115,7 @@ def runner(tiny_config: Any) -> Runner:
     return Runner(tiny_config({"train.max_steps": 1000}))
 
 
+@pytest.mark.quick("rewinds")
 @pytest.mark.parametrize("act", [starts, rewinds, restarts])
 def test_a_point_that_is_listed_late_is_continued_and_inherited(
     runner: Runner, tmp_path: Path, act: Act
@@ -133,6 +134,7 @@ def test_the_search_catches_a_start_that_mixes_two_looks(
     assert CONTRADICTION in search(runner, tmp_path, starts)
 
 
+@pytest.mark.chaos
 def test_the_search_catches_a_rewind_that_mixes_two_looks(
     runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

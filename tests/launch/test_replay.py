@@ -84,6 +84,7 @@ def digests(run: Path) -> dict[str, str]:
     return {row["name"]: row["weights_digest"] for row in orchestrator.open(run).list_points()}
 
 
+@pytest.mark.chaos
 def test_a_step_between_points_is_trained_again_and_its_record_comes_out_to_the_bit(
     trained_here: Path,
 ) -> None:

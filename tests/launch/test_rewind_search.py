@@ -162,7 +162,7 @@ def search(scene: Scene, deleting: Deleting, going_back: GoingBack) -> Counter[t
 @pytest.mark.parametrize(
     ("deleting", "going_back"), [(retention, rewind), (retention, start), (prune, rewind)]
 )
-@pytest.mark.quick("retention-rewind", "retention-start")
+@pytest.mark.quick("retention-rewind")
 def test_no_order_deletes_the_point_that_a_claim_goes_back_to(
     job: JobConfig, data: DataSpec, deleting: Deleting, going_back: GoingBack  # noqa: F811
 ) -> None:
@@ -171,6 +171,7 @@ def test_no_order_deletes_the_point_that_a_claim_goes_back_to(
     assert ends[False, True], "somebody goes back to it first"
 
 
+@pytest.mark.quick("fork")
 @pytest.mark.parametrize("forking", [fork, scratch_fork])
 def test_no_order_leaves_a_fork_with_half_a_point(
     job: JobConfig, data: DataSpec, forking: GoingBack  # noqa: F811

@@ -94,6 +94,7 @@ Progress.say = say_much
 """
 
 
+@pytest.mark.chaos
 def test_output_that_nobody_reads_delays_neither_a_stop_nor_the_end_and_the_log_has_all(
     tmp_path: Path,
 ) -> None:

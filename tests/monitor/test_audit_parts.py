@@ -110,6 +110,7 @@ def packed(folder: Path, make: Make, mode: str) -> TrainedRun:
 
 
 # ---------------------------------------------------------------------------------------- whole runs
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("least_tokens", [1, 5000])
 def test_the_report_is_the_same_in_any_parts(
     run: TrainedRun, monkeypatch: pytest.MonkeyPatch, least_tokens: int
@@ -149,6 +150,7 @@ def test_documents_of_many_pieces_are_counted_once_in_any_parts(
     assert audit_history(run.spec, survey(run.store), how=HowToAudit(processes=2)) == whole
 
 
+@pytest.mark.quick("bestfit")
 @pytest.mark.parametrize("mode", ["concat", "bestfit", "pad"])
 def test_a_mixture_is_the_same_in_any_parts(
     tmp_path: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch, mode: str

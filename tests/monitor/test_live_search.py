@@ -181,6 +181,7 @@ def test_no_reader_calls_a_healthy_run_damaged_whatever_happens_while_it_reads(
     assert search(job, data, SEEDS) < len(SEEDS) * READINGS / 50
 
 
+@pytest.mark.chaos
 def test_no_reader_calls_a_fork_or_a_rewound_run_damaged(job: JobConfig, data: DataSpec) -> None:
     assert sum(walk(job, data, seed, branches=True) for seed in range(12)) < 12 * READINGS / 50
 

@@ -182,8 +182,8 @@ def test_packed_chats_and_prompts_are_those_of_their_records(
     assert len(seen) == 60
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("mode", ["bestfit", "concat"])
-@pytest.mark.quick("bestfit")
 def test_the_documents_that_transforms_make_of_a_record_are_counted(
     tmp_path: Path, tiny_config: Make, mode: str
 ) -> None:

@@ -152,6 +152,7 @@ def test_weights_are_exported_from_a_bucket_and_into_one(bucket: str, folder: Pa
         run.export(f"{bucket}/example/weights")
 
 
+@pytest.mark.chaos
 def test_forks_lead_from_folders_to_buckets_and_back(bucket: str, folder: Path, tmp_path: Path) -> None:
     here = orchestrator.open(folder / "example")
     up = here.fork(f"{bucket}/runs/up", NEWEST)
@@ -249,6 +250,7 @@ def test_a_bucket_that_can_be_written_is_left_as_it_was(bucket: str) -> None:
     assert open_storage(bucket).list("") == []
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("server_is", ["overwriting", "without conditions"])
 def test_a_bucket_without_conditional_create_is_refused_and_left_as_it_was(
     server_is: str, server: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

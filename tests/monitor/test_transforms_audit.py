@@ -52,6 +52,7 @@ def run(prepared: TrainedRun, tmp_path: Path) -> TrainedRun:
     return prepared.copied(tmp_path / "runs")
 
 
+@pytest.mark.quick("bestfit")
 @pytest.mark.parametrize("mode", ["concat", "bestfit", "pad"])
 def test_a_run_of_transformed_documents_is_shown_whole_and_from_any_step_on(
     mode: str, tmp_path: Path, tiny_config: Make
@@ -228,6 +229,7 @@ def columns_are_those_of_another_record(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(OrderedWindow, "described", described)
 
 
+@pytest.mark.quick("parquet")
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_a_run_whose_transforms_see_columns_is_shown_and_told_from_one_with_columns_of_others(
     form: str, tmp_path: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch

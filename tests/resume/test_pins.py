@@ -178,6 +178,7 @@ def pins_of(bucket: ModelBucket, pinning: Callable[[RunStore], Any], faults: Fau
         yield list(store.pins()) == [POINT], POINT in store.point_names(), pinned, deleted
 
 
+@pytest.mark.quick("pin-faults0")
 @pytest.mark.parametrize(
     ("pinning", "faults"),
     [

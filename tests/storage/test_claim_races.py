@@ -131,6 +131,7 @@ class AsksNobody(ObjectStore):
         pass
 
 
+@pytest.mark.chaos
 def test_the_race_on_such_a_server_catches_a_launch_that_trusts_it(proxy: Proxy) -> None:
     proxy.forgets = ("if-none-match",)
     launches = Launches(f"{new_bucket(proxy.url)}/run", 200, AsksNobody)
@@ -154,6 +155,7 @@ class PutsBlindly(ObjectStore):
         return not there
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("planted", [BelievesExists, PutsBlindly])
 def test_the_race_catches_a_planted_mistake(proxy: Proxy, planted: type[ObjectStore]) -> None:
     launches, seen = Launches(f"{new_bucket(proxy.url)}/run", 150, planted), set[str]()

@@ -111,6 +111,7 @@ def fail(run: Run, failure: Failure) -> None:
         raise AssertionError(f"call {failure.nth}, {failure.struck}, {failure.how.value}: {error}") from error
 
 
+@pytest.mark.quick("local")
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_call_that_fails_tears_or_loses_anything(kind: str) -> None:
     for nth in range(1, num_calls(kind) + 1):

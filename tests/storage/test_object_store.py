@@ -130,6 +130,7 @@ def test_a_fault_while_the_owner_of_a_name_is_read_is_no_answer(
     assert content(store, "claim") == b"other"
 
 
+@pytest.mark.quick("POST-uploads-reset", "PUT-partNumber=2-reset after", "POST-uploadId-500")
 @pytest.mark.parametrize("fault", ["500", "reset", "reset after"])
 @pytest.mark.parametrize(
     ("method", "part"), [("POST", "uploads"), ("PUT", "partNumber=2"), ("POST", "uploadId")]
@@ -210,6 +211,7 @@ def test_a_server_that_says_that_it_deletes_none_in_bulk_is_asked_one_by_one(
     assert store.list("a") == []
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("num_names", [1001, pytest.param(10_000, marks=pytest.mark.chaos)])
 def test_a_folder_of_many_names_is_listed_and_deleted_a_thousand_a_request(
     proxy: Proxy, store: ObjectStore, num_names: int
@@ -309,6 +311,7 @@ def some_faults(seed: int) -> Callable[[str, str], Fault | None]:
     return rule
 
 
+@pytest.mark.chaos
 def test_of_300_that_race_for_a_claim_exactly_one_wins(proxy: Proxy, store: ObjectStore) -> None:
     with ThreadPoolExecutor(50) as pool:
         won = list(pool.map(lambda number: put(store, "claim", b"%d" % number, exclusive=True), range(300)))
@@ -324,6 +327,7 @@ class BelievesExists(ObjectStore):
         return None if found is None else "another's"
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("broken", [False, True])
 def test_of_many_that_race_through_faults_exactly_one_knows_that_it_won(
     proxy: Proxy, store: ObjectStore, broken: bool

@@ -103,11 +103,11 @@ def test_a_run_through_a_server_that_fails_is_killed_and_continued_without_a_gap
     require_whole(run, said)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("server", "commands"),
     [("overwrites", ("train", "train --dry-run", "plan", "plan --json")), ("answers 501", ("plan --json",))],
 )
-@pytest.mark.quick("overwrites-commands0")
 def test_a_start_in_a_bucket_without_conditional_create_is_refused_by_name_and_leaves_nothing(
     proxy: Proxy,
     job: dict[str, Any],

@@ -97,6 +97,7 @@ def test_the_coordinator_is_killed_again_and_again(job: Job, cluster: Any, unbro
     assert "the coordinator was restarted (attempt 5) · 2 of 2 workers, continuing at step " in log_text(job)
 
 
+@pytest.mark.chaos
 def test_a_frozen_coordinator_is_replaced_and_no_step_is_lost(
     job: Job, cluster: Any, unbroken: Unbroken, monkeypatch: pytest.MonkeyPatch
 ) -> None:

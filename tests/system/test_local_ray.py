@@ -75,6 +75,7 @@ print(heard)
 """
 
 
+@pytest.mark.chaos
 def test_a_closed_terminal_stops_a_launch_whose_ray_lives_on_until_it_has_saved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -147,6 +147,7 @@ def test_a_run_that_another_launch_works_on_is_busy(
         thread.join()
 
 
+@pytest.mark.chaos
 def test_a_worker_that_lacks_a_module_is_refused_alone_and_named_and_the_other_one_trains(
     job: Job, cluster: Any, tmp_path: Path
 ) -> None:

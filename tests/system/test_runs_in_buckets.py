@@ -89,6 +89,7 @@ def assert_no_secret(bucket: str, *said: str) -> None:
         assert SECRET not in text
 
 
+@pytest.mark.chaos
 @pytest.mark.usefixtures("begun_warm")
 def test_a_run_in_a_bucket_is_killed_resumed_looked_at_forked_and_exported(
     bucket: str, tiny_config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]

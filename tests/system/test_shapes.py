@@ -22,6 +22,7 @@ def job(llama: Job) -> Job:
     return llama
 
 
+@pytest.mark.chaos
 def test_world_batch_and_length_change_at_every_start_and_somebody_dies_in_each(
     job: Job, cluster: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:

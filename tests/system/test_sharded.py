@@ -37,6 +37,7 @@ def test_two_workers_of_a_node_that_die_at_one_moment_take_no_other_along(
     assert job.losses() == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.chaos
 def test_a_killed_worker_takes_its_rows_along_and_the_run_goes_on_in_other_layouts(
     job: Job, cluster: Any, tmp_path: Path, unbroken: tuple[str, list[float]]
 ) -> None:

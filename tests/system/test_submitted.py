@@ -16,6 +16,7 @@ from tests.system.harness import LIMIT_S, Job, assert_exactly_once, when_step
 pytestmark = pytest.mark.system
 
 
+@pytest.mark.chaos
 def test_an_interrupted_cell_saves_and_stops_and_the_next_goes_on(
     job: Job, cluster: Any, unbroken: tuple[str, list[float]]
 ) -> None:

@@ -125,6 +125,7 @@ def test_ranks_that_this_machine_cannot_hold_are_refused_before_anything_is_writ
     assert not Path(job.config().run.run_uri).exists()
 
 
+@pytest.mark.chaos
 def test_a_killed_group_continues_with_a_skip_on_another_world_batch_and_length(
     job: Job, tmp_path: Path
 ) -> None:
@@ -178,6 +179,7 @@ def test_a_killed_group_continues_with_a_skip_on_another_world_batch_and_length(
         assert (again.step, again.equal, again.first_difference) == (record.step, True, None), again
 
 
+@pytest.mark.chaos
 def test_ranks_that_find_the_newest_point_damaged_continue_the_older_one_within_the_same_start(
     job: Job, unbroken: Job, tmp_path: Path
 ) -> None:

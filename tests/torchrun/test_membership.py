@@ -296,6 +296,7 @@ def test_a_rank_whose_torchrun_is_gone_fails_at_its_next_call(tmp_path, monkeypa
         joins.join(BLANK)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("changes", [{}, {"train__parallel": "shard", "train__numerics": "fast"}])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_last_save_that_is_given_up_is_tried_again_under_a_new_name(tmp_path, failing, changes):

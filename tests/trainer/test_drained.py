@@ -40,6 +40,7 @@ def drained_at_5(
         return launch
 
 
+@pytest.mark.chaos
 def test_a_point_of_the_step_is_committed_and_the_others_go_on_from_it(tmp_path, calm, alone):  # noqa: F811
     launch = drained_at_5(tmp_path, sharded=True, memory=2)
     first, second = launch.views

@@ -175,6 +175,7 @@ def sharded(group: Group) -> Step:
     return steps_of(group, job_of("fast", "shard"))
 
 
+@pytest.mark.quick("messages")
 @pytest.mark.parametrize("steps", [messages, invariant, fast, sharded])
 def test_who_waits_for_a_peer_that_stands_still_inside_a_message_is_free_when_the_generation_ends(
     steps: Callable[[Group], Step],
@@ -215,6 +216,11 @@ def left_behind(port: int, job: TrainJob, heard: Any) -> None:
             heard.put((type(error).__name__, str(error)))
 
 
+@pytest.mark.quick(
+    "fast-replicate-one pass a step-1",
+    "fast-shard-several passes a step-2",
+    "fast-shard-one pass a step-0",
+)
 @pytest.mark.parametrize("num_steps", [0, 1, 2])  # DDP agrees on its buckets in the second forward pass
 @pytest.mark.parametrize("micro_batch_size", [2, 6], ids=["several passes a step", "one pass a step"])
 @pytest.mark.parametrize(("numerics", "parallel"), [("fast", "replicate"), ("fast", "shard")])

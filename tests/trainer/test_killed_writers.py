@@ -94,8 +94,8 @@ def assert_sound(group: Members, writer: int, memory: set[int]) -> None:
     assert list(mapped(memory)) == []
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("parallel", [REPLICATE, SHARD])
-@pytest.mark.quick("shard")
 def test_a_writer_that_is_killed_costs_the_save_and_no_step(
     tmp_path: Path, calm: dict[str, Launch], parallel: str
 ) -> None:

@@ -238,6 +238,7 @@ def test_a_member_that_dies_in_the_last_save_makes_the_others_save_again(tmp_pat
     assert_same_training(launch, unbroken)
 
 
+@pytest.mark.chaos
 def test_a_member_that_waits_for_one_that_died_while_forming_is_not_left_out(tmp_path, unbroken):
     # gloo looks for the dead one for 10 s, which is longer than the others' time to come
     plans = {"c": Plan(kill=("step_begin", 4)), "b": Plan(kill_forming=2)}
@@ -264,6 +265,7 @@ def test_two_generations_fail_before_their_first_step_and_then_a_member_dies_on_
     assert_same_training(launch, unbroken)
 
 
+@pytest.mark.chaos
 def test_a_newcomer_that_reaches_the_coordinator_but_not_rank_0_stops_nobody(tmp_path):
     plans = {"a": Plan(hold=("step_begin", 4), hold_again=("step_begin", 8))}
     with members(tmp_path, ["a"], plans, job=tiny_job(train__max_steps=100_000)) as group:
@@ -329,6 +331,7 @@ def test_members_keep_their_records_until_these_are_acknowledged(tmp_path):
     assert kept[True] == [4, 5]
 
 
+@pytest.mark.quick("other0-another configuration")
 @pytest.mark.parametrize(
     ("other", "told"),
     [

@@ -298,6 +298,7 @@ def assert_no_more_is_lost_than_promised(kill: Kill) -> None:
         assert all(view.step >= SAVED for view in later), "not before the newest point"
 
 
+@pytest.mark.quick("fsdp2, one rank, losing: state_half_received")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, id=str(c), marks=[] if c in IN_EVERY_TEST else pytest.mark.chaos) for c in CASES],

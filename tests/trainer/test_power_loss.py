@@ -63,7 +63,7 @@ def given_up(launch: Launch) -> set[object]:
 
 @pytest.mark.parametrize("victim", ["a", "c"])
 @pytest.mark.parametrize("place", ["step_begin", "gradient_done", "save_part_written"])
-@pytest.mark.quick("step_begin-a", "save_part_written-c")
+@pytest.mark.quick("step_begin-a")
 def test_a_host_that_loses_power_costs_no_step_and_nobody_else(tmp_path, unbroken, victim, place):
     # after a save the others wait longest for each other: a quarter of an hour
     job = dataclasses.replace(PATIENT, resume=tiny_job(resume__every_steps=4).resume)
@@ -89,6 +89,7 @@ def test_the_sums_of_fast_numerics_are_called_off_too(tmp_path, unbroken):
     assert losses == pytest.approx([r.loss for r in unbroken.records.values()], rel=1e-3)
 
 
+@pytest.mark.quick("receiver")
 @pytest.mark.parametrize(
     ("victim", "place"), [("a", "state_half_sent"), ("c", "state_half_received")], ids=["source", "receiver"]
 )
@@ -105,6 +106,7 @@ def test_half_a_state_is_not_used_when_power_is_lost_while_it_is_copied(tmp_path
     assert_same_training(launch, unbroken)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("step", "job"),
     [
@@ -115,7 +117,6 @@ def test_half_a_state_is_not_used_when_power_is_lost_while_it_is_copied(tmp_path
     ],
     ids=["first", "compiling"],
 )
-@pytest.mark.quick("compiling")
 def test_who_still_computes_when_the_generation_ends_is_waited_for_and_who_is_frozen_is_not(
     tmp_path, unbroken, step, job
 ):

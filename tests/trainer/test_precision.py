@@ -21,6 +21,7 @@ def alone(tmp_path_factory) -> Launch:
     return run_to_end(tmp_path_factory.mktemp("bf16"), 1, job=BF16)
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bf16_gives_the_same_bits_on_any_number_of_members_and_other_ones_than_float32(
     tmp_path, alone, world_size
@@ -43,6 +44,7 @@ def test_bf16_under_fast_numerics_trains_nearly_the_same_and_repeats_itself_to_t
     assert [row[1] for row in trained(first)] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.chaos
 def test_a_point_of_one_precision_is_continued_in_the_other_and_back(tmp_path, alone):
     points = run_to_end(tmp_path, 2, job=tiny_job(train__max_steps=3, train__precision="bf16")).points
     jobs = (tiny_job(train__max_steps=6), BF16)

@@ -93,6 +93,7 @@ def campaign(root: Path, parallel: Any, place: str, step: int) -> int:
     return read_back(group.launch.storage, job.model, job.train)
 
 
+@pytest.mark.chaos
 def test_every_point_of_a_run_with_a_kill_is_read_back_in_other_layouts(tmp_path: Path) -> None:
     assert campaign(tmp_path, SHARD, "staged", 2) >= 1
 

@@ -35,6 +35,7 @@ def reform_often(rank: int, store: TCPStore, times: int) -> list[tuple[int, int,
     return found
 
 
+@pytest.mark.chaos
 def test_nothing_of_a_generation_is_left_when_it_is_over():
     for found in on_ranks(4, reform_often, 8):
         alive = [each[0] for each in found]

@@ -43,6 +43,7 @@ def refused(launch: Launch) -> list[str]:
     ]
 
 
+@pytest.mark.quick("replicate")
 @pytest.mark.parametrize(
     ("changes", "names"), [(REPLICATE, "abc"), (HSDP, "abcd")], ids=["replicate", "hsdp"]
 )

@@ -154,6 +154,7 @@ def test_a_loss_that_would_be_left_out_is_refused(made: Callable[[], nn.Module])
     assert refused.value.code == "model.router_loss"
 
 
+@pytest.mark.chaos
 def test_a_real_token_with_the_padding_id_is_trained_and_alike_in_every_layout() -> None:
     shape = {**tiny("mixtral"), "vocab_size": VOCABULARY, "pad_token_id": 7, "output_router_logits": True}
     asked = tiny_job(train__numerics="fast", train__micro_batch_size=4, model__config=shape)

@@ -30,6 +30,7 @@ NO_FAULT = Rules(steps=3, faults=0)
 STANDS_STILL = replace(FAULT, progress=True, stops=False)
 
 
+@pytest.mark.quick("a fault")
 @pytest.mark.parametrize(
     "rules", [FAULT, NO_FAULT, STANDS_STILL], ids=["a fault", "no fault", "parts that grow"]
 )

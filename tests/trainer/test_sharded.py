@@ -48,7 +48,7 @@ def assert_trained_alike(found: Trained, expected: Trained, tolerance: float) ->
     ],
     ids=["usual", "odd", "bf16", "odd in bf16", "float32 beside bf16"],
 )
-@pytest.mark.quick("usual", "bf16", "float32 beside bf16")
+@pytest.mark.quick("usual")
 def test_every_layout_trains_what_one_process_trains(changes, tolerance, layouts):
     job = tiny_job(train__numerics="fast", train__micro_batch_size=5, **changes)
     expected = alone(job, 4)

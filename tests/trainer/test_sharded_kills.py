@@ -105,7 +105,7 @@ def run_with(
         ("sealed", 2),
     ],
 )
-@pytest.mark.quick("gradient_done-5", "sealed-2")
+@pytest.mark.quick("sealed-2")
 def test_fsdp2_without_a_rank_goes_on_from_a_memory_point(tmp_path, calm, alone, place, step):
     launch, dead = run_with(tmp_path, "abc", {"b": Plan(kill=(place, step))})
     assert dead == {"b"}
@@ -147,6 +147,7 @@ def test_hsdp_with_a_whole_replica_left_loses_no_step(tmp_path, calm, alone):
     assert_as_if_nothing_happened(launch, HSDP, calm, alone)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("names", "parallel", "kills", "worlds"),
     [
@@ -155,7 +156,6 @@ def test_hsdp_with_a_whole_replica_left_loses_no_step(tmp_path, calm, alone):
     ],
     ids=["shard, to the last one", "hsdp, twice"],
 )
-@pytest.mark.quick("hsdp, twice")
 def test_odd_weights_go_through_losses_as_others_do(tmp_path, calm, names, parallel, kills, worlds):
     """Tied, frozen, unused weights, buffers, blocks of several names, gradients that are always clipped, and
     micro-batches that do not divide a step.
@@ -202,6 +202,7 @@ def test_replicate_with_memory_points_goes_on_from_what_the_others_train(tmp_pat
 
 
 # ---- bfloat16
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("parallel", "place"),
     [
@@ -212,7 +213,6 @@ def test_replicate_with_memory_points_goes_on_from_what_the_others_train(tmp_pat
     ],
     ids=["replicate", "shard", "shard, in a memory point", "hsdp"],
 )
-@pytest.mark.quick("shard, in a memory point")
 def test_bf16_through_a_kill_has_the_bits_of_the_same_worlds_without_one(
     tmp_path, calm, alone, parallel, place
 ):
@@ -250,6 +250,7 @@ def test_two_ranks_that_are_not_neighbours_are_lost_at_once(tmp_path, calm, alon
     assert_as_if_nothing_happened(launch, SHARD, calm, alone)
 
 
+@pytest.mark.chaos
 def test_a_rank_and_its_neighbour_take_a_shard_with_them_and_the_point_is_loaded(tmp_path, calm, alone):
     """The save of step 3 is committed before anyone trains on, for its votes are answered while b is held."""
     plans = {
@@ -306,8 +307,8 @@ def test_a_newcomer_receives_its_shard_and_nobody_goes_back(tmp_path, calm, alon
     assert_as_if_nothing_happened(launch, SHARD, calm, alone)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("place", ["resharding", "state_half_sent", "state_half_received"])
-@pytest.mark.quick("state_half_received")
 def test_who_dies_while_the_state_is_moved_takes_nothing_from_the_others(tmp_path, calm, alone, place):
     """The group grows, the save before that fails, and a member dies in the middle of it: the shards from
     before are there still, and what the lost one had lies in its memory point.
@@ -377,6 +378,7 @@ def test_who_has_not_heard_that_all_have_their_shards_still_has_its_own(tmp_path
     assert_as_if_nothing_happened(launch, HSDP, calm, alone)
 
 
+@pytest.mark.chaos
 def test_what_all_have_received_is_continued_though_nobody_heard_that_they_have(tmp_path, calm, alone):
     """As above, and nobody but a, which dies with one of the three shards, hears that all have theirs. The
     save before it fails.

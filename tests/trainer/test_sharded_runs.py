@@ -32,6 +32,7 @@ def alone(tmp_path_factory) -> Launch:
     return run_to_end(tmp_path_factory.mktemp("alone"), 1, job=job_of("replicate"))
 
 
+@pytest.mark.chaos
 def test_a_state_that_was_saved_in_shards_is_continued_in_any_layout(tmp_path, alone):
     half = run_to_end(tmp_path, 3, job=job_of(SHARD, train__max_steps=4))
     (point,) = half.points
@@ -66,6 +67,7 @@ def test_after_the_loss_of_a_shard_all_load_the_newest_point_and_train_the_same(
     assert losses(launch) == pytest.approx(losses(alone), rel=1e-5)
 
 
+@pytest.mark.chaos
 def test_without_a_point_all_begin_anew_after_the_loss_of_a_shard(tmp_path, alone):
     plans = {"m1": Plan(kill=("applied", 3))}
     with members(tmp_path, ["m0", "m1"], plans, job=job_of(SHARD)) as group:
@@ -75,8 +77,8 @@ def test_without_a_point_all_begin_anew_after_the_loss_of_a_shard(tmp_path, alon
     assert losses(launch) == pytest.approx(losses(alone), rel=1e-5)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("moment", [("gradient_done", 6), ("summary_received", 6), ("applied", 6)])
-@pytest.mark.quick("moment1")
 def test_where_each_shard_is_held_twice_no_step_is_lost_with_a_member(tmp_path, alone, moment):
     names = ["m0", "m1", "m2", "m3"]
     with members(tmp_path, names, {"m3": Plan(kill=moment)}, job=job_of(HSDP)) as group:

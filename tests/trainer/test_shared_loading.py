@@ -150,6 +150,7 @@ def test_damage_that_one_rank_finds_is_named_by_file_on_all(tmp_path: Path) -> N
         assert found[0].startswith(f"DamagedPointError: resume point {POINT}: state/{path.name} holds ")
 
 
+@pytest.mark.chaos
 def test_storage_that_fails_for_one_rank_fails_for_all(tmp_path: Path) -> None:
     folder = saved_in(tmp_path, layout_of(3, 1))
     found = on_ranks(3, outcomes, folder, layout_of(3, 1), (0,))
@@ -164,6 +165,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     return run_to_end(tmp_path_factory.mktemp("calm"), 1)
 
 
+@pytest.mark.quick("state_half_received")
 @pytest.mark.parametrize("place", ["state_half_sent", "state_half_received"])
 def test_who_is_left_loads_again_when_a_member_is_lost(tmp_path: Path, calm: Launch, place: str) -> None:
     first = run_to_end(tmp_path, 2, job=tiny_job(train__max_steps=4))

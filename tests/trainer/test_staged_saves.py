@@ -32,6 +32,7 @@ def trained(launch: Launch, step: int) -> bool:
     return any(record.step >= step for record in launch.records.values())
 
 
+@pytest.mark.quick("save_part_written")
 @pytest.mark.parametrize("place", ["staged", "save_part_written"])
 def test_training_goes_on_while_parts_are_written_and_no_other_save_begins(tmp_path, unbroken, place):
     plans = {name: Plan(hold=(place, 2)) for name in "ab"}
@@ -66,6 +67,7 @@ def test_a_step_waits_for_the_copy_of_the_state_that_it_changes(tmp_path, unbrok
     assert_same_training(launch, unbroken)
 
 
+@pytest.mark.quick("save_part_written-c", "staging_begun-a")
 @pytest.mark.parametrize("victim", ["a", "c"])
 @pytest.mark.parametrize("place", PLACES)
 def test_who_dies_in_a_save_costs_that_save_alone(tmp_path, unbroken, place, victim):
@@ -179,6 +181,7 @@ def writers(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.chaos
 def test_a_large_part_is_written_by_a_process_that_ends_with_the_member(tmp_path):
     shape = {"hidden_size": 256, "intermediate_size": 1024}
     job = tiny_job(resume__every_steps=2, train__max_steps=3)

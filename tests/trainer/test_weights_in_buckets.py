@@ -80,6 +80,7 @@ def assert_same(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Ten
     assert all(torch.equal(some[name], others[name]) for name in others)
 
 
+@pytest.mark.quick("experts")
 @pytest.mark.parametrize(
     "model", [{"config": TIED}, {"config": MIXTRAL}, FACTORY], ids=["tied", "experts", "factory"]
 )
@@ -103,6 +104,7 @@ def test_a_run_starts_from_a_point_or_an_export_in_a_bucket_to_the_bit(
     assert weights_identity(exported) == weights_identity(str(tmp_path / "out")), "wherever it lies"
 
 
+@pytest.mark.quick("shards")
 @pytest.mark.parametrize("kind", ["llama", "shards", "experts", "renamed"])
 def test_a_pretrained_model_of_a_bucket_is_that_of_the_same_folder(
     kind: str, bucket: str, tmp_path: Path

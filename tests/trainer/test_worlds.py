@@ -34,6 +34,7 @@ def alone(tmp_path_factory) -> Launch:
     return run_to_end(tmp_path_factory.mktemp("alone"), 1)
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_final_state_is_the_same_to_the_last_bit_on_any_number_of_members(tmp_path, alone, world_size):
     launch = run_to_end(tmp_path, world_size)
@@ -54,6 +55,7 @@ def test_what_two_members_saved_is_continued_by_one_and_by_three(tmp_path, alone
         assert trained(half) + trained(later) == trained(alone)
 
 
+@pytest.mark.chaos
 def test_the_digest_of_any_step_is_that_of_a_point_there_on_any_number_of_members(tmp_path):
     job = replace(tiny_job(resume__every_steps=4), digest_every_steps=2)
     found = []

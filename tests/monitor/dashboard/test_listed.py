@@ -127,6 +127,7 @@ def test_a_run_that_is_not_as_it_was_written_has_its_own_row(
     assert rows["good"]["state"] in {"open", "gone"}
 
 
+@pytest.mark.quick("5-/bad/run.json", "116-/bad/points", "5-/bad/attempts")
 @pytest.mark.parametrize(
     "refused", ["/bad/journal", "/bad/attempts", "/bad/points", "/bad/run.json", "/bad/quarantine"]
 )

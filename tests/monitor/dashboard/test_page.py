@@ -169,6 +169,7 @@ def test_every_view_opens_in_the_dark_where_the_system_is_dark(opened: Open) -> 
         watched.open(f"/run/tiny{view}").wait_for_selector(drawn)
 
 
+@pytest.mark.chaos
 def test_nothing_is_wider_than_a_phone_and_everybody_can_use_it_there(opened: Open) -> None:
     watched = opened(viewport={"width": 390, "height": 800}, has_touch=True)
     for address in ("/", *(f"/run/tiny{view}" for view in VIEWS), "/run/hostile", "/run/hostile/events"):
