@@ -136,6 +136,8 @@ def serve(address: str) -> None:
     if sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         for module in MODULES:
             import_module(module)
+        # transformers makes its table of renamed tensors at the first look: 0.5 s of each trial
+        import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
         assert "ray" not in sys.modules
         gc.collect()
         gc.freeze()

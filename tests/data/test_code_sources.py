@@ -105,7 +105,7 @@ def test_code_gives_the_stream_of_the_same_records_in_a_file_and_goes_on_from_ev
     assert shuffled.plans[0].num_blocks > 3
     found = samples(shuffled, 16)
     copy = pickle.loads(pickle.dumps(shuffled))
-    for at in range(0, len(found), 7):
+    for at in range(0, len(found), 23):
         rest = samples(copy, 16, found[at].cursor)
         assert plain(rest) == plain(found[at + 1 :]), f"after sample {at}"
 

@@ -676,6 +676,7 @@ def test_a_tokenizer_killed_in_the_middle_of_a_large_compressed_file_costs_no_sa
     assert_stream(taken, list(open_samples(spec, Cursor(), SEQ_LEN)))
 
 
+@pytest.mark.chaos
 def test_a_specification_beyond_the_limit_of_what_a_class_may_hold_reaches_feeder_and_tokenizers(
     spec: DataSpec, samples: list[Any], shared: tuple[Any, str]
 ) -> None:

@@ -107,6 +107,7 @@ def needs_no_check(at: KEYS, press: str) -> bool:
     return bool(press) and (inner == ("raw_data", "basename") or inner[:2] == ("zip_data", "hashes"))
 
 
+@pytest.mark.quick(".zst")
 @pytest.mark.parametrize("press", ["", ".gz", ".zst"])
 def test_each_value_of_an_mds_index_is_compared_with_the_shards_or_does_not_matter(
     press: str, tmp_path: Path

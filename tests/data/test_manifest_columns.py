@@ -151,6 +151,7 @@ def lists(draw: Any) -> tuple[Manifest, list[FileRow]]:
     return manifest, rows
 
 
+@pytest.mark.chaos
 @settings(max_examples=150, deadline=None)
 @given(lists(), st.sampled_from([1, 100, 1000]), st.integers(1, 5000))
 def test_columns_are_cut_as_rows_were(

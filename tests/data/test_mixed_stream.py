@@ -101,6 +101,7 @@ MIXTURES: list[tuple[list[dict[str, Any]], dict[str, Any], bool]] = [
 ]
 
 
+@pytest.mark.quick("sources1-data1-True", "sources2-data2-False")
 @pytest.mark.parametrize(("sources", "data", "stops"), MIXTURES)
 def test_a_mixture_gives_the_samples_of_the_reference_and_the_same_from_every_cursor_on(
     tmp_path: Path, tiny_config: Make, sources: list[dict[str, Any]], data: dict[str, Any], stops: bool

@@ -82,6 +82,7 @@ def proxy(s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         yield proxy
 
 
+@pytest.mark.quick("None-4")
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.chaos)])
 @pytest.mark.parametrize("fault", [None, "reset"])
 def test_whatever_request_a_writer_dies_in_no_line_is_torn_and_none_lost(

@@ -69,6 +69,7 @@ def first_start(asked: JobConfig) -> ResumePlan:
     return plan_resume(asked, {}, None)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.usefixtures("begun_warm")
 @pytest.mark.parametrize("of_folder", [False, True])
 def test_auto_divides_a_model_that_no_worker_can_hold_by_what_trying_it_found(

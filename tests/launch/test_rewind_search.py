@@ -215,6 +215,7 @@ class AsksForClaimsFirst(RunStore):
         return False
 
 
+@pytest.mark.quick("AsksForHoldsLast")
 @pytest.mark.parametrize("mistake", [NeverAsksForHolds, AsksForHoldsLast, AsksForClaimsFirst])
 def test_the_search_catches_a_planted_mistake(
     job: JobConfig, data: DataSpec, mistake: type[RunStore]  # noqa: F811

@@ -235,6 +235,7 @@ def deletes_unannounced(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LiveRun, "delete", delete)
 
 
+@pytest.mark.quick("never_looks_again-0", "deletes_unannounced-0")
 @pytest.mark.parametrize(
     ("mistake", "seed"),
     [

@@ -101,6 +101,7 @@ def check_every_step(run: TrainedRun | SkippingRun, ids_of: Ids, tokenizer_folde
     return seen
 
 
+@pytest.mark.quick("bestfit-split")
 @pytest.mark.parametrize(("mode", "rule"), [("bestfit", "split"), ("bestfit", "skip"), ("pad", "split")])
 def test_every_position_of_a_packed_run_is_the_token_that_is_named(
     tmp_path: Path, tiny_config: Make, mode: str, rule: str
@@ -123,6 +124,7 @@ def test_every_position_of_a_packed_run_is_the_token_that_is_named(
     assert any(len(times) > SEQ_LEN for times in seen.values()) == (rule == "split")
 
 
+@pytest.mark.chaos
 def test_a_packed_runs_documents_are_named_after_a_skip(tmp_path: Path, tiny_config: Make) -> None:
     mapping = packed(tmp_path, tiny_config, "bestfit", "split")
     run = SkippingRun({**mapping, "train": {**mapping["train"], "global_batch_size": 4, "max_steps": 1000}})

@@ -82,6 +82,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return int(str(ended.value.code)), capsys.readouterr().out
 
 
+@pytest.mark.quick("points RUN --json", "verify RUN --json", "replay RUN --step 9 --json")
 @pytest.mark.parametrize(
     "command",
     [

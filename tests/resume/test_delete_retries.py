@@ -167,6 +167,7 @@ class SaysEach(KeptPoints):
         return after, said
 
 
+@pytest.mark.quick("retries0-KeptPoints-too early")
 @pytest.mark.parametrize(
     ("retries", "kept", "reason"),
     [

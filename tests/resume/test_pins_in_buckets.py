@@ -141,6 +141,7 @@ def shared(name: str) -> bool:
     return FOLDER in name or name.endswith("COMMIT")
 
 
+@pytest.mark.chaos
 def test_no_order_loses_a_pin_that_was_made_again() -> None:
     assert set(lost(PinFiles)) == set()
 

@@ -69,6 +69,7 @@ def test_a_folder_takes_content_in_little_memory(tmp_path: Path) -> None:
     in_a_process(str(tmp_path / "run"))
 
 
+@pytest.mark.chaos
 def test_a_bucket_takes_content_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with moto() as url:
         reach(monkeypatch, url, tmp_path)

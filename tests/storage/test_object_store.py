@@ -96,6 +96,7 @@ def test_a_server_without_conditional_create_is_refused_by_name_and_gets_no_obje
         store.delete_folder("attempts")
 
 
+@pytest.mark.chaos
 def test_two_processes_that_are_answered_differently_never_both_create_one_name(
     proxy: Proxy, store: ObjectStore
 ) -> None:

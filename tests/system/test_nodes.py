@@ -43,6 +43,7 @@ def test_one_node_of_two_dies_and_another_one_comes(job: Job, three_nodes: Any) 
     assert_exactly_once(job)
 
 
+@pytest.mark.chaos
 def test_a_node_that_holds_rows_is_drained_and_leaves_after_the_point_of_that_step(
     job: Job, three_nodes: Any
 ) -> None:

@@ -210,6 +210,7 @@ def test_ranks_that_find_the_newest_point_damaged_continue_the_older_one_within_
     assert job.final_digest() == unbroken.final_digest()
 
 
+@pytest.mark.chaos
 def test_torchrun_restarts_ranks_of_two_machines_and_no_sample_is_trained_twice(
     job: Job, unbroken: Job, tmp_path: Path, warm: str
 ) -> None:

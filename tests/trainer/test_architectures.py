@@ -105,6 +105,7 @@ def test_so_is_every_model_of_transformers_that_can_be_made_small(precision: str
     assert examined > 70
 
 
+@pytest.mark.quick("gpt2", "roberta")
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "roberta", "ctrl"])
 def test_learned_positions_that_are_too_few_by_default_are_refused(kind: str) -> None:
     shape = {key: value for key, value in tiny(kind).items() if key not in POSITIONS.split()}

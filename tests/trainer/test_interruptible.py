@@ -285,6 +285,7 @@ def operations() -> dict[str, Callable[[InterruptibleGloo], dist.Work]]:
     }
 
 
+@pytest.mark.quick("allreduce", "_allgather_base", "reduce_scatter_single", "send and recv")
 @pytest.mark.parametrize("name", operations())
 def test_each_operation_is_cut_short_although_gloo_waits_on(name: str) -> None:
     begin, waits = operations()[name], Interruptible()

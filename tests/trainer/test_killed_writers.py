@@ -115,8 +115,8 @@ def test_a_writer_that_is_killed_costs_the_save_and_no_step(
     assert launch.last_point().state_digest == calm[parallel].last_point().state_digest
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("parallel", [REPLICATE, SHARD])
-@pytest.mark.quick("replicate")
 def test_a_member_that_is_killed_while_its_writer_writes_takes_it_along(
     tmp_path: Path, calm: dict[str, Launch], parallel: str
 ) -> None:

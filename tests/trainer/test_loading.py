@@ -163,8 +163,8 @@ def _peak() -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.quick("3")
 def test_loading_takes_one_buffer_beside_the_state(tmp_path: Path, world_size: int) -> None:
     saving = layout_of(2, None)
     items = [large_state(saving, rank) for rank in range(saving.world_size)]

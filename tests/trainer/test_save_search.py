@@ -99,6 +99,10 @@ class FreeOnceItHasVoted(SaveSlot):
         return self.stage in (Stage.FREE, Stage.VOTED)
 
 
+@pytest.mark.quick(
+    "rules0-a COMMIT over a part that is missing, torn, or of another step",
+    "rules5-files are deleted under a writer",
+)
 @pytest.mark.parametrize(
     ("rules", "reason"),
     [

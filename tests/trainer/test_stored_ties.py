@@ -93,6 +93,7 @@ def test_every_layout_trains_the_tensors_that_transformers_opens(
     assert list(own(tried)) == list(theirs)
 
 
+@pytest.mark.quick("llama-their own", "gpt2-the same", "a decoder of two halves-their own")
 @pytest.mark.parametrize("how", ["their own", "the same"])
 @pytest.mark.parametrize("name", TIED)
 def test_an_export_is_what_was_trained_and_a_run_can_begin_with_it(
