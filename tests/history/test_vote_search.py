@@ -191,6 +191,7 @@ def test_votes_or_records_that_are_missing_or_replicas_that_differ_make_no_point
     assert search(here, starts).keys() == {(here.older,)}
 
 
+@pytest.mark.chaos
 def test_no_order_of_the_old_coordinator_and_a_start_loses_or_doubles_the_point(make: Make) -> None:
     here = make()
     ends = search(here, commits, starts)
