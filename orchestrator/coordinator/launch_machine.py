@@ -398,7 +398,7 @@ class LaunchMachine:
         newest resume point (rule 27). Counts as a failure at that point, whatever was trained after it, so
         that a faulty machine ends the run after `cluster.max_failures` of them without a new resume point.
         """
-        reason = f"the save of {key.point_name} was given up: {differ.sentence(self._worker)}"
+        reason = differ.given_up(key, self._worker)
         back = f"resume point {self._saved.point_name}" if self._saved else "the first step"
         self._given_up = reason
         self._requests.save_given_up(now)

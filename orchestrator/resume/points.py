@@ -146,6 +146,10 @@ class ReplicasDiffer:
             "bits. The memory or the processor of one of them is faulty, or they compute differently"
         )
 
+    def given_up(self, key: StateKey, name: Callable[[int], str]) -> str:
+        """That the save of `key` was given up for it; `name` as in `sentence`."""
+        return f"the save of {key.point_name} was given up: {self.sentence(name)}"
+
 
 def differing_replicas(votes: Sequence[Vote]) -> ReplicasDiffer | None:
     """The ranks whose copies of the same rows differ by the digests of their votes

@@ -42,7 +42,7 @@ from orchestrator.launch import start as starting
 from orchestrator.launch.stop_signals import grace_left_s
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Vote
-from orchestrator.records.run_status import GroupChange, RunStatus
+from orchestrator.records.run_status import GroupChange, GroupMember, RunStatus
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.resume.commit_driver import Commits, in_daemon_thread
 from orchestrator.resume.commit_events import GenerationFormed, GiveUp, PartFailed, Tick
@@ -121,6 +121,7 @@ class RankZeroRecorder:
         self._acknowledged, self._began_at = -1, 0.0
         self._generation, self._roster = 1, Roster(0)
         self._world_size = 0
+        self.members: Sequence[GroupMember] = ()  # the ranks' processes, for messages
         self._loading = 0, 0
         self._last_step: StepRecord | None = None
         self._over = threading.Event()
@@ -457,12 +458,18 @@ class RankZeroRecorder:
         """See `CommitListener`: the group trains on, unless its replicas differ. Then it ends, and torchrun's
         next start of the group continues the newest resume point.
         """
-        self._given_up = text
         if given_up.differ is not None:
+            text = given_up.differ.given_up(given_up.key, self._worker)
             self._fail(ElasticError(text, code="training.replicas_differ"))
+        self._given_up = text
         await self.warned(text)
         self._roster.storage_failed(given_up.by_storage)
         self._requests.save_given_up(self._clock())
+
+    def _worker(self, rank: int) -> str:
+        """The process of this rank, with its machine where that is known."""
+        found = next((each for each in self.members if each.rank == rank), None)
+        return f"rank {rank} (pid {found.pid} on {found.host})" if found else f"rank {rank}"
 
     def last_tried_s(self, key: StateKey) -> float | None:
         """See `CommitListener`."""

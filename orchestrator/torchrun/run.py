@@ -214,10 +214,11 @@ def _attempt(
     for note in spec.notes:
         progress.say(f"note: {note}")
     announcing.announce(progress.say, job, attempt, begun)
+    recorder.members = _members(rendezvous)
     with (
         dashboard_beside(job, storage.root, progress),
         exporting(store, attempt.number, job.resume.export_every, progress.say),
-        _shown(progress, recorder, job.monitor.progress_s, _members(rendezvous)),
+        _shown(progress, recorder, job.monitor.progress_s),
     ):
         outcome = _train(
             rendezvous,
@@ -373,9 +374,7 @@ def _ending(recorder: RankZeroRecorder | None) -> Iterator[None]:
 
 
 @contextmanager
-def _shown(
-    progress: Progress, recorder: RankZeroRecorder, every_s: float, members: Sequence[GroupMember]
-) -> Iterator[None]:
+def _shown(progress: Progress, recorder: RankZeroRecorder, every_s: float) -> Iterator[None]:
     """Shows the status every so often from a thread, and who holds the others up, as far as the ranks of this
     machine go.
     """
@@ -390,7 +389,7 @@ def _shown(
             stall_watch.saw(status, time.monotonic())
             quiet_s = stall_watch.due(time.monotonic())
             if quiet_s is not None:
-                here = socket.gethostname()
+                here, members = socket.gethostname(), recorder.members
                 states = [process_state(each.pid) if each.host == here else "?" for each in members]
                 held = tuple(Held(worker=each, state=s) for each, s in zip(members, states, strict=True))
                 stall = Stall(quiet_s=quiet_s, median_s=stall_watch.median_s, held=held)

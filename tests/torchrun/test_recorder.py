@@ -16,11 +16,13 @@ import pytest
 import orchestrator
 from orchestrator.coordinator.survey import survey
 from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S
-from orchestrator.errors import FencedError, StorageError, UnsavedError
+from orchestrator.errors import ElasticError, FencedError, StorageError, UnsavedError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, RequestFiles, asker
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.points import ReplicaDigests
+from orchestrator.records.run_status import GroupMember
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk, storage_error
 from orchestrator.storage.files import Storage
@@ -157,6 +159,31 @@ def test_a_part_that_a_rank_could_not_write_gives_that_save_up_alone(runner: Run
     given_up = [text for text in said if "was given up" in text]
     assert len(given_up) == 1
     assert "rank 1 could not save its part: No space left on device" in given_up[0]
+
+
+def test_ranks_that_hold_different_copies_of_the_same_rows_end_the_group_before_a_commit(
+    runner: Runner,
+) -> None:
+    said = list[str]()
+    made, store = on_disk(runner, OsDisk(), said.append)
+    made.begin(2)
+    made.members = [GroupMember(rank=rank, host=f"10.0.0.{rank}", pid=7) for rank in range(2)]
+    assert save(made, store, key(5)) == [True, True]
+    for rank in range(2):
+        vote = write_vote(store.storage, key(10), rank)
+        digests = ReplicaDigests(of_all=f"{rank:032x}")
+        answer = made.vote(replace(vote, replicas=digests))
+    with pytest.raises(ElasticError) as raised:
+        answer.result(LIMIT_S)
+    assert raised.value.code == "training.replicas_differ"
+    made.failed(raised.value)
+    end = store.read_end(1)
+    assert end is not None
+    assert end.outcome == "failed"
+    for worker in ("rank 0 (pid 7 on 10.0.0.0)", "rank 1 (pid 7 on 10.0.0.1)"):
+        assert worker in str(raised.value)
+        assert worker in end.reason
+    assert store.point_names() == [key(5).point_name]
 
 
 def test_a_last_save_that_was_given_up_is_committed_by_another_generation_of_the_same_ranks(
