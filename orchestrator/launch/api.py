@@ -37,7 +37,6 @@ from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import RunStatus
 from orchestrator.resume.points import parse_point_name
-from orchestrator.resume.reading_progress import ReadAtOnce
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.trial import is_to_try, require_model
@@ -210,7 +209,7 @@ def _claimed(
         drawn=at.plan.drawn,
         parallel=parallel,
         known=at.plan.damages,
-        each=ReadAtOnce(storage, progress.say, "resume points that are marked as damaged"),
+        say=progress.say,
     ) as (attempt, plan):
         spec = starting.freeze(job, storage, at.spec, attempt)
         with (

@@ -7,7 +7,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ from orchestrator.planning.parallel_choice import ParallelChoice
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.skipping import Skip
 from orchestrator.records.points import Damage
-from orchestrator.resume.point_files import Each
+from orchestrator.resume.reading_progress import ReadAtOnce
 from orchestrator.resume.store import RunStore
 
 if TYPE_CHECKING:
@@ -54,17 +54,18 @@ def claimed(
     drawn: Skip | None = None,
     parallel: ParallelChoice | None = None,
     known: Sequence[Damage] = (),
-    each: Each | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Attempt, ResumePlan]]:
     """Makes the run if it is new, and claims the attempt after `watched` (of `refuse_busy`) for a launch; see
     `coordinator.begin_launch`. Inside, this process shows other starts that the attempt is alive;
     `process` is the one in whose name it claims, itself if not given; `command` and `parallel` as in
-    `Attempt`; `drawn` is what `look_before_start` drew; `known` and `each` as in `begin_launch`.
+    `Attempt`; `drawn` is what `look_before_start` drew; `known` as in `begin_launch`. `say` is called with
+    how far a long reading is.
 
     Raises `BusyError` if another start was quicker. What goes wrong before the attempt's journal is begun
     ends the attempt; afterwards whoever keeps the journal says its end.
     """
-    run, first_weights = find_run(store), first_weights_of(store, job)
+    run, first_weights = find_run(store), first_weights_of(store, job, say)
     if run is None and (fork := fork_to_begin(store, job, None)) is not None:
         run = found_run(store, job.run.name, fork, asker())
     if run is None:
@@ -72,6 +73,7 @@ def claimed(
     why = why_claimed(watched, forks=run.forked_from is not None, from_=job.resume.from_)
     with claiming(store, run.id, watched + 1, why, process) as made:
         hook(fault_plan)("claim_made", -1, -1)
+        each = ReadAtOnce(store.storage, say, "resume points that are marked as damaged")
         attempt, plan = begin_launch(store, job, made, run, spec, drawn, known, each)
         yield replace(attempt, command=command, parallel=parallel, code=code_of(job)), plan
 
@@ -131,10 +133,10 @@ def end_of_silent(store: RunStore, made: Claim, error: CoordinatorSilentError) -
             time.sleep(0.1)
 
 
-def first_weights_of(store: RunStore, job: JobConfig) -> str:
+def first_weights_of(store: RunStore, job: JobConfig, say: Callable[[str], None] = lambda text: None) -> str:
     """The identity of what `model.init_from` holds, for a run that has no point yet; empty otherwise. All of
-    it is read. Raises `ConfigError`, and `RefusedError` if an earlier start of the run found other weights
-    there.
+    it is read; `say` as in `weights_identity`. Raises `ConfigError`, and `RefusedError` if an earlier start
+    of the run found other weights there.
     """
     run = store.read_run()
     is_fork = run is not None and run.forked_from is not None  # it begins with a point's weights
@@ -142,7 +144,7 @@ def first_weights_of(store: RunStore, job: JobConfig) -> str:
         return ""
     from orchestrator.resume.init_weights import weights_identity
 
-    found = weights_identity(job.model.init_from)
+    found = weights_identity(job.model.init_from, say)
     if run is not None and run.first_weights != found:
         raise RefusedError(
             f"{job.run.run_uri} was started with the weights {run.first_weights or 'of no other folder'}, "

@@ -161,7 +161,7 @@ def _begin(
     run = store.read_run()
     assert run is not None, "its history was read"
     assert job is not None, "from the first weights there is something to train"
-    if run.first_weights != claiming.first_weights_of(new, job):
+    if run.first_weights != claiming.first_weights_of(new, job, say):
         raise RefusedError(
             f"{store.storage.root} began with the weights {run.first_weights or 'that the seed gives'}, and "
             f"model.init_from={job.model.init_from} holds others now; put the files back"

@@ -4,7 +4,7 @@ exported weights by the digests of their files. Where they lie, in a folder or i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from blake3 import blake3
@@ -15,9 +15,11 @@ from orchestrator.parts.node_storage import run_storage
 from orchestrator.resume import verify
 from orchestrator.resume.export_files import Exported, read_marker
 from orchestrator.resume.points import Commit, parse_point_name
+from orchestrator.resume.reading_progress import ReadingProgress
+from orchestrator.storage.at_once import entries_at_once
 from orchestrator.storage.open import absolute, open_storage, split
 from orchestrator.storage.sealed import LaterSealError, canonical
-from orchestrator.trainer.weight_files import is_point, weight_files
+from orchestrator.trainer.weight_files import INDEX, is_point, weight_files
 
 
 @contextmanager
@@ -25,7 +27,7 @@ def _naming_field() -> Iterator[None]:
     try:
         yield
     except (ConfigError, StorageError) as error:
-        raise type(error)(f"model.init_from: {error}") from error
+        raise type(error)(f"model.init_from: {error}", code=error.code) from error
 
 
 @_naming_field()
@@ -47,16 +49,23 @@ def weights_sentence(where: str) -> str:
 
 
 @_naming_field()
-def weights_identity(where: str) -> str:
+def weights_identity(where: str, say: Callable[[str], None] = lambda text: None) -> str:
     """What the weights are, as 64 hex digits: of a point the digest of its weights, of a folder that of its
-    files of weights, all of which are read. Raises `ConfigError`, also if they are not those that EXPORT
-    lists, and `StorageError`.
+    files of weights, all of which are read. `say` is called with how far a long reading is. Raises
+    `ConfigError`, also if they are not those that EXPORT lists, and `StorageError`.
     """
     if is_point(where):
         return _commit(where).weights_digest
     exported = _marker(where)
     listed = {entry.path: entry for entry in exported.files} if exported else {}
-    found = [open_storage(where).entry(name) for name in weight_files(where)]
+    storage, progress = open_storage(where), ReadingProgress(say, "first weights")
+    try:
+        found = entries_at_once(storage, weight_files(where), progress.expect, progress.read)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{where}: a file of weights that {INDEX} names is missing ({error}); restore it",
+            code="weights.missing_file",
+        ) from error
     for entry in found:
         if exported is not None and listed.get(entry.path) != entry:
             raise ConfigError(

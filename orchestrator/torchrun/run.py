@@ -47,7 +47,6 @@ from orchestrator.planning.schedule import Budgets
 from orchestrator.records.points import Damage, DamagedPointError, damaged_point
 from orchestrator.records.run_status import GroupMember, Held, RunStatus, Stall
 from orchestrator.resume.committed import CommittedFiles
-from orchestrator.resume.reading_progress import ReadAtOnce
 from orchestrator.resume.run_file import folder_on_nodes
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
@@ -200,7 +199,7 @@ def _attempt(
             drawn=plan.drawn,
             parallel=parallel,
             known=plan.damages,
-            each=ReadAtOnce(storage, progress.say, "resume points that are marked as damaged"),
+            say=progress.say,
         ) as (attempt, begun),
     ):
         recorder = RankZeroRecorder(store, attempt, job, progress.say, fault_plan)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 import orchestrator
 from orchestrator.config.loading import parse_config
@@ -95,6 +98,51 @@ def test_a_resume_with_other_first_weights_is_refused(tiny_config: Any, other: P
     changed = Runner({**mapping, "model": {**mapping["model"], "init_from": where}})
     (refusal,) = changed.plan().refusals
     assert f"was made with model.init_from=null, the job asks for {where}" in refusal
+
+
+def weights_in(folder: Path) -> str:
+    """A folder of weights in three stretches of two files; they are read, and never loaded."""
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    folder.mkdir()
+    index = {"weight_map": {"a": names[0], "b": names[1]}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / names[0]).write_bytes(random.Random(1).randbytes((20 << 20) + 3))
+    (folder / names[1]).write_bytes(b"")
+    return str(folder)
+
+
+def test_a_folder_of_weights_keeps_the_identity_that_earlier_versions_gave_it(tmp_path: Path) -> None:
+    """A run without a point that an earlier version began is refused if the identity differs."""
+    where = weights_in(tmp_path / "weights")
+    entries = [
+        {"path": path.name, "bytes": path.stat().st_size, "digest": blake3(path.read_bytes()).hexdigest()}
+        for path in sorted(Path(where).glob("*.safetensors"))
+    ]
+    plain = json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()
+    assert weights_identity(where) == blake3(plain).hexdigest()
+    assert weights_identity(where) == "f92a42c2dfdb1620ad7cd02e2866b483c73d44cea67eb264da1a20b150d7b32d"
+    (Path(where) / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ConfigError) as refused:
+        weights_identity(where)
+    assert refused.value.code == "weights.missing_file"
+
+
+def test_a_start_reports_how_far_it_has_read_the_first_weights(
+    tiny_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = weights_in(tmp_path / "weights")
+    runner = Runner(tiny_config({"model.init_from": where}))
+    said: list[str] = []
+    for lines in (0, 2):  # the third stretch is the last: all is read
+        spec = runner.prepared()
+        newest = max(runner.store.claim_numbers(), default=0)
+        with claimed(runner.store, runner.config(), spec, newest, say=said.append):
+            pass
+        assert len([line for line in said if line.startswith("first weights: ")]) == lines
+        monkeypatch.setattr("orchestrator.resume.reading_progress.SAY_EVERY_S", 0.0)
+    run = runner.store.read_run()
+    assert run is not None
+    assert run.first_weights == weights_identity(where)
 
 
 @pytest.fixture
