@@ -88,7 +88,7 @@ def begin_launch(
     plan = decide(store, config, chosen.point, (identity, data.identity()), chosen.origin, data, asked, here)
     plan = replace(plan, rewind=rewind_sentence(seen, config, chosen.point))
     if plan.action == "refuse":
-        raise RefusedError("\n".join(plan.refusals))
+        raise plan.refusal
     point, skip = _after_skip(config, data, plan, chosen.point, asked, drawn)
     point = here.moved(point)
     if data.unwritten:  # before the claim says that they are read

@@ -252,7 +252,7 @@ def plan_job(job: JobConfig, *, runs_code: bool) -> ResumePlan:
             notes = require_model(job, found, spec.vocab_size, facts)
             found = replace(found, notes=(*found.notes, *notes))
         except ConfigError as error:
-            found = looking_ahead.refused(found, job, [str(error)])
+            found = looking_ahead.refused(found, job, [str(error)], error.code)
     if spec is not None:
         found = looking_ahead.judged_by_memory(sized, RunStore(storage), found)
     try:
@@ -312,8 +312,7 @@ def _look_ahead(job: JobConfig, storage: Storage) -> tuple[ResumePlan, DataSpec 
         found = looking_ahead.look_ahead(store, job, spec, draw=True)
     except DataIdentityError as error:
         point, _ = decided(store, lambda seen: choose_point(store, seen, wanted_point(seen, job), fast=True))
-        found = decide(store, job, point, None)
-        return replace(found, action="refuse", refusals=(*found.refusals, str(error))), None
+        return decide(store, job, point, None).refused([str(error)], error.code), None
     return replace(found, notes=(*found.notes, *spec.notes, looking_ahead.feed_memory(job, spec))), spec
 
 

@@ -230,8 +230,7 @@ def _with_drawn_skip(
     try:
         skip = draw_skip(job, spec.made_by(found.encoders), point, asked.request)
     except RefusedError as error:
-        refusals = (*found.refusals, f"{job.run.run_uri}: {error}")
-        return replace(found, action="refuse", refusals=refusals)
+        return refused(found, job, [str(error)], error.code)
     seconds = time.monotonic() - began
     drawn = replace(found.skip, tokens=skip.tokens, cursor=skip.end, seconds=seconds)
     return replace(found, skip=drawn, drawn=skip)
@@ -240,7 +239,7 @@ def _with_drawn_skip(
 def reached(plan: ResumePlan) -> bool:
     """Whether there is nothing left to train: the stop was reached by an earlier start."""
     if plan.action == "refuse":
-        raise RefusedError("\n".join(plan.refusals))
+        raise plan.refusal
     return plan.action == "resume" and plan.remaining_steps == 0
 
 
@@ -292,7 +291,8 @@ def with_memory(job: JobConfig, known: KnownMachines, found: ResumePlan) -> Resu
     return refused(replace(found, notes=(*found.notes, *notes)), job, problems)
 
 
-def refused(found: ResumePlan, job: JobConfig, problems: Sequence[str]) -> ResumePlan:
-    """The plan, which refuses if there are problems."""
-    refusals = (*found.refusals, *(f"{job.run.run_uri}: {problem}" for problem in problems))
-    return replace(found, action="refuse" if problems else found.action, refusals=refusals)
+def refused(
+    found: ResumePlan, job: JobConfig, problems: Sequence[str], code: str | None = None
+) -> ResumePlan:
+    """The plan, which refuses if there are problems; `code` is that of each of them."""
+    return found.refused([f"{job.run.run_uri}: {problem}" for problem in problems], code)

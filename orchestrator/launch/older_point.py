@@ -67,5 +67,5 @@ def plan_older_point(
     damages = (*known, *confirmed)
     plan = look_ahead(store, job, spec, draw=True, known=damages)
     if plan.action == "refuse":
-        raise RefusedError("\n".join(plan.refusals))
+        raise plan.refusal
     return replace(plan, damages=damages)

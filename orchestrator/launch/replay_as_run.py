@@ -172,7 +172,7 @@ def _begin(
 def _train(job: JobConfig, regime: Regime, until: int, step: int) -> None:
     found = plan(job)
     if found.action == "refuse":
-        raise RefusedError("\n".join(found.refusals))
+        raise found.refusal
     if found.budgets != regime.budgets:
         raise RefusedError(
             f"step {step} cannot be trained again by a launch: the run's budgets were {regime.budgets}, and "

@@ -38,7 +38,7 @@ class Planned:
         from orchestrator.launch import api
 
         if self.plan.action == "refuse":
-            raise RefusedError("\n".join(self.plan.refusals))
+            raise self.plan.refusal
         now = api.plan(self.config)
         if (now.action, now.point) != (self.plan.action, self.plan.point):
             raise RefusedError(

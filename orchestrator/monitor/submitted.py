@@ -52,7 +52,7 @@ def submit(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequen
     job = as_job(config, overrides)
     looked_ahead = plan(job)
     if looked_ahead.action == "refuse":
-        raise RefusedError("\n".join(looked_ahead.refusals))
+        raise looked_ahead.refusal
     return SubmittedRun(job.run.run_uri, LocalLaunch(config, overrides))
 
 

@@ -7,12 +7,13 @@ returns one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from orchestrator import html_text
+from orchestrator.errors import RefusedError
 from orchestrator.json_form import encode
 from orchestrator.planning.batches import (
     Remaining,
@@ -81,6 +82,7 @@ class ResumePlan:
     why nothing becomes of the sources. `data_tokens` are the positions that the data still hold, where a
     launch has come to their end before (None: not known).
     `where` says on what other machine this holds, where this one cannot start it (empty: it can).
+    `codes` has the error code of each of `refusals`, None for one without.
     """
 
     action: str
@@ -97,6 +99,7 @@ class ResumePlan:
     lr_after: float
     differences: tuple[Difference, ...]
     refusals: tuple[str, ...]
+    codes: tuple[str | None, ...]
     notes: tuple[str, ...]
     budgets: Budgets
     encoders: tuple[EncoderSpan, ...]
@@ -111,6 +114,24 @@ class ResumePlan:
     data_tokens: int | None = None
     damages: tuple[Damage, ...] = ()
     where: str = ""
+
+    def __post_init__(self) -> None:
+        assert len(self.codes) == len(self.refusals), "a code, or None, for each refusal"
+
+    def refused(self, texts: Sequence[str], code: str | None = None) -> ResumePlan:
+        """This plan, which refuses for these reasons too if there are any; `code` is that of each of them."""
+        return replace(
+            self,
+            action="refuse" if texts else self.action,
+            refusals=(*self.refusals, *texts),
+            codes=(*self.codes, *[code] * len(texts)),
+        )
+
+    @property
+    def refusal(self) -> RefusedError:
+        """The error of a start that this plan refuses: all reasons, and the first code that one has."""
+        code = next(filter(None, self.codes), None)
+        return RefusedError("\n".join(self.refusals), code=code)
 
     def to_json(self) -> dict[str, Any]:
         """The document of `orchestrator plan --json`."""
@@ -225,6 +246,7 @@ def plan_resume(
         lr_after=learning_rate(config.train, budgets, _place(config, point, budgets)),
         differences=different,
         refusals=tuple(refused),
+        codes=(None,) * len(refused),
         notes=(
             *world_size_notes(config, point.world_size if point else None),
             *end_notes(epochs, data_tokens),

@@ -52,6 +52,7 @@ KEYS_OF_THE_PLAN = {
         "remaining_steps",
     ),
     *("remaining_samples", "remaining_tokens", "lr_before", "lr_after", "differences", "refusals", "notes"),
+    "codes",
     *("sources", "skip", "lists", "data_tokens"),
 }
 

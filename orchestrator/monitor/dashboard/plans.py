@@ -73,7 +73,7 @@ class _Data:
 
     identities: tuple[RunIdentity, RunIdentity] | None
     notes: tuple[str, ...]
-    refusals: tuple[str, ...]
+    refused: OrchestratorError | None = None
     spec: DataSpec | None = None
 
 
@@ -129,7 +129,7 @@ class Planner:
 
     def _choose(
         self, views: RunViews, wanted: str
-    ) -> tuple[Point | None, tuple[Damage, ...], tuple[str, ...]]:
+    ) -> tuple[Point | None, tuple[Damage, ...], OrchestratorError | None]:
         """The point, the damages of newer ones, and why the named one cannot be taken."""
         store, names = self._run.store, _on_history(views)
         try:
@@ -137,8 +137,8 @@ class Planner:
         except OrchestratorError as error:
             if wanted == "latest" or wanted not in store.point_names():
                 raise
-            return _readable(store, wanted), (), (str(error),)
-        return point, damages, ()
+            return _readable(store, wanted), (), error
+        return point, damages, None
 
     def _look_at_data(self, job: JobConfig, here: SourcesHere) -> _Data:
         pack = "" if job.pack.mode == "concat" else job.to_json()["pack"]
@@ -153,20 +153,20 @@ class Planner:
     def _data_now(self, job: JobConfig, here: SourcesHere) -> _Data:
         run = self._run.store.read_run()
         if run is None:
-            return _Data(identities=None, notes=(), refusals=())
+            return _Data(identities=None, notes=())
         same = (run.identity, run.identity)
         if not reads_without_code(job, self._run.store.storage):
             why = "this page runs no code that a run names, and asks no hub; `orchestrator plan CONFIG` does"
-            return _Data(identities=same, notes=(f"the data are not looked at: {why}",), refusals=())
+            return _Data(identities=same, notes=(f"the data are not looked at: {why}",))
         try:
             spec = read_frozen_data(job, here.storage, here.reading)
         except DataIdentityError as error:
-            return _Data(identities=None, notes=(), refusals=(str(error),))
+            return _Data(identities=None, notes=(), refused=error)
         except OrchestratorError as error:  # they are elsewhere: this machine need not see them
             note = f"the data are not looked at from here, where the dashboard runs: {error}"
-            return _Data(identities=same, notes=(note,), refusals=())
+            return _Data(identities=same, notes=(note,))
         identities = (run.identity, spec.identity())
-        return _Data(identities=identities, notes=spec.notes, refusals=(), spec=spec)
+        return _Data(identities=identities, notes=spec.notes, spec=spec)
 
 
 def layout(job: JobConfig) -> list[dict[str, Any]]:
@@ -211,21 +211,17 @@ def _completed(
     found: ResumePlan,
     data: _Data,
     damages: Sequence[Damage],
-    refused: tuple[str, ...],
+    refused: OrchestratorError | None,
     point: Point | None,
 ) -> ResumePlan:
     """With what `orchestrator.launch.api.plan` adds."""
     notes = [f"warning: {damage}; falling back to an older resume point" for damage in damages]
-    if point is not None and not refused:
+    if point is not None and refused is None:
         notes.append(said_of_files(store, point))
-    refusals = (*refused, *found.refusals, *data.refusals)
+    for error in filter(None, (refused, data.refused)):
+        found = found.refused([str(error)], error.code)
     memory = () if data.spec is None else (feed_memory(job, data.spec),)
-    return replace(
-        found,
-        action="refuse" if refusals else found.action,
-        refusals=refusals,
-        notes=(*found.notes, *notes, *data.notes, *memory),
-    )
+    return replace(found, notes=(*found.notes, *notes, *data.notes, *memory))
 
 
 def _rewinds(views: RunViews, wanted: str, point: Point) -> str:
