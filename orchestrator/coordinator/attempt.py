@@ -87,8 +87,8 @@ class Attempt:
     after the point, whose cursor stands after it here. `sources` say which lists are read in which epoch: the
     point's cursor stands in them; `restart` asked for a new start of some. `parallel` says how the state is
     divided (None: nothing is trained, or nobody said), `code` which files the functions of the configuration
-    lie in (empty: not recorded). `found` is for the process that begins the attempt, `earlier` for a
-    restarted coordinator.
+    lie in; for `orchestrator fork`, which trains nothing, those that its point was trained with (empty: not
+    recorded). `found` is for the process that begins the attempt, `earlier` for a restarted coordinator.
     """
 
     number: int

@@ -27,7 +27,7 @@ from orchestrator.coordinator.survey import (
     saved_history,
     survey,
 )
-from orchestrator.errors import RefusedError, StorageError
+from orchestrator.errors import StorageError
 from orchestrator.history.beginnings import choice_in
 from orchestrator.history.claims import ORIGIN, Claim, ClaimParent, Origin
 from orchestrator.history.event_kinds import EventKind

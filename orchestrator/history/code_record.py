@@ -39,6 +39,16 @@ class Code:
     files: dict[str, str]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """What an attempt recorded, by field; `trained_by` says for people what it trained: "attempt 3 trained
+    with".
+    """
+
+    trained_by: str
+    code: Mapping[str, Code]
+
+
 def functions_of(job: JobConfig) -> dict[str, str]:
     """The fields of a configuration that name a user's function, with their values."""
     return {} if job.model.factory is None else {"model.factory": job.model.factory}
@@ -82,30 +92,36 @@ def files_of(name: str) -> dict[str, str]:
     return dict(sorted(files.items()))
 
 
-def changes(storage: Storage, attempts: Sequence[int], job: JobConfig) -> list[str]:
-    """For people: what of the code of `job` differs from what the newest attempt that recorded it had. What
-    none of the 20 newest attempts recorded counts as unchanged. Raises `StorageError`.
+def newest_record(storage: Storage, attempts: Sequence[int]) -> Recorded | None:
+    """What the newest of these attempts that recorded any code recorded; None if none of the 20 newest did.
+    Raises `StorageError`.
     """
-    now = code_of(job)
-    notes = []
     for number in sorted(attempts, reverse=True)[:_MAX_ATTEMPTS]:
-        if not now:
-            break
-        recorded = _recorded(beginning_of(storage, number) or {})
-        for field in [field for field in now if field in recorded]:
-            before, code = recorded[field], now.pop(field)
-            if before.name == code.name and (files := _different(before.files, code.files)):
-                more = f" and {len(files) - _NAMED} more" if files[_NAMED:] else ""
-                notes.append(
-                    f"warning: the code of {field}={code.name} is not what attempt {number} trained with: "
-                    f"{', '.join(files[:_NAMED])}{more}; the run continues with the code as it is now"
-                )
+        if code := recorded_in(beginning_of(storage, number) or {}):
+            return Recorded(trained_by=f"attempt {number} trained with", code=code)
+    return None
+
+
+def changes(before: Recorded | None, job: JobConfig) -> list[str]:
+    """For people: what of the code of `job` differs from what was recorded before. What was not recorded
+    counts as unchanged.
+    """
+    if before is None:
+        return []
+    notes = []
+    for field, now in code_of(job).items():
+        was = before.code.get(field)
+        if was is not None and was.name == now.name and (files := _different(was.files, now.files)):
+            more = f" and {len(files) - _NAMED} more" if files[_NAMED:] else ""
+            notes.append(
+                f"warning: the code of {field}={now.name} is not what {before.trained_by}: "
+                f"{', '.join(files[:_NAMED])}{more}; the run continues with the code as it is now"
+            )
     return notes
 
 
-# ---------------------------------------------------------------------------------------------------- inside
-def _recorded(fields: Mapping[str, object]) -> dict[str, Code]:
-    """What the event `attempt` says; what cannot be read counts as not recorded."""
+def recorded_in(fields: Mapping[str, object]) -> dict[str, Code]:
+    """What the fields of an event `attempt` say; what cannot be read counts as not recorded."""
     code = fields.get("code")
     try:
         if not isinstance(code, dict):
@@ -115,6 +131,7 @@ def _recorded(fields: Mapping[str, object]) -> dict[str, Code]:
         return {}
 
 
+# ---------------------------------------------------------------------------------------------------- inside
 def _different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Names of files that are new, gone or changed."""
     return [

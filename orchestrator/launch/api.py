@@ -17,6 +17,7 @@ from orchestrator import html_text
 from orchestrator.config.loading import as_data_job, as_job
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig
+from orchestrator.coordinator.trained_code import code_changes
 from orchestrator.errors import (
     ConfigError,
     DataIdentityError,
@@ -25,7 +26,6 @@ from orchestrator.errors import (
     StorageError,
 )
 from orchestrator.history.beginnings import newest_choice
-from orchestrator.history.code_record import changes
 from orchestrator.history.loggers import require_loggers
 from orchestrator.launch import busy_watch, claiming, fitting, looking_ahead, older_point
 from orchestrator.launch import start as starting
@@ -162,7 +162,7 @@ def _on_cluster(
     here = fitting.divided_here(sized, limits)
     for note in (
         *require_model(job, at.plan, at.spec.vocab_size, facts),
-        *changes(storage, at.store.claim_numbers(), job),
+        *code_changes(at.store, job, at.plan.point),
     ):
         progress.say(note)
     cpus = limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers

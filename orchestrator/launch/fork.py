@@ -14,6 +14,7 @@ from orchestrator.config.stored import in_todays_fields, nested
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.forking import describe, found_run, take_over
 from orchestrator.coordinator.survey import require_journals, survey
+from orchestrator.coordinator.trained_code import trained_code
 from orchestrator.errors import BusyError, RefusedError
 from orchestrator.history.claim_files import FORK
 from orchestrator.history.claims import ClaimParent, ForkedFrom
@@ -152,7 +153,11 @@ def take_over_and_end(store: RunStore, run: RunFile, newest: int, config: dict[s
             origin=origin,
         )
         store.write_parent(parent)
-        attempt = Attempt.claimed(claim, parent, point, point.key.step, run.id)
+        code = trained_code(store, point.name)  # kept, for the other run may be gone at the next start
+        attempt = replace(
+            Attempt.claimed(claim, parent, point, point.key.step, run.id),
+            code=code.code if code is not None else {},
+        )
         reason = f"forked from {origin.forked_from.run} at {origin.forked_from.point} by {by}"
         end_at_once(store, attempt, run, config, reason)
 

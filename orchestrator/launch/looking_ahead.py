@@ -28,10 +28,9 @@ from orchestrator.coordinator.survey import (
     require_journals,
     survey,
 )
-from orchestrator.data.user_code import is_reading_only
+from orchestrator.coordinator.trained_code import code_changes
 from orchestrator.errors import RefusedError, ResumePointError, UnreachableNodeError
 from orchestrator.history.claims import ForkedFrom
-from orchestrator.history.code_record import changes
 from orchestrator.history.sentences import count
 from orchestrator.launch.announcing import data_have_ended
 from orchestrator.launch.nested_runs import refuse_inside
@@ -161,8 +160,7 @@ def _notes(
     fast: bool,
 ) -> list[str]:
     """What else is to be said of what is continued."""
-    # looking up where code lies imports the packages around it
-    notes = [] if is_reading_only() else changes(store.storage, store.claim_numbers(), job)
+    notes = code_changes(store, job, point.name if point is not None else None)
     if point is None and job.model.init_from is not None:
         from orchestrator.resume.init_weights import weights_sentence
 
@@ -216,6 +214,7 @@ def _look_at_fork(
     found = decide(other, job, point, (run.identity, spec.identity()), data=spec, skip=asked, here=here)
     found = _with_drawn_skip(found, job, spec, point, asked) if draw else found
     notes = [f"forks {fork.run} at {fork.point}: a run of its own from there on; the point is pinned there"]
+    notes += code_changes(store, job, None)
     if fast:
         notes.append(said_of_files(other, point))
     return replace(found, notes=(*notes, *found.notes))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from orchestrator.coordinator.begin_launch import mark_damaged
-from orchestrator.errors import RefusedError, StorageError
+from orchestrator.errors import StorageError
 from orchestrator.launch.looking_ahead import look_ahead
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.records.points import Damage, damaged_point

@@ -25,11 +25,11 @@ from orchestrator.config.loading import load_config
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.ended_by import end_text
+from orchestrator.coordinator.trained_code import code_changes
 from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.faults import hook
 from orchestrator.history import sentences
-from orchestrator.history.code_record import changes
 from orchestrator.json_form import decode, encode
 from orchestrator.launch import announcing, busy_watch, claiming, looking_ahead, stop_signals
 from orchestrator.launch import start as starting
@@ -301,7 +301,7 @@ def _look(
             return spec, plan, 0
         for note in (
             *require_model(job, plan, spec.vocab_size),
-            *changes(storage, store.claim_numbers(), job),
+            *code_changes(store, job, plan.point),
         ):
             say(note)
         return spec, plan, watched()

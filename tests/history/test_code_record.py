@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from orchestrator.config.schema import JobConfig
-from orchestrator.history.code_record import Code, changes, code_of, files_of
+from orchestrator.history.code_record import Code, changes, code_of, files_of, newest_record
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.json_form import encode
@@ -107,22 +107,22 @@ def test_a_change_is_named_with_its_files_and_the_attempt_that_trained_before(
     root: Path, tmp_path: Path
 ) -> None:
     storage, asked = Storage(str(tmp_path / "run")), with_factory()
-    assert changes(storage, [], asked) == []
+    assert changes(newest_record(storage, []), asked) == []
     note(storage, 1, code_of(asked))
     note(storage, 2, {})  # a restarted coordinator; 3 has not begun
-    assert changes(storage, [1, 2, 3], asked) == []
+    assert changes(newest_record(storage, [1, 2, 3]), asked) == []
     (root / "ours/unused.py").write_text("")
-    assert changes(storage, [1, 2, 3], asked) == []
+    assert changes(newest_record(storage, [1, 2, 3]), asked) == []
     (root / "helper.py").write_text("import other\n")
-    (line,) = changes(storage, [1, 2, 3], asked)
+    (line,) = changes(newest_record(storage, [1, 2, 3]), asked)
     assert "attempt 1" in line
     assert "helper.py (changed), other.py (new)" in line
     (root / "ours/data.py").unlink()
-    (line,) = changes(storage, [1, 2, 3], asked)
+    (line,) = changes(newest_record(storage, [1, 2, 3]), asked)
     assert "helper.py (gone)" in line
     assert "ours/data.py (gone)" in line
     note(storage, 4, code_of(asked))
-    assert changes(storage, [1, 2, 3, 4], asked) == []
+    assert changes(newest_record(storage, [1, 2, 3, 4]), asked) == []
 
 
 @pytest.mark.usefixtures("root")
@@ -130,6 +130,6 @@ def test_another_function_or_none_is_no_change_of_code(tmp_path: Path) -> None:
     storage, asked = Storage(str(tmp_path / "run")), with_factory()
     code = code_of(asked)["model.factory"]
     note(storage, 1, {"model.factory": replace(code, name="ours.models:build", files={})})
-    assert changes(storage, [1], asked) == []
-    assert changes(storage, [1], job()) == []
+    assert changes(newest_record(storage, [1]), asked) == []
+    assert changes(newest_record(storage, [1]), job()) == []
     assert code_of(job()) == {}

@@ -127,6 +127,29 @@ def test_what_no_start_can_do_is_refused_with_2_and_leaves_nothing_behind(
         assert not Path(job.run.run_uri).exists()
 
 
+CODES = {
+    "model.factory_output": {
+        "model.config": None,
+        "model.factory": "tests.trainer.test_factory_output:Small",
+    },
+    "model.not_causal": {"model.config": {"model_type": "bert", "is_decoder": False}},
+    "model.vocabulary": {"model.config": {"model_type": "llama4_text", "vocab_size": 999}},
+}
+
+
+@pytest.mark.quick("model.factory_output")
+@pytest.mark.parametrize("code", CODES)
+def test_plan_keeps_the_error_code_of_each_refusal(
+    code: str, tiny_config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.json").write_text(json.dumps(tiny_config(CODES[code])))
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(tmp_path / "job.json"), "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert (ended.value.code, document["action"], document["codes"]) == (2, "refuse", [code])
+    assert len(document["refusals"]) == 1
+
+
 def test_a_pretrained_model_with_fewer_ids_than_the_tokenizer_is_refused_with_both_numbers(
     make: MakeJob, tmp_path: Path
 ) -> None:

@@ -321,3 +321,14 @@ def test_the_weight_of_a_runs_only_source_is_no_difference():
     (source,) = BEFORE.flat()["data.sources"]
     older = {**BEFORE.flat(), "data.sources": [{**source, "weight": 1.0}]}
     assert not [d for d in decide(BEFORE, POINT, older).differences if "source" in d.field]
+
+
+def test_a_plan_keeps_the_error_code_of_each_refusal():
+    plan = decide(job("data.seed=1"), POINT, BEFORE.flat())
+    assert (plan.action, plan.codes) == ("refuse", (None,))
+    refused = plan.refused(["one", "another"], "model.export").refused([], "unused").refused(["a third"])
+    assert refused.refusals == (*plan.refusals, "one", "another", "a third")
+    assert refused.to_json()["codes"] == [None, "model.export", "model.export", None]
+    assert (refused.refusal.code, refused.refusal.exit_code) == ("model.export", 2)
+    assert str(refused.refusal) == "\n".join(refused.refusals)
+    assert resumed().refused([]) == resumed()

@@ -1,0 +1,80 @@
+"""The code of a user's functions that trained the state which a start continues. An attempt of the run
+recorded it, or of the run that it was forked from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from orchestrator.coordinator.forking import fork_to_begin
+from orchestrator.data.user_code import is_reading_only
+from orchestrator.errors import OrchestratorError
+from orchestrator.history.beginnings import beginning_of
+from orchestrator.history.claims import ORIGIN, ForkedFrom
+from orchestrator.history.code_record import Recorded, changes, functions_of, newest_record, recorded_in
+from orchestrator.resume.points import parse_point_name
+from orchestrator.resume.store import RunStore
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
+
+_MAX_FORKS = 20  # of forks: run.json files that name each other in a circle end too
+_WAIT_S = 10.0  # for another run's bucket
+
+
+def code_changes(store: RunStore, job: JobConfig, point: str | None) -> list[str]:
+    """For people: what of the code of `job` differs from the code that trained the state at `point`, which a
+    start would continue (None: the run has none). The point is another run's if the start begins a fork.
+
+    Nothing while only reading is allowed: finding code imports the packages around it. Raises `StorageError`
+    for the run itself. Another run that cannot be read counts as one without a record.
+    """
+    if is_reading_only() or not functions_of(job):
+        return []
+    fork = fork_to_begin(store, job, store.read_run())
+    return changes(_trained_fork(store, fork) if fork is not None else trained_code(store, point), job)
+
+
+def trained_code(store: RunStore, point: str | None, num_forks: int = _MAX_FORKS) -> Recorded | None:
+    """The code that trained the state at a point of the run, or (None) that its newest attempt had; None
+    where nothing is recorded. Raises `StorageError`.
+    """
+    key = parse_point_name(point) if point is not None else None
+    if key is not None and key.attempt == ORIGIN:
+        recorded = _copied_by(store, key.generation)
+    else:
+        attempts = [number for number in store.claim_numbers() if key is None or number <= key.attempt]
+        recorded = newest_record(store.storage, attempts)
+    run = store.read_run() if recorded is None else None
+    if run is None or run.forked_from is None or not num_forks:
+        return recorded
+    return _trained_fork(store, run.forked_from, num_forks - 1)
+
+
+# ---------------------------------------------------------------------------------------------------- inside
+def _trained_fork(store: RunStore, fork: ForkedFrom, num_forks: int = _MAX_FORKS) -> Recorded | None:
+    """The code that trained the point with which a fork begins, as the other run recorded it."""
+    try:
+        other = RunStore(store.storage.beside(fork.run).within(_WAIT_S))
+        run = other.read_run()
+        if run is None or run.id != fork.run_id:
+            return None
+        recorded = trained_code(other, fork.point, num_forks)
+    except OrchestratorError:  # a warning less: the run needs nothing of the other one
+        return None
+    trained_by = f"run {fork.run} trained {fork.point} with"
+    return replace(recorded, trained_by=trained_by) if recorded is not None else None
+
+
+def _copied_by(store: RunStore, attempt: int) -> Recorded | None:
+    """What the attempt that took a fork's first point over has copied from the other run. One that trained
+    afterwards recorded its own code.
+    """
+    fields = beginning_of(store.storage, attempt) or {}
+    code = recorded_in(fields) if fields.get("parallel") is None else {}
+    run = store.read_run()
+    if not code or run is None or run.forked_from is None:
+        return None
+    origin = run.forked_from
+    return Recorded(trained_by=f"run {origin.run} trained {origin.point} with", code=code)
