@@ -26,6 +26,22 @@ _RESERVED = (
     *("messages", "conversation", "tools", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "tokenize", "return_assistant_tokens_mask"),
 )
+# Where a tool or its function has a JSON schema.
+_SCHEMA_FIELDS = (
+    *("parameters", "input_schema", "inputSchema"),
+    *("output_schema", "outputSchema", "return", "response"),
+)
+# Keywords of JSON Schema (drafts 3 to 2020-12) whose value is one schema, an object of schemas by the user's
+# names, or a list of schemas; and further ones whose value may be an object.
+_SCHEMA_AT = frozenset(
+    (
+        *("items", "additionalItems", "unevaluatedItems", "contains", "propertyNames", "contentSchema"),
+        *("additionalProperties", "unevaluatedProperties", "not", "if", "then", "else"),
+    )
+)
+_SCHEMAS_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+_LISTED_SCHEMAS = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
+_OTHER_OBJECTS = frozenset(("default", "const", "examples", "dependencies", "dependentRequired"))
 
 
 def typed_conversation(field: str, messages: Any, beside: Mapping[str, Any]) -> Conversation:
@@ -67,6 +83,9 @@ def _message(where: str, value: Any) -> dict[str, Any]:
     if message.get("tool_calls") is not None:
         calls = _list_at(f"`tool_calls` of {where}", message["tool_calls"], "calls")
         changed["tool_calls"] = [_call(f"call {i} of {where}", call) for i, call in enumerate(calls, start=1)]
+    if message.get("function_call") is not None:  # a call as OpenAI's API had it before `tool_calls`
+        at = f"`function_call` of {where}"
+        changed["function_call"] = _with_arguments(at, _object_at(at, message["function_call"], "an object"))
     if message.get("weight") not in (None, 0, 1):
         raise WrongChatValueError(
             f"`weight` of {where} is {message['weight']!r}; a message is learnt or not: write 1 or 0"
@@ -108,31 +127,103 @@ def _with_arguments(where: str, function: dict[str, Any]) -> dict[str, Any]:
 def _tools(value: Any) -> list[dict[str, Any]] | None:
     if value is None:
         return None
-    where = f"`{TOOLS_FIELD}`"
-    tools = _parsed(where, value, "a list of tools")
+    tools = _parsed(f"`{TOOLS_FIELD}`", value, "a list of tools")
     if tools is None:  # the JSON text "null"
         return None
     if not isinstance(tools, list):
-        raise _wrong(where, tools, "a list of tools")
-    return [_tool(f"tool {number}", tool) for number, tool in enumerate(tools, start=1)]
+        raise _wrong(f"`{TOOLS_FIELD}`", tools, "a list of tools")
+    return [_tool(f"{TOOLS_FIELD}[{index}]", tool) for index, tool in enumerate(tools)]
 
 
-def _tool(where: str, value: Any) -> dict[str, Any]:
-    tool = dict(_object_at(where, value, "an object"))
+def _tool(place: str, value: Any) -> dict[str, Any]:
+    tool = _with_schemas(place, _object_at(f"`{place}`", value, "an object"))
     if tool.get("function") is not None:
-        function = dict(_object_at(f"`function` of {where}", tool["function"], "an object"))
-        tool["function"] = _with_parameters(where, function)
-        return tool
-    return _with_parameters(where, tool)
+        inner = f"{place}.function"
+        tool["function"] = _with_schemas(inner, _object_at(f"`{inner}`", tool["function"], "an object"))
+    return tool
 
 
-def _with_parameters(where: str, function: dict[str, Any]) -> dict[str, Any]:
-    if function.get("parameters") is not None:
-        at = f"`parameters` of {where}"
-        function["parameters"] = _object_at(at, function["parameters"], "an object (a JSON schema)")
-    return function
+def _with_schemas(place: str, function: dict[str, Any]) -> dict[str, Any]:
+    """A tool or its function, with the JSON schemas that it has."""
+    schemas = {name: function[name] for name in _SCHEMA_FIELDS if function.get(name) is not None}
+    return function | {name: _parameters(f"{place}.{name}", each) for name, each in schemas.items()}
 
 
+# ------------------------------------------------------------------------------------------ JSON schemas
+def _parameters(place: str, value: Any) -> dict[str, Any]:
+    """A schema, or a map from the names of parameters to their schemas, as some data sets have it."""
+    parameters = _object_at(f"`{place}`", value, "an object (a JSON schema)")
+    read = _named_schemas if _maps_names(parameters) else _schema_object
+    return read(place, parameters)
+
+
+def _maps_names(parameters: dict[str, Any]) -> bool:
+    """Whether these are schemas by the names of parameters: all values are objects, and the keys are not
+    those of a schema with such values.
+    """
+    if "properties" in parameters or not all(isinstance(each, dict) for each in parameters.values()):
+        return False
+    return not parameters.keys() <= _SCHEMA_AT | _SCHEMAS_BY_NAME | _OTHER_OBJECTS
+
+
+def _schema(place: str, value: Any) -> dict[str, Any] | bool:
+    schema = _parsed(f"`{place}`", value, "a JSON schema (an object, true or false)")
+    if isinstance(schema, bool):
+        return schema
+    if not isinstance(schema, dict):
+        raise _wrong(f"`{place}`", schema, "a JSON schema (an object, true or false)")
+    return _schema_object(place, schema)
+
+
+def _schema_object(place: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: each if each is None else _of_keyword(f"{place}.{name}", name, each)
+        for name, each in schema.items()
+    }
+
+
+def _of_keyword(place: str, name: str, value: Any) -> Any:
+    """The value of a schema's keyword. That of an unknown one is data and stays as it is."""
+    at = f"`{place}`"
+    if name in _SCHEMAS_BY_NAME:
+        return _named_schemas(place, _object_at(at, value, "an object"))
+    if name in _SCHEMA_AT:
+        parsed = _parsed(at, value, "a JSON schema")
+        is_tuple = name == "items" and isinstance(parsed, list)  # drafts before 2020-12
+        return _listed_schemas(place, parsed) if is_tuple else _schema(place, parsed)
+    if name in _LISTED_SCHEMAS:
+        return _listed_schemas(place, _list_at(at, value, "JSON schemas"))
+    if name == "required":  # in draft 3 a boolean of each property
+        return value if isinstance(value, bool) else _list_at(at, value, "names")
+    if name == "enum":
+        return _list_at(at, value, "values")
+    if name == "type" and isinstance(value, str) and value.lstrip().startswith("["):
+        return _list_at(at, value, "types")
+    if name in ("dependencies", "dependentRequired"):
+        found = _object_at(at, value, "an object")
+        return {key: _dependency(f"{place}.{key}", name, each) for key, each in found.items()}
+    return value
+
+
+def _named_schemas(place: str, schemas: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: each if each is None else _schema(f"{place}.{name}", each) for name, each in schemas.items()
+    }
+
+
+def _listed_schemas(place: str, schemas: list[Any]) -> list[Any]:
+    return [_schema(f"{place}[{index}]", each) for index, each in enumerate(schemas)]
+
+
+def _dependency(place: str, keyword: str, value: Any) -> Any:
+    """The names of the properties that another one requires; in drafts before 2019-09 also a schema."""
+    if keyword == "dependentRequired":
+        return _list_at(f"`{place}`", value, "names")
+    parsed = _parsed(f"`{place}`", value, "a list of names or a JSON schema")
+    return parsed if isinstance(parsed, list) else _schema(place, parsed)
+
+
+# ------------------------------------------------------------------------------------------ variables
 def _template_kwargs(value: Any) -> dict[str, Any]:
     if value is None:
         return {}

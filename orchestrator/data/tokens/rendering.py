@@ -16,6 +16,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.filters
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -31,7 +32,8 @@ from orchestrator.data.tokens.chat_template import (
     UnrenderableError,
 )
 from orchestrator.data.tokens.template_values import (
-    require_json,
+    require_no_json_text,
+    require_texts,
     with_arguments,
     with_reasoning,
     without_nulls,
@@ -41,6 +43,7 @@ from orchestrator.errors import DataError
 _TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Private characters that stand for borders while a conversation is rendered; others where a text has these.
 _FIRST_MARK, _LAST_MARK, _NUM_MARKS = 0xF0000, 0xFFFFC, 4
+_LISTED = "listed"  # the filter around what a loop of a template goes over
 _SHOWN = 120  # characters of a template's line that a message shows
 
 
@@ -52,7 +55,7 @@ class Renderer:
         syntax error.
         """
         self._variables = template.variables
-        environment = _environment()
+        self._environment = environment = _environment()
         extension = environment.extensions[_Generation.identifier]
         assert isinstance(extension, _Generation), "it was built with it"
         self._generation = extension
@@ -77,17 +80,22 @@ class Renderer:
         Raises `UnrenderableError` if the template does not take the conversation, `DataError` if the template
         does not say which part of it is the assistant's.
         """
-        given, tools = without_nulls(conversation.messages), conversation.tools
+        self._environment.reads_letters = conversation.as_stored
+        own, tools = without_nulls(conversation.messages), conversation.tools
+        given = own
         variables = dict(conversation.template_kwargs)
         strings = list(_strings([given, tools, variables]))
         marks = self._free_marks(strings)
         spelled = sum(len(self._spelled.findall(text)) for text in strings)
+
+        def text(messages: list[Any]) -> str:
+            return self.text_of(_Shown(messages, tools, variables), "\0\0\0\0")
+
         if not conversation.as_stored:
-            given = with_reasoning(given)
-            given = with_arguments(given, lambda m: self.text_of(_Shown(m, tools, variables), "\0\0\0\0"))
+            given = with_arguments(with_reasoning(own), text)
         turns = _Turns(self, _Shown(given, tools, variables), marks)
         if not conversation.as_stored:
-            require_json(given, turns.text)
+            require_texts(given, own, turns.text, text)
         if spelled and not parse:
             around = f"{marks[0]}\\g<0>{marks[1]}"
             plain, shown = turns.text, (self._marked(each, around) for each in (given, tools, variables))
@@ -355,14 +363,43 @@ class _Generation(jinja2.ext.Extension):
         return f"{self.marks[:1]}{caller()}{self.marks[1:]}"
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+class _Environment(ImmutableSandboxedEnvironment):
+    """Loops and `join` refuse the JSON text of a list or an object, unless `reads_letters`."""
+
+    reads_letters = False
+
+    def _generate(
+        self,
+        source: jinja2.nodes.Template,
+        name: str | None,
+        filename: str | None,
+        defer_init: bool = False,
+    ) -> str:
+        for loop in source.find_all(jinja2.nodes.For):
+            loop.iter = jinja2.nodes.Filter(loop.iter, _LISTED, [], [], None, None, lineno=loop.lineno)
+        return super()._generate(source, name, filename, defer_init)
+
+    def listed(self, value: Any) -> Any:
+        """What a loop goes over. Raises `TypeError` for a JSON text."""
+        if not self.reads_letters:
+            require_no_json_text(value)
+        return value
+
+
+@jinja2.pass_eval_context
+def _join(context: jinja2.nodes.EvalContext, value: Any, *args: Any, **named: Any) -> str:
+    assert isinstance(context.environment, _Environment), "it is no other's filter"
+    return jinja2.filters.sync_do_join(context, context.environment.listed(value), *args, **named)
+
+
+def _environment() -> _Environment:
     """What transformers gives a template, without `strftime_now`: a stream must not depend on the day.
     Templates that ask whether it is there fall back to a fixed date.
     """
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
+    environment.filters |= {"tojson": _tojson, "join": _join, _LISTED: environment.listed}
     environment.globals["raise_exception"] = _raise_exception
     return environment
 

@@ -19,6 +19,7 @@ from orchestrator.data.tokens.chat_template import UnrenderableError
 _Messages = list[dict[str, Any]]
 # What transformers calls a message's reasoning, by precedence; its templates read the first and the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_SHOWN = 60  # characters of a text that a message shows
 
 
 def without_nulls(messages: Sequence[Mapping[str, Any]]) -> _Messages:
@@ -48,20 +49,61 @@ def with_arguments(messages: _Messages, render: Callable[[_Messages], str]) -> _
     return [_with_objects(number, message) for number, message in enumerate(messages, start=1)]
 
 
-def require_json(messages: _Messages, rendered: str) -> None:
-    """Raises `UnrenderableError` if the template printed a content that is no text, or the arguments of a
-    call, as Python writes an object (`{'city': 'Oslo'}`): it takes texts there.
+def require_texts(
+    messages: _Messages, own: _Messages, rendered: str, render: Callable[[_Messages], str]
+) -> None:
+    """Raises `UnrenderableError` if the template printed a list or an object of a message as Python writes it
+    (`{'city': 'Oslo'}`), or a number or boolean where it takes a text: the reasoning and the name.
+
+    `own` are the messages without what `with_reasoning` adds.
     """
-    for number, message in enumerate(messages, start=1):
-        values = [("`content`", message.get("content"))]
-        values += [("`arguments` of a call", function["arguments"]) for function in _functions([message])]
+    for number, (message, written) in enumerate(zip(messages, own, strict=True), start=1):
+        values = [("`arguments` of a call", function["arguments"]) for function in _functions([message])]
+        values += [(f"`{key}`", message[key]) for key in written]
         for what, value in values:
             if isinstance(value, (dict, list)) and _is_printed(value, messages, rendered):
-                raise UnrenderableError(
-                    f"{what} in message {number} is a JSON {kind_of(value)}, and the tokenizer's "
-                    "chat_template takes a text there: it prints Python's form of it; write it as a text",
-                    code=WrongChatValueError.code,
-                )
+                raise _no_text(number, what, value, ": it prints Python's form of it")
+        for key in (*_REASONING, "name"):
+            value = written.get(key)
+            if isinstance(value, (bool, int, float)) and _prints_key(key, message, messages, render):
+                raise _no_text(number, f"`{key}`", value, "")
+
+
+def require_no_json_text(value: Any) -> None:
+    """Raises `TypeError` for the JSON text of a list or an object, of which a template reads the letters."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            parsed = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            return
+        raise TypeError(
+            f"it reads the letters of a text that is the JSON of an {kind_of(parsed)}, {value[:_SHOWN]!r}; "
+            f"write the {kind_of(parsed)} itself"
+        )
+
+
+def _no_text(number: int, what: str, value: Any, how: str) -> UnrenderableError:
+    return UnrenderableError(
+        f"{what} in message {number} is a JSON {kind_of(value)}, and the tokenizer's chat_template takes a "
+        f"text there{how}; write it as a text",
+        code=WrongChatValueError.code,
+    )
+
+
+def _prints_key(
+    key: str, message: dict[str, Any], messages: _Messages, render: Callable[[_Messages], str]
+) -> bool:
+    """Whether the template prints what the message has under this key: whether it prints a text there."""
+    text = "value"
+    while any(text in each for each in _texts(messages)):
+        text += "s"
+    keys = _REASONING if key in _REASONING else (key,)
+    changed = message | {each: text for each in keys if each in message}
+    try:
+        before, after = render(messages), render([changed if m is message else m for m in messages])
+    except Exception:  # noqa: BLE001  a template may raise whatever Python can
+        return False
+    return after.count(text) > before.count(text)
 
 
 def _functions(messages: _Messages) -> Iterator[dict[str, Any]]:
@@ -124,11 +166,10 @@ def _is_printed(value: dict[str, Any] | list[Any], messages: _Messages, rendered
 
 
 def _python_forms(value: Any) -> Iterator[str]:
-    """Python's forms of the innermost lists and objects of a value, where they are not JSON."""
+    """Python's forms of the innermost lists and objects of a value that are not JSON."""
     items = list(value.values()) if isinstance(value, dict) else value
-    inner = [item for item in items if isinstance(item, (dict, list)) and item]
-    for item in inner:
-        yield from _python_forms(item)
+    inner = [form for item in items if isinstance(item, (dict, list)) for form in _python_forms(item)]
+    yield from inner
     if not inner and (form := str(value)) != json.dumps(value, ensure_ascii=False):
         yield form
 
