@@ -19,6 +19,7 @@ from orchestrator.data.sources.records_in_memory import (
     join,
     split_lines,
 )
+from orchestrator.data.sources.text_encoding import require_utf8, require_utf8_file
 
 # (line, records, place of the first) of records that follow each other; the line is None where it would have
 # to be counted.
@@ -26,8 +27,14 @@ Batch = tuple[int | None, Records, int]
 
 
 def range_lines(file: InputFile, start: int, stop: int, file_bytes: int) -> Iterator[Batch]:
-    """The lines that begin in [start, stop) of the file's first `file_bytes`."""
+    """The lines that begin in [start, stop) of the file's first `file_bytes`. Raises `DataError` if its
+    first bytes are not UTF-8 but UTF-16 or UTF-32.
+    """
     begin, data = read_range(file, start, stop, file_bytes)
+    if start == 0:
+        require_utf8(file.name, data)
+    else:
+        require_utf8_file(file, file_bytes)
     lines = split_lines(data)
     first = 1 if begin == 0 else None
     if len(data) > MAX_RECORD_BYTES:

@@ -178,4 +178,4 @@ class HeadedFormat(Format):
         try:
             yield from super().first_records(file, row, content)
         except DataError as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError(str(error), code=error.code) from error

@@ -27,6 +27,7 @@ from orchestrator.data.sources.documents import (
 from orchestrator.data.sources.formats.base import Format, HeadedFormat, Parser
 from orchestrator.data.sources.line_records import Batch
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Lines, Made, Records, Whole, join
+from orchestrator.data.sources.text_encoding import utf8_pieces
 from orchestrator.errors import DataError
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ class Csv(HeadedFormat):
         """See `Format`. Raises `DataError` if the header has not the fields."""
         del part, whole
         make: Callable[[bytes], Row | None] | None = None
-        for number, found, found_at in stream_rows(decoded(file, row.path, row.bytes)):
+        pieces = utf8_pieces(file.name, decoded(file, row.path, row.bytes))
+        for number, found, found_at in stream_rows(pieces):
             records: Records = found
             place, first = found_at, number
             if make is None:

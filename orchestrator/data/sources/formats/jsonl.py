@@ -20,6 +20,7 @@ from orchestrator.data.sources.documents import (
 )
 from orchestrator.data.sources.formats.base import Attempt, Cut, Format, Parser
 from orchestrator.data.sources.line_records import Batch, range_lines, stream_lines
+from orchestrator.data.sources.text_encoding import utf8_pieces
 
 if TYPE_CHECKING:
     from orchestrator.data.sources.file_rows import FileRow
@@ -41,7 +42,7 @@ class LineFormat(Format):
         """See `Format`."""
         del content
         if whole or row.path.endswith(COMPRESSED):
-            yield from stream_lines(decoded(file, row.path, row.bytes))
+            yield from stream_lines(utf8_pieces(file.name, decoded(file, row.path, row.bytes)))
         else:
             yield from range_lines(file, part.start, part.stop, row.bytes)
 
@@ -57,7 +58,7 @@ class LineFormat(Format):
 
 def beginning(file: InputFile, row: FileRow) -> tuple[bytes, bool]:
     """(the first MiB of the decoded file without a byte order mark, whether that is all of it)."""
-    pieces = decoded(file, row.path, row.bytes)
+    pieces = utf8_pieces(file.name, decoded(file, row.path, row.bytes))
     begin = next(pieces, b"")[:READ_BYTES]
     whole = len(begin) < READ_BYTES and next(pieces, None) is None
     return begin.removeprefix(_BOM), whole

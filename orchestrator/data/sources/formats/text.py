@@ -12,6 +12,7 @@ from orchestrator.data.sources.formats.base import Attempt, Cut, Format, Parser
 from orchestrator.data.sources.formats.jsonl import beginning
 from orchestrator.data.sources.line_records import Batch
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Whole
+from orchestrator.data.sources.text_encoding import utf8_pieces
 
 if TYPE_CHECKING:
     from orchestrator.data.sources.file_rows import FileRow
@@ -34,7 +35,7 @@ class TextFiles(Format):
         """See `Format`."""
         del part, content, whole
         held, num_bytes = list[bytes](), 0
-        for piece in decoded(file, row.path, row.bytes):
+        for piece in utf8_pieces(file.name, decoded(file, row.path, row.bytes)):
             num_bytes += len(piece)
             if num_bytes <= MAX_RECORD_BYTES:
                 held.append(piece)

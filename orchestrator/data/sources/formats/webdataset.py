@@ -31,6 +31,7 @@ from orchestrator.data.sources.formats.base import Format, Parser
 from orchestrator.data.sources.formats.jsonl import json_object
 from orchestrator.data.sources.line_records import Batch
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Objects, Whole
+from orchestrator.data.sources.text_encoding import other_encoding
 
 if TYPE_CHECKING:
     from orchestrator.data.sources.file_rows import FileRow
@@ -120,7 +121,7 @@ def _fields(sample: _Sample, content: Content) -> dict[str, Any]:
         if member is None:
             raise WrongFieldError(f"no field `{name}`; the sample has: {names(sample.names)}")
         if member == name:
-            found[name] = utf8_text(sample.members[member])
+            found[name] = _text_of(name, sample)
         else:
             inner: Any = json_object(sample.members[member])
             for part in reversed(member.split(".")):
@@ -128,8 +129,16 @@ def _fields(sample: _Sample, content: Content) -> dict[str, Any]:
             found |= inner
     if content.kind == "chat":
         members = (name for name in BESIDE_MESSAGES if name in sample.members and name not in found)
-        found |= {name: utf8_text(sample.members[name]) for name in members}
+        found |= {name: _text_of(name, sample) for name in members}
     return found
+
+
+def _text_of(name: str, sample: _Sample) -> str:
+    """A member's text. Raises `BadRecordError` if it is not UTF-8."""
+    data = sample.members[name]
+    if (encoding := other_encoding(data)) is not None:
+        raise BadRecordError(f"the member {name} is {encoding}, not UTF-8; write it in UTF-8")
+    return utf8_text(data)
 
 
 def _value(sample: _Sample, name: str) -> Any:
@@ -139,7 +148,7 @@ def _value(sample: _Sample, name: str) -> Any:
         return None
     data = sample.members[member]
     if member == name:
-        return utf8_text(data)
+        return _text_of(name, sample)
     return value_or_none(json_object(data), name.removeprefix(f"{member}."))
 
 
