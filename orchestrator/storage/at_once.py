@@ -70,7 +70,8 @@ def entries_at_once(
     was_read: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[FileEntry]:
     """`Storage.entry` of each file, in their order. It reads stretches of `READ_BYTES`, several of one file
-    and of several files at a time, and hashes as many files at a time as there are CPUs.
+    and of several files at a time, and hashes as many files at a time as there are CPUs,
+    at most 4.
 
     It holds at most `ASKED_AT_A_TIME` stretches in memory: 128 MiB. `expect` is called with the bytes of all
     files before they are read, `was_read` with those of each stretch, in any thread. Raises as `Storage.read`

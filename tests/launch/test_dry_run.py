@@ -133,7 +133,6 @@ CODES = {
         "model.factory": "tests.trainer.test_factory_output:Small",
     },
     "model.not_causal": {"model.config": {"model_type": "bert", "is_decoder": False}},
-    "model.vocabulary": {"model.config": {"model_type": "llama4_text", "vocab_size": 999}},
 }
 
 
