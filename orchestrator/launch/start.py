@@ -169,7 +169,8 @@ def require_vocabulary(job: JobConfig, spec: DataSpec) -> DataSpec:
     if vocab is not None and vocab < spec.vocab_size:
         raise ConfigError(
             f"model.config.vocab_size={vocab}, but the tokenizer {job.data.tokenizer} has {spec.vocab_size} "
-            f"ids; set model.config.vocab_size to {spec.vocab_size} or more"
+            f"ids; set model.config.vocab_size to {spec.vocab_size} or more",
+            code="model.vocabulary",
         )
     return spec
 

@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[OrchestratorError], str]] = {
                 "vocab_size": 1000,
                 "hidden_size": 65536,
                 "intermediate_size": 262144,
-                "num_hidden_layers": 200,
+                "num_hidden_layers": 8,
             }
         },
         ResourceError,
@@ -123,6 +123,7 @@ def test_what_no_start_can_do_is_refused_with_2_and_leaves_nothing_behind(
     for start in (dry_run, orchestrator.train):
         with pytest.raises(kind, match=message) as caught:
             start(job)
+        assert (caught.value.code == "model.vocabulary") == ("vocabulary" in case)
         assert caught.value.exit_code == 2
         assert not Path(job.run.run_uri).exists()
 
