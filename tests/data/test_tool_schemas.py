@@ -156,6 +156,12 @@ def test_a_list_of_types_that_is_no_json_is_refused(value: str) -> None:
         conversation(MESSAGES, tools=[in_function(parameters={"type": value})])
 
 
+def test_a_schema_that_is_nested_too_deep_is_a_bad_record() -> None:
+    with pytest.raises(WrongChatValueError) as raised:
+        conversation(MESSAGES, tools=[in_function(parameters=nested(("items",) * 2000, {}))])
+    assert raised.value.code == CODE
+
+
 @pytest.mark.parametrize(
     "parameters",
     [

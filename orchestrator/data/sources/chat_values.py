@@ -132,7 +132,10 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, list):
         raise _wrong(f"`{TOOLS_FIELD}`", tools, "a list of tools")
-    return [_tool(f"{TOOLS_FIELD}[{index}]", tool) for index, tool in enumerate(tools)]
+    try:
+        return [_tool(f"{TOOLS_FIELD}[{index}]", tool) for index, tool in enumerate(tools)]
+    except RecursionError as error:
+        raise WrongChatValueError(f"`{TOOLS_FIELD}` has a JSON schema that is nested too deep") from error
 
 
 def _tool(place: str, value: Any) -> dict[str, Any]:
