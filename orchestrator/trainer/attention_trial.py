@@ -16,6 +16,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.trainer.document_attention import document_inputs, not_by_document
 from orchestrator.trainer.model import train_padding_rows
 from orchestrator.trainer.router_loss import call_model
+from orchestrator.trainer.text_config import text_config
 
 NOT_CAUSAL, PADDING = "model.not_causal", "model.padding_id"
 LENGTH = 24  # tokens; longer than windows and chunks of `small_copy`
@@ -69,7 +70,7 @@ def _tried(model: nn.Module, name: str, length: int) -> _Trial | None:
 
 
 def _padding_id(model: nn.Module) -> int | None:
-    found = getattr(getattr(model, "config", None), "pad_token_id", None)
+    found = getattr(text_config(model), "pad_token_id", None)
     return found if isinstance(found, int) and found >= 0 else None
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.errors import ConfigError
+from orchestrator.trainer.text_config import text_config
 
 CODE = "model.document_attention"
 _BY_ITSELF = "document_ids"
@@ -39,7 +40,7 @@ def require_document_attention(model: nn.Module) -> None:
         raise not_by_document(
             f"its attention is {config._attn_implementation}; only eager and sdpa take a mask"
         )
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - _MASKED)
+    other = sorted(set(getattr(text_config(model), "layer_types", None) or ()) - _MASKED)
     if other:
         raise not_by_document(f"{type(model).__name__} has layers of another attention: {', '.join(other)}")
 
@@ -48,7 +49,7 @@ def has_windows(model: nn.Module, seq_len: int) -> bool:
     """Whether layers attend to a window or a chunk of a sample of `seq_len` tokens, by the configuration of a
     transformers model.
     """
-    config: Any = getattr(model, "config", None)
+    config = text_config(model)
     types = getattr(config, "layer_types", None)
     if types:
         return bool(set(types) & _WINDOWED)

@@ -20,6 +20,7 @@ from orchestrator.parts.dtypes import SAFETENSORS
 from orchestrator.trainer.document_attention import document_inputs, input_names
 from orchestrator.trainer.meta_forward import BeyondTableError, UnknownValueError, without_weights
 from orchestrator.trainer.router_loss import call_model, require_router_loss
+from orchestrator.trainer.text_config import text_config
 
 CODE = "model.factory_output"
 _NAMED = 5
@@ -153,7 +154,7 @@ def _call(model: nn.Module, seq_len: int, by_document: bool) -> Any:
 def _usual_id(model: nn.Module) -> int:
     """An id that the model does not treat as padding: some count positions over the other ids only."""
     padding = {each.padding_idx for each in model.modules() if isinstance(each, nn.Embedding)}
-    padding.add(getattr(getattr(model, "config", None), "pad_token_id", None))
+    padding.add(getattr(text_config(model), "pad_token_id", None))
     return next(number for number in range(len(padding) + 1) if number not in padding)
 
 

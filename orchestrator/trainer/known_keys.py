@@ -17,6 +17,7 @@ from typing import Any
 from orchestrator.config.problems import near
 from orchestrator.config.text import Path, Problem, dotted
 from orchestrator.errors import ConfigError
+from orchestrator.trainer.text_config import inner_settings
 
 # What any model reads or any published configuration says, though not every class declares it.
 _OF_ALL = frozenset(
@@ -42,8 +43,7 @@ def require_known_keys(shape: Mapping[str, Any], settings: Any) -> None:
 
 
 def _problems(settings: Any, shape: Mapping[str, Any], path: Path) -> Iterator[Problem]:
-    inner = {name: getattr(settings, name, None) for name in getattr(settings, "sub_configs", {})}
-    inner = {name: each for name, each in inner.items() if each is not None}
+    inner = inner_settings(settings)
     unknown = _unknown(settings, shape, inner)
     names = {*settings.to_dict(), *settings.attribute_map}.difference(unknown)
     for key in unknown:

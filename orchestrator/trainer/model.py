@@ -28,6 +28,7 @@ from orchestrator.storage.open import open_storage
 from orchestrator.trainer.document_attention import document_inputs
 from orchestrator.trainer.factory_output import require_state
 from orchestrator.trainer.router_loss import balancing_loss, call_model
+from orchestrator.trainer.text_config import without_cache
 from orchestrator.trainer.ties import shared_buffers_kept
 
 if TYPE_CHECKING:
@@ -355,7 +356,7 @@ def _from_transformers(
         follow_files(config, model)
     if missing:
         raise _lacking(str(config.pretrained), sorted(map(str, missing)))
-    model.config.use_cache = False
+    without_cache(model)
     assert isinstance(model, nn.Module), f"transformers returned {type(model)}"
     return model
 

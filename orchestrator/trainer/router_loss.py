@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from orchestrator.errors import ConfigError
+from orchestrator.trainer.text_config import settings_of
 
 CODE = "model.router_loss"
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # what models of transformers call it
@@ -24,7 +25,7 @@ _OTHER_TERMS = ("z_loss_coefficient",)
 
 def is_balanced(model: nn.Module) -> bool:
     """Whether the model's configuration asks for a router's loss."""
-    return bool(getattr(getattr(_inner(model), "config", None), "output_router_logits", False))
+    return any(getattr(each, "output_router_logits", False) for each in settings_of(model))
 
 
 def call_model(
@@ -58,13 +59,13 @@ def require_router_loss(model: nn.Module, output: Any, name: str) -> None:
     """Raises `ConfigError` if training would leave out a part of the loss that the model is configured with.
     `output` is what the model called `name` returned.
     """
-    config: Any = getattr(_inner(model), "config", None)
-    for term in _OTHER_TERMS:
-        if getattr(config, term, 0):
-            raise _refused(
-                f"{name}: {term}={getattr(config, term)} adds a term to the loss that is not supported; "
-                "set it to 0"
-            )
+    for config in settings_of(model):
+        for term in _OTHER_TERMS:
+            if getattr(config, term, 0):
+                raise _refused(
+                    f"{name}: {term}={getattr(config, term)} adds a term to the loss that is not supported; "
+                    "set it to 0"
+                )
     returned = isinstance(getattr(output, "aux_loss", None), Tensor)
     if is_balanced(model) and not returned:
         raise _refused(
@@ -79,7 +80,8 @@ def require_router_loss(model: nn.Module, output: Any, name: str) -> None:
 
 
 def _coefficient(model: nn.Module) -> float | None:
-    values = [getattr(_inner(model), name, None) for name in _COEFFICIENTS]
+    nested = settings_of(model)[1:]  # where some models read it for their own loss
+    values = [getattr(each, name, None) for each in (_inner(model), *nested) for name in _COEFFICIENTS]
     return next((float(value) for value in values if isinstance(value, int | float)), None)
 
 

@@ -7,17 +7,21 @@ What tokens a model attends to does not depend on its sizes, so that it can be t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from orchestrator.trainer.text_config import inner_settings, without_cache
+
 VOCABULARY = 128
 WINDOW = 8  # tokens, of a window or chunk that is shorter than a sample
 MAX_PARAMETERS = 1 << 25
 _WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
+_OF_ONE_LAYER = "per_layer_config"  # values of single layers, by the layer's number
+_SHARING = "num_kv_shared_layers"  # the last layers, which use keys and values of earlier ones
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 # The sizes of transformers' configurations by their names there
 _SIZES: Mapping[str, int] = {
@@ -45,25 +49,26 @@ def small_copies(settings: Any, attention: str | None, seq_len: int) -> Iterator
     """
     from transformers import AutoModelForCausalLM
 
-    given = settings.to_dict()
-    windows = {
-        name: WINDOW
-        for name in _WINDOWS
-        if isinstance(value := given.get(name), int) and WINDOW < value < seq_len
-    }
-    few = _few_layers(given) | _fewer_ids(given) | windows
-    known = {*given, *settings.attribute_map}
-    sizes = {
-        name: size
-        for name, size in _SIZES.items()
-        if name in known and isinstance(value := getattr(settings, name, None), int) and value > size
-    }
+    def windows(each: Any) -> dict[str, Any]:
+        return {
+            name: WINDOW
+            for name in _WINDOWS
+            if isinstance(value := getattr(each, name, None), int) and WINDOW < value < seq_len
+        }
+
+    def few(each: Any) -> dict[str, Any]:
+        given = each.to_dict()
+        return _few_layers(given) | _fewer_ids(given) | windows(each)
+
+    def small(each: Any) -> dict[str, Any]:
+        changes = few(each) | _smaller_sizes(each)
+        of_one = {at: _smallest(values) for at, values in changes.get(_OF_ONE_LAYER, {}).items()}
+        return changes | ({_OF_ONE_LAYER: of_one} if of_one else {})
+
     made: list[nn.Module] = []
-    if {"hidden_size", "expand", "num_heads", "head_dim"} <= sizes.keys() | given.keys():
-        sizes["num_heads"] = int(_SIZES["hidden_size"] * given["expand"]) // _SIZES["head_dim"]  # of Mamba 2
-    for changes in (windows, few | sizes, few):
+    for changes in (windows, small, few):
         with suppress(Exception):  # these sizes do not fit the type
-            changed = type(settings)(**{**given, **changes})
+            changed = type(settings)(**_changed(settings, changes))
             with torch.device("meta"):
                 empty: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                     copy.deepcopy(changed), attn_implementation=attention
@@ -74,7 +79,7 @@ def small_copies(settings: Any, attention: str | None, seq_len: int) -> Iterator
             model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 changed, attn_implementation=attention, dtype=torch.float32
             )
-            model.config.use_cache = False
+            without_cache(model)
             draw_weights(model)
             made.append(model.eval())
         if made:
@@ -97,6 +102,33 @@ def draw_weights(model: nn.Module) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
+def _changed(settings: Any, changes: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    """The values of a configuration with `changes` to it and to each configuration inside it."""
+    inner = {name: _changed(each, changes) for name, each in inner_settings(settings).items()}
+    return {**settings.to_dict(), **changes(settings), **inner}
+
+
+def _smaller_sizes(settings: Any) -> dict[str, Any]:
+    given = settings.to_dict()
+    also: Mapping[str, str] = settings.attribute_map
+    sizes = {
+        name: size
+        for name, size in _SIZES.items()
+        if isinstance(value := given.get(also.get(name, name)), int) and value > size
+    }
+    if {"hidden_size", "expand", "num_heads", "head_dim"} <= sizes.keys() | given.keys():
+        sizes["num_heads"] = int(_SIZES["hidden_size"] * given["expand"]) // _SIZES["head_dim"]  # of Mamba 2
+    return sizes
+
+
+def _smallest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of one layer in its place."""
+    return {
+        name: min(value, _SIZES.get(name, value)) if isinstance(value, int) else value
+        for name, value in values.items()
+    }
+
+
 def _few_layers(given: Mapping[str, Any]) -> dict[str, Any]:
     """The first layer of each kind, and two layers at least."""
     name = next((each for each in _LAYERS if isinstance(given.get(each), int)), None)
@@ -108,20 +140,25 @@ def _few_layers(given: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in given.items()
         if isinstance(value, list) and len(value) == num and len(set(map(repr, value))) < num
     }
+    of_one = {int(layer): values for layer, values in (given.get(_OF_ONE_LAYER) or {}).items()}
+    sharing = range(num - (given.get(_SHARING) or 0), num)
     kinds: dict[str, int] = {}
     for layer in range(num):
-        kinds.setdefault(repr([value[layer] for value in by_layer.values()]), layer)
+        kind = [*(value[layer] for value in by_layer.values()), of_one.get(layer), layer in sharing]
+        kinds.setdefault(repr(kind), layer)
     kept = sorted(kinds.values())
     kept = sorted({*kept, *range(min(num, 2))}) if len(kept) == 1 else kept
-    return {name: len(kept), **{key: [value[i] for i in kept] for key, value in by_layer.items()}}
+    changes = {name: len(kept), **{key: [value[i] for i in kept] for key, value in by_layer.items()}}
+    if of_one:
+        changes[_OF_ONE_LAYER] = {at: of_one[layer] for at, layer in enumerate(kept) if layer in of_one}
+    if sharing:
+        changes[_SHARING] = sum(layer in sharing for layer in kept)
+    return changes
 
 
 def _fewer_ids(given: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(given.get("vocab_size"), int) or given["vocab_size"] <= VOCABULARY:
-        return {}
-    special = {
-        name: VOCABULARY - 1
-        for name, value in given.items()
-        if name.endswith("_token_id") and isinstance(value, int) and value >= VOCABULARY
-    }
-    return {"vocab_size": VOCABULARY, **special}
+    """Of each table of ids, and special ids that its rows still have."""
+    numbers = {name: value for name, value in given.items() if isinstance(value, int) and value >= VOCABULARY}
+    tables = {name: VOCABULARY for name in numbers if name.startswith("vocab_size")}
+    special = {name: VOCABULARY - 1 for name in numbers if name.endswith("_token_id")}
+    return tables | (special if "vocab_size" in tables else {})

@@ -195,6 +195,7 @@ def _build(
     from orchestrator.trainer.factory_output import Forward, try_forward
     from orchestrator.trainer.first_weights import require_fit
     from orchestrator.trainer.small_copy import small_copies
+    from orchestrator.trainer.text_config import without_cache
 
     model: Any = None
     with torch.random.fork_rng(devices=[]):
@@ -204,7 +205,7 @@ def _build(
                 if config.config is not None:
                     require_known_keys(config.config, settings)
                 model = models.shape_only(config, settings, attention)
-                model.config.use_cache = False
+                without_cache(model)
         else:
             model, note = _from_factory(config, precision)
             if model is None:
@@ -336,13 +337,13 @@ def _size(model: Any) -> ModelSize:
     how wide its blocks are, and whether it makes logits.
     """
     from orchestrator.trainer.sharded_model import blocks_of
+    from orchestrator.trainer.text_config import text_config
 
     scalars = _scalars(model)
     blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(model)]
     parameters = list(model.parameters())
     num = sum(p.numel() for p in parameters)
-    settings = getattr(model, "config", None)
-    hidden, head = getattr(settings, "hidden_size", 0), None
+    hidden, head = getattr(text_config(model), "hidden_size", 0), None
     with suppress(NotImplementedError, AttributeError):
         head = model.get_output_embeddings()
     return ModelSize(

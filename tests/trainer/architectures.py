@@ -8,13 +8,14 @@ VOCABULARY = 128
 POSITIONS = "max_position_embeddings n_positions max_seq_len n_ctx"
 _SIZES = {
     64: f"hidden_size d_model n_embd dim embed_dim embedding_size word_embed_proj_dim lru_width {POSITIONS}",
-    VOCABULARY: "vocab_size mamba_d_ssm",
+    VOCABULARY: "vocab_size vocab_size_per_layer_input mamba_d_ssm",
     96: "intermediate_size ffn_dim n_inner ffn_hidden_size",
     2: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_key_value_heads num_kv_heads "
     "num_experts_per_tok moe_topk top_k_experts linear_num_key_heads",
     4: "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads num_experts "
     "num_local_experts n_routed_experts moe_num_experts linear_num_value_heads",
-    16: "head_dim kv_lora_rank v_head_dim mamba_d_head linear_key_head_dim linear_value_head_dim",
+    16: "head_dim hidden_size_per_layer_input kv_lora_rank v_head_dim mamba_d_head linear_key_head_dim "
+    "linear_value_head_dim",
     48: "moe_intermediate_size shared_expert_intermediate_size",
     1: "n_group topk_group n_shared_experts first_k_dense_replace",
     32: "q_lora_rank",
@@ -44,15 +45,33 @@ def tiny(kind: str) -> dict[str, Any]:
     """A `model.config` of the type with few parameters. Raises what transformers raises."""
     from transformers import CONFIG_MAPPING
 
-    base = CONFIG_MAPPING[kind]()
-    known = {*vars(base), *getattr(base, "attribute_map", {})}
+    return {"model_type": kind, **small(CONFIG_MAPPING[kind]()), **_OF_TYPE.get(kind, {})}
+
+
+def nested_types() -> list[str]:
+    """Those of `all_types` that nest the configuration of their language model."""
+    from transformers import CONFIG_MAPPING
+
+    return [kind for kind in all_types() if "text_config" in getattr(CONFIG_MAPPING[kind], "sub_configs", {})]
+
+
+def small(base: Any) -> dict[str, Any]:
+    """What makes a default configuration, and each one inside it, small."""
+    given, also = base.to_dict(), getattr(base, "attribute_map", {})
     always = {"num_key_value_heads", "head_dim"}
     shape: dict[str, Any] = {
         name: size
         for size, names in _SIZES.items()
         for name in names.split()
-        if name in known and (name in always or getattr(base, name, None) is not None)
+        if (key := also.get(name, name)) in given and (name in always or given[key] is not None)
     }
-    if base.to_dict().get("layer_types"):
+    if given.get("layer_types"):
         shape["layer_types"] = (list(dict.fromkeys(base.layer_types)) * 2)[:2]
-    return {"model_type": kind, **shape, **_OF_TYPE.get(kind, {})}
+    if (given.get("pad_token_id") or 0) >= VOCABULARY:
+        shape["pad_token_id"] = 1
+    inner = {name: getattr(base, name, None) for name in getattr(base, "sub_configs", {})}
+    return shape | {
+        name: {"model_type": each.model_type, **small(each)}
+        for name, each in inner.items()
+        if each is not None
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.attention_trial import require_attention
+from orchestrator.trainer.document_attention import document_inputs
 from orchestrator.trainer.model import build_model, transformers_settings
-from orchestrator.trainer.small_copy import MAX_PARAMETERS, VOCABULARY, draw_weights, small_copies
+from orchestrator.trainer.small_copy import MAX_PARAMETERS, VOCABULARY, WINDOW, draw_weights, small_copies
 from orchestrator.trainer.trial import try_model
 from tests.resume.exports import job
-from tests.trainer.architectures import all_types, tiny
+from tests.trainer.architectures import all_types, nested_types, tiny
 
 # Their default sizes are those of published models.
 CPU = torch.device("cpu")
@@ -78,6 +80,66 @@ def test_windows_and_chunks_stay_within_documents(kind: str, window: dict[str, i
     assert refusal({"model_type": kind, **window}, by_document=True) is None
 
 
+def with_window(kind: str, size: int) -> dict[str, Any]:
+    """A tiny `model.config` of the type whose language model has windows or chunks of this size, if any."""
+    shape = tiny(kind)
+    known = transformers.CONFIG_MAPPING[kind]().text_config.to_dict()
+    window = {name: size for name in ("sliding_window", "attention_chunk_size") if name in known}
+    return {**shape, "text_config": {**shape["text_config"], **window}}
+
+
+def examine_nested(kind: str) -> None:
+    """Raises `ConfigError` if documents are refused, `AssertionError` if packed ones have other logits."""
+    asked = job({"config": with_window(kind, 7)})
+    within = asked.pack.model_copy(update={"document_attention": True, "seq_len": 64})
+    assert not try_model(asked.model_copy(update={"pack": within})).note
+    model = build_model(asked.model, "float32", 0, CPU, True).eval()
+    draw_weights(model)
+    ids = torch.arange(4, 52)[None]
+    documents = torch.arange(48)[None] // 24
+    with torch.no_grad():
+        packed = model(ids, **document_inputs(model, documents)).logits
+        alone = torch.cat([model(part).logits for part in ids.split(24, 1)], 1)
+    assert torch.allclose(packed, alone, atol=1e-3), float((packed - alone).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4_unified"])
+def test_windows_of_a_nested_configuration_are_used(kind: str) -> None:
+    examine_nested(kind)
+    large = {"model_type": kind, "text_config": {"sliding_window": 512}}
+    settings, attention = transformers_settings(ModelConfig(config=large), "cpu", True)
+    copy: Any = next(small_copies(settings, attention, 2048))
+    assert copy.config.text_config.sliding_window == WINDOW
+    assert set(copy.config.text_config.layer_types) == {"sliding_attention", "full_attention"}
+    assert refusal(large, 2048, by_document=True) is None
+
+
+@pytest.mark.chaos
+def test_so_they_are_in_every_type_that_nests_one() -> None:
+    accepted, refused, failed = set(), {}, {}
+    for kind in nested_types():
+        try:
+            examine_nested(kind)
+            accepted.add(kind)
+        except ConfigError as error:
+            refused[kind] = str(error)[:200]
+        except AssertionError as error:
+            failed[kind] = str(error)
+        except ValueError as error:  # transformers has no such configuration without other arguments
+            refused[kind] = str(error)[:200]
+    print(refused)
+    assert not failed
+    assert {"emu3", "fuyu", "gemma3", "gemma4", "gemma4_unified", "got_ocr2", "llama4", "mllama"} <= accepted
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
+def test_a_copy_keeps_what_single_layers_have_and_which_share_keys(kind: str) -> None:
+    settings = transformers.AutoConfig.for_model(kind)
+    copy: Any = next(small_copies(settings, "sdpa", 2048))
+    assert set(copy.config.layer_types) == set(settings.layer_types)
+    assert bool(copy.config.num_kv_shared_layers) == bool(settings.num_kv_shared_layers)
+
+
 class Forgetful(nn.Module):
     """Takes document ids, and sums up all tokens before."""
 
@@ -99,6 +161,29 @@ def test_a_model_whose_documents_mix_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         try_model(asked.model_copy(update={"pack": within}))
     assert refused.value.code == "model.document_attention"
+
+
+class OfParts(nn.Module):
+    """Leaves out the tokens with the padding id of its nested configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 64)
+        text = SimpleNamespace(pad_token_id=2)
+        self.config = SimpleNamespace(get_text_config=lambda decoder: text)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        rows: Tensor = self.table(input_ids) * (input_ids != 2)[..., None]
+        return rows
+
+
+def test_a_padding_id_of_a_nested_configuration_is_tried() -> None:
+    with pytest.raises(ConfigError) as refused:
+        require_attention([OfParts()], "the model", 64, by_document=False)
+    assert refused.value.code == "model.padding_id"
 
 
 class Peeking(nn.Module):

@@ -53,6 +53,15 @@ MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 3}
 GEMMA = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 3}
 LLAMA4 = {**tiny("llama4_text"), "attention_chunk_size": 3, "vocab_size": VOCABULARY}
 LINEAR = tiny("qwen3_next")
+
+
+def nested(kind: str) -> dict[str, Any]:
+    """With windows of three tokens in the configuration of its language model."""
+    shape = tiny(kind)
+    text = {**shape["text_config"], "sliding_window": 3, "vocab_size": VOCABULARY}
+    return {**shape, "text_config": text}
+
+
 DOCUMENTS = torch.tensor(
     [[0, 0, 0, 1, 2, 2, 2, 2, 2, -1, -1, -1], [0] * 12, [0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2]]
 )
@@ -110,6 +119,8 @@ MODELS = [
     pytest.param(lambda: model_of(MISTRAL, "eager"), id="mistral-window-eager"),
     pytest.param(lambda: model_of(GEMMA, "eager"), id="gemma2-windows"),
     pytest.param(lambda: model_of(LLAMA4), id="llama4-chunks"),
+    pytest.param(lambda: model_of(nested("gemma3")), id="gemma3-nested-windows"),
+    pytest.param(lambda: model_of(nested("gemma4_unified"), "eager"), id="gemma4_unified-nested-windows"),
     pytest.param(MeanOfDocument, id="factory"),
 ]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
@@ -19,7 +20,7 @@ from orchestrator.trainer.router_loss import require_router_loss
 from orchestrator.trainer.state import MODEL
 from orchestrator.trainer.trial import try_model
 from tests.resume.exports import job
-from tests.trainer.architectures import all_types, tiny
+from tests.trainer.architectures import all_types, small, tiny
 from tests.trainer.feed import VOCABULARY
 from tests.trainer.member import tiny_job
 from tests.trainer.sharded import alone, in_each_layout, on_ranks
@@ -59,6 +60,16 @@ def compare(model: Any) -> None:
 def test_the_loss_is_that_of_transformers_for_the_micro_batch(kind: str) -> None:
     assert try_model(job({"config": balanced(kind).config})).num_logits
     compare(build_model(balanced(kind), "float32", 0, CPU, True))
+
+
+def test_a_factorys_model_that_nests_the_router_has_the_loss_of_transformers() -> None:
+    settings = transformers.CONFIG_MAPPING["qwen3_vl_moe"]()
+    text = small(settings.text_config) | {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    vision = small(settings.vision_config) | {"out_hidden_size": 64}
+    model = transformers.Qwen3VLMoeForConditionalGeneration(
+        type(settings)(text_config=text, vision_config=vision)
+    )
+    compare(model.train())
 
 
 @pytest.mark.chaos

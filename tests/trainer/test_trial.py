@@ -24,6 +24,7 @@ from orchestrator.trainer.model import build_model
 from orchestrator.trainer.trial import ModelFacts, require_model, require_vocabulary, try_model
 from tests.conftest import python_is
 from tests.planning.jobs import job
+from tests.trainer.architectures import tiny
 from tests.trainer.feed import VOCABULARY
 from tests.trainer.member import tiny_job
 from tests.trainer.test_model import GEMMA2
@@ -101,6 +102,12 @@ def test_it_is_measured_without_its_weights(config):
         0,
         "",
     )
+
+
+def test_so_is_a_model_that_nests_its_language_model():
+    size = try_model(with_model(config=tiny("gemma3"))).size
+    assert size is not None
+    assert (size.hidden, size.num_blocks) == (64, 2)
 
 
 # Three equal blocks, and a table that is not trained.
