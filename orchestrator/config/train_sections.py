@@ -13,7 +13,9 @@ class ModelConfig(Section):
     """What is trained; exactly one of `config`, `pretrained`, `factory`."""
 
     config: Annotated[dict[str, Any] | None, same("a mapping with model_type, or null")] = None
-    """A transformers configuration with `model_type`; the weights start at random."""
+    """A transformers configuration with `model_type`; the weights start at random, in the type that
+    `train.precision` gives them (a `dtype` here must be that one).
+    """
     pretrained: Annotated[str | None, same("a folder or URI, or null", min_length=1)] = None
     """Folder, or a bucket's URI, in transformers' format with safetensors to start from."""
     factory: Annotated[

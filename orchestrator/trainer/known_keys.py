@@ -24,18 +24,23 @@ _OF_ALL = frozenset(
     {"gradient_checkpointing", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}
 )
 _READ_BY_ALL = frozenset({"initializer_range"})  # by a model of this configuration, not of one inside it
+_DTYPES = ("dtype", "torch_dtype")
 # How the code of a configuration or a model names a key that the class does not declare.
 _READS = re.compile(r'\bconfig\.(\w+)|config, "(\w+)"|\bkwargs\.(?:get|pop)\("(\w+)"')
 
 
-def require_known_keys(shape: Mapping[str, Any], settings: Any) -> None:
+def require_known_keys(shape: Mapping[str, Any], settings: Any, dtype: str) -> None:
     """Raises `ConfigError`, naming all of them, if `model.config`, `shape`, has keys that the transformers
     configuration made of it, `settings`, does not know: its class neither has nor translates them, and its
-    model does not ask for them. Those inside configurations within it count, too.
+    model does not ask for them. A `dtype` that is not the type of the weights, `dtype`, is refused as well.
+    Keys inside configurations within it count, too.
     """
     lines = [
         f"  {dotted(problem.path)} {problem.text}"
-        for problem in _problems(settings, shape, ("model", "config"))
+        for problem in (
+            *_problems(settings, shape, ("model", "config")),
+            *_other_dtypes(settings, shape, ("model", "config"), dtype),
+        )
     ]
     if lines:
         count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
@@ -58,6 +63,20 @@ def _problems(settings: Any, shape: Mapping[str, Any], path: Path) -> Iterator[P
     for name, each in inner.items():
         if isinstance(shape.get(name), Mapping):
             yield from _problems(each, shape[name], (*path, name))
+
+
+def _other_dtypes(settings: Any, shape: Mapping[str, Any], path: Path, dtype: str) -> Iterator[Problem]:
+    """`train.precision` decides the type of the weights: another one here would have no effect."""
+    for key in _DTYPES:
+        if shape.get(key) is not None and str(shape[key]) != dtype:
+            yield Problem(
+                path=(*path, key),
+                text=f"is {shape[key]}, but train.precision makes the weights {dtype}; leave {key} out, and "
+                "set train.precision",
+            )
+    for name, each in inner_settings(settings).items():
+        if isinstance(shape.get(name), Mapping):
+            yield from _other_dtypes(each, shape[name], (*path, name), dtype)
 
 
 def _unknown(settings: Any, shape: Mapping[str, Any], inner: Mapping[str, Any]) -> list[str]:

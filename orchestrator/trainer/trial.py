@@ -203,7 +203,8 @@ def _build(
             with torch.device("meta"):
                 settings, attention = models.transformers_settings(config, device_type, invariant)
                 if config.config is not None:
-                    require_known_keys(config.config, settings)
+                    dtype = str(models.weights_dtype(precision)).removeprefix("torch.")
+                    require_known_keys(config.config, settings, dtype)
                 model = models.shape_only(config, settings, attention)
                 without_cache(model)
         else:

@@ -270,7 +270,30 @@ def test_keys_that_a_class_translates_or_its_model_asks_for_are_known(config):
 @pytest.mark.parametrize("kind", ["llama", "gemma3n", "gpt2", "qwen3_moe", "mixtral", "mamba2", "opt"])
 def test_what_a_class_says_of_itself_it_knows(kind):
     settings = AutoConfig.for_model(kind)
-    require_known_keys(settings.to_dict(), AutoConfig.for_model(**settings.to_dict()))
+    require_known_keys(settings.to_dict(), AutoConfig.for_model(**settings.to_dict()), "float32")
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_type_that_the_weights_do_not_get_is_refused(key):
+    def settings(shape):
+        return AutoConfig.for_model(**shape)
+
+    for dtype, weights in (("float16", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16")):
+        for shape in (
+            {**LLAMA, key: dtype},
+            {"model_type": "gemma3", "text_config": {"hidden_size": 64, key: dtype}},
+        ):
+            with pytest.raises(ConfigError) as refused:
+                require_known_keys(shape, settings(shape), weights)
+            said = str(refused.value)
+            assert all(part in said for part in (f"{key} is {dtype}", weights, "train.precision"))
+    same = {**LLAMA, key: "bfloat16"}
+    require_known_keys(same, settings(same), "bfloat16")
+
+
+def test_a_start_refuses_a_type_that_precision_does_not_give():
+    with pytest.raises(ConfigError, match=r"train\.precision"):
+        try_model(with_model(config={**LLAMA, "dtype": "float16"}))
 
 
 def test_a_pretrained_folder_is_tried_with_its_own_configuration_and_must_hold_safetensors(tmp_path):
