@@ -222,11 +222,12 @@ def _check(plan: SourcePlan) -> None:
                     text = f"data.sources {plan.source}: {path}: {where}: {error}"
                     bad = bad or text
                     if isinstance(error, WrongFieldError):
-                        wrong, code = (wrong, code) if wrong else (text, error.code)
+                        advice = "" if error.code else f". Set {manifest.content.settings}"
+                        wrong, code = (wrong, code) if wrong else (f"{text}{advice}", error.code)
                 else:
                     return
     if wrong is not None:
-        raise ConfigError(f"{wrong}. Set {manifest.content.settings}", code=code)
+        raise ConfigError(wrong, code=code)
     if bad is not None:
         raise ConfigError(
             f"{bad}; none of the {seen} records looked at can be read: "

@@ -112,10 +112,12 @@ def look_ahead(
     epochs = find_known_epochs(store, seen.parents, seen.journal.events, job)
     found = decide(store, job, point, identities, data=spec, skip=asked, here=here, epochs=epochs)
     found = _with_drawn_skip(found, job, spec, point, asked) if draw else found
-    notes = _notes(store, job, seen, point, damages, fast)
+    changes = code_changes(store, job, point.name if point is not None else None)
+    notes = changes + _notes(store, job, seen, point, damages, fast)
     return replace(
         found,
         notes=(*found.notes, *notes),
+        code_changed=bool(changes),
         rewind=rewind_sentence(seen, job, point),
         damages=() if fast and not known else damages,
     )
@@ -160,7 +162,7 @@ def _notes(
     fast: bool,
 ) -> list[str]:
     """What else is to be said of what is continued."""
-    notes = code_changes(store, job, point.name if point is not None else None)
+    notes: list[str] = []
     if point is None and job.model.init_from is not None:
         from orchestrator.resume.init_weights import weights_sentence
 
@@ -214,10 +216,11 @@ def _look_at_fork(
     found = decide(other, job, point, (run.identity, spec.identity()), data=spec, skip=asked, here=here)
     found = _with_drawn_skip(found, job, spec, point, asked) if draw else found
     notes = [f"forks {fork.run} at {fork.point}: a run of its own from there on; the point is pinned there"]
-    notes += code_changes(store, job, None)
+    changes = code_changes(store, job, None)
+    notes += changes
     if fast:
         notes.append(said_of_files(other, point))
-    return replace(found, notes=(*notes, *found.notes))
+    return replace(found, notes=(*notes, *found.notes), code_changed=bool(changes))
 
 
 def _with_drawn_skip(

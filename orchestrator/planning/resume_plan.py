@@ -73,14 +73,15 @@ class ResumePlan:
     configuration and the new one; for a start, `lr_after` is that of the first step. Not part of the JSON are
     `budgets`, which go into the claim, `encoders`, who encoded until now, `encoder`, who does from the
     next whole document on (None: the run is not begun, and nobody has chosen), `drawn`, what a claim says
-    of `skip` (None: not drawn), and `damages`, what this start found wrong with points that it or its workers
-    have read. `notes` are sentences: how the batch lies on the workers, what another number of them means,
-    what is special about the data. `rewind` says what `resume.from` sets aside. `sources` say how much of
-    each source the run has had (empty where the data are not known), `skip` what is left out after the point
-    (`cursor` is the point's own), `lists` what becomes of the sources (`cursor` is then where they begin
-    anew); `skip_note` and `restart_note` say why a skip or a restart that is asked for is done already, or
-    why nothing becomes of the sources. `data_tokens` are the positions that the data still hold, where a
-    launch has come to their end before (None: not known).
+    of `skip` (None: not drawn), `damages`, what this start found wrong with points that it or its workers
+    have read, and `code_changed`: the user's code is not the one that trained the point. `notes` are
+    sentences: how the batch lies on the workers, what another number of them means, what is special about the
+    data. `rewind` says what `resume.from` sets aside. `sources` say how much of each source the run has had
+    (empty where the data are not known), `skip` what is left out after the point (`cursor` is the point's
+    own), `lists` what becomes of the sources (`cursor` is then where they begin anew); `skip_note` and
+    `restart_note` say why a skip or a restart that is asked for is done already, or why nothing becomes of
+    the sources. `data_tokens` are the positions that the data still hold, where a launch has come to their
+    end before (None: not known).
     `where` says on what other machine this holds, where this one cannot start it (empty: it can).
     `codes` has the error code of each of `refusals`, None for one without.
     """
@@ -114,6 +115,7 @@ class ResumePlan:
     data_tokens: int | None = None
     damages: tuple[Damage, ...] = ()
     where: str = ""
+    code_changed: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.codes) == len(self.refusals), "a code, or None, for each refusal"
@@ -137,7 +139,7 @@ class ResumePlan:
         """The document of `orchestrator plan --json`."""
         document: dict[str, Any] = encode(self)
         of_notes = ("rewind", "skip_note", "restart_note", "where")
-        for name in ("budgets", "encoders", "encoder", "drawn", "damages", *of_notes):
+        for name in ("budgets", "encoders", "encoder", "drawn", "damages", "code_changed", *of_notes):
             del document[name]
         return {**document, "notes": list(self.all_notes)}
 

@@ -83,8 +83,8 @@ def require_model(
 
 
 def is_to_try(plan: ResumePlan) -> bool:
-    """Whether a start tries the model: it is not the one that the run's point was made with."""
-    return plan.point is None or any(
+    """Whether a start tries the model: it, or its code, is not what the run's point was made with."""
+    return plan.point is None or plan.code_changed or any(
         d.field.startswith(("model.", "pack.document_attention", "pack.seq_len", "train.parallel"))
         for d in plan.differences
     )

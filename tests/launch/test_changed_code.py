@@ -20,6 +20,7 @@ from orchestrator.monitor.run import Run
 from orchestrator.planning.parallel_choice import ParallelChoice
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.resume.run_file import RUN_FILE
+from orchestrator.trainer.trial import is_to_try
 from tests.launch.test_start import Runner
 
 FIRST, SECOND = "first = 1\n", "second = 2\n"
@@ -72,6 +73,7 @@ def assert_warned(fork: Of, *names: object) -> None:
     (warning,) = warnings(plan)
     assert all(str(name) in warning for name in names), warning
     assert code_changes(fork.store, fork.config(), plan.point) == [warning]
+    assert is_to_try(plan), "what the other code makes may be no model"
 
 
 def assert_silent(fork: Of) -> None:
@@ -79,6 +81,7 @@ def assert_silent(fork: Of) -> None:
     assert plan.action == "resume"
     assert warnings(plan) == []
     assert code_changes(fork.store, fork.config(), plan.point) == []
+    assert not is_to_try(plan)
 
 
 def test_a_fork_keeps_the_record_of_the_code_that_trained_its_point(run: Of, module: Path) -> None:
