@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 
 from orchestrator.data.settings import StreamSettings
@@ -25,7 +24,7 @@ from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.input_file import open_input
 from orchestrator.data.sources.readers import naming_damage
-from orchestrator.data.sources.text_encoding import CODE as TEXT_ENCODING
+from orchestrator.data.sources.text_encoding import before_a_start
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chat_template import UnrenderableError
@@ -194,17 +193,6 @@ def _read_first(
                 yield where, error
 
 
-@contextmanager
-def _before_a_start() -> Iterator[None]:
-    """A file in another encoding is a wrong configuration while nothing has begun."""
-    try:
-        yield
-    except DataError as error:
-        if error.code != TEXT_ENCODING:
-            raise
-        raise ConfigError(str(error), code=error.code) from error
-
-
 def _check(plan: SourcePlan) -> None:
     manifest, seen = plan.manifest, 0
     form = format_of(manifest.format)
@@ -213,7 +201,7 @@ def _check(plan: SourcePlan) -> None:
     code: str | None = None
     for number in range(min(NUM_FILES, len(manifest.files))):
         row, path = manifest.files[number], manifest.path(number)
-        with naming_damage(path), open_input(manifest.base, row.path) as file, _before_a_start():
+        with naming_damage(path), open_input(manifest.base, row.path) as file, before_a_start():
             for where, attempt in islice(form.first_records(file, row, manifest.content), NUM_RECORDS):
                 seen += 1
                 try:

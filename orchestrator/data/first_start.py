@@ -24,6 +24,7 @@ from orchestrator.data.source_notes import notes_of, shared_files
 from orchestrator.data.sources.documents import BadRecordError
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.manifest import Manifest
+from orchestrator.data.sources.text_encoding import before_a_start
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.adversarial import ADVERSARIAL_VERSION
@@ -65,7 +66,8 @@ def first_start(
         plans.append(found.plan)
         paths[source.name] = found.paths
         notes += [*found.notes, *notes_of(found.plan, settings)]
-    encoder, compared = choose(config, settings, facts, plans)
+    with before_a_start():
+        encoder, compared = choose(config, settings, facts, plans)
     record = DataRecord(
         tokenizer=config.data.tokenizer,
         tokenizer_digest=facts.digest,

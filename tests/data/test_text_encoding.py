@@ -107,6 +107,9 @@ def test_a_file_in_another_encoding_stops_with_its_name(
             assert read.value.code == CODE
             assert str(path) in str(read.value)
             assert encoding[:6].upper() in str(read.value)
+    with pytest.raises(ConfigError) as compared:  # tokenizing libraries are compared on these documents first
+        spec_of(job(tiny_config, folder, form))
+    assert compared.value.code == CODE
     skipping = {"on_bad_document": "skip", "max_bad_share": 1.0, "encoder": "tokenizers"}
     spec = spec_of(job(tiny_config, folder, form, **skipping))
     with pytest.raises(ConfigError) as refused:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from orchestrator.errors import DataError
+from orchestrator.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from orchestrator.data.sources.input_file import InputFile
@@ -70,6 +71,17 @@ def _is_utf8(begin: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+@contextmanager
+def before_a_start() -> Iterator[None]:
+    """A file in another encoding is a wrong configuration while nothing has begun."""
+    try:
+        yield
+    except DataError as error:
+        if error.code != CODE:
+            raise
+        raise ConfigError(str(error), code=error.code) from error
 
 
 def require_utf8(name: str, begin: bytes) -> None:
