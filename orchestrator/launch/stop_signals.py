@@ -51,6 +51,17 @@ def told(interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
     return first
 
 
+class _First:
+    """The first error that a handler raised in the launch at hand."""
+
+    error: SignalledError | None = None
+
+
+def _noted(error: SignalledError) -> SignalledError:
+    _First.error = _First.error or error
+    return error
+
+
 class _Grace:
     """When this process expects SIGKILL, in seconds of the monotonic clock: signals are the process's."""
 
@@ -72,13 +83,19 @@ def ended_by_signals() -> Iterator[None]:
     """
 
     def end(number: int, _: object) -> None:
-        raise _before_training(number)
+        raise _noted(_before_training(number))
 
     with _handled({signal.SIGTERM: end, signal.SIGHUP: end, signal.SIGUSR1: lambda *_: None}):
         try:
             yield
+        except KeyboardInterrupt as last:
+            # what a handler raises inside a call of Ray comes out as a new KeyboardInterrupt
+            if _First.error is not None and not isinstance(told(last), SignalledError):
+                raise _First.error from last
+            raise
         finally:
-            _Grace.until = math.inf  # the process lives on, a notebook's for example
+            # the process lives on, a notebook's for example
+            _Grace.until, _First.error = math.inf, None
 
 
 def _before_training(number: int) -> SignalledError:
@@ -130,9 +147,9 @@ def stop_on_signals(
             relayed_until = -math.inf
             return
         if first:
-            raise StoppedAtOnceError(number, first)
+            raise _noted(StoppedAtOnceError(number, first))
         if not trains():
-            raise _before_training(number)
+            raise _noted(_before_training(number))
         first, relayed_until = number, time.monotonic() + relayed_s
         if number == signal.SIGTERM:
             wait_s = job_stop_s()

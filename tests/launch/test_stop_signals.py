@@ -6,7 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -113,6 +113,21 @@ def test_a_signal_while_a_start_ends_does_not_take_away_what_the_first_says() ->
     first = stop_signals.told(ended.value)
     assert isinstance(first, SignalledError)
     assert first.exit_code == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_signal_is_named_although_a_call_of_ray_raises_a_bare_interrupt(*, trains: bool) -> None:
+    def call() -> None:
+        with suppress(SignalledError), Heard().listening(trains=trains):
+            send(signal.SIGTERM, signal.SIGTERM)
+        raise KeyboardInterrupt
+
+    with pytest.raises(SignalledError) as ended, ended_by_signals():
+        call()
+    assert ended.value.exit_code == 128 + signal.SIGTERM
+    with pytest.raises(KeyboardInterrupt) as alone, ended_by_signals():
+        raise KeyboardInterrupt
+    assert not isinstance(alone.value, SignalledError), "that of another launch"
 
 
 def test_waits_at_the_end_are_as_long_as_who_sent_sigterm_lets_the_process_live(
