@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from orchestrator.config.train_sections import ModelConfig
@@ -125,7 +126,8 @@ def test_so_they_are_in_every_type_that_nests_one() -> None:
             refused[kind] = str(error)[:200]
         except AssertionError as error:
             failed[kind] = str(error)
-        except ValueError as error:  # transformers has no such configuration without other arguments
+        # transformers makes no such configuration of small sizes alone, or without another package
+        except (ValueError, ImportError, StrictDataclassError) as error:
             refused[kind] = str(error)[:200]
     print(refused)
     assert not failed
