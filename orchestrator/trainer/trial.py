@@ -271,8 +271,17 @@ def _require_attention(
 
 def _require_export(config: ModelConfig, model: Any) -> None:
     """Raises `ConfigError` if what is trained could not be exported."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
     from orchestrator.trainer.saved_form import SavedForm, shapes_of
 
+    if (settings := type(model.config)) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{_name(config)} can be trained, but AutoModelForCausalLM of the installed transformers does not"
+            f" open what would be exported: it has no model for {settings.__name__}; take another model or "
+            "version",
+            code="model.export",
+        )
     try:
         SavedForm(config, shapes_of(model), None, {"bos_token_id": None, "eos_token_id": None})
     except StorageError:

@@ -77,13 +77,15 @@ def test_so_it_is_for_every_type_with_a_router() -> None:
     failed, examined = {}, []
     for kind in all_types():
         try:
+            if not hasattr(transformers.CONFIG_MAPPING[kind](), "output_router_logits"):
+                continue
             with torch.device("meta"):
                 shape = build_model(balanced(kind), "float32", 0, torch.device("meta"), True)
             size = sum(parameter.numel() for parameter in shape.parameters())
             asked = job({"config": balanced(kind).config})
         except Exception:  # noqa: BLE001  these sizes do not fit the type
             continue
-        if size > 1 << 25 or not hasattr(shape.config, "output_router_logits"):
+        if size > 1 << 25:
             continue
         try:
             try_model(asked)
