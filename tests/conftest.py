@@ -29,7 +29,7 @@ from tests import warm_python
 # `make test` tries the same examples each time, `make chaos` new ones (`--hypothesis-profile=random`). No
 # example has a deadline: a busy machine is no failure.
 settings.register_profile("random", deadline=None, database=None, print_blob=True)
-settings.register_profile("orchestrator", deadline=None, database=None, derandomize=True)
+settings.register_profile("orchestrator", max_examples=50, deadline=None, database=None, derandomize=True)
 settings.load_profile("orchestrator")
 
 # a dead raylet is noticed after 2 to 3 s; read by Ray when a node is started

@@ -247,6 +247,7 @@ def test_a_killed_feeder_costs_no_sample(shared: tuple[Any, str], samples: list[
     assert len(taken) == 12 * STEP_TOKENS // SEQ_LEN
 
 
+@pytest.mark.chaos
 def test_a_killed_tokenizer_costs_no_sample(shared: tuple[Any, str], samples: list[Any]) -> None:
     killed: list[int] = []
 
@@ -276,6 +277,7 @@ def test_any_cursor_is_opened_at_exactly_its_place_and_no_thread_is_left_behind(
     eventually(lambda: stats_of(shared[0]).pipeline_threads <= 2)
 
 
+@pytest.mark.chaos
 def test_another_place_is_read_by_the_tokenizers_that_are_there(
     shared: tuple[Any, str], samples: list[Any]
 ) -> None:
@@ -372,6 +374,7 @@ class HangsWhenItIsBack:
         threading.Event().wait()
 
 
+@pytest.mark.chaos
 def test_a_feeder_that_hangs_after_its_restart_is_waited_for_no_longer_than_one_that_stays_away() -> None:
     actor: Any = ray.remote(HangsWhenItIsBack).options(max_restarts=-1, num_cpus=0).remote()
     try:
@@ -693,6 +696,7 @@ def test_a_specification_beyond_the_limit_of_what_a_class_may_hold_reaches_feede
     assert_stream(taken + again, samples[: len(taken + again)])
 
 
+@pytest.mark.chaos
 def test_reading_takes_no_cpu_beside_the_tokenizers(
     spec: DataSpec, samples: list[Any], shared: tuple[Any, str]
 ) -> None:
@@ -707,6 +711,7 @@ def test_reading_takes_no_cpu_beside_the_tokenizers(
     ray.kill(hog)
 
 
+@pytest.mark.chaos
 def test_tokenizers_without_cpus_of_their_own_read_beside_workers_that_hold_all(
     spec: DataSpec, samples: list[Any], shared: tuple[Any, str]
 ) -> None:

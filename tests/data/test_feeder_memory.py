@@ -67,6 +67,7 @@ def test_a_step_that_needs_more_than_the_share_is_an_error_with_both_values(
         assert part in str(caught.value)
 
 
+@pytest.mark.chaos
 def test_distinct_words_leave_the_feed_within_its_bound(tmp_path: Path) -> None:
     train_tokenizer(["some text to begin with"], 300, tmp_path / "tokenizer")
     found = run_case(

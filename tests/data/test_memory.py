@@ -302,6 +302,7 @@ print(most - before)
 """
 
 
+@pytest.mark.chaos
 def test_words_that_never_come_again_do_not_pile_up_in_the_encoder(tmp_path: Path) -> None:
     train_tokenizer(["some text to begin with"], 300, tmp_path / "tokenizer")
 

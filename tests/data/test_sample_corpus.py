@@ -46,6 +46,7 @@ def stdlib(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CorpusReport
     return folder, build_sample_corpus(folder)
 
 
+@pytest.mark.chaos
 def test_the_standard_library_makes_a_real_corpus(stdlib: tuple[Path, CorpusReport]) -> None:
     folder, report = stdlib
     found = documents(folder)

@@ -555,6 +555,7 @@ def test_the_search_finds_a_mistake_that_is_planted(planted: type[Slots], found:
         search(range(HISTORIES), planted)
 
 
+@pytest.mark.chaos
 def test_without_room_one_window_after_the_other_is_begun_and_nothing_waits_for_ever() -> None:
     search(range(HISTORIES), Tight)
 

@@ -96,6 +96,7 @@ def test_a_step_between_points_is_trained_again_and_its_record_comes_out_to_the_
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.chaos
 def test_three_attempts_with_another_batch_size_are_gone_through_from_the_first_weights(
     trained_here: Path,
 ) -> None:

@@ -37,6 +37,7 @@ def test_whoever_is_given_a_uri_of_another_kind_says_which_there_are(
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.chaos
 @pytest.mark.usefixtures("begun_warm")
 def test_a_launch_that_is_refused_says_so_wherever_it_is_asked(tiny_config: Any) -> None:
     config = parse_config(tiny_config(ON_GPUS))

@@ -236,6 +236,7 @@ def test_a_submission_without_the_token_is_stopped_before_anything_is_copied(
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.chaos
 def test_a_refused_job_fails_with_the_reason_and_writes_nothing(job: Job, server: JobServer) -> None:
     submission = server.submit(job.config(), "train.max_stepz=5", "run.storage=./runs")
     status, logs = server.end(submission)

@@ -119,6 +119,7 @@ def test_a_frozen_coordinator_is_replaced_and_no_step_is_lost(
     assert [e for e in journal.events if e.kind == "unresponsive" and re.match(killed, e.fields["reason"])]
 
 
+@pytest.mark.chaos
 def test_a_frozen_worker_is_named_and_the_feeder_killed_meanwhile_and_training_goes_on(
     job: Job, cluster: Any, unbroken: Unbroken
 ) -> None:

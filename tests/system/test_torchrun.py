@@ -113,6 +113,7 @@ def unbroken(tiny_config: Any, tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 # ---------------------------------------------------------------------------------------- under torchrun
+@pytest.mark.chaos
 def test_ranks_that_this_machine_cannot_hold_are_refused_before_anything_is_written(
     job: Job, tmp_path: Path
 ) -> None:

@@ -65,6 +65,7 @@ def test_a_point_of_the_step_is_committed_and_the_others_go_on_from_it(tmp_path,
     assert causes[1] == "node drained"
 
 
+@pytest.mark.chaos
 def test_where_nobody_knew_that_a_save_is_needed_the_one_before_the_reform_is_it(tmp_path, calm, alone):  # noqa: F811
     launch = drained_at_5(tmp_path, sharded=False)
     assert [(view.world_size, view.step) for view in launch.views] == [(3, 0), (2, 5)]

@@ -207,6 +207,7 @@ def _memory(field: str) -> int:
     raise AssertionError(field)
 
 
+@pytest.mark.chaos
 def test_a_member_takes_a_buffer_beside_its_rows(tmp_path: Path) -> None:
     shape = {**LLAMA, "vocab_size": 1 << 16, "hidden_size": 256, "num_hidden_layers": 1}
     model = ModelConfig(pretrained=saved(tmp_path, shape, torch.bfloat16))

@@ -42,6 +42,7 @@ def test_a_state_that_was_saved_in_shards_is_continued_in_any_layout(tmp_path, a
         assert losses(half, later) == pytest.approx(losses(alone), rel=1e-5)
 
 
+@pytest.mark.chaos
 def test_the_digest_of_a_sharded_state_is_that_of_its_point(tmp_path):
     job = job_of(HSDP, resume__every_steps=4)
     launch = run_to_end(tmp_path, 4, job=replace(job, digest_every_steps=2))

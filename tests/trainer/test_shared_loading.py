@@ -85,6 +85,7 @@ def saved_in(folder: Path, layout: Layout) -> str:
     return str(folder)
 
 
+@pytest.mark.chaos
 def test_replicas_read_one_state_together_and_hold_its_bits(tmp_path: Path) -> None:
     folders = [saved_in(tmp_path / str(number), layout) for number, layout in enumerate(SAVED)]
     ranks = on_ranks(4, in_each_layout, folders)

@@ -382,6 +382,7 @@ def test_the_planner_answers_what_the_command_line_answers(job: Job, storage: Pa
             assert sum(part["per_worker"]) == part["num_micro"]
 
 
+@pytest.mark.chaos
 def test_the_planner_refuses_in_the_words_of_the_command_line(opened: Open, job: Job) -> None:
     orphan = next(row["name"] for row in job.run.list_points() if not row["on_lineage"])
     with pytest.raises(OrchestratorError) as refused:
@@ -404,6 +405,7 @@ def test_a_value_that_is_none_is_refused_while_it_is_typed(opened: Open) -> None
     assert "pack.seq_len is 'long'" in page.inner_text(".plancol .banner.warn")
 
 
+@pytest.mark.chaos
 def test_a_mixture_of_packs_shows_what_no_sample_holds_and_its_plan_what_was_seen(
     browser: Any, tiny_config: Any, tmp_path: Path
 ) -> None:
