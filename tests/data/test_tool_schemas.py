@@ -20,7 +20,8 @@ from tests.data.test_chat import CHATML, TOOLS, Chat, byte_level, saved
 from tests.data.test_chat_values import CODE, conversation, in_function, text
 
 LOOPS = (
-    "{% macro shown(s) %}{% if s is mapping %}{% for k in s.required or [] %}[{{ k }}]{% endfor %}"
+    "{% macro shown(s) %}{% if s is mapping %}{% if s.required is not boolean %}"
+    "{% for k in s.required or [] %}[{{ k }}]{% endfor %}{% endif %}"
     "{% for k, v in (s.properties or {}).items() %}({{ k }}:{{ shown(v) }}){% endfor %}"
     "{% for v in s.anyOf or [] %}|{{ shown(v) }}{% endfor %}{% for v in s.enum or [] %}={{ v }}{% endfor %}"
     "{{ shown(s['items']) }}{% endif %}{% endmacro %}"
