@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from orchestrator.data.settings import StreamSettings
-from orchestrator.data.sources.documents import (
+from orchestrator.data.sources.content import (
     BadRecordError,
     Content,
     Conversation,

@@ -21,7 +21,7 @@ from orchestrator.data.settings import (
     with_transforms,
 )
 from orchestrator.data.source_notes import notes_of, shared_files
-from orchestrator.data.sources.documents import BadRecordError
+from orchestrator.data.sources.content import BadRecordError
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.sources.text_encoding import before_a_start

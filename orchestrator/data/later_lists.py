@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.data.frozen import LaterList, manifest_path, read_later, write_later
 from orchestrator.data.sources import manifest as manifests
-from orchestrator.data.sources.documents import Content
+from orchestrator.data.sources.content import Content
 from orchestrator.data.sources.fragments import SourcePlan, frozen_at, plan_source
 from orchestrator.data.sources.listing import list_files
 from orchestrator.errors import ConfigError, DataIdentityError

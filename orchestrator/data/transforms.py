@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from orchestrator.data.sources.documents import (
+from orchestrator.data.sources.content import (
     KWARGS_FIELD,
     TOOLS_FIELD,
     BadRecordError,
@@ -26,8 +26,8 @@ from orchestrator.data.sources.documents import (
     Document,
     Prompted,
     bare,
-    document_of,
 )
+from orchestrator.data.sources.documents import document_of
 from orchestrator.data.sources.plain_values import own_copy
 from orchestrator.data.user_code import UserCode, load
 from orchestrator.errors import BadDocument, ConfigError, DataError, DataIdentityError

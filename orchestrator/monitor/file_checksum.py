@@ -13,7 +13,7 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from orchestrator.data.settings import StreamSettings
-from orchestrator.data.sources.documents import BadRecordError, bare
+from orchestrator.data.sources.content import BadRecordError, bare
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.manifest import Manifest

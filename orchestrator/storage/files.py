@@ -18,6 +18,7 @@ from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.disk import AppendHandle, Disk
 from orchestrator.storage.local_store import LocalStore
 from orchestrator.storage.store import AppendingStore, Listed, Pieces, Readable, Store, Traits
+from orchestrator.storage.store_kinds import store_at
 
 READ_BYTES = 8 << 20
 _FIRST_BYTES = 64 << 10  # most files are documents that fit, and memory for 8 MiB takes longer than they do
@@ -105,9 +106,7 @@ class Storage:
         """
         if is_uri(root) == is_uri(self.root):
             return Storage.on(self._store.beside(root))
-        from orchestrator.storage.open import open_storage
-
-        return open_storage(root)
+        return Storage.on(store_at(root, time.sleep))
 
     def within(self, limit_s: float) -> Storage:
         """The same storage, of which a call gives up after `limit_s` seconds where it would ask longer (in a

@@ -6,14 +6,13 @@ It knows what is written in configurations and commands; it asks no storage anyt
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable
 from pathlib import PurePath
 
-from orchestrator.errors import ConfigError
-from orchestrator.storage.buckets import AZURE, SCHEMES, is_uri, split_bucket
+from orchestrator.storage.buckets import split_bucket
 from orchestrator.storage.files import Storage
+from orchestrator.storage.store_kinds import store_at
 
 
 def is_bucket(location: str) -> bool:
@@ -29,12 +28,7 @@ def open_storage(location: str, *, sleep: Callable[[float], None] = time.sleep) 
     Raises `ConfigError` for an empty text, a URI of another kind, what only begins as a bucket's (a folder
     that is called so is `./s3:`), and one that contains credentials or options.
     """
-    if not is_uri(location):
-        return Storage(location, sleep=sleep)
-    require_plain(location)
-    from orchestrator.storage.object_store import ObjectStore
-
-    return Storage.on(ObjectStore(location, sleep))
+    return Storage.on(store_at(location, sleep))
 
 
 def absolute(location: str) -> str:
@@ -67,31 +61,3 @@ def above(location: str) -> tuple[str, ...]:
 
 
 _SLASHES_OF_A_BUCKET = 2
-
-
-_QUERY = re.compile(r"\?[^/=]*=")
-
-
-def require_plain(uri: str, *, pattern: bool = False) -> None:
-    """Raises `ConfigError` for a URI of another kind than a bucket's, and for one that contains credentials
-    or options. It says nothing of what follows the scheme where that may be a secret. `pattern`: names of
-    objects, in which `?` and `#` are no more than characters, unless a query begins so.
-    """
-    scheme, separator, rest = uri.partition("://")
-    if not separator:
-        scheme, _, rest = uri.partition(":")
-        rest = rest.lstrip("/")
-    elif scheme not in SCHEMES:
-        raise ConfigError(
-            f"{scheme}:// is no storage that is known here: give a folder, e.g. ./runs, or the URI of a "
-            "bucket of s3://, gs:// or az:// and a prefix in it"
-        )
-    before, at, _ = rest.partition("/")[0].partition("@")
-    options = _QUERY.search(rest) if pattern else re.search("[?#]", rest)
-    # Azure's container@account has no secret in it
-    if (at and (scheme not in AZURE or ":" in before)) or options:
-        raise ConfigError(
-            f"the {scheme}:// URI has more than a bucket and a prefix in it ('@', '?' or '#'), which may be "
-            "a secret: write those two alone, and give credentials by the environment of each machine "
-            "(docs/storage.md)"
-        )

@@ -22,7 +22,7 @@ from orchestrator.planning.state_layout import Layout, written_rows
 from orchestrator.planning.weights_sum import weights_sum
 from orchestrator.records.points import SavedTensor
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.state import MODEL, Item, tensor_bytes
+from orchestrator.trainer.items import MODEL, Item, tensor_bytes
 
 
 class StateFiles(Protocol):

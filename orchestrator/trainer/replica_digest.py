@@ -23,7 +23,7 @@ from torch import Tensor
 
 from orchestrator.planning.state_layout import Layout
 from orchestrator.records.points import ReplicaDigests
-from orchestrator.trainer.state import Item
+from orchestrator.trainer.items import Item
 
 BLOCK_BYTES = 64 << 10
 _WORD_BYTES = 8

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from orchestrator.errors import ResumePointError
-from orchestrator.trainer.model import (
+from orchestrator.trainer.items import own_tensors, tensor_bytes
+from orchestrator.trainer.stored_ties import kept_in_float32, note_ties
+from orchestrator.trainer.transformers_model import (
     GENERATION,
     SETTINGS,
     naming_model,
@@ -28,8 +30,6 @@ from orchestrator.trainer.model import (
     shape_only,
     transformers_settings,
 )
-from orchestrator.trainer.state import own_tensors, tensor_bytes
-from orchestrator.trainer.stored_ties import kept_in_float32, note_ties
 
 if TYPE_CHECKING:
     from orchestrator.config.train_sections import ModelConfig

@@ -24,6 +24,7 @@ from orchestrator.planning.state_layout import Layout, flat_part
 from orchestrator.records.membership import GenerationView
 from orchestrator.records.points import SavedTensor, Vote
 from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.trainer.items import Item
 from orchestrator.trainer.loading import dtype_name, saved_tensors
 from orchestrator.trainer.membership import Membership
 from orchestrator.trainer.replica_digest import SharedRows, replica_digests, shared_rows
@@ -45,7 +46,7 @@ from orchestrator.trainer.save_slot import (
     Written,
 )
 from orchestrator.trainer.staging import Copies, Staging, StagingBuffer
-from orchestrator.trainer.state import Item, TrainState
+from orchestrator.trainer.state import TrainState
 
 STOP_LIMIT_S = 900.0  # how long the writing of a part that is not wanted any more may take to end
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from orchestrator.errors import ConfigError
 from orchestrator.planning.state_layout import Layout, held_rows, layout_of
 from orchestrator.trainer.deferred import DeferredModel, defer
-from orchestrator.trainer.first_rows import fill_rows
+from orchestrator.trainer.initial_weights import fill_rows
+from orchestrator.trainer.items import MODEL, Item, own_tensors, whole_item
 from orchestrator.trainer.model import bare_model, first_model
 from orchestrator.trainer.sharded_model import Wrapping, blocks_of, local_rows, shard_model, skeleton_of
-from orchestrator.trainer.state import MODEL, Item, OwnRows, TrainState, own_tensors, whole_item
+from orchestrator.trainer.state import OwnRows, TrainState
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

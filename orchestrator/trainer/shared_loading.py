@@ -20,9 +20,9 @@ from orchestrator.planning.state_layout import Layout
 from orchestrator.planning.state_moves import Move
 from orchestrator.records.points import Damage, DamagedPointError, damaged_point
 from orchestrator.trainer.group import GenerationEnded, Group, collective
+from orchestrator.trainer.items import Item
 from orchestrator.trainer.loading import StateFiles, point_reader, wanted_of
 from orchestrator.trainer.reshard import DigestError, Parcel, exchange, tensor_as_bytes
-from orchestrator.trainer.state import Item
 
 # the errors of one member that all of them raise; of several kinds the first one here counts
 _TOLD = (DamagedPointError, ResumePointError, StorageError)

@@ -6,7 +6,7 @@ One list of items serves both copying to blank members and saving. It knows no f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,62 +14,21 @@ from typing import TYPE_CHECKING
 
 import torch
 from blake3 import blake3
-from torch import Tensor, nn
+from torch import nn
 
 from orchestrator.errors import TrainingError
-from orchestrator.planning.state_layout import Layout, StateTensor
+from orchestrator.planning.state_layout import Layout
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import HeldShard, Source
 from orchestrator.records.steps import StateKey
+from orchestrator.trainer.items import MODEL, OPTIMIZER, STEPS, Item, own_tensors, tensor_bytes, whole_item
 from orchestrator.trainer.model import build_model, first_model
 
 if TYPE_CHECKING:
     from orchestrator.config.train_sections import ModelConfig, TrainConfig
     from orchestrator.trainer.group import Group
 
-MODEL, OPTIMIZER = "model", "optimizer"
-STEPS = "steps"  # the item that counts optimizer steps
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Item:
-    """Rows of a tensor of the state, as themselves: who writes to `tensor` changes the state. Tied weights
-    are one item. `tensor` has the rows from `first_row` on that this member holds of `whole`: all of them
-    under replicate.
-    """
-
-    whole: StateTensor
-    tensor: Tensor
-    first_row: int = 0
-
-    @property
-    def group(self) -> str:
-        """MODEL or OPTIMIZER."""
-        return self.whole.group
-
-    @property
-    def name(self) -> str:
-        """Unique in its group."""
-        return self.whole.name
-
-
-def whole_item(group: str, name: str, tensor: Tensor, *, sharded: bool) -> Item:
-    """The item of a tensor that is held whole; `sharded`: its rows are divided where there are shards."""
-    whole = StateTensor(
-        group=group,
-        name=name,
-        shape=tuple(tensor.shape),
-        itemsize=tensor.element_size(),
-        sharded=sharded and tensor.ndim > 0,
-    )
-    return Item(whole=whole, tensor=tensor)
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's values as bytes, in order; a copy only where it lies on a GPU."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -344,12 +303,3 @@ class TrainState:
                 item.tensor.zero_()
         self.filled()
         self._untouched = True
-
-
-def own_tensors(held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers by name; of tied ones only the first name, the others are aliases."""
-    seen: set[int] = set()
-    for name, tensor in held.items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor

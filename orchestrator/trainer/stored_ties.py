@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from orchestrator.errors import ConfigError
-from orchestrator.trainer.weight_files import StoredTensor, is_point, stored_tensors
+from orchestrator.trainer.weight_files import StoredTensor, held_in, is_point, stored_tensors
 
 if TYPE_CHECKING:
     from orchestrator.config.train_sections import ModelConfig
@@ -31,8 +31,6 @@ def follow_files(config: ModelConfig, model: Any) -> None:
     where = config.init_from or config.pretrained
     if where is None or not getattr(model, "all_tied_weights_keys", None):
         return
-    from orchestrator.trainer.first_weights import held_in
-
     if is_point(where):
         follow_names(model, held_in(where))
         return

@@ -193,19 +193,20 @@ def _build(
     from orchestrator.trainer import model as models
     from orchestrator.trainer.document_attention import require_document_attention
     from orchestrator.trainer.factory_output import Forward, try_forward
-    from orchestrator.trainer.first_weights import require_fit
+    from orchestrator.trainer.initial_weights import require_fit
     from orchestrator.trainer.small_copy import small_copies
     from orchestrator.trainer.text_config import without_cache
+    from orchestrator.trainer.transformers_model import shape_only, transformers_settings
 
     model: Any = None
     with torch.random.fork_rng(devices=[]):
         if config.factory is None:
             with torch.device("meta"):
-                settings, attention = models.transformers_settings(config, device_type, invariant)
+                settings, attention = transformers_settings(config, device_type, invariant)
                 if config.config is not None:
                     dtype = str(models.weights_dtype(precision)).removeprefix("torch.")
                     require_known_keys(config.config, settings, dtype)
-                model = models.shape_only(config, settings, attention)
+                model = shape_only(config, settings, attention)
                 without_cache(model)
         else:
             model, note = _from_factory(config, precision)

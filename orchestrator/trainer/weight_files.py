@@ -1,7 +1,7 @@
-"""Files of weights, in a folder or below a prefix of a bucket: which they are, and where in them the bytes of
-each tensor lie.
+"""Stored weights, exported or in a resume point, in a folder or a bucket: which tensors are there, and where
+the bytes of each lie.
 
-It reads headers of safetensors files and needs no torch; what the tensors are wanted for it does not know.
+Only headers and manifests are read; torch is not needed.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, ResumePointError
+from orchestrator.parts.documents import read_manifest
 from orchestrator.parts.dtypes import SAFETENSORS
+from orchestrator.parts.manifest import MODEL, Manifest, PartDamage, damaged
+from orchestrator.parts.node_storage import run_storage
 from orchestrator.parts.part_file import LENGTH_BYTES, read_header
 from orchestrator.storage.files import Storage
-from orchestrator.storage.open import open_storage
+from orchestrator.storage.open import absolute, open_storage, split
 
 SINGLE, INDEX, PARTS = "model.safetensors", "model.safetensors.index.json", "parts.json"
 _TORCH_NAMES = {stored: name for name, (stored, _) in SAFETENSORS.items()} | {
@@ -75,6 +78,29 @@ def stored_tensors(where: str) -> dict[str, StoredTensor]:
     """
     storage = open_storage(where)
     return {name: each for path in weight_files(where) for name, each in _tensors_in(storage, path).items()}
+
+
+def held_in(where: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights that lie there. Raises `ConfigError` if there are none to read."""
+    if is_point(where):
+        _, manifest = open_point(where)
+        return {name: each.shape for (group, name), each in manifest.tensors.items() if group == MODEL}
+    try:
+        return {name: each.shape for name, each in stored_tensors(where).items()}
+    except ConfigError as error:
+        raise ConfigError(f"model.init_from: {error}") from error
+
+
+def open_point(where: str) -> tuple[Storage, Manifest]:
+    """The storage of the run whose point lies at `where`, and the point's tensors. Raises `ResumePointError`,
+    `StorageError`.
+    """
+    points, name = split(absolute(where))
+    storage = run_storage(split(points)[0])
+    try:
+        return storage, read_manifest(storage, name)
+    except PartDamage as error:
+        raise ResumePointError(f"model.init_from={where}: {damaged(name, error)}") from error
 
 
 def _tensors_in(storage: Storage, path: str) -> dict[str, StoredTensor]:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from orchestrator.data.sources.column_schema import is_text
 from orchestrator.data.sources.columns import value_sizes
-from orchestrator.data.sources.documents import BadRecordError, Content, Conversation, Described
+from orchestrator.data.sources.content import BadRecordError, Content, Conversation, Described
 from orchestrator.data.sources.formats import arrow
 from orchestrator.data.sources.plain_arrays import plain_array, plain_type, require_sound
 from orchestrator.errors import ConfigError, DataError

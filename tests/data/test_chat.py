@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from orchestrator.data.sources.documents import Conversation, Prompted
+from orchestrator.data.sources.content import Conversation, Prompted
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.data.tokens.encoder import Encoder, choose_encoder, installed_version
 from orchestrator.data.tokens.masked import MaskedEncoder

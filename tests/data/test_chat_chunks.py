@@ -15,7 +15,7 @@ import pytest
 from tokenizers import pre_tokenizers, trainers
 
 from orchestrator.data.preparing import prepare_data
-from orchestrator.data.sources.documents import Conversation, Document, Prompted
+from orchestrator.data.sources.content import Conversation, Document, Prompted
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chunks import tokenize_records

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, normalizers
 
 from orchestrator.config.loading import parse_config
 from orchestrator.data.preparing import prepare_data
-from orchestrator.data.sources.documents import Conversation
+from orchestrator.data.sources.content import Conversation
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.errors import DataError
 from orchestrator.records.cursor import Cursor

@@ -14,13 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import feather
 
-from orchestrator.data.sources.documents import (
-    BadRecordError,
-    Content,
-    Conversation,
-    WrongChatValueError,
-    document_of,
-)
+from orchestrator.data.sources.content import BadRecordError, Content, Conversation, WrongChatValueError
+from orchestrator.data.sources.documents import document_of
 from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import freeze_listed, from_parquet, to_parquet
 from orchestrator.data.tokens.chat_template import UnrenderableError

@@ -25,7 +25,7 @@ from orchestrator.data.first_records import check_first_records
 from orchestrator.data.preparing import prepare_data, prepare_trained
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.code_records import CodeRecords
-from orchestrator.data.sources.documents import BadRecordError, Content, Conversation, Document, Prompted
+from orchestrator.data.sources.content import BadRecordError, Content, Conversation, Document, Prompted
 from orchestrator.data.sources.formats import python
 from orchestrator.data.sources.fragments import SourcePlan, plan_source
 from orchestrator.data.sources.listing import list_files

@@ -18,7 +18,7 @@ import pytest
 
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources import compressed, line_records, windows
-from orchestrator.data.sources.documents import BadRecordError, Content, WrongFieldError
+from orchestrator.data.sources.content import BadRecordError, Content, WrongFieldError
 from orchestrator.data.sources.formats import cbor, csv, mds, text, webdataset
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.input_file import open_input

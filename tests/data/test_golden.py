@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from orchestrator.data.packing.packer import Run
 from orchestrator.data.packing.step_samples import StepSamples
-from orchestrator.data.sources.documents import Content
+from orchestrator.data.sources.content import Content
 from orchestrator.data.sources.file_rows import FileRow
 from orchestrator.data.sources.manifest import Files, Manifest, freeze
 from orchestrator.data.spec import DataSpec

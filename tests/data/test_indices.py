@@ -16,7 +16,7 @@ import pytest
 
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.source_notes import notes_of
-from orchestrator.data.sources.documents import Content
+from orchestrator.data.sources.content import Content
 from orchestrator.data.sources.fragments import plan_source
 from orchestrator.data.sources.input_file import LocalFile
 from orchestrator.data.sources.listing import list_files

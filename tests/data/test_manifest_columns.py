@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 
 from orchestrator.data.sources import file_rows
 from orchestrator.data.sources.changes import changes_since
+from orchestrator.data.sources.file_parts import FilePart
 from orchestrator.data.sources.file_rows import FileRow, Files
 from orchestrator.data.sources.fragments import (
-    FilePart,
     SourcePlan,
     frozen_at,
     load_plan,

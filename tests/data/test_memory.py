@@ -23,7 +23,7 @@ from orchestrator.data.sample_corpus import train_tokenizer
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources import columns, compressed, line_records, readers
 from orchestrator.data.sources import windows as sources
-from orchestrator.data.sources.documents import Content
+from orchestrator.data.sources.content import Content
 from orchestrator.data.sources.formats import text
 from orchestrator.data.sources.formats.parquet import read_row_group
 from orchestrator.data.sources.fragments import SourcePlan, plan_source

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.data.first_records import check_first_records
-from orchestrator.data.sources.documents import BadRecordError, Content
+from orchestrator.data.sources.content import BadRecordError, Content
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.readers import read_files, read_fragment
 from orchestrator.data.sources.text_encoding import CODE, other_encoding

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, normalizers
 
 from orchestrator.data.frozen import copy_frozen, read_frozen
 from orchestrator.data.preparing import prepare_data
-from orchestrator.data.sources.documents import Conversation
+from orchestrator.data.sources.content import Conversation
 from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS, added_token_texts
 from orchestrator.data.tokens.encoder import Encoder, choose_encoder, installed_version
 from orchestrator.data.tokens.masked import MaskedEncoder

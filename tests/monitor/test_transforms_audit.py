@@ -12,7 +12,7 @@ import pytest
 from orchestrator.coordinator.survey import survey
 from orchestrator.data import transforms
 from orchestrator.data.packing.packer import Packer
-from orchestrator.data.sources.documents import Described
+from orchestrator.data.sources.content import Described
 from orchestrator.data.sources.windows import OrderedWindow
 from orchestrator.data.tokens import chunks
 from orchestrator.data.tokens.token_chunk import TokenChunk

@@ -14,7 +14,8 @@ from orchestrator.launch.submit import submission
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
-from orchestrator.storage.open import absolute, join, open_storage, require_plain
+from orchestrator.storage.open import absolute, join, open_storage
+from orchestrator.storage.store_kinds import require_plain
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,10 @@ from orchestrator.resume.committed import CommittedFiles
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Pieces, Traits
 from orchestrator.trainer.group import GenerationEnded
+from orchestrator.trainer.items import MODEL
 from orchestrator.trainer.job import TrainJob
 from orchestrator.trainer.loop import train
-from orchestrator.trainer.state import MODEL, TrainState
+from orchestrator.trainer.state import TrainState
 from tests.forked import FORKED
 from tests.processes import say_where_it_stands, where_it_stands
 from tests.trainer.feed import POISON, VOCABULARY, FormulaFeed

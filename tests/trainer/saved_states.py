@@ -14,8 +14,8 @@ from orchestrator.records.steps import StateKey
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+from orchestrator.trainer.items import Item
 from orchestrator.trainer.loading import rows_of, saved_tensors
-from orchestrator.trainer.state import Item
 
 
 def write_share(

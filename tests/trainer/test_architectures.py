@@ -12,10 +12,10 @@ import transformers
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.resume.export import export_point
+from orchestrator.trainer.items import own_tensors
 from orchestrator.trainer.model import build_model
 from orchestrator.trainer.saved_form import main_dtype
 from orchestrator.trainer.sharded_state import ShardedState
-from orchestrator.trainer.state import own_tensors
 from orchestrator.trainer.trial import try_model
 from tests.resume.exports import CPU, commit, job, state_of, store_at
 from tests.trainer.architectures import POSITIONS, VOCABULARY, all_types, tiny

@@ -20,12 +20,12 @@ from orchestrator.errors import ConfigError
 from orchestrator.planning.state_layout import held_rows
 from orchestrator.storage.files import Storage
 from orchestrator.trainer import first_rows
-from orchestrator.trainer.first_rows import fill_rows
+from orchestrator.trainer.initial_weights import fill_rows
+from orchestrator.trainer.items import MODEL, Item, own_tensors, whole_item
 from orchestrator.trainer.job import TrainJob
 from orchestrator.trainer.model import bare_model, build_model, first_model
 from orchestrator.trainer.sharded_model import skeleton_of
 from orchestrator.trainer.sharded_state import ShardedState
-from orchestrator.trainer.state import MODEL, Item, own_tensors, whole_item
 from tests.resume.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
 from tests.trainer.member import tiny_job
 from tests.trainer.sharded import formed, on_ranks, view_of

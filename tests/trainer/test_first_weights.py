@@ -15,7 +15,8 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.errors import ConfigError, ResumePointError
 from orchestrator.resume.export import export_point
 from orchestrator.resume.init_weights import weights_identity, weights_sentence
-from orchestrator.trainer.state import MODEL, TrainState
+from orchestrator.trainer.items import MODEL
+from orchestrator.trainer.state import TrainState
 from orchestrator.trainer.trial import try_model
 from tests.parts.samples import byte_of
 from tests.resume.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at

@@ -18,9 +18,9 @@ from orchestrator.records.steps import StateKey
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+from orchestrator.trainer.items import Item
 from orchestrator.trainer.loading import digest_of, load, sum_of
 from orchestrator.trainer.staging import StagingBuffer
-from orchestrator.trainer.state import Item
 from tests.devices import PAIRS
 from tests.trainer.saved_states import commit_state
 from tests.trainer.test_staging import content, placed

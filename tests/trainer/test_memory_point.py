@@ -25,11 +25,11 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView, HeldShard, Source
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.group import GenerationEnded
+from orchestrator.trainer.items import Item
 from orchestrator.trainer.lending import LentCopy
 from orchestrator.trainer.memory_point import MemoryPoints
 from orchestrator.trainer.neighbour import Address, CopyHeader, NeighbourLink, new_token
 from orchestrator.trainer.reshard import tensor_as_bytes
-from orchestrator.trainer.state import Item
 
 LIMIT_S = 240.0
 CPU = torch.device("cpu")

@@ -9,14 +9,9 @@ from safetensors.torch import load_file, save_file
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError, ResourceError, TrainingError
 from orchestrator.launch.needs import count_parameters
-from orchestrator.trainer.model import (
-    build_model,
-    loss_sum,
-    own_gpu,
-    seed_micro_batch,
-    transformers_settings,
-)
+from orchestrator.trainer.model import build_model, loss_sum, own_gpu, seed_micro_batch
 from orchestrator.trainer.state import TrainState
+from orchestrator.trainer.transformers_model import transformers_settings
 from tests.trainer.feed import VOCABULARY
 from tests.trainer.member import PoisonModel, tiny_job
 

@@ -14,9 +14,10 @@ from orchestrator.planning.weights_sum import MODULUS
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+from orchestrator.trainer.items import MODEL, Item
 from orchestrator.trainer.job import TrainJob
 from orchestrator.trainer.loading import digest_of, load, sum_of
-from orchestrator.trainer.state import MODEL, Item, TrainState
+from orchestrator.trainer.state import TrainState
 from tests.trainer.member import Plan, members, tiny_job
 
 REPLICATE, SHARD, HSDP = "replicate", "shard", {"shard": 2, "replicate": 2}

@@ -12,8 +12,8 @@ import torch
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.planning.state_layout import Layout
 from orchestrator.resume.points import parse_point_name
+from orchestrator.trainer.items import whole_item
 from orchestrator.trainer.replica_digest import BLOCK_BYTES, block_sums, replica_digests, shared_rows
-from orchestrator.trainer.state import whole_item
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members, tiny_job
 

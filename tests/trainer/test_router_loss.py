@@ -15,9 +15,9 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.document_attention import document_inputs
+from orchestrator.trainer.items import MODEL
 from orchestrator.trainer.model import build_model, loss_sum, seed_micro_batch
 from orchestrator.trainer.router_loss import require_router_loss
-from orchestrator.trainer.state import MODEL
 from orchestrator.trainer.trial import try_model
 from tests.resume.exports import job
 from tests.trainer.architectures import all_types, small, tiny

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from orchestrator.errors import StorageError
 from orchestrator.planning.state_layout import Layout, Place, StateTensor, flat_part
+from orchestrator.trainer.items import tensor_bytes
 from orchestrator.trainer.staging import StagingBuffer
-from orchestrator.trainer.state import tensor_bytes
 from tests.devices import CPU, DEVICES
 
 LIMIT_S = 60.0

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.resume.export import export_point
-from orchestrator.trainer.model import build_model, shape_only, transformers_settings
+from orchestrator.trainer.items import own_tensors
+from orchestrator.trainer.model import build_model
 from orchestrator.trainer.sharded_state import ShardedState
-from orchestrator.trainer.state import TrainState, own_tensors
+from orchestrator.trainer.state import TrainState
 from orchestrator.trainer.stored_ties import untie
+from orchestrator.trainer.transformers_model import shape_only, transformers_settings
 from tests.resume.exports import CPU, LLAMA, SMALL, commit, job, logits, state_of, store_at
 
 TIED: dict[str, dict[str, Any]] = {

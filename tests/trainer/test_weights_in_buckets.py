@@ -21,9 +21,11 @@ from orchestrator.resume.init_weights import weights_identity, weights_sentence
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
-from orchestrator.trainer.model import SETTINGS, build_model
+from orchestrator.trainer.items import MODEL, own_tensors
+from orchestrator.trainer.model import build_model
 from orchestrator.trainer.saved_form import SavedForm
-from orchestrator.trainer.state import MODEL, TrainState, own_tensors
+from orchestrator.trainer.state import TrainState
+from orchestrator.trainer.transformers_model import SETTINGS
 from orchestrator.trainer.trial import try_model
 from tests.parts.samples import byte_of
 from tests.resume.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from orchestrator.data.loading.loader import Loader
 from orchestrator.errors import RefusedError
+
+if TYPE_CHECKING:
+    from orchestrator.data.loading.loader import Loader
 
 
 class LoaderDataset(IterableDataset[Any]):

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from orchestrator.data.sources.documents import BadRecordError
+from orchestrator.data.sources.content import BadRecordError
 
 _Value = Callable[[Any], Any]
 # Nanoseconds of a unit.

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from orchestrator.data.sources.documents import (
+from orchestrator.data.sources.content import (
     KWARGS_FIELD,
     TOOLS_FIELD,
     Conversation,

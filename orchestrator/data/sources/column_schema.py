@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator.data.sources.arrow_values import is_json, is_plain
-from orchestrator.data.sources.documents import BESIDE_MESSAGES, KWARGS_FIELD, Content, WrongChatValueError
+from orchestrator.data.sources.content import BESIDE_MESSAGES, KWARGS_FIELD, Content, WrongChatValueError
 from orchestrator.data.sources.plain_arrays import plain_type
 from orchestrator.errors import ConfigError
 

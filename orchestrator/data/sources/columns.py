@@ -15,7 +15,8 @@ import numpy as np
 
 from orchestrator.data.sources.arrow_values import is_json, parsed_json, plain_value
 from orchestrator.data.sources.column_schema import columns_of, is_text, require_columns, unreadable_type
-from orchestrator.data.sources.documents import BadRecordError, Content, utf8_text
+from orchestrator.data.sources.content import BadRecordError, Content
+from orchestrator.data.sources.documents import utf8_text
 from orchestrator.data.sources.line_records import Batch
 from orchestrator.data.sources.plain_arrays import plain_array
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Records, Values, Whole

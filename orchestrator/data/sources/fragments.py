@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.data.sources.compressed import COMPRESSED
+from orchestrator.data.sources.file_parts import Cut, FilePart
 from orchestrator.data.sources.formats import format_of
-from orchestrator.data.sources.formats.base import Cut
 from orchestrator.data.sources.frozen_list import read_list
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.records.arrays import Int64Array
@@ -23,16 +23,6 @@ from orchestrator.storage.files import Storage
 
 # Compressed text is reckoned at so many times its size.
 DECODED_RATIO = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FilePart:
-    """A byte range of a file (lines that begin in it), a row group of it (`group`), or all of it."""
-
-    file: int
-    start: int
-    stop: int
-    group: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -17,10 +17,10 @@ import orjson
 import xxhash
 
 from orchestrator.data.sources.code_records import CodeRecords
-from orchestrator.data.sources.documents import Content
+from orchestrator.data.sources.content import Content
+from orchestrator.data.sources.file_parts import Cut
 from orchestrator.data.sources.file_rows import VERSION, FileRow, Files
 from orchestrator.data.sources.formats import format_of
-from orchestrator.data.sources.formats.base import Cut
 from orchestrator.data.sources.in_threads import in_threads
 from orchestrator.data.sources.input_file import InputFile, open_input
 from orchestrator.data.sources.listing import Listing, list_files, require_regular

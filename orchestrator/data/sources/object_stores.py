@@ -13,7 +13,7 @@ from orchestrator.data.sources.hub_datasets import is_hub, split_hub
 from orchestrator.data.sources.remote_objects import RemoteObject
 from orchestrator.errors import ConfigError
 from orchestrator.storage.buckets import SCHEMES, bucket_of, called_so, explained, is_uri, split_bucket
-from orchestrator.storage.open import require_plain
+from orchestrator.storage.store_kinds import require_plain
 
 _NS = 1_000_000_000
 

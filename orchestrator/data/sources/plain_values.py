@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.data.sources.documents import BadRecordError
+from orchestrator.data.sources.content import BadRecordError
 
 _AS_THEY_ARE = (str, int, float, bool, type(None), bytes, Decimal, datetime, date, time, timedelta)
 _NUMBER_BYTES = 8

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchestrator.data.sources.compressed import DAMAGE
+from orchestrator.data.sources.file_parts import Cut, FilePart
 from orchestrator.data.sources.formats import format_of
-from orchestrator.data.sources.formats.base import Cut
-from orchestrator.data.sources.fragments import FilePart, SourcePlan
+from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.input_file import InputFile, open_input
 from orchestrator.data.sources.manifest import require_unchanged
 from orchestrator.data.sources.records_in_memory import Records

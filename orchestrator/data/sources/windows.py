@@ -15,13 +15,7 @@ import numpy as np
 
 from orchestrator.data.process_limits import process_limits
 from orchestrator.data.settings import StreamSettings
-from orchestrator.data.sources.documents import (
-    BadRecordError,
-    Content,
-    Described,
-    Document,
-    WrongFieldError,
-)
+from orchestrator.data.sources.content import BadRecordError, Content, Described, Document, WrongFieldError
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.line_numbers import line_numbers

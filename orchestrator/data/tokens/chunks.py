@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from orchestrator.data.settings import CHECK_ONE_IN, StreamSettings
-from orchestrator.data.sources.documents import (
+from orchestrator.data.sources.content import (
     FIELD_SETTINGS,
     BadRecordError,
     Conversation,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
-from orchestrator.data.sources.documents import Conversation, Document, Prompted
+from orchestrator.data.sources.content import Conversation, Document, Prompted
 from orchestrator.data.tokens.chat_template import Rendered, Span, SpecialToken
 from orchestrator.data.tokens.encoder import Encoder, Pieces, difference_text
 from orchestrator.data.tokens.tokenizer_files import TokenizerModel

@@ -8,7 +8,8 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 
-from orchestrator.data.sources.formats.base import Cut, Format
+from orchestrator.data.sources.file_parts import Cut
+from orchestrator.data.sources.formats.base import Format
 
 __all__ = ["Cut", "Format", "format_of"]
 

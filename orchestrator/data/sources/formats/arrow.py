@@ -19,7 +19,7 @@ import numpy as np
 
 from orchestrator.data.sources.column_schema import columns_of
 from orchestrator.data.sources.columns import read_columns, require_readable
-from orchestrator.data.sources.documents import Content
+from orchestrator.data.sources.content import Content
 from orchestrator.data.sources.formats.base import Format, Units
 from orchestrator.data.sources.formats.parquet import RowFormat
 from orchestrator.data.sources.input_file import LocalFile
@@ -29,8 +29,8 @@ from orchestrator.data.sources.ranged_reads import RangedReads
 from orchestrator.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from orchestrator.data.sources.file_parts import FilePart
     from orchestrator.data.sources.file_rows import FileRow
-    from orchestrator.data.sources.fragments import FilePart
     from orchestrator.data.sources.input_file import InputFile
 
 _MAGIC, _END, _CONTINUES = b"ARROW1\0\0", b"ARROW1", b"\xff\xff\xff\xff"

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.data.sources.compressed import COMPRESSED
-from orchestrator.data.sources.documents import Content, Described, Document
+from orchestrator.data.sources.content import Content, Described, Document
+from orchestrator.data.sources.file_parts import Cut, FilePart
 from orchestrator.data.sources.line_records import Batch
 from orchestrator.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from orchestrator.data.sources.file_rows import FileRow
-    from orchestrator.data.sources.fragments import FilePart
     from orchestrator.data.sources.input_file import InputFile
     from orchestrator.data.sources.readers import Part
     from orchestrator.data.sources.records_in_memory import Records
@@ -29,15 +28,6 @@ Units = tuple[tuple[int, ...], tuple[int, ...]]
 Parser = Callable[[Any], Document | Described | None]
 # (where a record is, what makes its document, as a parser does).
 Attempt = tuple[str, Callable[[], Document | Described | None]]
-
-
-class Cut(Enum):
-    """How a file is cut into fragments."""
-
-    RANGES = "ranges"  # of bytes, if the file is not compressed
-    UNITS = "units"  # that the file itself has: row groups
-    WHOLE = "whole"  # not at all: it is one record
-    STREAM = "stream"  # not at all: it is read from its first byte to its last
 
 
 class Format(ABC):
@@ -117,8 +107,6 @@ class Format(ABC):
 
     def first_records(self, file: InputFile, row: FileRow, content: Content) -> Iterator[Attempt]:
         """Some of the file's first records, at the cost of a MiB or one record; what is null is left out."""
-        from orchestrator.data.sources.fragments import FilePart
-
         part, parse = FilePart(file=0, start=0, stop=row.bytes), self.parser(content)
 
         def attempt(records: Records, index: int) -> Document | Described | None:

@@ -11,7 +11,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.data.sources.compressed import decoded, with_compressed
-from orchestrator.data.sources.documents import BadRecordError, Content, Described, Document, described
+from orchestrator.data.sources.content import BadRecordError, Content, Described, Document
+from orchestrator.data.sources.documents import described
 from orchestrator.data.sources.formats.base import Format, Parser
 from orchestrator.data.sources.line_records import Batch
 from orchestrator.data.sources.plain_values import plain
@@ -21,8 +22,8 @@ from orchestrator.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from orchestrator.data.sources.file_parts import FilePart
     from orchestrator.data.sources.file_rows import FileRow
-    from orchestrator.data.sources.fragments import FilePart
     from orchestrator.data.sources.input_file import InputFile
     from orchestrator.data.sources.readers import Part
 

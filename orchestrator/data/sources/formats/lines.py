@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from orchestrator.data.sources.documents import Content, Document, utf8_text
+from orchestrator.data.sources.content import Content, Document
+from orchestrator.data.sources.documents import utf8_text
 from orchestrator.data.sources.formats.base import Format, Parser
 from orchestrator.data.sources.formats.jsonl import LineFormat
 

@@ -16,15 +16,8 @@ import numpy as np
 import orjson
 
 from orchestrator.data.sources.compressed import ExactReader, decoded
-from orchestrator.data.sources.documents import (
-    BESIDE_MESSAGES,
-    BadRecordError,
-    Content,
-    WrongFieldError,
-    described,
-    names,
-    utf8_text,
-)
+from orchestrator.data.sources.content import BESIDE_MESSAGES, BadRecordError, Content, WrongFieldError, names
+from orchestrator.data.sources.documents import described, utf8_text
 from orchestrator.data.sources.formats.base import Format, HeadedFormat, Parser
 from orchestrator.data.sources.formats.mds_index import (
     INDEX,
@@ -39,8 +32,8 @@ from orchestrator.errors import ConfigError, DataError
 from orchestrator.records.arrays import Int64Array
 
 if TYPE_CHECKING:
+    from orchestrator.data.sources.file_parts import FilePart
     from orchestrator.data.sources.file_rows import FileRow
-    from orchestrator.data.sources.fragments import FilePart
     from orchestrator.data.sources.input_file import InputFile
 
 # Samples are handed on by about so many bytes.

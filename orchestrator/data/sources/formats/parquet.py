@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.data.sources.column_schema import columns_of
 from orchestrator.data.sources.columns import BATCH_BYTES, read_columns, require_readable
-from orchestrator.data.sources.documents import Content, described, utf8_text
+from orchestrator.data.sources.content import Content
+from orchestrator.data.sources.documents import described, utf8_text
+from orchestrator.data.sources.file_parts import Cut
 from orchestrator.data.sources.footers import footer
-from orchestrator.data.sources.formats.base import Attempt, Cut, Format, Parser, Units
+from orchestrator.data.sources.formats.base import Attempt, Format, Parser, Units
 from orchestrator.data.sources.input_file import InputFile, LocalFile, for_arrow
 from orchestrator.data.sources.line_records import Batch
 from orchestrator.data.sources.ranged_reads import RangedReads
 from orchestrator.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from orchestrator.data.sources.file_parts import FilePart
     from orchestrator.data.sources.file_rows import FileRow
-    from orchestrator.data.sources.fragments import FilePart
 
 _MAGIC = b"PAR1"
 # Rows are decoded by so many, or by fewer that have about `BATCH_BYTES`; what is compressed is read in such

@@ -17,7 +17,7 @@ import orjson
 
 from orchestrator.data.settings import CHECK_ONE_IN
 from orchestrator.data.sources.code_records import BASE, CodeRecords
-from orchestrator.data.sources.documents import (
+from orchestrator.data.sources.content import (
     BadRecordError,
     Content,
     Conversation,
@@ -25,17 +25,18 @@ from orchestrator.data.sources.documents import (
     Document,
     Prompted,
     bare,
-    described,
 )
-from orchestrator.data.sources.formats.base import Attempt, Cut, Format, Parser, Units
+from orchestrator.data.sources.documents import described
+from orchestrator.data.sources.file_parts import Cut
+from orchestrator.data.sources.formats.base import Attempt, Format, Parser, Units
 from orchestrator.data.sources.line_records import Batch
 from orchestrator.data.sources.plain_values import num_bytes, own_copy, plain
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Objects
 from orchestrator.errors import DataError
 
 if TYPE_CHECKING:
+    from orchestrator.data.sources.file_parts import FilePart
     from orchestrator.data.sources.file_rows import FileRow
-    from orchestrator.data.sources.fragments import FilePart
     from orchestrator.data.sources.input_file import InputFile
     from orchestrator.data.sources.readers import Part
 

@@ -7,16 +7,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from orchestrator.data.sources.compressed import decoded
-from orchestrator.data.sources.documents import Content, utf8_text
-from orchestrator.data.sources.formats.base import Attempt, Cut, Format, Parser
+from orchestrator.data.sources.content import Content
+from orchestrator.data.sources.documents import utf8_text
+from orchestrator.data.sources.file_parts import Cut
+from orchestrator.data.sources.formats.base import Attempt, Format, Parser
 from orchestrator.data.sources.formats.jsonl import beginning
 from orchestrator.data.sources.line_records import Batch
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Whole
 from orchestrator.data.sources.text_encoding import utf8_pieces
 
 if TYPE_CHECKING:
+    from orchestrator.data.sources.file_parts import FilePart
     from orchestrator.data.sources.file_rows import FileRow
-    from orchestrator.data.sources.fragments import FilePart
     from orchestrator.data.sources.input_file import InputFile
 
 

@@ -15,18 +15,16 @@ import numpy as np
 
 from orchestrator.data.sources.columns import BATCH_BYTES
 from orchestrator.data.sources.compressed import ExactReader, decoded, with_compressed
-from orchestrator.data.sources.documents import (
+from orchestrator.data.sources.content import (
     BESIDE_MESSAGES,
     BadRecordError,
     Content,
     Described,
     Document,
     WrongFieldError,
-    document_of,
     names,
-    utf8_text,
-    value_or_none,
 )
+from orchestrator.data.sources.documents import document_of, utf8_text, value_or_none
 from orchestrator.data.sources.formats.base import Format, Parser
 from orchestrator.data.sources.formats.jsonl import json_object
 from orchestrator.data.sources.line_records import Batch
@@ -34,8 +32,8 @@ from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Object
 from orchestrator.data.sources.text_encoding import other_encoding
 
 if TYPE_CHECKING:
+    from orchestrator.data.sources.file_parts import FilePart
     from orchestrator.data.sources.file_rows import FileRow
-    from orchestrator.data.sources.fragments import FilePart
     from orchestrator.data.sources.input_file import InputFile
     from orchestrator.data.sources.readers import Part
 

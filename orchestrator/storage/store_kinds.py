@@ -1,0 +1,50 @@
+"""The kind of store that keeps a location: a folder on a disk, or a prefix of a bucket."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from orchestrator.errors import ConfigError
+from orchestrator.storage.buckets import AZURE, SCHEMES, is_uri
+from orchestrator.storage.local_store import LocalStore
+from orchestrator.storage.store import Store
+
+_QUERY = re.compile(r"\?[^/=]*=")
+
+
+def store_at(location: str, sleep: Callable[[float], None]) -> Store:
+    """The store of a folder's path or of a bucket's URI. Asks nothing yet; `sleep` waits between tries.
+    Raises `ConfigError` as `open_storage` does.
+    """
+    if not is_uri(location):
+        return LocalStore(location, None, sleep)
+    require_plain(location)
+    from orchestrator.storage.object_store import ObjectStore
+
+    return ObjectStore(location, sleep)
+
+
+def require_plain(uri: str, *, pattern: bool = False) -> None:
+    """Raises `ConfigError` for a URI of another kind than a bucket's, and for one that contains credentials
+    or options. It says nothing of what follows the scheme where that may be a secret. `pattern`: names of
+    objects, in which `?` and `#` are no more than characters, unless a query begins so.
+    """
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
+        scheme, _, rest = uri.partition(":")
+        rest = rest.lstrip("/")
+    elif scheme not in SCHEMES:
+        raise ConfigError(
+            f"{scheme}:// is no storage that is known here: give a folder, e.g. ./runs, or the URI of a "
+            "bucket of s3://, gs:// or az:// and a prefix in it"
+        )
+    before, at, _ = rest.partition("/")[0].partition("@")
+    options = _QUERY.search(rest) if pattern else re.search("[?#]", rest)
+    # Azure's container@account has no secret in it
+    if (at and (scheme not in AZURE or ":" in before)) or options:
+        raise ConfigError(
+            f"the {scheme}:// URI has more than a bucket and a prefix in it ('@', '?' or '#'), which may be "
+            "a secret: write those two alone, and give credentials by the environment of each machine "
+            "(docs/storage.md)"
+        )
