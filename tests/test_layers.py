@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import orchestrator
 PACKAGE = Path(orchestrator.__file__).parent
 # each layer may import itself and those before it; rooms of one layer may not import each other
 LAYERS = [
-    {"errors", "json_form", "records", "faults", "paused_gc", "html_text", "terminal_text"},
+    {"errors", "json_form", "records", "faults", "paused_gc", "html_text", "terminal_text", "text"},
     {"config", "storage"},
     {"planning", "cluster"},
     {"history"},
@@ -98,6 +99,10 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in SOURCES}
+
+
 @cache
 def imports(path: Path) -> list[tuple[str, bool]]:
     """(module, whether it is imported when the file is), for imports that happen at all, not for types."""
@@ -110,14 +115,12 @@ def imports(path: Path) -> list[tuple[str, bool]]:
             if isinstance(child, ast.Import):
                 found.extend((alias.name, at_top) for alias in child.names)
             elif isinstance(child, ast.ImportFrom) and child.module:
-                found.append((child.module, at_top))
+                names = [child.module, *(f"{child.module}.{alias.name}" for alias in child.names)]
+                found.extend((name, at_top) for name in names[:1] + [n for n in names[1:] if n in MODULES])
             walk(child, at_top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
 
     walk(parsed(path), True)
     return found
-
-
-SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
 def test_imports_go_one_way() -> None:
@@ -134,6 +137,19 @@ def test_imports_go_one_way() -> None:
             assert LEVEL[other] <= LEVEL[part], f"{path} imports {module}, which is above it"
             beside = any(part in layer and other in layer for layer in APART)
             assert other == part or not beside, f"{path} imports {other}, which stands beside it"
+
+
+@pytest.mark.parametrize("of", ["files", "folders"])
+def test_imports_make_no_circle(of: str) -> None:
+    graph: dict[str, set[str]] = {}
+    for name, path in MODULES.items():
+        if path.name == "__init__.py":
+            continue
+        for other in {module for module, _ in imports(path)} & MODULES.keys() - {name}:
+            here, there = (name, other) if of == "files" else (name.rpartition(".")[0], other.rpartition(".")[0])
+            if here != there:
+                graph.setdefault(here, set()).add(there)
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 def test_ray_and_torch_are_imported_only_where_they_are_used() -> None:

@@ -109,7 +109,7 @@ def common(
     """See the commands."""
     del version  # the callback has acted on it
     if context.invoked_subcommand in (*_READING, *_STEERING):
-        from orchestrator.data.user_code import reading_only
+        from orchestrator.data.common.user_code import reading_only
 
         context.with_resource(reading_only())
 

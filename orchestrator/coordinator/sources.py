@@ -91,8 +91,8 @@ def sources_here(
     `storage`. `parents` are the run's parent files, which a fork that begins has none of. A run that has
     frozen nothing begins with the job's sources.
     """
+    from orchestrator.data.common.settings import wanted_of
     from orchestrator.data.frozen import frozen_sources, later_versions
-    from orchestrator.data.settings import wanted_of
 
     where = config.resume.from_
     if is_folder(where):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from orchestrator.coordinator.forking import fork_to_begin
-from orchestrator.data.user_code import is_reading_only
+from orchestrator.data.common.user_code import is_reading_only
 from orchestrator.errors import OrchestratorError
 from orchestrator.history.beginnings import beginning_of
 from orchestrator.history.claims import ORIGIN, ForkedFrom

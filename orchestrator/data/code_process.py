@@ -40,7 +40,7 @@ class CodeProcessError(OrchestratorError):
 
 def names_code(config: JobConfig) -> bool:
     """Whether a job's data need the user's code: transforms, or a source that is Python code."""
-    from orchestrator.data.settings import transforms_of
+    from orchestrator.data.common.settings import transforms_of
 
     return any(transforms_of(config).values()) or any(s.format == "python" for s in config.data.sources)
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
-from orchestrator.data.settings import StreamSettings
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources.content import (
     BadRecordError,
     Content,
@@ -30,7 +30,7 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.data.tokens.large_json import parse
 from orchestrator.data.tokens.masked import special_tokens
-from orchestrator.data.transforms import Transforms
+from orchestrator.data.tokens.transforms import Transforms
 from orchestrator.errors import ConfigError, DataError
 
 # Looked at are so many records in each of so many files, as far as they lie in a file's first MiB.

@@ -10,16 +10,17 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from orchestrator.data.frozen import RULES, DataRecord, FrozenData
-from orchestrator.data.later_lists import Found, listed_as
-from orchestrator.data.settings import (
+from orchestrator.data.common.settings import (
     StreamSettings,
+    TransformRef,
     limits_of,
     mixture_of,
     transforms_of,
     wanted_of,
     with_transforms,
 )
+from orchestrator.data.frozen import RULES, DataRecord, FrozenData
+from orchestrator.data.later_lists import Found, listed_as
 from orchestrator.data.source_notes import notes_of, shared_files
 from orchestrator.data.sources.content import BadRecordError
 from orchestrator.data.sources.fragments import SourcePlan
@@ -32,7 +33,7 @@ from orchestrator.data.tokens.encoder import TOKENIZERS, choose_encoder, install
 from orchestrator.data.tokens.masked import plain_text, require_masks
 from orchestrator.data.tokens.remembered import remembered
 from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch, ids_around
-from orchestrator.data.transforms import TransformRef, find_transform
+from orchestrator.data.tokens.transforms import find_transform
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 from orchestrator.planning.identity import FORMAT_VERSION, RunIdentity, stream_settings
 from orchestrator.planning.manifests import FIRST, first_sources

@@ -9,6 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING
 
+from orchestrator.data.common.settings import (
+    SPLIT_WHOLE,
+    StreamSettings,
+    TransformRef,
+    has_list_to_come,
+    limits_of,
+    mixture_of,
+    settings_of,
+    transforms_of,
+    wanted_of,
+    with_transforms,
+)
 from orchestrator.data.first_start import (
     choose,
     find_transforms,
@@ -31,17 +43,6 @@ from orchestrator.data.frozen import (
     write_later,
 )
 from orchestrator.data.later_lists import Refreshing, later_plan, listed_as
-from orchestrator.data.settings import (
-    SPLIT_WHOLE,
-    StreamSettings,
-    has_list_to_come,
-    limits_of,
-    mixture_of,
-    settings_of,
-    transforms_of,
-    wanted_of,
-    with_transforms,
-)
 from orchestrator.data.source_notes import notes_of, shared_files
 from orchestrator.data.sources.fragments import SourcePlan, frozen_at
 from orchestrator.data.sources.manifest import Manifest
@@ -50,7 +51,6 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.encoder import GIGATOKEN, installed_version
 from orchestrator.data.tokens.resolved import RESOLVED
 from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch, is_there
-from orchestrator.data.transforms import TransformRef
 from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 from orchestrator.planning.manifests import (

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from itertools import combinations
 
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.packing.arrangement import few_packs
-from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.file_parts import Cut
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.fragments import (

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from orchestrator.data.common.settings import MixtureSettings, StreamSettings, limits_of, mixture_of
 from orchestrator.data.frozen import FrozenData, LaterList
 from orchestrator.data.later_lists import Refreshing
 from orchestrator.data.packing.stream import Stream, StreamSource
-from orchestrator.data.settings import MixtureSettings, StreamSettings, limits_of, mixture_of
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.data.tokens.encoders import Encoders

@@ -323,7 +323,7 @@ def _look_without_code(job: JobConfig, storage: Storage) -> tuple[ResumePlan, Da
     from orchestrator.coordinator.choosing import choose_point, decide, wanted_point
     from orchestrator.coordinator.survey import survey
     from orchestrator.data.code_process import reads_without_code
-    from orchestrator.data.user_code import reading_only
+    from orchestrator.data.common.user_code import reading_only
 
     store = RunStore(storage)
     run = starting.find_run(store)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from orchestrator.data.settings import StreamSettings
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources.content import BadRecordError, bare
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.fragments import SourcePlan
@@ -24,7 +24,7 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.data.tokens.encoder import Encoder, Pieces
 from orchestrator.data.tokens.masked import MaskedEncoder
-from orchestrator.data.transforms import Output, Transforms, utf8_size
+from orchestrator.data.tokens.transforms import Output, Transforms, utf8_size
 from orchestrator.errors import DataError
 from orchestrator.monitor.epoch_checksum import EpochChecksum
 from orchestrator.planning import record_keys

@@ -18,7 +18,8 @@ from orchestrator.history.busy import Busy, Free
 from orchestrator.history.claim_files import RESUME, UNREADABLE, unreadable_claim
 from orchestrator.history.claims import ClaimParent
 from orchestrator.launch.doctor_mount import attributes_age_s, mount_at
-from orchestrator.monitor.missing import (
+from orchestrator.monitor.set_aside import SetAside
+from orchestrator.monitor.status.missing import (
     lost_points,
     missing_pieces,
     newest_there,
@@ -27,8 +28,7 @@ from orchestrator.monitor.missing import (
     read_names,
     wrong_sizes,
 )
-from orchestrator.monitor.set_aside import SetAside
-from orchestrator.monitor.tail import Tail, newest_generation, read_tail
+from orchestrator.monitor.status.tail import Tail, newest_generation, read_tail
 from orchestrator.monitor.view import AttemptFacts, Quiet, RunView, left_out, view_of
 from orchestrator.records.cursor import Cursor
 from orchestrator.resume.fates import point_fates

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from orchestrator.data.settings import SPLIT_WHOLE, StreamSettings
+from orchestrator.data.common.settings import SPLIT_WHOLE, StreamSettings
 from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.monitor.reference_packing import NO_DOCUMENT, NO_TARGET, NO_TOKEN, Samples

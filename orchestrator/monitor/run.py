@@ -25,7 +25,7 @@ from orchestrator.monitor.asking import Asking, Reply, unheard
 from orchestrator.monitor.look import look_at, since_it_moved
 from orchestrator.monitor.orphans import Pruned, orphans_of, prune, release
 from orchestrator.monitor.point_rows import names_of, point_rows, standing, verified_point
-from orchestrator.monitor.verdict import GONE
+from orchestrator.monitor.status.verdict import GONE
 from orchestrator.monitor.verifying import NoProgress, Progress, Verifying, done_before
 from orchestrator.monitor.view import Quiet, RunView, not_watched
 from orchestrator.parts.node_storage import with_nodes

@@ -17,7 +17,7 @@ from orchestrator.errors import OrchestratorError, RefusedError
 from orchestrator.monitor.asking import Reply, unheard
 from orchestrator.monitor.local_launch import LocalLaunch
 from orchestrator.monitor.run import Run
-from orchestrator.monitor.verdict import FAILED, STARTING
+from orchestrator.monitor.status.verdict import FAILED, STARTING
 from orchestrator.monitor.view import Quiet, RunView
 from orchestrator.storage.open import join, open_storage
 

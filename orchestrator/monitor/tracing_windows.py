@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from orchestrator.data.settings import StreamSettings
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.monitor.reference_packing import Samples
 from orchestrator.monitor.reference_windows import ReferenceWindows

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from orchestrator.monitor.tail import Tail
-from orchestrator.monitor.verdict import (
+from orchestrator.monitor.status.tail import Tail
+from orchestrator.monitor.status.verdict import (
     FAILED,
     GONE,
     NEW,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestrator import html_text
 from orchestrator.history import sentences
-from orchestrator.monitor.verdict import STILL_S
+from orchestrator.monitor.status.verdict import STILL_S
 from orchestrator.monitor.view import RunView, left_out_lines, skipped_lines
 from orchestrator.terminal_text import visible
 

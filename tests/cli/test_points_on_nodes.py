@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.commands import main
-from orchestrator.monitor.missing import wrong_sizes
+from orchestrator.monitor.status.missing import wrong_sizes
 from orchestrator.parts.node_storage import run_storage
 from orchestrator.resume.store import RunStore
 from tests.parts.node_disks import Disks

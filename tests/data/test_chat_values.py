@@ -19,7 +19,7 @@ from orchestrator.data.sources.documents import document_of
 from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import freeze_listed, from_parquet, to_parquet
 from orchestrator.data.tokens.chat_template import UnrenderableError
-from orchestrator.data.transforms import Transforms, find_transform
+from orchestrator.data.tokens.transforms import Transforms, find_transform
 from orchestrator.errors import ConfigError
 from tests.data.format_writers import write_files
 from tests.data.test_chat import CHATML, CHATML_TAGGED, GEMMA, SPECIALS, TOOLS, Chat, byte_level, saved

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 import orchestrator
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.data import user_code
+from orchestrator.data.common import user_code
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.first_records import check_first_records
 from orchestrator.data.preparing import prepare_data, prepare_trained
-from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.code_records import CodeRecords
 from orchestrator.data.sources.content import BadRecordError, Content, Conversation, Document, Prompted
 from orchestrator.data.sources.formats import python

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from orchestrator.data.settings import StreamSettings
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources import footers
 from orchestrator.data.sources.footers import footer
 from orchestrator.data.sources.fragments import SourcePlan, plan_source

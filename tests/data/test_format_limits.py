@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from orchestrator.data.settings import StreamSettings
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources import compressed, line_records, windows
 from orchestrator.data.sources.content import BadRecordError, Content, WrongFieldError
 from orchestrator.data.sources.formats import cbor, csv, mds, text, webdataset

@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.config.data_sections import FORMAT_NAMES
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.first_records import check_first_records
-from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.content import BadRecordError, Content, Conversation, Document, Prompted
 from orchestrator.data.sources.formats import arrow, csv, format_of
 from orchestrator.data.sources.fragments import SourcePlan, plan_source

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from orchestrator.data.settings import StreamSettings
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.source_notes import notes_of
 from orchestrator.data.sources.content import Content
 from orchestrator.data.sources.fragments import plan_source

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from orchestrator.data.settings import StreamSettings
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources import columns
 from orchestrator.data.sources.columns import BATCH_BYTES
 from orchestrator.data.sources.compressed import READ_BYTES

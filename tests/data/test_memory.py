@@ -17,10 +17,10 @@ import pytest
 import zstandard
 
 from orchestrator.config.loading import parse_config
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.packing.stream import Stream
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sample_corpus import train_tokenizer
-from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources import columns, compressed, line_records, readers
 from orchestrator.data.sources import windows as sources
 from orchestrator.data.sources.content import Content

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
+from orchestrator.data.common.settings import MixtureSettings, StreamSettings
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.packing.samples import Sample, draw_step, open_samples
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.preparing import prepare_data
-from orchestrator.data.settings import MixtureSettings, StreamSettings
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import FeedError

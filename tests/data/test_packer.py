@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.packing.stream import Stream, StreamSource
-from orchestrator.data.settings import StreamSettings
 from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE, TokenChunk
 from orchestrator.errors import DataError, FeedError
 from orchestrator.planning.batches import ceil_div

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from orchestrator.config.field_rules import field_rules
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
+from orchestrator.data.common.settings import SPLIT_WHOLE, MixtureSettings, StreamSettings
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.packing.arrangement import best_fit, few_packs
 from orchestrator.data.packing.samples import Sample, draw_step, open_samples
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.preparing import prepare_data, prepare_trained
-from orchestrator.data.settings import SPLIT_WHOLE, MixtureSettings, StreamSettings
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from orchestrator.data.common.process_limits import ProcessLimits, limit_process
 from orchestrator.data.feed.open_blocks import OpenBlocks
-from orchestrator.data.process_limits import ProcessLimits, limit_process
 from orchestrator.data.sources import readers
 from orchestrator.data.sources.windows import Window
 from orchestrator.errors import DataError

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from orchestrator.config.loading import parse_config
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.feed.open_blocks import OpenBlocks
 from orchestrator.data.feed.opening import Opening, expected_windows
 from orchestrator.data.feed.replay import MIN_STEPS, ReplayBuffer
 from orchestrator.data.feed.slots import SLOTS_AHEAD, NoTask
 from orchestrator.data.preparing import prepare_data
-from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.file_rows import FileRow, Files
 from orchestrator.data.sources.fragments import DECODED_RATIO, plan_source
 from orchestrator.data.sources.manifest import Manifest

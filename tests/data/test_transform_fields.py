@@ -22,9 +22,9 @@ from blake3 import blake3
 
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.first_records import check_first_records
 from orchestrator.data.preparing import prepare_data
-from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.content import BadRecordError, Content, Conversation, Described, Prompted
 from orchestrator.data.sources.formats import arrow
 from orchestrator.data.sources.fragments import SourcePlan, plan_source

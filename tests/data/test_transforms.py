@@ -20,12 +20,12 @@ from tokenizers import Tokenizer
 
 import orchestrator
 from orchestrator.config.schema import JobConfig
-from orchestrator.data import transforms as transforms_module
 from orchestrator.data.preparing import prepare_data, prepare_trained
 from orchestrator.data.sources.content import BadRecordError, Conversation
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens import transforms as transforms_module
 from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED
-from orchestrator.data.transforms import Transforms, find_transform, first_difference
+from orchestrator.data.tokens.transforms import Transforms, find_transform, first_difference
 from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataIdentityError
 from orchestrator.json_form import decode, encode
 from orchestrator.launch.api import plan

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from orchestrator.data.settings import StreamSettings
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources import windows
 from orchestrator.data.sources.window_columns import WindowColumns
 from orchestrator.data.spec import DataSpec

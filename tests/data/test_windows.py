@@ -16,7 +16,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.data.settings import StreamSettings
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources import compressed, line_records
 from orchestrator.data.sources.fragments import SourcePlan, plan_source
 from orchestrator.data.sources.input_file import InputFile, open_input

@@ -16,7 +16,7 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import OWN_FIELDS, JournalWriter
 from orchestrator.history.journal_reader import read_journal, read_outline
 from orchestrator.history.segments import read_first
-from orchestrator.monitor.tail import read_tail
+from orchestrator.monitor.status.tail import read_tail
 from orchestrator.records.steps import StepRecord
 from orchestrator.storage.files import Storage
 from tests.resume.samples import key, no_sleep, record, start

@@ -23,7 +23,7 @@ from orchestrator.history.journal_reader import journal_process, read_journal, r
 from orchestrator.history.line_format import FORMAT, LaterLineError, require_known
 from orchestrator.history.segments import piece_path, read_first, segment_path
 from orchestrator.monitor.follow import JournalFollower
-from orchestrator.monitor.tail import read_tail
+from orchestrator.monitor.status.tail import read_tail
 from orchestrator.monitor.views.columns import read_columns
 from orchestrator.monitor.views.lines import UnreadableError
 from orchestrator.storage.files import Storage

@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.coordinator.attempt_journal import note_beginning
 from orchestrator.coordinator.trained_code import code_changes, trained_code
-from orchestrator.data.user_code import reading_only
+from orchestrator.data.common.user_code import reading_only
 from orchestrator.launch import fork as forks
 from orchestrator.monitor.run import Run
 from orchestrator.planning.parallel_choice import ParallelChoice

@@ -20,7 +20,7 @@ import orjson
 from typer.exceptions import TyperException
 
 import orchestrator
-from orchestrator.data import user_code
+from orchestrator.data.common import user_code
 from orchestrator.errors import OrchestratorError
 
 EVIL = """

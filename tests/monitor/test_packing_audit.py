@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.data.common.settings import SPLIT_WHOLE
 from orchestrator.data.packing import packed_window, window_packer
 from orchestrator.data.packing.step_samples import StepSamples
-from orchestrator.data.settings import SPLIT_WHOLE
 from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.monitor.reference_packing import Samples
 from orchestrator.monitor.reference_windows import ReferenceWindows

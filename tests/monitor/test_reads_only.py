@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.data import user_code
 from orchestrator.data.code_process import CodeProcessError, call
+from orchestrator.data.common import user_code
 from orchestrator.errors import ConfigError, RefusedError
 
 ROOT = Path(__file__).resolve().parents[2]

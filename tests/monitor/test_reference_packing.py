@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.config.loading import parse_config
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.preparing import prepare_data
-from orchestrator.data.settings import StreamSettings
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError

@@ -23,13 +23,14 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.json_form import encode
 from orchestrator.monitor import run as history
-from orchestrator.monitor import tail, verdict, view_text
+from orchestrator.monitor import view_text
+from orchestrator.monitor.status import tail, verdict
 from orchestrator.monitor.run import Run
 from orchestrator.monitor.view_text import status_lines
-from orchestrator.monitor.views.words import count
 from orchestrator.records.membership import JoinRequest
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
+from orchestrator.text import count
 from tests.launch.test_start import Runner, runner  # noqa: F401  a fixture
 from tests.resume.samples import key, no_sleep, record, start
 

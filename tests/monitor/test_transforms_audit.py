@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from orchestrator.coordinator.survey import survey
-from orchestrator.data import transforms
 from orchestrator.data.packing.packer import Packer
 from orchestrator.data.sources.content import Described
 from orchestrator.data.sources.windows import OrderedWindow
-from orchestrator.data.tokens import chunks
+from orchestrator.data.tokens import chunks, transforms
 from orchestrator.data.tokens.token_chunk import TokenChunk
-from orchestrator.data.transforms import Output
+from orchestrator.data.tokens.transforms import Output
 from orchestrator.errors import DataIdentityError
 from orchestrator.monitor.audit import audit_history
 from orchestrator.records.cursor import Cursor

@@ -24,7 +24,7 @@ from orchestrator.history.journal import JournalWriter
 from orchestrator.history.request_files import STOP, RequestFiles
 from orchestrator.launch.doctor_mount import attributes_age_s, mount_of
 from orchestrator.monitor.look import as_proven, read_newest
-from orchestrator.monitor.verdict import GONE, OPEN, STARTING
+from orchestrator.monitor.status.verdict import GONE, OPEN, STARTING
 from orchestrator.monitor.view import view_of
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import VOTES_COMPLETE, note_committed

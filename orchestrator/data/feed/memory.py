@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from orchestrator.data.common.process_limits import BYTES_A_RECORD, COPIES_OF_A_RECORD, ProcessLimits
+from orchestrator.data.common.settings import CHUNK_TOKENS
 from orchestrator.data.feed.flight import BYTES_AN_ENTRY
 from orchestrator.data.feed.opening import MAX_WANTED_TOKENS
 from orchestrator.data.feed.replay import MIN_STEPS, TOGETHER_BYTES
 from orchestrator.data.feed.slots import SLOTS_AHEAD
-from orchestrator.data.process_limits import BYTES_A_RECORD, COPIES_OF_A_RECORD, ProcessLimits
-from orchestrator.data.settings import CHUNK_TOKENS
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES
 from orchestrator.data.tokens.chunk_writer import CHUNK_ENTRIES
 from orchestrator.errors import ConfigError

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.data.settings import StreamSettings
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.windows import Window, read_windows
 from orchestrator.data.tokens.chunks import Passed

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.feed.flight import Admission, Flight
 from orchestrator.data.feed.replay import ReplayBuffer
 from orchestrator.data.feed.slots import NoTask, Slots, SourceWindows
 from orchestrator.data.packing.stream import Stream
-from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.fragments import SourcePlan, decoded_bytes
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask

@@ -10,11 +10,11 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from orchestrator.data.common.settings import has_list_to_come, mixture_of, settings_of
 from orchestrator.data.first_start import first_start
 from orchestrator.data.frozen import LaterList, has_record, manifest_path, read_later, write_later
 from orchestrator.data.later_lists import Found, Refreshing, later_plan, listed_as
 from orchestrator.data.loading.reading import StreamReading
-from orchestrator.data.settings import has_list_to_come, mixture_of, settings_of
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.unchanged import compare_files
 from orchestrator.data.spec import DataSpec

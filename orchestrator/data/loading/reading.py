@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import orjson
 from blake3 import blake3
 
+from orchestrator.data.common.settings import wanted_of
 from orchestrator.data.loading.state import StreamState
-from orchestrator.data.settings import wanted_of
 from orchestrator.errors import RefusedError
 from orchestrator.json_form import encode
 from orchestrator.planning.manifests import SourceLists, Wanted, moved, next_sources, order_of

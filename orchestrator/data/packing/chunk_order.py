@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from orchestrator.data.common.settings import BAD_SHARE_RECORDS, StreamSettings
 from orchestrator.data.packing.segments import Counts
-from orchestrator.data.settings import BAD_SHARE_RECORDS, StreamSettings
 from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.errors import DataError, FeedError
 from orchestrator.records.cursor import SourceCursor

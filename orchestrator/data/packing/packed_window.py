@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.data.common.settings import BAD_SHARE_RECORDS, SPLIT_WHOLE, StreamSettings
 from orchestrator.data.packing.arrangement import best_fit, stretches
 from orchestrator.data.packing.runs import PackedRun
-from orchestrator.data.settings import BAD_SHARE_RECORDS, SPLIT_WHOLE, StreamSettings
 from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import DataError
 from orchestrator.planning.order import pack_order

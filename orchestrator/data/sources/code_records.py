@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from orchestrator.data.user_code import load, shown
+from orchestrator.data.common.user_code import load, shown
 from orchestrator.errors import ConfigError, DataError
 
 # joined with the name it is what the file is called

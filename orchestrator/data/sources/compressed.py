@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import zstandard
 from zlib_ng import gzip_ng, zlib_ng
 
-from orchestrator.data.process_limits import process_limits
+from orchestrator.data.common.process_limits import process_limits
 from orchestrator.data.sources.input_file import InputFile
 from orchestrator.data.sources.records_in_memory import join
 

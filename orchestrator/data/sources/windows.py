@@ -13,8 +13,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from orchestrator.data.process_limits import process_limits
-from orchestrator.data.settings import StreamSettings
+from orchestrator.data.common.process_limits import process_limits
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources.content import BadRecordError, Content, Described, Document, WrongFieldError
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.fragments import SourcePlan

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.data.settings import StreamSettings
+from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.tokens.encoder import Encoder, UnencodableTextError

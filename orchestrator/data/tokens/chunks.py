@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from orchestrator.data.settings import CHECK_ONE_IN, StreamSettings
+from orchestrator.data.common.settings import CHECK_ONE_IN, StreamSettings
 from orchestrator.data.sources.content import (
     FIELD_SETTINGS,
     BadRecordError,
@@ -30,7 +30,7 @@ from orchestrator.data.tokens.chunk_writer import ChunkWriter, unencodable
 from orchestrator.data.tokens.encoder import GIGATOKEN, Pieces, UnencodableTextError, difference_text
 from orchestrator.data.tokens.encoders import Encoders
 from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk, WindowTask
-from orchestrator.data.transforms import Output, Transforms, first_difference, utf8_size
+from orchestrator.data.tokens.transforms import Output, Transforms, first_difference, utf8_size
 from orchestrator.errors import BadDocumentError, DataError, DataIdentityError
 
 # So many bytes of records are taken at once: about what a call of the encoder takes.

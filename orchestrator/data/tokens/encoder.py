@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.data.settings import CUT_SHARE
+from orchestrator.data.common.settings import CUT_SHARE
 from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS, added_token_texts
 from orchestrator.data.tokens.fast import FastTokenizer
 from orchestrator.data.tokens.foreign import SENTENCEPIECE, TIKTOKEN, load_native

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from orchestrator.data.process_limits import process_limits
+from orchestrator.data.common.process_limits import process_limits
 from orchestrator.data.tokens.large_json import without_special_tokens
 from orchestrator.records.arrays import Int32Array
 

@@ -26,8 +26,8 @@ from orchestrator.monitor.dashboard.actions import (
     of_nothing,
     of_point,
 )
-from orchestrator.monitor.views.words import span, steps, workers
 from orchestrator.storage.open import join, open_storage, split
+from orchestrator.text import span, steps, workers
 
 if TYPE_CHECKING:
     from orchestrator.monitor.run import Run

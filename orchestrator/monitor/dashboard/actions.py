@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.monitor.verdict import OPEN, UNREADABLE
+from orchestrator.monitor.status.verdict import OPEN, UNREADABLE
 
 if TYPE_CHECKING:
     from orchestrator.monitor.run import Run

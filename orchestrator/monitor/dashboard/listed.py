@@ -18,9 +18,9 @@ from orchestrator.config.redaction import redacted_text
 from orchestrator.errors import OrchestratorError, StorageError, text_of
 from orchestrator.history.busy import Busy, Free
 from orchestrator.monitor.look import read_newest
-from orchestrator.monitor.missing import missing_text
-from orchestrator.monitor.tail import Tail
-from orchestrator.monitor.verdict import (
+from orchestrator.monitor.status.missing import missing_text
+from orchestrator.monitor.status.tail import Tail
+from orchestrator.monitor.status.verdict import (
     GONE,
     NEW,
     OPEN,

@@ -20,8 +20,8 @@ from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.monitor.dashboard.answers import UNANSWERABLE, Problem, RouteError, not_found
 from orchestrator.monitor.dashboard.listed import ListedRun, unreadable_row
 from orchestrator.monitor.look import attributes_kept_s
-from orchestrator.monitor.missing import missing_text
 from orchestrator.monitor.run import Run
+from orchestrator.monitor.status.missing import missing_text
 from orchestrator.monitor.views.lanes import Fork
 from orchestrator.monitor.views.life import WATCH_S, LifeWatch
 from orchestrator.monitor.views.lines import UnreadableError

@@ -12,7 +12,7 @@ from types import FrameType
 
 import uvicorn
 
-from orchestrator.data.user_code import reading_only
+from orchestrator.data.common.user_code import reading_only
 from orchestrator.errors import RefusedError
 from orchestrator.monitor.dashboard.app import make_app
 from orchestrator.monitor.dashboard.auth import new_token

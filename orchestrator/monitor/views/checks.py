@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from orchestrator.monitor.verdict import DONE, FAILED, RUNNING, STARTING, STOPPED, WAITING
+from orchestrator.monitor.status.verdict import DONE, FAILED, RUNNING, STARTING, STOPPED, WAITING
 from orchestrator.monitor.views import sources
 from orchestrator.monitor.views.facts import Facts
 from orchestrator.monitor.views.happenings import happenings
 from orchestrator.monitor.views.points_table import DAMAGED, DIGESTS, table
-from orchestrator.monitor.views.words import span
+from orchestrator.text import span
 
 OK, WARN, BAD, NONE = "ok", "warn", "bad", "none"
 STEP_LEAST_S, STEP_MEDIANS = 30.0, 5.0  # when a step is late

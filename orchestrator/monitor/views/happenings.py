@@ -25,9 +25,9 @@ from orchestrator.monitor.views.columns import Event, Generation
 from orchestrator.monitor.views.facts import DRAIN, Facts, stamp
 from orchestrator.monitor.views.left_behind import left_behind
 from orchestrator.monitor.views.points_table import by_name
-from orchestrator.monitor.views.words import span, steps, workers
 from orchestrator.records.run_status import GroupChange
 from orchestrator.resume.points import parse_point_name
+from orchestrator.text import span, steps, workers
 
 HEALED_S = 900.0  # a group that is as large again so soon: the fault and that are one entry
 _FAULTS = ("worker", "frozen", "crash", "error", "damaged", "nosave", "failed", "waiting", "coordinator",

@@ -5,7 +5,7 @@ have read: these know the whole journal, so they see at least as much.
 from __future__ import annotations
 
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.monitor.missing import (
+from orchestrator.monitor.status.missing import (
     lost_points,
     missing_pieces,
     newest_there,
@@ -13,7 +13,7 @@ from orchestrator.monitor.missing import (
     on_history,
     read_names,
 )
-from orchestrator.monitor.tail import Tail
+from orchestrator.monitor.status.tail import Tail
 from orchestrator.monitor.views.facts import Facts
 
 _FATES = (EventKind.POINT_COMMITTED, EventKind.DELETING_POINTS, EventKind.POINTS_DELETED)

@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestrator.errors import OrchestratorError, RefusedError, StorageError
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.monitor.verdict import UNREADABLE, Standing, level, verdict
+from orchestrator.monitor.status.verdict import UNREADABLE, Standing, level, verdict
 from orchestrator.monitor.views import (
     events,
     goodput,

@@ -10,8 +10,8 @@ import numpy as np
 from orchestrator.config.redaction import redacted, redacted_text
 from orchestrator.history.claim_files import RESUME
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.monitor.missing import missing_text
-from orchestrator.monitor.verdict import (
+from orchestrator.monitor.status.missing import missing_text
+from orchestrator.monitor.status.verdict import (
     GONE,
     OPEN,
     RUNNING,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.monitor.missing import missing_text
 from orchestrator.monitor.run import Run
+from orchestrator.monitor.status.missing import missing_text
 from orchestrator.monitor.views.run_views import PIECES_S, RunViews
 from orchestrator.monitor.views.summary import sentence
 from orchestrator.resume.store import RunStore

@@ -19,7 +19,7 @@ from benchmarks.made_run import write_run
 from orchestrator.errors import OrchestratorError
 from orchestrator.monitor.dashboard.plans import Planner, WhatIf
 from orchestrator.monitor.dashboard.runs import Runs
-from orchestrator.monitor.missing import missing_text
+from orchestrator.monitor.status.missing import missing_text
 from orchestrator.storage.files import Storage
 from tests.data.making import some_texts, write_corpus
 from tests.launch.test_skip import SkippingRun, survey_newest

@@ -17,7 +17,7 @@ from orchestrator.history.claim_files import RESUME, START
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JUMP_S, JournalWriter
-from orchestrator.monitor.tail import read_tail
+from orchestrator.monitor.status.tail import read_tail
 from orchestrator.monitor.views.columns import read_columns
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.resume.run_file import RUN_FILE

@@ -21,7 +21,7 @@ from orchestrator.history.finding_files import AUDIT, VERIFY, FindingFiles
 from orchestrator.history.journal import JournalWriter
 from orchestrator.json_form import encode
 from orchestrator.launch import start as starting
-from orchestrator.monitor.verdict import (
+from orchestrator.monitor.status.verdict import (
     DONE,
     FAILED,
     GONE,
@@ -45,8 +45,8 @@ from orchestrator.monitor.views.lanes import lanes
 from orchestrator.monitor.views.point_detail import differences
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.monitor.views.timeline import merged
-from orchestrator.monitor.views.words import count, span
 from orchestrator.storage.files import Storage
+from orchestrator.text import count, span
 from tests.monitor.live_run import LiveRun, reader
 from tests.monitor.test_status import JOIN
 from tests.resume.samples import key, record, start

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
-from orchestrator.data.settings import CHECK_ONE_IN
+from orchestrator.data.common.settings import CHECK_ONE_IN
 from orchestrator.data.sources.code_records import BASE, CodeRecords
 from orchestrator.data.sources.content import (
     BadRecordError,

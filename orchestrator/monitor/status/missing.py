@@ -15,7 +15,7 @@ from orchestrator.errors import ResumePointError
 from orchestrator.history.claim_files import ATTEMPTS, JOURNAL, RESTARTED
 from orchestrator.history.claims import ORIGIN, ClaimParent
 from orchestrator.history.segments import journal_folder, journals, segment_path, segments
-from orchestrator.monitor.tail import Tail
+from orchestrator.monitor.status.tail import Tail
 from orchestrator.resume.fates import point_fates
 from orchestrator.resume.points import COMMIT, newest_first, parse_point_name
 from orchestrator.resume.store import RunStore

@@ -17,8 +17,6 @@ from orchestrator.records.cursor import Cursor, SourceCursor
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
-from orchestrator.data.transforms import TransformRef
-
 # data rule 7: a document's tokens are those of its pieces, cut at a border found in the last sixteenth.
 PIECE_BYTES = 1 << 20
 CUT_SHARE = 16
@@ -32,6 +30,16 @@ CHECK_ONE_IN = 1000
 # From so many records on, the share of bad ones is judged at the end of each window; from so many documents
 # on, that of too long ones.
 BAD_SHARE_RECORDS = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransformRef:
+    """A transform and what it is: `name` as in the configuration; `source` says the blake3 of its module's
+    file, and what that module says in `VERSION`. Of what the module imports only `VERSION` can tell.
+    """
+
+    name: str
+    source: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

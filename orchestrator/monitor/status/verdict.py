@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.history import sentences
-from orchestrator.monitor.missing import missing_text
-from orchestrator.monitor.views.words import count, span, steps
+from orchestrator.monitor.status.missing import missing_text
+from orchestrator.text import count, span, steps
 
 # what a run may be at; `open`: it has not ended, and it was not watched long enough to say if it is alive
 NEW, STARTING, RUNNING, WAITING, OPEN = "new", "starting", "running", "waiting", "open"

@@ -9,13 +9,14 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from typing import Any
 
 import orjson
 
+from orchestrator.data.common.settings import TransformRef
+from orchestrator.data.common.user_code import UserCode, load
 from orchestrator.data.sources.content import (
     KWARGS_FIELD,
     TOOLS_FIELD,
@@ -29,7 +30,6 @@ from orchestrator.data.sources.content import (
 )
 from orchestrator.data.sources.documents import document_of
 from orchestrator.data.sources.plain_values import own_copy
-from orchestrator.data.user_code import UserCode, load
 from orchestrator.errors import BadDocument, ConfigError, DataError, DataIdentityError
 from orchestrator.planning.record_keys import document_seed
 
@@ -42,16 +42,6 @@ Output = Document | BadRecordError | None
 _Fields = Mapping[str, Any]
 _Function = Callable[[dict[str, Any], int], Any]
 _HOW = "a transform takes (document, seed) and returns a document, several in a list or iterator, or None"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TransformRef:
-    """A transform and what it is: `name` as in the configuration; `source` says the blake3 of its module's
-    file, and what that module says in `VERSION`. Of what the module imports only `VERSION` can tell.
-    """
-
-    name: str
-    source: str
 
 
 def find_transform(name: str) -> TransformRef:
