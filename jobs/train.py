@@ -1,5 +1,5 @@
 """The entry point for Ray jobs: `ray job submit --working-dir . -- python jobs/train.py CONFIG
-[key=value …]`; README has the whole command.
+[key=value …]`; docs/howto/clusters.md has the whole command.
 
 The same as `orchestrator train`, so submitting it again continues the run. A job is stopped by SIGTERM: give
 it time to save with `RAY_JOB_STOP_WAIT_TIME_S` in the job's environment. A run.storage in the job's copy of

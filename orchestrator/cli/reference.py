@@ -24,7 +24,7 @@ HEAD = """\
 
 Generated from the code: `python -m orchestrator.cli.reference > docs/reference.md`.
 A job's fields are in [configuration.md](configuration.md),
-the JSON documents in the [README](../README.md#json).
+the JSON documents in [json-output.md](json-output.md).
 """
 
 

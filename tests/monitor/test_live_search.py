@@ -19,8 +19,8 @@ from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.launch import looking_ahead
 from orchestrator.launch import start as starting
 from orchestrator.monitor import point_rows
-from orchestrator.monitor.status import tail
 from orchestrator.monitor.run import Run
+from orchestrator.monitor.status import tail
 from orchestrator.resume.point_files import PointFiles
 from orchestrator.resume.points import newest_first
 from orchestrator.resume.store import RunStore

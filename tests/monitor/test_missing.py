@@ -17,8 +17,8 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.history.claim_files import RESUME
 from orchestrator.history.claims import ClaimParent
 from orchestrator.monitor import run as history
-from orchestrator.monitor.status import tail
 from orchestrator.monitor.run import Run
+from orchestrator.monitor.status import tail
 from orchestrator.records.cursor import SourceCursor
 from orchestrator.resume.commit_events import DeletePoints
 from orchestrator.resume.store_actions import PointCommitter

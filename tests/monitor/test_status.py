@@ -24,8 +24,8 @@ from orchestrator.history.journal import JournalWriter
 from orchestrator.json_form import encode
 from orchestrator.monitor import run as history
 from orchestrator.monitor import view_text
-from orchestrator.monitor.status import tail, verdict
 from orchestrator.monitor.run import Run
+from orchestrator.monitor.status import tail, verdict
 from orchestrator.monitor.view_text import status_lines
 from orchestrator.records.membership import JoinRequest
 from orchestrator.storage.disk import OsDisk
