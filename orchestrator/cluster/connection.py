@@ -38,7 +38,7 @@ SHUTDOWN_S = 20.0  # how long Ray may take to let this process go
 _SHUTDOWN = "ray shutdown"  # the thread that waits for it
 _KILLED_S = 2.0  # and what is left of that, when its processes are killed
 # Ray calls a dead node dead after 13.6 s by default; with these after 2 to 3 s. They must be set where a node
-# is started, so they hold for a cluster that we start ourselves; docs/howto/clusters.md gives them for others.
+# is started, so they hold for a cluster that we start ourselves; docs/howto/clusters.md has them for others.
 HEALTH_CHECKS = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
