@@ -91,7 +91,7 @@ FORKED = {
     "tests/torchrun/test_membership.py",
     "tests/trainer/test_copy.py",
     "tests/trainer/test_drained.py",
-    "tests/trainer/test_first_rows.py",
+    "tests/trainer/test_initial_weights.py",
     "tests/trainer/test_killed_writers.py",
     "tests/trainer/test_kills.py",
     "tests/trainer/test_kills_anywhere.py",

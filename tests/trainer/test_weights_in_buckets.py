@@ -30,7 +30,7 @@ from orchestrator.trainer.trial import try_model
 from tests.parts.samples import byte_of
 from tests.resume.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
 from tests.storage.servers import Proxy, moto, new_bucket, no_fault, proxy_before, reach
-from tests.trainer.test_first_rows import GPT2, MIXTRAL, TIED, assert_first_weights, renamed, saved
+from tests.trainer.test_initial_weights import GPT2, MIXTRAL, TIED, assert_first_weights, renamed, saved
 
 SINGLE = "model.safetensors"
 

@@ -19,7 +19,7 @@ from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.planning.state_layout import held_rows
 from orchestrator.storage.files import Storage
-from orchestrator.trainer import first_rows
+from orchestrator.trainer import initial_weights
 from orchestrator.trainer.initial_weights import fill_rows
 from orchestrator.trainer.items import MODEL, Item, own_tensors, whole_item
 from orchestrator.trainer.job import TrainJob
@@ -41,7 +41,7 @@ MIB = 1 << 20
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    monkeypatch.setattr(first_rows, "BUFFER_BYTES", 300)  # a few rows at a time
+    monkeypatch.setattr(initial_weights, "BUFFER_BYTES", 300)  # a few rows at a time
 
 
 def items_of(model: torch.nn.Module, num_shards: int, shard: int) -> list[Item]:
