@@ -1,1 +1,1 @@
-"""Who leads a launch: its attempt, the pure launch machine, and the actor around it."""
+"""Coordination of a launch: its attempt, the pure launch machine, and the actor around it."""

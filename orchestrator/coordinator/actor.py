@@ -1,8 +1,7 @@
-"""The coordinator actor: what members and the supervisor may ask of it, and what they are answered.
+"""The coordinator actor: answers the calls of members and of the supervisor.
 
-It decides nothing itself: the launch machine says who trains and when the run ends, the commit machine which
-points exist, and `LaunchDriver` carries that out. It knows neither model nor data, and is not on the step
-path.
+The launch machine decides which members train and when the run ends. The commit machine decides which points
+exist. `LaunchDriver` carries these decisions out. The coordinator is not on the step path.
 """
 
 from __future__ import annotations
@@ -51,20 +50,21 @@ from orchestrator.resume.store import RunStore
 if TYPE_CHECKING:
     from orchestrator.data.feed.feed_notes import FeedNotes
 
-# an open call is answered at least this often: a dead caller does not leave it open, and a caller knows a
-# coordinator that is frozen from one that waits
+# An open call is answered at least this often. A dead caller thus does not leave it open, and a caller can
+# distinguish a frozen coordinator from a waiting one.
 ANSWER_S = 10.0
-TRIED_PORTS = 64  # members that wait for each other try each other's ports in groups of at most this size
-_END_AGAIN_S = 0.5  # how soon a member that failed is answered whether its process may end
+TRIED_PORTS = 64  # the largest group in which members that wait for each other try each other's ports
+_END_AGAIN_S = 0.5  # interval in which a failed member is answered whether its process may end
 
 
 class Coordinator:
-    """One attempt's coordinator; lives in a `coordinator.process.CoordinatorProcess`. Every call carries the
-    launch id; one of another launch is refused.
+    """One attempt's coordinator, which lives in a `coordinator.process.CoordinatorProcess`.
 
-    A restarted one claims the next attempt of its launch, adopts nothing half-collected, and has the members
-    meet again at their next step boundary (membership rules 8 and 10). Where the launch had ended before, it
-    writes nothing, and only answers.
+    Every call carries the launch id. A call of another launch is refused.
+
+    A restarted coordinator claims the next attempt of its launch, does not adopt half-collected saves, and
+    makes the members meet again at their next step boundary (membership rules 8 and 10). If the launch had
+    already ended, it writes nothing and only answers.
     """
 
     def __init__(
@@ -75,12 +75,15 @@ class Coordinator:
         store: RunStore | None = None,
         claimed: set[int] | None = None,
     ) -> None:
-        """Takes up the attempt, or claims the next one when this process is a restarted one (then the attempt
-        has a journal already). `why_dead` says how the process of a member ended that is surely gone; by
-        default Ray does. `feeder_notes` asks the launch's feeder; see `FeederNotes`. `store`: that of
-        `start.storage`. `claimed`: see `mine` of `continue_launch`.
+        """Takes up the attempt. A restarted process, whose attempt already has a journal, claims the next one
+        instead.
 
-        Waits for storage. Raises `StorageError`, after which another one may be made, and `FencedError`.
+        `why_dead` returns how the process of a member ended that is surely gone; by default Ray is asked.
+        `feeder_notes` calls the launch's feeder; see `FeederNotes`. `store`: that of `start.storage`.
+        `claimed`: see `mine` of `continue_launch`.
+
+        Waits for storage. Raises `StorageError`, after which another coordinator may be created, and
+        `FencedError`.
         """
         fault = hook(start.fault_plan)
         store = store or RunStore(run_storage(start.storage, start.nodes))
@@ -103,13 +106,15 @@ class Coordinator:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the run has ended, and that is written down as far as it can be."""
+        """Whether the run has ended, and the end is written as far as possible."""
         return self._driver.end_is_written
 
     # ------------------------------------------------------------ calls of members
     async def join(self, request: JoinRequest) -> GenerationView | Refusal | RunOver | StillWaiting:
-        """Waits until the member is in a generation; `RunOver` when the run has ended, `Refusal` when it has
-        no place here, `StillWaiting` after a while: it asks again.
+        """Waits until the member is in a generation.
+
+        Returns `RunOver` if the run has ended, `Refusal` if the member has no place here, and `StillWaiting`
+        after a while; the member then asks again.
         """
         self._driver.ensure_running()
         if request.launch != self._attempt.launch:
@@ -124,8 +129,9 @@ class Coordinator:
         return answer.result() if answer.done() else StillWaiting()
 
     async def check_machine(self, launch: str, proof: MachineProof) -> Unfit | StillWaiting | None:
-        """What keeps the machine of a worker that is about to join from taking part; None: nothing.
-        `StillWaiting` while storage fails here.
+        """Returns why the machine of a joining worker cannot take part; None if it can.
+
+        Returns `StillWaiting` while storage fails here.
         """
         self._check(launch)
         return await checked(self._storage, proof)
@@ -133,8 +139,9 @@ class Coordinator:
     async def watch(
         self, launch: str, attempt: int, generation: int, known: ControlRequests | None
     ) -> ControlRequests:
-        """Rank 0's open call: answered when the control requests for this generation differ from `known`, and
-        at least every few seconds.
+        """Rank 0's open call: returns when the control requests for this generation differ from `known`.
+
+        Returns at least every few seconds.
         """
         self._check(launch)
         deadline = time.monotonic() + ANSWER_S
@@ -145,8 +152,9 @@ class Coordinator:
             await self._driver.news.wait(deadline - time.monotonic())
 
     async def ended(self, launch: str, attempt: int, generation: int) -> StillWaiting | None:
-        """The open call of every other rank: answered once the generation is over, and then at once.
-        `StillWaiting` after a while: it asks again.
+        """The open call of every other rank: returns None as soon as the generation is over.
+
+        Returns `StillWaiting` after a while; the rank then asks again.
         """
         self._check(launch)
         if self._launch.control_requests(attempt, generation, -1).ended:
@@ -156,8 +164,8 @@ class Coordinator:
     async def report(
         self, launch: str, member: str, attempt: int, generation: int, records: tuple[StepRecord, ...]
     ) -> None:
-        """Step records of a running generation, in batches by one member. Equal copies of what came before
-        change nothing.
+        """Takes step records of a running generation, in batches from one member. Equal copies change
+        nothing.
         """
         self._check(launch)
         self._driver.take_records(records)
@@ -168,12 +176,14 @@ class Coordinator:
         await self._driver.notify()
 
     async def phase(self, launch: str, member: str, limit_s: float) -> None:
-        """`member` has begun or left a phase: from now on the others may have to wait `limit_s` for it."""
+        """`member` has begun or left a phase. From now on the others may have to wait `limit_s` for it."""
         self._check(launch)
         self._launch.busy(member, time.monotonic() + limit_s)
 
     async def loading(self, launch: str, member: str, done_bytes: int, num_bytes: int) -> None:
-        """`member` has read so many bytes of what it loads of a point; said for as long as it loads."""
+        """`member` has read `done_bytes` of the `num_bytes` that it loads of a point. Called repeatedly while
+        it loads.
+        """
         self._check(launch)
         self._loading[member] = done_bytes, num_bytes
         await self._driver.notify()
@@ -181,8 +191,10 @@ class Coordinator:
     async def doing(
         self, launch: str, member: str, what: Doing
     ) -> tuple[tuple[str, int], ...] | StillWaiting | None:
-        """What a member does that has finished no step for long, in its own words. Where all members of a
-        small group wait for each other, the addresses at which it is to try them, by rank.
+        """`member` reports what it does while it has finished no step for long.
+
+        If all members of a small group wait for each other, returns the addresses at which it is to try them,
+        by rank.
         """
         self._check(launch)
         self._doing[member] = what
@@ -191,8 +203,9 @@ class Coordinator:
         return self._launch.rendezvous.addresses if kinds == {PEERS} and len(members) <= TRIED_PORTS else None
 
     async def finished(self, launch: str, member: str, key: StateKey, reason: str) -> StillWaiting | None:
-        """A member's part of the run is over (`done` or `stopped`); it may go when that is durable, and asks
-        again until then.
+        """A member's part of the run is over (`done` or `stopped`).
+
+        It may end once that is durable. `StillWaiting`: it asks again.
         """
         self._check(launch)
         await self._driver.carry_out(self._launch.finished(member, key, reason, time.monotonic()))
@@ -212,14 +225,16 @@ class Coordinator:
         damages: tuple[Damage, ...] = (),
         place: MemberInfo | None = None,
     ) -> bool | StillWaiting:
-        """What ended a member; see `LaunchMachine.failed`. Answers when its process may end: True if another
-        one is to take its place, False if the run is over. `StillWaiting` after a while: it asks again.
-        `damages`: what it found wrong with the point that it was to load. The status has them: the driver
-        claims anew and continues an older point.
+        """A member reports the error that ended it; see `LaunchMachine.failed`. Returns when its process may
+        end.
+
+        True: another process is to take its place. False: the run is over. `StillWaiting` after a while; it
+        then asks again. `damages`: what it found wrong with the point that it was to load. They are part of
+        the status: the driver claims anew and continues an older point.
         """
         self._check(launch)
         self._damages = tuple(dict.fromkeys((*self._damages, *damages)))
-        if kind != UnsavedError.__name__:  # it left on purpose, and the reason of the run's end says why
+        if kind != UnsavedError.__name__:  # it left on purpose, and the reason of the run's end explains it
             self._driver.roster.gone(member, sentences.failure(kind, text))
         await self._driver.carry_out(self._launch.failed(member, kind, text, fatal, place, time.monotonic()))
         self._driver.look_soon()
@@ -231,19 +246,21 @@ class Coordinator:
 
     # ------------------------------------------------------------ calls of members about a save
     async def vote(self, launch: str, vote: Vote) -> bool | StillWaiting:
-        """One rank's part of a save is written; answers True once the point is committed, False if the save
-        was given up, `StillWaiting` after a while: it asks again.
+        """One rank's part of a save is written.
+
+        Returns True once the point is committed, False if the save was given up, and `StillWaiting` after a
+        while; the rank then asks again.
         """
         self._check(launch)
         if vote.key.attempt != self._attempt.number or self._attempt.earlier.ended is not None:
             self._lost_save(vote.key)
-            return False  # no half-collected save is adopted from an older coordinator
+            return False  # half-collected saves of an older coordinator are not adopted
         self._driver.take_records(vote.records)
         self._launch.voted(vote.key)
         return await self._commits.vote(vote, ANSWER_S)
 
     async def save_failed(self, launch: str, key: StateKey, rank: int, world_size: int, reason: str) -> None:
-        """A rank could not write its part of the save of `key`; it trains on."""
+        """A rank could not write its part of the save of `key`. It continues to train."""
         self._check(launch)
         self._lost_save(key)
         self._launch.voted(key)
@@ -252,8 +269,10 @@ class Coordinator:
         )
 
     async def is_given_up(self, launch: str, key: StateKey, rank: int, world_size: int, moved: bool) -> bool:
-        """Whether a save that a member began as `rank` of `world_size` ranks can never be committed: then it
-        need not write its part to the end. `moved`: it has written more of it since it asked last.
+        """Whether a save that a member began as `rank` of `world_size` ranks can never be committed.
+
+        The member then need not finish writing its part. `moved`: it has written more of it since its last
+        call.
         """
         self._check(launch)
         if key.attempt == self._attempt.number:
@@ -263,7 +282,7 @@ class Coordinator:
         return key.attempt != self._attempt.number or self._commits.is_hopeless(key, world_size)
 
     async def digest(self, launch: str, key: StateKey, weights_digest: str) -> None:
-        """What the weights of a state are; of an older attempt's it is left out."""
+        """Takes the digest of the weights of a state. Those of older attempts are ignored."""
         self._check(launch)
         if key.attempt == self._attempt.number:
             self._journal.event(
@@ -275,8 +294,9 @@ class Coordinator:
 
     # ------------------------------------------------------------ calls of the supervisor
     async def status(self, seen: tuple[int, int], wait_s: float) -> RunStatus:
-        """The run's status, as soon as it is newer than `seen` (attempt and version of the last answer), at
-        latest after `wait_s` seconds.
+        """Returns the run's status as soon as it is newer than `seen`, at the latest after `wait_s` seconds.
+
+        `seen` has the attempt and version of the last answer.
         """
         self._driver.ensure_running()
         version = seen[1] if seen[0] == self._attempt.number else -1
@@ -285,7 +305,7 @@ class Coordinator:
         while news.version <= version and time.monotonic() < deadline:
             await news.wait(deadline - time.monotonic())
         view, newest, unheard = driver.view, self._commits.newest, news.since(version)
-        # whoever hears of the end may end this process
+        # after it learns of the end, the driver may end this process
         ended, reason = launch.ended if launch.ended and driver.end_is_written else (None, "")
         below = launch.rendezvous.below_minimum_since
         return RunStatus(
@@ -316,26 +336,29 @@ class Coordinator:
         )
 
     async def save(self, by: str) -> None:
-        """Save what is trained by now, and train on; `by` is who wants it."""
+        """Requests a save of what is trained by now; training continues. `by` is the origin of the
+        request.
+        """
         self._driver.ensure_running()
         await self._driver.carry_out(self._launch.request_save(by))
         self._driver.look_soon()
 
     async def expect(self, num_workers: int) -> None:
-        """How many workers the supervisor has started or is starting."""
+        """Sets how many workers the supervisor has started or is starting."""
         self._driver.ensure_running()
         self._launch.rendezvous.expect(num_workers)
         self._driver.look_soon()
 
     async def draining(self, node: str, host: str, grace_s: float) -> None:
-        """A node is about to be taken away, in `grace_s` seconds (inf: when it is idle)."""
+        """A node is about to be removed, in `grace_s` seconds (inf: when it is idle)."""
         self._driver.ensure_running()
         await self._driver.carry_out(self._launch.draining(node, host, grace_s, time.monotonic()))
         self._driver.look_soon()
 
     async def stop(self, by: str, grace_s: float = math.inf) -> None:
-        """Save and stop at the next step boundary; `by` is who wants it, and kills the launch in `grace_s`
-        seconds (inf: nobody said so).
+        """Requests a save and stop at the next step boundary.
+
+        `by` is the origin of the request, which kills the launch in `grace_s` seconds (inf: unknown).
         """
         self._driver.ensure_running()
         if self._launch.stopping:
@@ -347,34 +370,34 @@ class Coordinator:
         await self._driver.notify()
 
     async def starved(self, member: str, seconds: float) -> None:
-        """The process of a member that is missed could not run for so long, because its machine is busy."""
+        """The process of a missing member could not run for `seconds`, because its machine is busy."""
         self._driver.ensure_running()
         self._launch.starved(member, seconds)
 
     async def group_failed(self, node: str, reason: str) -> None:
-        """The group of a node ended without having been asked to."""
+        """The group of a node ended unexpectedly."""
         self._driver.ensure_running()
         await self._driver.carry_out(self._launch.group_failed(node, reason))
 
     async def note(self, kind: EventKind, fields: dict[str, Any]) -> None:
-        """An event of the supervisor for the journal, whose only writer is here."""
+        """Journals an event of the supervisor. Only this process writes the journal."""
         self._driver.ensure_running()
         self._journal.event(kind, **fields)
         if kind == EventKind.GROUP_STOPPED:
             self._driver.roster.node_gone(fields["node"])
 
     async def end(self, outcome: str, reason: str) -> None:
-        """The supervisor ends the run (`failed`, `stopped`): no member is waited for."""
+        """The supervisor ends the run (`failed`, `stopped`). No member is waited for."""
         self._driver.ensure_running()
         await self._driver.carry_out(self._launch.end(outcome, reason))
 
     async def warned(self, text: str) -> None:
-        """What its process had to say before it could begin; goes out with the next status."""
+        """A warning of its process from before it could begin; it is part of the next status."""
         await self._driver.warned(text)
 
     # ------------------------------------------------------------ inside
     def _lost_save(self, key: StateKey) -> None:
-        """Of a save that was sent to a coordinator that is gone, nothing comes."""
+        """A save that was sent to a coordinator that is gone is lost."""
         if key.attempt < self._attempt.number and self._attempt.earlier.ended is None:
             self._commits.lost(key)
 

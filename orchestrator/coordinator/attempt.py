@@ -1,7 +1,7 @@
-"""One attempt of a run: what was claimed, and what it continues.
+"""The value of one attempt of a run: what was claimed, and what it continues.
 
-A value. A start command makes one (`begin_launch`), a coordinator after its own restart the
-next (`continue_launch`).
+A start command makes one (`begin_launch`). A coordinator makes the next one after its own restart
+(`continue_launch`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ from orchestrator.resume.points import Point
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartFindings:
-    """What a start found in storage, and did there, for the journal and the user to hear of.
+    """What a start found and did in storage, for the journal and the user.
 
-    `damages` are those of newer points than the one that is continued; `verified_s` is how long it took to
-    read back the points down to that one (None: it was not), `lifted` whether that lifted its mark as
-    damaged. `unreadable` are files of attempts that could not be used; `leftovers` older launches' saves that
-    were removed; `lists` what became of the sources at the start command. `brought` are step records before
-    the continued point that no journal has, from the votes of the save that a start `completed` (None: the
-    journal says that the point was committed). `parallel` is what
-    `train.parallel` came to in an earlier attempt, with its number (None: none has noted it).
+    `damages`: those of newer points than the continued one.
+    `verified_s`: how long it took to read back the points down to that one (None: they were not read).
+    `lifted`: whether that removed its mark as damaged.
+    `unreadable`: files of attempts that could not be used.
+    `leftovers`: saves of older launches that were removed.
+    `lists`: what happened to the sources at the start command.
+    `brought`: step records before the continued point that are in no journal, from the votes of the save that
+    a start `completed` (None: the point's commit is in the journal).
+    `parallel`: the result of `train.parallel` in an earlier attempt, with its number (None: none recorded).
     """
 
     damages: tuple[Damage, ...] = ()
@@ -54,13 +56,15 @@ class StartFindings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EarlierCoordinator:
-    """What earlier coordinators of the launch have left to the one that takes their place.
+    """What earlier coordinators of the launch left to their successor.
 
-    `previous` is the generation that trains on meanwhile, `members` where its members live, `finished`
-    (member, reason, step) those whose part is over; `ended` is (outcome, reason) when the launch had ended
-    before; `failures` and `last_step` are what its failure budget counts, `answered` the requests from
-    outside that are, `reported` the members that have reported an error. `died` is the process (pid and host;
-    0: not known) of the one whose place is taken.
+    `previous`: the generation that is still training; `members`: where its members run.
+    `finished`: (member, reason, step) of those whose part is over.
+    `ended`: (outcome, reason) if the launch had already ended.
+    `failures`, `last_step`: the state of its failure budget.
+    `answered`: the answered requests from outside.
+    `reported`: the members that have reported an error.
+    `died`: the process (pid, or 0 if unknown, and host) of the predecessor.
     """
 
     previous: PreviousGeneration | None = None
@@ -76,19 +80,24 @@ class EarlierCoordinator:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """A claimed attempt and what it continues. It pickles: the driver hands it to the coordinator.
+    """A claimed attempt and what it continues. It can be pickled: the driver passes it to the coordinator.
 
-    `step_label` is the label of the last step done as this launch counts; `encoders` say who makes which
-    documents; `run_id` is run.json's; `command` is the command line that would continue the run, without
-    secrets ("": nobody typed one); `num_blocks` has the number of blocks of each source, `weights` its weight
-    in the mixture; `forked_from` is the point of another run that it takes over; `losses` are the mean losses
-    of points; `history` counts the histories of the run that points held, of which the one that it continues
-    is held up to `history_saved_to` tokens (see `history.saved_history`). `skip` is what the claim leaves out
-    after the point, whose cursor stands after it here. `sources` say which lists are read in which epoch: the
-    point's cursor stands in them; `restart` asked for a new start of some. `parallel` says how the state is
-    divided (None: nothing is trained, or nobody said), `code` which files the functions of the configuration
-    lie in; for `orchestrator fork`, which trains nothing, those that its point was trained with (empty: not
-    recorded). `found` is for the process that begins the attempt, `earlier` for a restarted coordinator.
+    `step_label`: the label of the last finished step as this launch counts.
+    `encoders`: which encoder makes which documents.
+    `run_id`: the id in run.json.
+    `command`: the command line that would continue the run, without secrets ("": there was none).
+    `num_blocks`: the number of blocks of each source; `weights`: its weight in the mixture.
+    `forked_from`: the point of another run that it takes over.
+    `losses`: the mean losses of points.
+    `history`: the number of histories of the run that points held; the one that it continues is held up to
+    `history_saved_to` tokens (see `history.saved_history`).
+    `skip`: what the claim leaves out after the point; the point's cursor is already after it.
+    `sources`: which lists are read in which epoch, and thus the meaning of the point's cursor; `restart`: the
+    request for a new start of some.
+    `parallel`: how the state is divided (None: nothing is trained, or it is unknown).
+    `code`: the files of the configuration's functions; for `orchestrator fork`, which trains nothing, those
+    that its point was trained with (empty: not recorded).
+    `found` is for the process that begins the attempt, `earlier` for a restarted coordinator.
     """
 
     number: int
@@ -119,7 +128,7 @@ class Attempt:
     def claimed(
         cls, claim: Claim, parent: ClaimParent, point: Point | None, step_label: int, run_id: str
     ) -> Attempt:
-        """The attempt of a claim whose parent file says this, and which therefore continues `point`."""
+        """Builds the attempt of a claim with this parent file, which therefore continues `point`."""
         assert parent.budgets is not None, "a start command's claim says what may be trained"
         return cls(
             number=claim.number,
@@ -138,7 +147,7 @@ class Attempt:
         )
 
     def layout(self, world_size: int) -> Layout:
-        """How the state lies on a group of so many members; replicate where nobody said."""
+        """Returns the layout of the state on a group of `world_size` members; replicate if unknown."""
         return layout_of(world_size, self.parallel.num_shards if self.parallel is not None else 1)
 
     @property

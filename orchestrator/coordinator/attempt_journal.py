@@ -1,4 +1,4 @@
-"""What an attempt says of itself in the journal: how it begins, and how it ends."""
+"""Journals the beginning and the end of an attempt."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _HOW_IT_DIED = "its process was killed or crashed, or it did not answer its driv
 def note_beginning(
     journal: JournalWriter, attempt: Attempt, config: Mapping[str, Any], process: Process | None = None
 ) -> None:
-    """Journals that the attempt begins in `process` (default: this one), under this flat configuration, and
-    all that its start found and did.
+    """Journals that the attempt begins in `process` (default: this one), with this flat configuration.
+
+    Also journals everything that its start found and did.
     """
     by = process or this_process()
     journal.event(
@@ -55,7 +56,7 @@ def note_beginning(
 
 
 def _note_sources(journal: JournalWriter, attempt: Attempt) -> None:
-    """What was drawn from each source before, what is left out now, and what became of their files."""
+    """Journals what was drawn from each source before, what is skipped now, and how their files changed."""
     if attempt.num_blocks:
         drawn = (attempt.point.cursor if attempt.point else Cursor()).drawn_from(tuple(attempt.num_blocks))
         journal.event(
@@ -94,8 +95,9 @@ def _note_point(journal: JournalWriter, attempt: Attempt) -> None:
 
 
 def note_loaded(journal: JournalWriter, point: str, seconds: float) -> None:
-    """Journals that the workers have loaded a point and compared all its digests. `seconds`: from when their
-    generation was formed to the record of its first step.
+    """Journals that the workers have loaded a point and verified all its digests.
+
+    `seconds`: from the formation of their generation to the record of its first step.
     """
     journal.event(EventKind.POINT_VERIFIED, point=point, checked="digests", healthy=True, seconds=seconds)
 
@@ -122,9 +124,10 @@ def write_down_end(
     limit_s: float,
     tell: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Journals the end, which `by` caused, and writes the end record. Each is tried again for `limit_s`, and
-    the record, from which others see at once that nobody is at work, waits for the journal no longer. `tell`
-    hears of what is tried again. Raises `StorageError`.
+    """Journals the end, which `by` caused, and writes the end record.
+
+    Each is retried for `limit_s`. The record does not wait longer than that for the journal, because others
+    learn from it that the launch has ended. `tell` is called about retries. Raises `StorageError`.
     """
     journal.event(EventKind.END, outcome=outcome, reason=reason, by=by)
     try:

@@ -1,8 +1,8 @@
-"""A start command's claim becomes an attempt: choose the point that it continues, decide whether it may, and
-write down what it inherits.
+"""Turns a start command's claim into an attempt.
 
-The order fences (membership rule 6): the claim is made, then the points are listed, then the parent file is
-written. All of it is decided from one survey: a point that appears after it is no part of it.
+It chooses the point to continue, checks whether the attempt may continue it, and writes what the attempt
+inherits. The order fences (membership rule 6): the claim is made, then the points are listed, then the parent
+file is written. Everything is decided from one survey; points that appear later are not considered.
 """
 
 from __future__ import annotations
@@ -58,19 +58,20 @@ def begin_launch(
     known: Sequence[Damage] = (),
     each: Each | None = None,
 ) -> tuple[Attempt, ResumePlan]:
-    """Chooses what a start command's claim continues and writes what it inherits. `run` is the run's
-    run.json, `data` the job's data. What is to be skipped is `drawn` if that was drawn at the point which it
-    continues; else it is drawn here. `known` are damages that this start has found before, with digests;
-    `each` as in `PointFiles.verify_point`.
+    """Chooses what a start command's claim continues and writes what it inherits.
 
-    Compares sizes and headers of the point; the workers compare the digests of what they load. Of a point
-    that is marked as damaged all bytes are read here.
+    `run` is the run's run.json, `data` the job's data. The skip is `drawn` if that was drawn at the continued
+    point; else it is drawn here. `known` are damages that this start has found before, with digests. `each`
+    as in `PointFiles.verify_point`.
 
-    Raises `RefusedError` if the configuration may not continue the run, or names a point that somebody has
-    begun to delete (the claim then stays without descendants and harms nobody; whoever claimed it says its
-    end). `latest` takes such a point nevertheless: only where all newer ones are damaged, and to refuse it
-    would leave a run that lost power in the middle of a deletion without any. Raises `UnreachableNodeError`
-    if parts of the point lie only on nodes that are not reached: an older point is never taken instead.
+    Compares sizes and headers of the point. The workers verify the digests of what they load. If a point is
+    marked as damaged, all its bytes are read here.
+
+    Raises `RefusedError` if the configuration may not continue the run, or names a point whose deletion has
+    begun. The claim then stays without descendants and is harmless; its owner records its end. `latest`
+    accepts such a point, but only if all newer ones are damaged: refusing it would leave a run that lost
+    power during a deletion without any point. Raises `UnreachableNodeError` if parts of the point are only on
+    unreachable nodes. An older point is never taken instead.
     """
     from orchestrator.data.preparing import write_lists
 
@@ -91,7 +92,7 @@ def begin_launch(
         raise plan.refusal
     point, skip = _after_skip(config, data, plan, chosen.point, asked, drawn)
     point = here.moved(point)
-    if data.unwritten:  # before the claim says that they are read
+    if data.unwritten:  # before the claim records that they are read
         write_lists(here.storage, data)
     parent = ClaimParent(
         attempt=claim.number,
@@ -123,13 +124,14 @@ def begin_launch(
 
 
 def complete_a_save(store: RunStore, seen: Survey, number: int, run_id: str) -> Survey:
-    """For the claim `number`: makes a resume point of the newest save on the history that no coordinator
-    committed, if all its votes lie in storage and it is newer than every point (membership rule 14). What is
-    seen then.
+    """Completes the newest uncommitted save on the history, for the claim `number` (membership rule 14).
+
+    The save becomes a resume point if all its votes are in storage and it is newer than every point. Returns
+    the survey after that.
     """
     newest = max((key for name in seen.points if (key := parse_point_name(name))), default=None)
     journalled = {record.key for record in seen.journal.records}
-    # of a save that was committed since the look nothing is made: it is seen then
+    # A save that was committed since the survey is not completed; the next survey lists it.
     for name in newest_first({*store.storage.list(POINTS)} - {*seen.committed}):
         key = parse_point_name(name)
         assert key is not None, "these are names of points"
@@ -149,14 +151,15 @@ def complete_a_save(store: RunStore, seen: Survey, number: int, run_id: str) -> 
 
 
 def _config_of(seen: Survey, attempt: int) -> dict[str, Any] | None:
-    """The flat configuration of an attempt, as its journal has it."""
+    """Returns the flat configuration of an attempt, from its journal."""
     begun = (e for e in seen.journal.events if e.kind == EventKind.ATTEMPT and e.attempt == attempt)
     return next((dict(event.fields["config"]) for event in begun), None)
 
 
 def _brought(store: RunStore, seen: Survey, point: Point | None, run_id: str) -> dict[str, Any]:
-    """`StartFindings.brought` and `completed`, also of a point that an older start completed which ended
-    before its journal began.
+    """Returns `StartFindings.brought` and `completed`.
+
+    This includes a point that was completed by an older start, which ended before its own journal began.
     """
     committed = (e.fields["point"] for e in seen.journal.events if e.kind == EventKind.POINT_COMMITTED)
     if point is None or point.key.attempt == ORIGIN or point.name in committed:
@@ -172,8 +175,9 @@ def _brought(store: RunStore, seen: Survey, point: Point | None, run_id: str) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chosen:
-    """The point that the claim continues; `origin`: it is another run's, with which a fork begins. The rest
-    as in `StartFindings`.
+    """The point that the claim continues.
+
+    `origin`: the point is another run's, with which a fork begins. The rest as in `StartFindings`.
     """
 
     point: Point | None
@@ -213,7 +217,7 @@ def _choose(
     wanted = kept_point(store, seen, config)
     newest, damages = choose_point(store, seen, wanted, known=known, each=each)
     mark_damaged(store, damages, by)
-    if newest is not None:  # a look by sizes leaves out what it does not reach
+    if newest is not None:  # comparing sizes skips points that cannot be reached
         older = newest_first(up_to(seen.points, newest))[1:]
         store.require_reached(newest, older if wanted == "latest" else None)
     was_read = newest is not None and newest.name in marked
@@ -226,8 +230,9 @@ def _choose(
 
 
 def mark_damaged(store: RunStore, damages: Sequence[Damage], by: str) -> None:
-    """Marks the points of these damages (`resume.quarantine`). A mark that cannot be made costs another look
-    and no start.
+    """Marks the points of these damages (`resume.quarantine`).
+
+    If a mark cannot be made, the point is checked again later; the start does not fail.
     """
     for name in dict.fromkeys(damage.point for damage in damages):
         with suppress(StorageError):
@@ -242,7 +247,7 @@ def _after_skip(
     asked: SkipDecision,
     drawn: Skip | None,
 ) -> tuple[Point | None, Skip | None]:
-    """The point with its cursor after what is skipped, and that."""
+    """Returns the point with its cursor after the skip, and the skip."""
     if asked.request is None or point is None:
         return point, None
     there = drawn is not None and (drawn.request, drawn.begin) == (asked.request, point.cursor)
@@ -253,7 +258,7 @@ def _after_skip(
 def _encoders(
     plan: ResumePlan, data: DataSpec, point: Point | None, here: SourcesHere
 ) -> tuple[EncoderSpan, ...]:
-    """Who makes which documents: those of the plan, and from the point on the encoder of this start."""
+    """Returns the encoders of the plan, and from the point on the encoder of this start."""
     if plan.encoder is None or plan.encoder == plan.encoders[-1].encoder:
         return plan.encoders
     begins = data.made_by(plan.encoders).next_documents(point.cursor) if point else {}

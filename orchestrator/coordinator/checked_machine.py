@@ -1,7 +1,7 @@
-"""Whether a worker that is about to join sees the same storage as the coordinator, and keeps the same time.
+"""Checks that a joining worker has the coordinator's storage and clock.
 
-A folder of the same path on the worker's own disk does not reach the coordinator: the worker's saves would be
-given up one after the other, while its disk fills. A clock that is wrong by hours makes wrong times in the
+A folder of the same path on the worker's own disk does not reach the coordinator. The worker's saves would be
+given up one after the other, while its disk fills. A clock that is wrong by hours produces wrong times in the
 journal and in metrics, and buckets refuse its requests.
 """
 
@@ -15,12 +15,12 @@ from orchestrator.records.membership import MachineProof, StillWaiting, Unfit
 from orchestrator.resume.commit_driver import in_daemon_thread
 from orchestrator.storage.files import Storage
 
-CLOCK_LIMIT_S = 900.0  # as far as a bucket's servers let a clock be off
+CLOCK_LIMIT_S = 900.0  # the clock error that the servers of buckets tolerate
 _TRIES, _AGAIN_S = 3, 0.5  # a network file system may show a new file late
 
 
 async def checked(storage: Storage, proof: MachineProof) -> Unfit | StillWaiting | None:
-    """What is wrong; None: nothing. `StillWaiting` if the storage cannot be read here now."""
+    """Returns what is wrong, or None. `StillWaiting`: the storage cannot be read here now."""
     off_s = proof.unix_s - time.time()
     if abs(off_s) > CLOCK_LIMIT_S:
         ahead = "ahead of" if off_s > 0 else "behind"

@@ -1,6 +1,6 @@
-"""Which point a start continues, what that means for the history, and whether its configuration may.
+"""Chooses the point that a start continues, and decides whether its configuration may continue it.
 
-It reads and verifies points, and writes nothing: `plan` uses it as a start does.
+This module reads and verifies points and writes nothing; `plan` uses it as a start does.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ if TYPE_CHECKING:
 
 
 def wanted_point(seen: Survey, config: JobConfig) -> str:
-    """`resume.from`, but `latest` if that rewind is done: the newest attempt was begun with the same one, and
-    with all else the same that has an influence on what is trained, and has saved a newer point. So the same
-    command continues, also where torchrun repeats it; one that would train something else rewinds again.
-    Until there is a newer point the named one is the only one that the run may continue.
+    """Returns `resume.from`, or `latest` if that rewind is already done.
+
+    It is done if the newest attempt began with the same `resume.from`, and the same values of everything else
+    that influences training, and has saved a newer point. The same command thus continues, also if torchrun
+    repeats it. A command that would train something else rewinds again. Until there is a newer point, the
+    named one is the only one that the run may continue.
     """
     from orchestrator.config.field_rules import field_rules
     from orchestrator.config.stored import in_todays_fields
 
     wanted = config.resume.from_
     if is_folder(wanted):
-        return "latest"  # a fork begins so once, and continues then
+        return "latest"  # a fork begins this way once, and then continues
     begun = [event.fields["config"] for event in seen.journal.events if event.kind == EventKind.ATTEMPT]
     if wanted == "latest" or not begun:
         return wanted
@@ -54,7 +56,7 @@ def wanted_point(seen: Survey, config: JobConfig) -> str:
 
 
 def kept_point(store: RunStore, seen: Survey, config: JobConfig) -> str:
-    """`wanted_point`. Raises `WantedPointError` for a named one that somebody has begun to delete."""
+    """Returns `wanted_point`. Raises `WantedPointError` for a named point whose deletion has begun."""
     if (wanted := wanted_point(seen, config)) != "latest":
         store.require_kept(wanted)
     return wanted
@@ -68,8 +70,9 @@ def choose_point(
     known: Sequence[Damage] = (),
     each: Each | None = None,
 ) -> tuple[Point | None, tuple[Damage, ...]]:
-    """See `choose_among`, of what was seen. `known` and `each` as in `PointFiles.healthy_newest`. Raises
-    `LatePointError` for a point that was not seen: survey the run again (`survey.decided`).
+    """See `choose_among`, for a survey. `known` and `each` as in `PointFiles.healthy_newest`.
+
+    Raises `LatePointError` for a point that is not in the survey: survey the run again (`survey.decided`).
     """
     point, damages = choose_among(store, seen.points, (*seen.lost, *seen.foreign), wanted, fast, known, each)
     require_listed(seen, point)
@@ -85,11 +88,12 @@ def choose_among(
     known: Sequence[Damage] = (),
     each: Each | None = None,
 ) -> tuple[Point | None, tuple[Damage, ...]]:
-    """The point to resume from: the newest healthy one on the lineage, or the one that `resume.from` names.
+    """Returns the point to resume from: the newest healthy one on the lineage, or the one that `resume.from`
+    names.
 
-    `points` are those on the lineage, oldest first, `unfit` those on it of which it is known that they are
-    lost or another run's. A named point must be whole: another one is not taken in its place. `fast` compares
-    sizes and headers: the workers compare the digests of what they load.
+    `points` are those on the lineage, oldest first. `unfit` are those on it that are known to be lost or
+    another run's. A named point must be whole: no other is taken in its place. `fast` compares sizes and
+    headers; the workers verify the digests of what they load.
     """
     if wanted == "latest":
         return store.healthy_newest((*points, *unfit), fast=fast, known=known, each=each)
@@ -109,16 +113,20 @@ def choose_among(
 
 
 def up_to(names: Iterable[str], point: Point | None) -> tuple[str, ...]:
-    """Of the points on one history those at or before `point`: what a history that continues it has. A point
-    after it is an orphan from then on; it stays, but counts for nothing.
+    """Returns those of the points on one history that are at or before `point`.
+
+    A history that continues `point` has these. A later point is an orphan from then on: it stays, but counts
+    for nothing.
     """
     keys = {name: parse_point_name(name) for name in names}
     return tuple(name for name, key in keys.items() if point and key and key <= point.key)
 
 
 def rewind_sentence(seen: Survey, config: JobConfig, point: Point | None) -> str:
-    """What `resume.from` means for this start, which continues `point`: what leaves the history, or that it
-    was done already; empty if there is nothing to say.
+    """Returns what `resume.from` means for this start, which continues `point`, as text for people.
+
+    The text names what leaves the history, or that the rewind was already done. It is empty if there is
+    nothing to report.
     """
     wanted = config.resume.from_
     if wanted == "latest" or is_folder(wanted) or point is None:
@@ -134,8 +142,9 @@ def rewind_sentence(seen: Survey, config: JobConfig, point: Point | None) -> str
 
 
 def rewind_text(wanted: str, num_steps: int, labels: tuple[int, int], points: Sequence[str]) -> str:
-    """What leaves the history with a rewind: so many steps, labelled so from the first to the last, and these
-    points, oldest first; empty if nothing does.
+    """Returns what leaves the history with a rewind, as text for people; empty if nothing does.
+
+    `num_steps` steps leave it, with `labels` from the first to the last, and these points, oldest first.
     """
     if not num_steps and not points:
         return ""
@@ -162,9 +171,10 @@ def decide(
     here: SourcesHere | None = None,
     epochs: KnownEpochs | None = None,
 ) -> ResumePlan:
-    """Whether and how `config` continues `point`; see `planning.resume_plan.plan_resume`. `data` are the
-    job's, where they are known, as `here` says that they are read; `identities` are run.json's and theirs.
-    `epochs` is how long one is, if that is known, of the data that the point was made with.
+    """Decides whether and how `config` continues `point`; see `planning.resume_plan.plan_resume`.
+
+    `data` are the job's, if known, as read according to `here`. `identities` are those of run.json and of
+    `data`. `epochs` is the known length of epochs of the data that the point was made with.
     """
     from orchestrator.config.field_rules import field_rules
     from orchestrator.data.tokens.encoder import installed_encoders

@@ -1,7 +1,7 @@
-"""A restarted coordinator goes on with its launch: it claims the next attempt, and reads back from storage
-what the one before it knew.
+"""Continues a launch after its coordinator was restarted.
 
-What that means for those who train is decided by the launch machine.
+The new coordinator claims the next attempt, and reads from storage what its predecessor knew. The launch
+machine decides what that means for the members.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from orchestrator.resume.store import RunStore
 def continue_launch(
     store: RunStore, first: Attempt, host: str, faults: Hook, mine: set[int] | None = None
 ) -> Attempt:
-    """What a coordinator process goes on with: `first` as the driver claimed it, or the next attempt if this
-    process is a restarted one.
+    """Returns the attempt that a coordinator process continues with.
 
-    It is a restarted one if the launch's newest attempt has a journal: that is the first thing a coordinator
-    writes. Leftovers stay until the next start command, for members that live may still be writing into them.
-    `mine` are the numbers that this process has claimed, and gets the one that it claims: after a
-    `StorageError` it may be called again, and goes on with the claim that it made.
-    Raises `FencedError` if another launch has taken the run over.
+    It is `first`, as the driver claimed it, or the next attempt if this process is a restarted one. A process
+    is restarted if the launch's newest attempt has a journal, which is the first thing that a coordinator
+    writes. Leftovers stay until the next start command, because live members may still write into them.
+
+    `mine` are the numbers that this process has claimed; the one that it claims is added. After a
+    `StorageError` the function may be called again, and continues with that claim. Raises `FencedError` if
+    another launch has taken the run over.
     """
     mine = set() if mine is None else mine
     newest = store.newest_claim()
@@ -63,8 +64,8 @@ def _has_journal(store: RunStore, number: int) -> bool:
 
 
 def _take_up(store: RunStore, first: Attempt, number: int) -> Attempt:
-    """What the claim `number` of the launch that began with `first` inherits, written down."""
-    # without steps, for its members wait
+    """Writes what the claim `number` inherits. `first` is the first attempt of its launch."""
+    # without steps, because its members wait
     seen, point = decided(store, lambda seen: (seen, _newest_point(store, first, seen)), with_steps=False)
     parent = ClaimParent(
         attempt=number,
@@ -96,23 +97,23 @@ def _take_up(store: RunStore, first: Attempt, number: int) -> Attempt:
 
 
 def _newest_point(store: RunStore, first: Attempt, seen: Survey) -> Point | None:
-    """The newest whole point on the history, but none before that with which the launch began."""
+    """Returns the newest whole point on the history, but none older than the one the launch began with."""
     try:
         point, _ = choose_point(store, seen, "latest", fast=True)
     except ResumePointError:
         point = None  # the members hold a newer state than any point; without them the next start refuses
     if point is None or (first.parent is not None and point.key <= first.parent):
-        return first.point  # its cursor stands after what the launch skips
+        return first.point  # its cursor is after what the launch skips
     return point
 
 
 def _with(points: tuple[str, ...], point: Point | None) -> tuple[str, ...]:
-    """What is inherited: also the point with which the launch began, where storage does not list it now."""
+    """Returns the inherited points, including the launch's first point if storage does not list it now."""
     return points if point is None or point.name in points else (point.name, *points)
 
 
 def _process_of(store: RunStore, journal: Journal, attempt: int) -> tuple[int, str]:
-    """The process of an attempt's coordinator, as its journal says; one without knows no pid (0)."""
+    """Returns the pid and host of an attempt's coordinator, from its journal; without one the pid is 0."""
     for event in journal.events:
         if event.attempt == attempt and event.kind == EventKind.ATTEMPT:
             return event.fields.get("pid", 0), event.fields.get("host", "")
@@ -120,10 +121,13 @@ def _process_of(store: RunStore, journal: Journal, attempt: int) -> tuple[int, s
 
 
 def _read_back(journal: Journal, first: int, died: tuple[int, str]) -> EarlierCoordinator:
-    """What the coordinators of a launch, whose first attempt is `first`, have journalled for the next one."""
+    """Collects what earlier coordinators of a launch have journalled for the next one.
+
+    `first` is the first attempt of the launch.
+    """
     mine = [event for event in journal.events if event.attempt >= first]
     last = max((g for g in journal.generations if g.attempt >= first), key=lambda g: g.id, default=None)
-    # whose death is known is not waited for, and not counted again
+    # members that are known to be dead are not waited for, and not counted again
     over = (EventKind.MEMBER_DEAD, EventKind.MEMBER_LEFT, EventKind.MEMBER_FAILED)
     dead = {event.fields["member"] for event in mine if event.kind in over}
     live = tuple(member for member in last.members if member not in dead) if last else ()
@@ -149,7 +153,7 @@ def _read_back(journal: Journal, first: int, died: tuple[int, str]) -> EarlierCo
 
 
 def _where_they_live(journal: Journal, members: tuple[str, ...]) -> tuple[MemberInfo, ...]:
-    """As they said when they last joined."""
+    """Returns the members' places according to their last joins."""
     joins = {e.fields["member"]: e.fields for e in journal.events if e.kind == EventKind.JOIN}
     return tuple(
         MemberInfo(

@@ -1,5 +1,6 @@
-"""What the driver hands to a coordinator, and the two machines that a coordinator makes of it: who trains
-(`LaunchMachine`), and which points exist (`CommitMachine`).
+"""The value that the driver passes to a coordinator, and the two machines that a coordinator builds from it.
+
+`LaunchMachine` decides which members train, and `CommitMachine` which points exist.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from orchestrator.parts.node_folder import Nodes
 from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.resume.kept_points import KeptPoints
 
-VOTE_LIMIT_S = 600.0  # how long a save of which votes are missing may stand still
+VOTE_LIMIT_S = 600.0  # how long a save with missing votes may make no progress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoordinatorStart:
-    """What the driver hands to coordinator: the attempt it claimed, and what the run needs from then on.
-    `nodes`: on whose disks parts of points may lie; None: this machine's alone are reached.
+    """What the driver passes to a coordinator: the attempt it claimed, and the run's settings.
+
+    `nodes`: the nodes whose disks may hold parts of points; None: only this machine's disk is reached.
     """
 
     attempt: Attempt
@@ -42,15 +44,16 @@ class CoordinatorStart:
     keep_every: int | None = None
     keep_best: int = 0
     sharded: bool = False  # no worker holds the whole state
-    stop_by: str = ""  # who wants the launch to stop before its budgets are spent
+    stop_by: str = ""  # the origin of a request to stop before the budgets are spent
     storage_limit_s: float = STORAGE_LIMIT_S
     rendezvous: RendezvousSettings = RendezvousSettings()
     nodes: Nodes | None = None
 
 
 def launch_machine(start: CoordinatorStart, attempt: Attempt) -> LaunchMachine:
-    """Who trains in `attempt`, which is `start.attempt` or one of its launch that a restarted coordinator
-    claimed.
+    """Builds the launch machine of `attempt`.
+
+    It is `start.attempt`, or an attempt of its launch that a restarted coordinator claimed.
     """
     earlier, point = attempt.earlier, attempt.point
     rendezvous = Rendezvous(
@@ -85,7 +88,7 @@ def launch_machine(start: CoordinatorStart, attempt: Attempt) -> LaunchMachine:
 
 
 def commit_machine(start: CoordinatorStart, attempt: Attempt) -> CommitMachine:
-    """Which points of `attempt` are committed and kept."""
+    """Builds the commit machine of `attempt`."""
     return CommitMachine(
         attempt=attempt.number,
         kept=KeptPoints(

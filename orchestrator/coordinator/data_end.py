@@ -1,6 +1,6 @@
-"""Whether a launch of the run has come to the end of its data, by what lies in storage.
+"""Finds out from storage whether a launch of the run has reached the end of its data.
 
-What follows from it is `planning.data_end`.
+`planning.data_end` derives the consequences.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class AttemptEvent(Protocol):
-    """A line of the journal that is no step."""
+    """A line of the journal that is not a step."""
 
     @property
     def attempt(self) -> int:
-        """Whose."""
+        """Its attempt."""
 
     @property
     def kind(self) -> str:
@@ -34,19 +34,21 @@ class AttemptEvent(Protocol):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The kind's own."""
+        """The fields of its kind."""
 
 
 def find_known_epochs(
     store: RunStore, parents: Sequence[ClaimParent], events: Sequence[AttemptEvent], config: JobConfig
 ) -> KnownEpochs | None:
-    """The newest proof of how long an epoch of the run's only source is; None where there is none, or where
-    the job's epochs may have another length. A launch that is done has committed its last state (also where a
-    rewind has set it aside), and its end says whether that was the end of the data. `events` are the
-    journal's, at least those of attempts and of points.
+    """Returns the newest proof of the length of an epoch of the run's only source.
+
+    Returns None if there is none, or if the job's epochs may have another length. A launch that is done has
+    committed its last state (also if a rewind has set it aside), and its end record states whether that was
+    the end of the data. `events` are the journal's, at least those of attempts and of points.
     """
     newest = max(parents, key=lambda parent: parent.attempt, default=None)
-    if newest is None or any(parent.begins is not None for parent in parents):  # a fork's past lies elsewhere
+    # a fork's past is in another run
+    if newest is None or any(parent.begins is not None for parent in parents):
         return None
     # another encoder, or another list of files, makes other tokens
     changed = len(newest.encoders) > 1 or any(len(source.spans) > 1 for source in newest.sources)

@@ -1,17 +1,19 @@
-"""How a launch ended, and who caused it, as its end record and the journal name it. Pure."""
+"""Names the cause of a launch's end, for its end record and the journal."""
 
 from __future__ import annotations
 
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.steps import StateKey, StepRecord
 
-# who caused an end, where that is no person
+# causes of an end that are not people
 A_FAILURE, THE_BUDGET, THE_DATA = "a failure", "the budget", "the end of the data"
 
 
 def ended_by(outcome: str, stop_by: str, budgets: Budgets, last: StepRecord | None) -> str:
-    """Who caused an end, for people: who asked for a stop (`stop_by`; empty where that is not known any
-    more), the budget, the end of the data, or a failure.
+    """Returns the cause of an end, for people.
+
+    It is the origin of the stop request (`stop_by`; empty if no longer known), the budget, the end of the
+    data, or a failure.
     """
     if outcome == "failed":
         return A_FAILURE
@@ -21,8 +23,9 @@ def ended_by(outcome: str, stop_by: str, budgets: Budgets, last: StepRecord | No
 
 
 def is_last(key: StateKey, last: StepRecord | None, budgets: Budgets, stopping: bool) -> bool:
-    """Whether no step follows the state `key`, as far as is known: not where the data end, which workers hear
-    first. `last` is the newest step; `stopping`: a stop was asked for.
+    """Whether no step follows the state `key`, as far as is known. `last` is the newest step.
+
+    An end of the data is not known here, because workers find it first. `stopping`: a stop was requested.
     """
     return last is not None and key >= last.key and (stopping or _is_spent(budgets, last))
 
@@ -34,7 +37,9 @@ def _is_spent(budgets: Budgets, last: StepRecord | None) -> bool:
 
 
 def end_text(reason: str, step: int, *, trained: bool) -> str:
-    """How a launch ended that was not failed, for people: `step` is the label of the last step done, by
-    whichever launch; `trained`: whether this one has done any.
+    """Describes for people how a launch that did not fail ended.
+
+    `step` is the label of the last finished step, of whichever launch. `trained`: whether this launch has
+    done any.
     """
     return f"{reason} at step {step}" + ("" if trained else ", and this start trained no step")

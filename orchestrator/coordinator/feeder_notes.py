@@ -1,7 +1,6 @@
-"""What the feeder noticed, brought into the journal: after each commit, and before an end is written.
-The user hears of documents that were skipped.
+"""Transfers the feeder's notes to the journal: after each commit, and before an end is written.
 
-It knows no feeder but a question to it.
+The user is notified of skipped documents.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from orchestrator.data.feed.feed_notes import FeedNotes
 
 NOTES_LIMIT_S = 5.0  # how long an end waits for a feeder that does not answer
-NAMED = 3  # warnings that name a skipped document each, per attempt; of the others the number is given
+NAMED = 3  # warnings per attempt that name a skipped document; of the others only the number is reported
 NOT_SAID = (
     "the feeder did not say at the end what it had noticed since the last resume point: bad documents that "
     "were passed since then are counted in the cursor, but not named in the journal"
@@ -26,8 +25,10 @@ NOT_SAID = (
 
 
 class SkippedDocuments:
-    """What the user hears of the documents that one attempt skips: the first `NAMED` one by one, then their
-    number, when there are more and whenever it has doubled, and at the end if it has changed since.
+    """The messages to the user about the documents that one attempt skips.
+
+    The first `NAMED` documents are named one by one. After that their number is reported: when there are
+    more, whenever it has doubled, and at the end if it has changed since.
     """
 
     def __init__(self, run_uri: str, attempt: int) -> None:
@@ -35,14 +36,14 @@ class SkippedDocuments:
         self._number = self._told = 0
 
     def more(self, texts: Sequence[str]) -> list[str]:
-        """These were skipped, too (place and reason); gives the lines for the user."""
+        """Records more skipped documents (place and reason); returns the lines for the user."""
         named = texts[: max(0, NAMED - self._number)]
         self._number += len(texts)
         lines = [f"a document was skipped: {text}" for text in named]
         return lines + (self.at_the_end() if self._number >= 2 * self._told else [])
 
     def at_the_end(self) -> list[str]:
-        """Their number, if nobody has told it."""
+        """Returns a line with their number, unless it was already reported."""
         if self._number <= max(NAMED, self._told):
             return []
         self._told = self._number
@@ -54,7 +55,10 @@ class SkippedDocuments:
 
 
 class FeederNotes:
-    """Takes the notes of one feeder, one question at a time, for it gives each note once. For one loop."""
+    """Fetches the notes of one feeder, one call at a time, because it returns each note once.
+
+    For use on one event loop.
+    """
 
     def __init__(
         self,
@@ -63,15 +67,16 @@ class FeederNotes:
         skipped: SkippedDocuments,
         warn: Callable[[str], Awaitable[None]],
     ) -> None:
-        """`ask`: what was noticed up to so many consumed samples, None if nobody answers; without it there
-        are no notes. `skipped` words what `warn` tells the user.
+        """`ask` returns what was noticed up to a number of consumed samples, or None without an answer.
+
+        Without `ask` there are no notes. `skipped` formulates the text that `warn` sends to the user.
         """
         self._ask, self._journal, self._skipped, self._warn = ask, journal, skipped, warn
         self._up_to, self._due = 0, False
         self._taking: asyncio.Task[bool] | None = None
 
     def soon(self, consumed_samples: int) -> None:
-        """Steps up to here will not be trained again: what they passed is journalled soon. Never waits."""
+        """Requests the notes of steps up to here, which will not be trained again. Never waits."""
         if self._ask is None:
             return
         self._up_to, self._due = max(self._up_to, consumed_samples), True
@@ -79,8 +84,9 @@ class FeederNotes:
             self._taking = asyncio.get_running_loop().create_task(self._take(self._ask))
 
     async def last(self, consumed_samples: int) -> bool:
-        """Waits until all up to here is journalled, and the user has heard how many documents were skipped;
-        False if the feeder does not say it within `NOTES_LIMIT_S`.
+        """Waits until all notes up to here are journalled, and skipped documents are reported.
+
+        Returns False if the feeder does not answer within `NOTES_LIMIT_S`.
         """
         self.soon(consumed_samples)
         if self._taking is None:

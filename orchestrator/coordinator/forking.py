@@ -1,9 +1,8 @@
-"""A fork: a run that begins with another run's resume point. Where that point lies, how it is taken over, and
-what a resume decision needs of a point.
+"""Forks: runs that begin with another run's resume point.
 
-The point's files get a second name in the fork's folder (copies, where the file system has no hard links), so
-that from then on the fork needs nothing of the other run. The other run keeps its point all the same: it is
-pinned first.
+Finds that point, takes it over, and provides what a resume decision needs of a point. The point's files get a
+second name in the fork's folder (copies, where the file system has no hard links). From then on the fork
+needs nothing of the other run. The other run keeps its point nevertheless, because it is pinned first.
 """
 
 from __future__ import annotations
@@ -35,12 +34,14 @@ from orchestrator.storage.open import absolute, join, split
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
-PARENT_OF_FORK = "parent of fork "  # a pin's reason, before the fork's folder
+PARENT_OF_FORK = "parent of fork "  # prefix of a pin's reason; the fork's folder follows
 
 
 def point_info(store: RunStore, point: Point, origin: Origin | None = None) -> PointInfo:
-    """What resume decision needs of a point; budgets and encoders stand in the parent file of its attempt, or
-    in the `origin` with which a fork begins, which may not be written yet.
+    """Returns what a resume decision needs of a point.
+
+    Budgets and encoders are in the parent file of its attempt, or in the `origin` with which a fork begins,
+    which may not be written yet.
     """
     budgets, encoders, sources = Budgets(), tuple[EncoderSpan, ...](), tuple[SourceLists, ...]()
     key = point.key
@@ -66,13 +67,14 @@ def point_info(store: RunStore, point: Point, origin: Origin | None = None) -> P
 
 
 def is_folder(wanted: str) -> bool:
-    """Whether a `resume.from` names a point by its folder: that of another run."""
+    """Whether a `resume.from` names a point of another run by its folder."""
     return "/" in wanted
 
 
 def other_run(wanted: str) -> tuple[str, str]:
-    """The run's folder (absolute, or its URI) and the point's name, of `<run>/points/<point>`. Raises
-    `RefusedError`.
+    """Returns the run's folder (absolute, or its URI) and the point's name, of `<run>/points/<point>`.
+
+    Raises `RefusedError`.
     """
     folder, name = split(absolute(wanted))
     run, points = split(folder)
@@ -85,10 +87,10 @@ def other_run(wanted: str) -> tuple[str, str]:
 
 
 def fork_to_begin(store: RunStore, config: JobConfig, run: RunFile | None) -> ForkedFrom | None:
-    """The point of another run with which this start begins; None: it begins, or goes on, as any other.
+    """Returns the point of another run with which this start begins; None if it does not begin a fork.
 
-    Raises `RefusedError` where `resume.from` names another run's point, and the run exists with another
-    history, and as `describe`.
+    Raises `RefusedError` if `resume.from` names another run's point and the run exists with another history,
+    and as `describe`.
     """
     wanted = config.resume.from_
     if is_folder(wanted):
@@ -109,8 +111,9 @@ def fork_to_begin(store: RunStore, config: JobConfig, run: RunFile | None) -> Fo
 
 
 def describe(other: RunStore, name: str) -> ForkedFrom:
-    """A run's point as a fork names it. Raises `RefusedError` if there is no such run, and
-    `WantedPointError` for a point that is gone or damaged.
+    """Describes a run's point as a fork names it.
+
+    Raises `RefusedError` if there is no such run, and `WantedPointError` for a point that is gone or damaged.
     """
     run = other.read_run()
     if run is None:
@@ -129,8 +132,10 @@ def describe(other: RunStore, name: str) -> ForkedFrom:
 def read_parent_point(
     store: RunStore, fork: ForkedFrom, name: str, fast: bool, each: Each | None = None
 ) -> tuple[RunStore, Point]:
-    """The other run, and its point as the fork `name` in `store` will have it. Raises `WantedPointError` if
-    it is gone or damaged: a fork without a point of its own needs it.
+    """Returns the other run, and its point as the fork `name` in `store` will have it.
+
+    Raises `WantedPointError` if the point is gone or damaged, because a fork without a point of its own needs
+    it.
     """
     other = RunStore(store.storage.beside(fork.run))
     run, root = other.read_run(), store.storage.root
@@ -152,7 +157,7 @@ def read_parent_point(
 
 
 def _as_its_own(point: Point, store: RunStore, name: str) -> Point:
-    """With the fork's name and storage in its configuration, which else stays what it was made with."""
+    """Puts the fork's name and storage into the point's configuration, which otherwise stays unchanged."""
     storage, was = split(store.storage.root)[0], point.config.get("run.storage", "")
     if was and absolute(was) == storage:
         storage = point.config["run.storage"]  # as it was written
@@ -161,12 +166,14 @@ def _as_its_own(point: Point, store: RunStore, name: str) -> Point:
 
 
 def found_run(store: RunStore, name: str, fork: ForkedFrom, by: str, pinned: bool = True) -> RunFile:
-    """Makes the fork's run.json, last: its point is pinned in the other run, and that run's frozen data are
-    copied. From then on any start of the fork begins with the point. After a kill before that it may be
-    called again. Raises `BusyError` if there is a run.
+    """Creates the fork's run.json, as the last step.
 
-    Without `pinned` the other run may delete its point before it is taken over (`take_over` raises then): for
-    a fork that would rather be made again than leave a pin.
+    Before, its point is pinned in the other run, and that run's frozen data are copied. From then on any
+    start of the fork begins with the point. After a kill before that it may be called again. Raises
+    `BusyError` if there is a run.
+
+    Without `pinned` the other run may delete its point before it is taken over (`take_over` then raises).
+    This is for a fork that can be made again and should not leave a pin.
     """
     from orchestrator.data.frozen import copy_frozen
 
@@ -180,8 +187,9 @@ def found_run(store: RunStore, name: str, fork: ForkedFrom, by: str, pinned: boo
 
 
 def forks_beside(store: RunStore, run_id: str) -> dict[str, list[str]]:
-    """The folders of the forks that lie beside this run, by the point with which they begin; not those whose
-    run.json cannot be read.
+    """Returns the folders of the forks beside this run, by the point with which they begin.
+
+    Forks whose run.json cannot be read are left out.
     """
     storage, found = split(store.storage.root)[0], dict[str, list[str]]()
     for name in store.storage.beside(storage).list(""):
@@ -194,10 +202,10 @@ def forks_beside(store: RunStore, run_id: str) -> dict[str, list[str]]:
 
 
 def without_its_pin(store: RunStore, pin: Hold) -> str:
-    """What it means for forks that the pin on a point of this run was given back; empty where there are none.
+    """Describes what the removal of a pin on a point of this run means for forks; empty if there are none.
 
-    It looks at the fork for which the pin was made, and at those beside the run, which may have found the
-    point pinned already and rely on that.
+    It checks the fork for which the pin was made, and the forks beside the run, which may have found the
+    point already pinned and rely on that.
     """
     storage, named = split(store.storage.root)[0], ""
     if pin.reason.startswith(PARENT_OF_FORK):
@@ -232,8 +240,9 @@ def _began_with(fork: RunStore, pin: Hold) -> bool:
 
 
 def take_over(store: RunStore, run: RunFile, number: int) -> tuple[Point, Origin]:
-    """Makes the other run's point the first one of the fork, for claim `number`. Sizes and headers of its
-    files are compared before. Raises as `read_parent_point`.
+    """Makes the other run's point the first one of the fork, for claim `number`.
+
+    Sizes and headers of its files are compared before. Raises as `read_parent_point`.
     """
     fork = run.forked_from
     assert fork is not None, "asked for a fork alone"

@@ -1,7 +1,4 @@
-"""What the launch machine asks of its driver: what follows from what it was told, to be carried out in order.
-
-Pure values without behaviour.
-"""
+"""The actions that the launch machine returns to its driver, to be carried out in order."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """Have this member's process killed: it was left out. It may be dead already, or out of reach."""
+    """Have this member's process killed, because it was left out. It may be dead already, or unreachable."""
 
     member: MemberInfo
     reason: str
@@ -41,8 +38,8 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leave:
-    """This member waits to join and is not needed any more, because its node is about to go: answer that its
-    part is over.
+    """Answer this waiting member that its part is over: its node is about to go, and it is not needed any
+    more.
     """
 
     member: str
@@ -50,22 +47,23 @@ class Leave:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Warn:
-    """Notify the user."""
+    """Send the user a warning."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Say:
-    """Tell the user; nothing is wrong."""
+    """Send the user a message that is not a warning."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """The run has ended: write it down. Everybody who waits is answered by actions of their own. `by`: who
-    caused it (see `ended_by`).
+    """The run has ended: write it down. All waiting members are answered by actions of their own.
+
+    `by`: the cause (see `ended_by`).
     """
 
     outcome: str
@@ -80,5 +78,5 @@ class Fenced:
     reason: str
 
 
-# `Form`: journal the generation durably, then call `formed`; `VoterGone` is for the commits
+# `Form`: journal the generation durably, then call `formed`. `VoterGone` is for the commits.
 Action = Answer | Note | Kill | Leave | Warn | Say | End | Fenced | Form | VoterGone

@@ -1,8 +1,7 @@
-"""Carries out what the launch machine of an attempt decides, keeps time for it, and keeps the journal
-durable, whose only writer it is.
+"""Carries out the decisions of an attempt's launch machine, calls it in time, and keeps the journal durable.
 
-It decides nothing: the launch machine says who trains and when the run ends, and the commit machine, which
-`resume.commit_driver.Commits` drives, which points exist. It knows neither model nor data.
+It is the journal's only writer. The launch machine decides which members train and when the run ends. The
+commit machine, which `resume.commit_driver.Commits` drives, decides which points exist.
 """
 
 from __future__ import annotations
@@ -61,21 +60,21 @@ if TYPE_CHECKING:
     from orchestrator.data.feed.feed_notes import FeedNotes
 
 TICK_S = 0.05
-LATE_S = 0.5  # a tick that comes so much later than it was due shows that this process could not run
+LATE_S = 0.5  # a tick that is this late shows that the process could not run
 FLUSH_EVERY_S = 1.0
 HEARTBEAT_EVERY_S = 2.0
 REQUESTS_EVERY_S = 1.0
 LIVENESS_EVERY_S = 0.05
-END_WRITTEN_S = 15.0  # how long each of the two documents that say how a run ended is tried to be written
-LAST_TRY_S = 5.0  # what a try that begins within that time may take: it knows why storage fails
+END_WRITTEN_S = 15.0  # how long each of the two documents that record the end of a run is retried
+LAST_TRY_S = 5.0  # how long an attempt that begins within that time may take
 
 
 class LaunchDriver:
-    """Drives one attempt; all methods run on one event loop. It hears of commits as their `CommitListener`.
+    """Drives one attempt. All methods run on one event loop. It is the `CommitListener` of its commits.
 
-    What callers use: `machine` (ask it; what it answers goes to `carry_out`), `commits`, `journal` (events),
-    `roster`, `news` for the supervisor, `joins` and `ends` for members. `view` is the newest generation that
-    was formed, `acknowledged` its newest step that is durable, and `end_is_written` whether all is done.
+    For callers: `machine` (its answers go to `carry_out`), `commits`, `journal` (events), `roster`, `news`
+    for the supervisor, `joins` and `ends` for members. `view` is the newest formed generation, `acknowledged`
+    its newest durable step, and `end_is_written` whether everything is done.
     """
 
     def __init__(
@@ -89,11 +88,11 @@ class LaunchDriver:
         why_dead: Callable[[MemberInfo], str | None],
         feeder_notes: Callable[[int], Awaitable[FeedNotes | None]] | None,
     ) -> None:
-        """`why_dead` and `feeder_notes` as in `Coordinator`; `metrics` hear the journal."""
+        """`why_dead` and `feeder_notes` as in `Coordinator`. `metrics` listens to the journal."""
         self.machine, self.journal = launch_machine(start, attempt), journal
         self.joins, self.ends = OpenJoins(), GenerationEnds()
         self.roster = Roster(start.max_workers, attempt.earlier.members, attempt.why)
-        # what the first attempt's start found, the supervisor has seen itself
+        # the supervisor itself has seen what the first attempt's start found
         restarted = attempt.number != start.attempt.number
         self.news = News(map(str, attempt.found.unreadable if restarted else ()))
         committer = PointCommitter(
@@ -124,7 +123,7 @@ class LaunchDriver:
         self._tasks: list[asyncio.Task[None]] = []
 
     def ensure_running(self) -> None:
-        """The first call of anybody starts the loops: a restarted actor has no caller that would."""
+        """Starts the loops at the first call, because a restarted actor has no other trigger."""
         if not self._tasks:
             at_work = (self._keep_journal, self._beat, self._hear_requests)
             writing = () if self._attempt.earlier.ended is not None else at_work
@@ -138,18 +137,18 @@ class LaunchDriver:
             await self.broken(error)
 
     def look_soon(self) -> None:
-        """What the launch machine was told may change who trains: ticks it at once."""
+        """Ticks the launch machine soon, because an event may change which members train."""
         self._wake.set()
 
     def take_records(self, records: tuple[StepRecord, ...]) -> None:
-        """Step records came, with a report, a join or a vote; copies change nothing."""
+        """Takes step records of a report, a join or a vote. Copies change nothing."""
         for record in records:
             self._note_loaded(record)
             self.journal.step(record)
             self.machine.recorded(record, time.monotonic())
 
     def _note_loaded(self, record: StepRecord) -> None:
-        """Before the first step of members that have loaded a point: they have compared all its digests."""
+        """Journals the loading of a point before the first step after it: all its digests were verified."""
         view = self.view
         if view is None or view.point is None or view.point == self._loaded:
             return
@@ -158,7 +157,7 @@ class LaunchDriver:
             note_loaded(self.journal, view.point, time.monotonic() - self._formed_at)
 
     async def carry_out(self, actions: Iterable[Action]) -> None:
-        """Carries out what the launch machine decided; `Form` is `_act`'s alone."""
+        """Carries out what the launch machine decided. Only `_act` handles `Form`."""
         gone: list[VoterGone] = []
         for action in actions:
             match action:
@@ -185,11 +184,11 @@ class LaunchDriver:
                     self.end_is_written = True
         await self.notify()
         for event in gone:
-            # not awaited: a commit that waits for storage must keep nobody from joining
+            # Not awaited: a commit that waits for storage must not prevent members from joining.
             self.commits.notify_soon(event)
 
     async def notify(self) -> None:
-        """Something has changed: whoever waits looks again."""
+        """Wakes all waiting calls after a change."""
         asked = self.machine.control_requests
         self.ends.release(lambda attempt, number: asked(attempt, number, -1).ended)
         await self.news.publish()
@@ -216,8 +215,10 @@ class LaunchDriver:
             self._wake.clear()
 
     async def _form(self, formation: Formation) -> None:
-        """Journals the generation durably, then answers its members (rule 2); saves that are not on its path
-        are given up. While storage fails it tries again, until the launch machine ends the run.
+        """Journals the generation durably, then answers its members (rule 2). Saves not on its path are given
+        up.
+
+        While storage fails it retries, until the launch machine ends the run.
         """
         for member in self.machine.leavers(formation):
             self.roster.gone(member, sentences.DRAINED, Cause.NODE_DRAINED)
@@ -240,7 +241,7 @@ class LaunchDriver:
         await self.carry_out(answers)
 
     def _note_change(self, formation: Formation) -> None:
-        """For people: how this generation differs from the one before it."""
+        """Reports, for people, how this generation differs from the previous one."""
         before = self.machine.last_step
         change = self.roster.formed(
             formation.attempt,
@@ -254,7 +255,7 @@ class LaunchDriver:
         self.journal.event(EventKind.GROUP_FORMED, **encode(change))
 
     async def _watch_members(self) -> None:
-        """Asks whether members live: a dead one is left out at once (liveness is a hint for speed only)."""
+        """Checks whether members live. A dead one is left out at once (liveness is only a hint for speed)."""
         while True:
             began = time.monotonic()
             for info in self.machine.to_ask(self.commits.under_way, began):
@@ -265,11 +266,12 @@ class LaunchDriver:
                     await self.carry_out(self.machine.dead(info.member, why, time.monotonic()))
                     self.joins.forget(info.member)
                     self._wake.set()
-            await asyncio.sleep(max(LIVENESS_EVERY_S, 5 * (time.monotonic() - began)))  # about 1 ms a member
+            # about 1 ms per member
+            await asyncio.sleep(max(LIVENESS_EVERY_S, 5 * (time.monotonic() - began)))
 
     # ------------------------------------------------------------ storage
     async def _keep_journal(self) -> None:
-        """Keeps the journal durable, and looks for a newer claim."""
+        """Keeps the journal durable, and checks for a newer claim."""
         next_s = time.monotonic()
         while True:
             if self.machine.ended is None:
@@ -282,12 +284,14 @@ class LaunchDriver:
             await asyncio.sleep(FLUSH_EVERY_S)
 
     async def flush(self, limit_s: float | None = None) -> bool:
-        """Whether all that was noted before is durable now, within `limit_s` (default: storage's own)."""
+        """Whether everything noted before is now durable, within `limit_s` (default: the limit of
+        storage).
+        """
         began = time.monotonic()
         try:
             durable = await self.commits.on_disk(self.journal.flush, limit_s)
         except StorageError as error:
-            began = min(began, self.commits.hangs_since or began)  # whoever met it first
+            began = min(began, self.commits.hangs_since or began)  # the call that met the failure first
             await self.carry_out(self.machine.storage_failed(str(error), began))
             return False
         self._acknowledge(durable)
@@ -307,7 +311,7 @@ class LaunchDriver:
             await asyncio.sleep(HEARTBEAT_EVERY_S)
 
     async def _hear_requests(self) -> None:
-        """Looks for what is asked by files in storage, and for pins; while that fails nobody is heard."""
+        """Polls storage for request files and pins. While that fails, requests are not received."""
         while self.machine.ended is None:
             with suppress(StorageError):
                 look = partial(self._requests.read, self.machine.next_request)
@@ -339,15 +343,15 @@ class LaunchDriver:
                 f"the end of the run could not be written down: {error}. Nothing that was committed is lost"
             )
         else:
-            with suppress(StorageError):  # all is durable: what is missed stays in pieces
+            with suppress(StorageError):  # everything is durable; a failed close leaves the journal in pieces
                 await self.commits.on_disk(self.journal.close, END_WRITTEN_S)
         finally:
             await in_daemon_thread(self._metrics.close)  # this process ends with the driver
-            self.end_is_written = True  # as far as it can be: the driver ends
+            self.end_is_written = True  # as far as possible: the driver ends
 
     # ------------------------------------------------------------ what the commits report
     async def committed(self, point: Point, newest: bool) -> None:
-        """See `CommitListener`: members may be given the newest one to load."""
+        """See `CommitListener`. The newest point may now be given to members to load."""
         self.roster.storage_failed(False)
         await self.carry_out(self.machine.committed(point.key, self.commits.took_s))
         if newest:
@@ -356,7 +360,7 @@ class LaunchDriver:
         await self.notify()
 
     async def gave_up(self, given_up: GiveUp, text: str) -> None:
-        """See `CommitListener`: goes out with the next status."""
+        """See `CommitListener`. The text is part of the next status."""
         key, now = given_up.key, time.monotonic()
         if given_up.differ is not None:
             await self.carry_out(self.machine.replicas_differ(key, given_up.differ, now))
@@ -371,7 +375,7 @@ class LaunchDriver:
         return STORAGE_LIMIT_S if self.machine.is_last(key) else None
 
     async def warned(self, text: str) -> None:
-        """See `CommitListener`: goes out with the next status."""
+        """See `CommitListener`. The text is part of the next status."""
         self.news.warn(text)
         await self.notify()
 
@@ -380,7 +384,7 @@ class LaunchDriver:
         await self.carry_out(self.machine.fence(reason))
 
     async def broken(self, error: Exception) -> None:
-        """See `CommitListener`: whatever it is, the run must end with its reason instead of hanging."""
+        """See `CommitListener`. After any error the run must end with its reason instead of hanging."""
         reason = f"the coordinator failed: {text_of(error)}"
         await self.carry_out(self.machine.end("failed", reason))
 
@@ -402,6 +406,6 @@ def _journalled(
         seq_len=start.seq_len,
         members=formation.members,
         cause=cause,
-        copies=layout.num_replicas,  # before its first step each shard is with so many
+        copies=layout.num_replicas,  # the copies of each shard before the first step
         num_shards=layout.num_shards,
     )

@@ -1,9 +1,9 @@
-"""The life of one launch as a pure machine: who joins and what they are answered, who is lost, what was asked
-of the run, and when and how it ends.
+"""The life of one launch as a pure machine.
 
-It joins the rendezvous (who trains next) to the failure budget and to the commits (whose vote will never
-come), and knows no Ray, no clock and no storage: the coordinator reports what happened, with the time in
-seconds, and carries out what it answers, in order.
+It decides who joins and how members are answered, which are lost, how requests are handled, and when and how
+the run ends. It connects the rendezvous (which members train next) to the failure budget and to the commits
+(which votes will never arrive). The coordinator reports events, with the time in seconds, and carries out the
+returned actions in order.
 """
 
 from __future__ import annotations
@@ -41,16 +41,23 @@ from orchestrator.resume.points import ReplicasDiffer
 
 
 class LaunchMachine:
-    """One coordinator process's part of a launch. `previous` are the members of the generation that trains on
-    while a restarted coordinator takes over, `infos` where they live, `finished` those whose part is over,
-    with reason and step; `ended` is (outcome, reason) of a launch that had ended before; `last_step` the
-    newest step that was recorded, `saved` the newest resume point; `answered` are the requests that are.
-    `sharded`: no member holds the whole state. `reported`: members whose errors were counted.
+    """One coordinator process's part of a launch.
 
-    Guarantees: whoever waits in `join` is answered when the run ends; the run ends once some member of the
-    newest generation has finished and the others have, too, or are gone, or came to join again, whoever else
-    waits; for each way in which a member is lost there is one `VoterGone` for its newest generation, and one
-    for an older one from which it owes a vote.
+    `previous`: the members of the generation that is still training while a restarted coordinator takes over;
+    `infos`: where they run.
+    `finished`: members whose part is over, with reason and step.
+    `ended`: (outcome, reason) of a launch that had already ended.
+    `last_step`: the newest recorded step; `saved`: the newest resume point.
+    `answered`: the answered requests.
+    `sharded`: no member holds the whole state.
+    `reported`: members whose errors were counted.
+
+    Guarantees:
+    - All members that wait in `join` are answered when the run ends.
+    - The run ends once some member of the newest generation has finished and each of the others has finished,
+      is gone, or has joined again, regardless of other waiting members.
+    - For each way in which a member is lost there is one `VoterGone` for its newest generation, and one for
+      an older one from which it owes a vote.
     """
 
     def __init__(
@@ -72,7 +79,7 @@ class LaunchMachine:
     ) -> None:
         self.rendezvous, self._failures, self._trouble = rendezvous, Failures(budget), trouble
         self.infos = {info.member: info for info in infos}
-        self.waiting: set[str] = set()  # whose `join` is unanswered
+        self.waiting: set[str] = set()  # members whose `join` is unanswered
         self.members = tuple(previous)  # of the newest generation that was answered, by rank
         self._steps = RecentSteps()
         self.ended = ended
@@ -82,33 +89,33 @@ class LaunchMachine:
         self._saved, self._requests = saved, Requests(answered)
         self._leaving = Leaving(rendezvous, sharded)
         self._places = Places(rendezvous.attempt)
-        self._finished = dict(finished or {})  # member: reason, step
-        self._left_out: set[str] = set()  # and not known to be dead
+        self._finished = dict(finished or {})  # member -> (reason, step)
+        self._left_out: set[str] = set()  # left out, and not known to be dead
         self._dead: set[str] = set()
         self._errors = ReportedErrors(rendezvous)
         self._reported = frozenset(reported)
-        self._now = float("-inf")  # of the newest event that had a time
+        self._now = float("-inf")  # time of the newest event that had one
         self._save = ""
         self._num_saves = 0
-        self._given_up = ""  # what was said of the newest save that was
-        self._to_hold: StateKey | None = None  # the newest state when a save was asked for last
+        self._given_up = ""  # the text about the newest save that was given up
+        self._to_hold: StateKey | None = None  # the newest state when a save was last requested
         self._decided: StateKey | None = None  # the newest save that was committed or given up
         if last_step is not None:
             self.recorded(last_step, float("-inf"))
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Those of this launch."""
+        """The failures of this launch."""
         return self._failures.all
 
     @property
     def last_step(self) -> StepRecord | None:
-        """The newest step that was recorded; None before the first."""
+        """The newest recorded step; None before the first."""
         return self._steps.newest
 
     # ---- members
     def join(self, request: JoinRequest, now: float) -> list[Action]:
-        """A member asks for the next generation; it is answered now, or by a later action."""
+        """A member asks for the next generation. It is answered now, or by a later action."""
         member, self._now = request.member, now
         if self.ended is not None:
             return [Answer(member=member, answer=RunOver(reason=self.ended[1]))]
@@ -138,8 +145,10 @@ class LaunchMachine:
         return [*self._places.joined(member, request.saving), *self._over()]
 
     def dead(self, member: str, why: str, now: float) -> list[Action]:
-        """The process of `member` is gone, or Ray has given up its node: if it lives, its next call is
-        refused, and it ends. A newcomer that the run can spare is no failure of the run.
+        """The process of `member` is gone, or Ray has given up its node.
+
+        If it still lives, its next call is refused, and it ends. A newcomer that the run can spare is no
+        failure of the run.
         """
         self._now = now
         spare = self.rendezvous.can_spare(member)
@@ -157,8 +166,9 @@ class LaunchMachine:
         return [*actions, *self._places.lost(member, writing=False), *self._over()]
 
     def finished(self, member: str, key: StateKey, reason: str, now: float) -> list[Action]:
-        """A member's part is over (`done` or `stopped`): `key` is committed, its votes are answered. It may
-        go when the note is durable: whoever takes over must know.
+        """A member's part is over (`done` or `stopped`): `key` is committed, its votes are answered.
+
+        It may end when the note is durable, because a later coordinator must know.
         """
         known = member in self._finished
         self._finished[member] = (reason, key.step)
@@ -167,7 +177,7 @@ class LaunchMachine:
         note = Note(
             kind=EventKind.MEMBER_FINISHED, fields={"member": member, "reason": reason, "step": key.step}
         )
-        # its votes are answered, and what it failed to write it has reported: nothing is to be concluded here
+        # Its votes are answered, and it has reported what it failed to write: nothing more is concluded here.
         return [*(() if known else (note,)), *self._places.lost(member, writing=True), *self._over()]
 
     def failed(
@@ -179,8 +189,10 @@ class LaunchMachine:
         place: MemberInfo | None = None,
         now: float | None = None,
     ) -> list[Action]:
-        """What ended a worker, which may never have joined. `fatal`: an error of ours, which another try on
-        the same machine would only repeat. `place`: where the worker ran. What follows, see `ReportedErrors`.
+        """A worker was ended by an error. It may never have joined.
+
+        `fatal`: an `OrchestratorError`, which another try on the same machine would only repeat. `place`:
+        where the worker ran. For the consequences see `ReportedErrors`.
         """
         self._now = self._now if now is None else now
         if self.ended is not None or self._errors.knows(member):
@@ -188,7 +200,7 @@ class LaunchMachine:
         note = Note(kind=EventKind.MEMBER_FAILED, fields={"member": member, "error": kind, "text": text})
         reason = text if fatal else f"{kind}: {text}"
         if kind == UnsavedError.__name__ and self._given_up:
-            reason = f"{text}. Why: {self._given_up}"  # a member knows of its own part only
+            reason = f"{text}. Why: {self._given_up}"  # a member knows only its own part
         report = Report(
             member=member,
             kind=kind,
@@ -218,13 +230,15 @@ class LaunchMachine:
         return [*actions, *self._over(), *self._judge_errors()]
 
     def may_end(self, member: str, now: float) -> bool:
-        """Whether the process of a worker that has reported an error may end now. Another one takes its place
-        then, so that of a refused newcomer waits before it ends.
+        """Whether the process of a worker that has reported an error may end now.
+
+        When it ends, another one takes its place. The process of a refused newcomer therefore waits before it
+        ends.
         """
         return self.ended is not None or self._errors.may_end(member, now)
 
     def group_failed(self, node: str, reason: str) -> list[Action]:
-        """The group of a node ended without having been asked to."""
+        """The group of a node ended unexpectedly."""
         again = self._failures.is_again(self.rendezvous.generation, node)
         if self.rendezvous.can_spare(*(m for m, info in self.infos.items() if info.node_id == node)):
             if again:
@@ -233,27 +247,29 @@ class LaunchMachine:
         return self._failure(reason, again)
 
     def busy(self, member: str, until: float) -> None:
-        """`member` is in a phase with a limit of its own (rule 23)."""
+        """`member` is in a phase with its own limit (rule 23)."""
         self.rendezvous.extend_deadline(member, until)
 
     def starved(self, member: str, seconds: float) -> None:
-        """The process of `member` could not run for so long, because its machine is busy (rule 17)."""
+        """The process of `member` could not run for `seconds`, because its machine is busy (rule 17)."""
         self.rendezvous.excuse(member, seconds)
 
     def judge_was_late(self, seconds: float) -> None:
-        """This process could not run for so long: nobody's silence counts meanwhile (rule 17)."""
+        """This process could not run for `seconds`. No member's silence counts meanwhile (rule 17)."""
         self.rendezvous.judge_was_late(seconds)
 
     def recorded(self, record: StepRecord, now: float) -> None:
-        """A step record came, possibly a copy."""
+        """Takes a step record, possibly a copy."""
         if self._steps.recorded(record, now):
             self._failures.applied(record.step)
             self.rendezvous.median_step(self._steps.median_s)
 
     def to_ask(self, committing: bool, now: float) -> list[MemberInfo]:
-        """The members of whom it matters now whether they live: those that form a group, wait, or are waited
-        for, and those that were left out. In training a peer's death shows in the collectives, so they are
-        asked for only when none has been heard of for a while: all may be gone at once.
+        """Returns the members whose liveness matters now.
+
+        These are the members that form a group, wait, or are waited for, and those that were left out. During
+        training a peer's death shows in the collectives. Members are then checked only if there was no record
+        for a while, because all may be gone at once.
         """
         trains = self._steps.is_training(self.rendezvous.attempt, self.rendezvous.generation, now)
         quiet = trains and not (self.waiting or committing or self._finished)
@@ -268,21 +284,24 @@ class LaunchMachine:
         ]
 
     def draining(self, node: str, host: str, grace_s: float, now: float) -> list[Action]:
-        """A node is about to be taken away, in `grace_s` seconds (inf: when it is idle)."""
+        """A node is about to be removed, in `grace_s` seconds (inf: when it is idle)."""
         return [] if self.ended is not None else self._leaving.noticed(node, host, grace_s, now)
 
     def leavers(self, formation: Formation) -> list[str]:
-        """Members of the generation before that are not in this one because their nodes are about to go."""
+        """Returns members of the previous generation that `formation` lacks because of a drain.
+
+        Their nodes are about to go.
+        """
         return [m for m in self.rendezvous.drained if m in self.members and m not in formation.members]
 
     # ---- what is asked of the run
     @property
     def next_request(self) -> int:
-        """The number of the request from outside that comes next."""
+        """The number of the next request from outside."""
         return self._requests.next_number
 
     def asked(self, request: Request) -> list[Action]:
-        """A request from outside came; it is answered now or by a later action."""
+        """Handles a request from outside. It is answered now or by a later action."""
         if self.ended is not None:
             return []
         trained = self.last_step.key if self.last_step else None
@@ -305,12 +324,12 @@ class LaunchMachine:
         return actions
 
     def request_stop(self, by: str = "") -> None:
-        """Save and stop at the next step boundary; `by` is who wants it. The first one counts."""
+        """Requests a save and stop at the next step boundary. `by` is the origin; the first one counts."""
         self.stopping, self._stop_by = True, self._stop_by or by
         self.rendezvous.request_stop()
 
     def request_save(self, by: str) -> list[Action]:
-        """`by` asks for a save of what is trained by now, and waits for no answer."""
+        """Requests a save of what is trained by now, for `by`, which waits for no answer."""
         if self.ended is not None:
             return []
         trained = self.last_step.key if self.last_step else None
@@ -322,25 +341,26 @@ class LaunchMachine:
         return [note]
 
     def stop_within(self, by: str, grace_s: float) -> list[Action]:
-        """The stop that `by` asked for ends with a kill in `grace_s` seconds (inf: nobody said so)."""
+        """The stop that `by` requested ends with a kill in `grace_s` seconds (inf: unknown)."""
         return self._leaving.stop(by, grace_s, self._steps.median_s)
 
     def voted(self, key: StateKey) -> None:
-        """A vote for the save of `key` came, or a report of a part that could not be saved: if that save is
-        undecided, and was begun no earlier than one was asked for last, it is the one that was asked for.
+        """A vote for the save of `key` arrived, or a report of a part that could not be saved.
+
+        If that save is undecided and began no earlier than the last request, it is the requested one.
         """
         if self._decided is None or key > self._decided:
             self._save_begun(key)
 
     def save_again(self) -> None:
-        """A save is asked for, as soon as members can begin one; until one has begun, or is committed."""
+        """Requests a save as soon as members can begin one, until one has begun or is committed."""
         self._num_saves += 1
         self._save = f"save-{self._num_saves}"
         self._to_hold = self.last_step.key if self.last_step else None
         self.rendezvous.request_save(self._save)
 
     def control_requests(self, attempt: int, generation: int, acknowledged_step: int) -> ControlRequests:
-        """What is wanted of a generation; see `Rendezvous.control_requests`."""
+        """Returns what is requested of a generation; see `Rendezvous.control_requests`."""
         found = self.rendezvous.control_requests(attempt, generation, acknowledged_step)
         if self.ended is None:
             return found
@@ -349,8 +369,9 @@ class LaunchMachine:
         )
 
     def end(self, outcome: str, reason: str, by: str = "") -> list[Action]:
-        """The run ends; nobody is waited for. The first reason stands. `by`: who caused it, where a person
-        did.
+        """Ends the run. No member is waited for; the first reason is kept.
+
+        `by`: the cause, if it was a person.
         """
         if self.ended is not None:
             return []
@@ -364,7 +385,7 @@ class LaunchMachine:
         return [*answers, End(outcome=outcome, reason=reason, by=by), *over]
 
     def fence(self, reason: str) -> list[Action]:
-        """A newer attempt exists: this one is over, and its end is not for it to write down."""
+        """A newer attempt exists. This one is over, and does not write its end."""
         if self.ended is not None:
             return []
         self.ended = ("failed", reason)
@@ -375,7 +396,7 @@ class LaunchMachine:
 
     # ---- storage
     def storage_failed(self, reason: str, since: float) -> list[Action]:
-        """The journal could not be made durable by a try that began at `since`; it will be tried again."""
+        """An attempt to make the journal durable, begun at `since`, failed. It will be retried."""
         text = self._trouble.failed(reason, since)
         return [Warn(text=text)] if text else []
 
@@ -385,8 +406,10 @@ class LaunchMachine:
         return [Warn(text=text)] if text else []
 
     def save_given_up(self, key: StateKey, text: str, now: float) -> list[Action]:
-        """The save of `key` was given up; `text` says that, and why. However many are, the run goes on: a
-        stop could not save what was trained either, and the next try may.
+        """The save of `key` was given up; `text` has the reason.
+
+        The run continues however many saves are given up: a stop could not save the trained state either, and
+        the next attempt may succeed.
         """
         self._given_up = text
         self._requests.save_given_up(now)
@@ -394,9 +417,11 @@ class LaunchMachine:
         return self._leaving.save_given_up(now)
 
     def replicas_differ(self, key: StateKey, differ: ReplicasDiffer, now: float) -> list[Action]:
-        """The save of `key` was given up because ranks hold different states: the group goes back to the
-        newest resume point (rule 27). Counts as a failure at that point, whatever was trained after it, so
-        that a faulty machine ends the run after `cluster.max_failures` of them without a new resume point.
+        """The save of `key` was given up because ranks hold different states.
+
+        The group goes back to the newest resume point (rule 27). This counts as a failure at that point,
+        whatever was trained after it. A faulty machine thus ends the run after `cluster.max_failures` of them
+        without a new resume point.
         """
         reason = differ.given_up(key, self._worker)
         back = f"resume point {self._saved.point_name}" if self._saved else "the first step"
@@ -413,7 +438,7 @@ class LaunchMachine:
         return is_last(key, self.last_step, self._budgets, self.stopping)
 
     def committed(self, key: StateKey, took_s: float | None = None) -> list[Action]:
-        """A save was committed, `took_s` after it was begun (None: not known)."""
+        """A save was committed, `took_s` after it was begun (None: unknown)."""
         self._save_decided(key)
         if took_s is not None:
             self._leaving.times.took(took_s)
@@ -423,7 +448,7 @@ class LaunchMachine:
 
     # ---- time
     def tick(self, now: float) -> list[Action]:
-        """What must be done now. Call it after every event and at least every 0.1 s."""
+        """Returns what must be done now. To be called after every event and at least every 0.1 s."""
         self._now = now
         if self.ended is not None:
             return []
@@ -448,14 +473,16 @@ class LaunchMachine:
                     actions += self._waits(action)
                 case Form() if self.ended is None:
                     actions.append(action)
-        # last: who may go is kept while the others still meet
+        # last: members that may go are kept while the others still meet
         for member in self.rendezvous.may_go:
             actions += self._left(member, now)
         return actions
 
     def formed(self, formation: Formation, now: float) -> list[Action]:
-        """The formation is durable in the journal: its members are answered, unless one of them died or came
-        anew meanwhile; then the next tick forms another generation.
+        """The formation is durable in the journal: its members are answered.
+
+        If one of them died or joined again meanwhile, none is answered, and the next tick forms another
+        generation.
         """
         self.rendezvous.formed(formation.generation, now)
         found = {member: self.rendezvous.view_for(member) for member in formation.members}
@@ -472,12 +499,12 @@ class LaunchMachine:
 
     # ---- inside
     def _worker(self, rank: int) -> str:
-        """The worker of this rank of the newest generation, with its machine where that is known."""
+        """Returns the worker of this rank of the newest generation, with its machine if known."""
         info = self.infos.get(self.members[rank]) if rank < len(self.members) else None
         return f"rank {rank} (pid {info.pid} on {info.host})" if info else f"rank {rank}"
 
     def _ends(self, member: str) -> list[Action]:
-        """It has reported an error, and its process will end; until then it may be writing its part."""
+        """It has reported an error, and its process will end. Until then it may be writing its part."""
         self.waiting.discard(member)
         self.rendezvous.dead(member, self._now, spare=self.rendezvous.can_spare(member))
         if member in self.infos:
@@ -525,7 +552,7 @@ class LaunchMachine:
         self.rendezvous.save_decided(key)
 
     def _left(self, member: str, now: float) -> list[Action]:
-        """Its votes are answered and the others hold what it holds; its process ends by itself."""
+        """Its votes are answered and the others hold what it holds. Its process ends by itself."""
         info = self.infos.pop(member, None)
         self.waiting.discard(member)
         self.rendezvous.left(member, None, now)
@@ -534,7 +561,9 @@ class LaunchMachine:
         return [*known, Leave(member=member), *self._places.lost(member, writing=False), *self._over()]
 
     def _waits(self, action: Waiting) -> list[Action]:
-        """Noted when it begins, and when another number is there; the next generation ends it."""
+        """Notes the waiting when it begins, and when the number of members changes. The next generation ends
+        it.
+        """
         short = (action.needed, action.there)
         if not action.needed or short == self._short:
             return []
@@ -559,7 +588,7 @@ class LaunchMachine:
         return member not in self.members and self.rendezvous.generation == 0
 
     def _failure(self, reason: str, again: bool = False) -> list[Action]:
-        """See `Failures.count`; too many end the run."""
+        """See `Failures.count`. Too many failures end the run."""
         over = self.ended is not None
         failure = self._failures.count(self.rendezvous.generation, reason, again=again, over=over)
         if failure is None:
@@ -569,8 +598,9 @@ class LaunchMachine:
         return [note, *(self.end("failed", verdict) if verdict else ())]
 
     def _over(self) -> list[Action]:
-        """The run ends when every member of the newest generation has finished, or is gone, or came back,
-        after another one finished. Newcomers that wait change nothing.
+        """Ends the run once a member of the newest generation has finished and all others are done.
+
+        Each of the others must have finished, be gone, or have come back. Waiting newcomers change nothing.
         """
         here = {m: self._finished[m] for m in self.members if m in self._finished}
         if not here or self.ended is not None:

@@ -1,7 +1,7 @@
-"""How a launch leaves nodes that are about to be taken away: what its rendezvous hears of it, the journal
-says and the user reads.
+"""Makes a launch leave nodes that are about to be removed, and reports about it.
 
-A part of the launch machine, pure. What to do, `elastic.draining` decides; who may go, the rendezvous.
+A part of the launch machine, pure. `elastic.draining` decides the course, and the rendezvous which members
+may go.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from orchestrator.records.run_status import MemberInfo
 
 
 class Leaving:
-    """The notices of one attempt: those of nodes that drain, and that of a stop with a deadline.
-
-    `save_asked` is True once when a save is to be asked for that nobody waits for.
-    """
+    """The notices of one attempt: those of draining nodes, and that of a stop with a deadline."""
 
     def __init__(self, rendezvous: Rendezvous, sharded: bool) -> None:
         self.times = SaveTimes()
@@ -30,8 +27,9 @@ class Leaving:
         self._hosts: dict[str, str] = {}
 
     def noticed(self, node: str, host: str, grace_s: float, now: float) -> list[Action]:
-        """A node is taken away in `grace_s` seconds (inf: when it is idle). A repeated notice corrects that
-        time, and says nothing.
+        """A node will be removed in `grace_s` seconds (inf: when it is idle).
+
+        A repeated notice corrects that time, and is not journalled.
         """
         self._hosts[node] = host
         new = self._draining.noticed(node, now + grace_s)
@@ -48,8 +46,9 @@ class Leaving:
         return self._stay("the save for it was given up")
 
     def tick(self, infos: Mapping[str, MemberInfo], step_s: float, now: float) -> tuple[list[Action], bool]:
-        """What follows now, and whether a save is to be asked for that is not waited for. Call it before the
-        rendezvous' tick.
+        """Returns the actions, and whether to request a save that is not waited for.
+
+        To be called before the rendezvous' tick.
         """
         if not self._draining.nodes:
             return [], False
@@ -68,7 +67,7 @@ class Leaving:
         return actions, decided is not None and decided.course is Course.SAVE
 
     def stop(self, by: str, grace_s: float, step_s: float) -> list[Action]:
-        """A stop was asked for by who kills the launch in `grace_s` seconds (inf: nobody said so)."""
+        """A stop was requested, and its origin kills the launch in `grace_s` seconds (inf: unknown)."""
         save_s = self.times.estimate_s
         if math.isinf(grace_s):
             return []
@@ -97,5 +96,5 @@ class Leaving:
 
 
 def _finite(seconds: float) -> float | None:
-    """As a journal has it."""
+    """Returns the value for the journal."""
     return None if math.isinf(seconds) else seconds

@@ -1,5 +1,7 @@
-"""Which loggers the metrics of an attempt go to: a TensorBoard file in the run's folder, Ray's metrics where
-the attempt runs in a Ray cluster, and those that the user asks for.
+"""Chooses the metric loggers of an attempt.
+
+They are a TensorBoard file in the run's folder, Ray's metrics if the attempt runs in a Ray cluster, and the
+loggers that the user configured.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from orchestrator.storage.open import open_storage
 
 
 class RaySink:
-    """Every declared metric, tagged with the run's name."""
+    """Sends every declared metric to Ray, tagged with the run's name."""
 
     name = "Ray's metrics"
 
@@ -30,13 +32,14 @@ class RaySink:
 
     def take(self, sample: Sample, now: float) -> None:
         """See `Sink`."""
-        if self._metrics is None:  # here and not before: what Ray raises then ends the use of this alone
+        # Declared here and not earlier, so that an error of Ray ends only the use of this sink.
+        if self._metrics is None:
             self._metrics = self._declare()
         for name, value in sample.values.items():
             self._metrics.set(PREFIX + name, value)
 
     def flush(self) -> None:
-        """Ray's agent collects by itself."""
+        """Does nothing: Ray's agent collects by itself."""
 
     def _declare(self) -> RayMetrics:
         declared = [
@@ -47,9 +50,10 @@ class RaySink:
 
 
 def measured(flat_config: Mapping[str, Any], location: str, run: str, attempt: Attempt) -> MetricLogs:
-    """The metrics of an attempt of the run at `location` (as `open_storage` takes it); it hears them from the
-    journal. What a logger keeps in files lies in a folder of this machine where the run lies in a bucket,
-    and is published from there.
+    """Builds the metrics of an attempt, which are fed by the journal.
+
+    The run is at `location` (as `open_storage` takes it). If the run is in a bucket, loggers write their
+    files into a folder of this machine, which is published from there.
     """
     storage = open_storage(location)
     folder, troubles = storage.folder, list[str]()
@@ -76,7 +80,7 @@ def measured(flat_config: Mapping[str, Any], location: str, run: str, attempt: A
 
 
 def _loggers(flat_config: Mapping[str, Any], run: str, folder: Path, attempt: Attempt) -> list[list[Sink]]:
-    """Those that the user asks for."""
+    """Builds the loggers that the user configured."""
     logged = LoggedRun(name=run, id=attempt.run_id, folder=folder, config=flat_config)
     return [
         [logger(name, logged, SavedHistory(attempt.history, attempt.history_saved_to))]
@@ -85,7 +89,7 @@ def _loggers(flat_config: Mapping[str, Any], run: str, folder: Path, attempt: At
 
 
 def _scratch(attempt: Attempt) -> Path:
-    """The same one for all attempts of the run on this machine."""
+    """Returns the scratch folder, the same for all attempts of the run on this machine."""
     folder = Path(tempfile.gettempdir()) / f"orchestrator-{attempt.run_id or 'run'}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder

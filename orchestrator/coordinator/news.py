@@ -1,6 +1,6 @@
-"""What the supervisor has yet to hear of: warnings, notices, members to be killed, groups that formed.
+"""Messages for the supervisor: warnings, notices, members to be killed, and groups that formed.
 
-It knows only its own versions: the supervisor names the newest that it has seen, and gets what came after it.
+The supervisor passes the newest version that it has seen, and gets everything after it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from orchestrator.records.run_status import GroupChange, MemberInfo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unheard:
-    """What came after some version, in order; the fields are named as in `RunStatus`."""
+    """Everything after some version, in order. The fields are named as in `RunStatus`."""
 
     left_out: tuple[MemberInfo, ...]
     warnings: tuple[str, ...]
@@ -24,12 +24,14 @@ class Unheard:
 
 
 class News:
-    """Each piece comes with the next version (`publish`), and is given out for that one alone; on one event
-    loop. Whoever waits is woken by every version.
+    """Messages with versions. Each one belongs to the next version (`publish`), and is returned only for that
+    one.
+
+    For use on one event loop. Every version wakes all waiting calls.
     """
 
     def __init__(self, warnings: Iterable[str] = ()) -> None:
-        """`warnings` come with version 1."""
+        """`warnings` belong to version 1."""
         self.version = 0
         self._warnings = [(1, text) for text in warnings]
         self._notices: list[tuple[int, str]] = []
@@ -38,23 +40,23 @@ class News:
         self._changed = asyncio.Condition()
 
     def warn(self, text: str) -> None:
-        """Something is wrong."""
+        """Adds a warning."""
         self._warnings.append((self.version + 1, text))
 
     def say(self, text: str) -> None:
-        """Nothing is wrong."""
+        """Adds a notice that is not a warning."""
         self._notices.append((self.version + 1, text))
 
     def kill(self, member: MemberInfo) -> None:
-        """It was left out."""
+        """Adds a member that was left out and is to be killed."""
         self._kills.append((self.version + 1, member))
 
     def formed(self, change: GroupChange) -> None:
-        """A generation, and how it differs from the one before it."""
+        """Adds a formed generation, and how it differs from the previous one."""
         self._changes.append((self.version + 1, change))
 
     def since(self, version: int) -> Unheard:
-        """What came after `version`, the newest that was seen."""
+        """Returns everything after `version`, the newest that was seen."""
         new = range(version + 1, self.version + 1)
         return Unheard(
             left_out=tuple(member for at, member in self._kills if at in new),
@@ -64,13 +66,13 @@ class News:
         )
 
     async def publish(self) -> None:
-        """Something changed: what was given before is out."""
+        """Publishes what was added, under a new version."""
         self.version += 1
         async with self._changed:
             self._changed.notify_all()
 
     async def wait(self, seconds: float) -> None:
-        """Until something is published, at most so long."""
+        """Waits until something is published, for at most `seconds`."""
         async with self._changed:
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.01, seconds)):

@@ -1,7 +1,7 @@
-"""Calls of members that stay open: a `join` until its member is in a generation, an `ended` until that one is
-over.
+"""Calls of members that stay open.
 
-It decides no answer. A call that its member has made anew is nobody's any more.
+A `join` is open until its member is in a generation, an `ended` until that generation is over. When a member
+repeats a call, the earlier one is abandoned.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ JoinAnswer = GenerationView | Refusal | RunOver | StillWaiting
 
 
 class OpenJoins:
-    """By member; on one event loop."""
+    """The open joins by member. For use on one event loop."""
 
     def __init__(self) -> None:
         self._open: dict[str, asyncio.Future[Any]] = {}
 
     def open(self, member: str) -> asyncio.Future[JoinAnswer]:
-        """A call that waits from now on, in place of the member's earlier one."""
+        """Opens a call, which replaces the member's earlier one."""
         old = self._open.pop(member, None)
         if old is not None and not old.done():
-            old.set_result(StillWaiting())  # a call that nobody waits for any more
+            old.set_result(StillWaiting())  # a call that nothing waits for any more
         future = self._open[member] = asyncio.get_running_loop().create_future()
         return future
 
@@ -37,20 +37,21 @@ class OpenJoins:
             future.set_result(answer)
 
     def forget(self, member: str) -> None:
-        """It is dead: its call is not answered."""
+        """Drops the call of a dead member without an answer."""
         self._open.pop(member, None)
 
 
 class GenerationEnds:
-    """Generations whose end is waited for, apart from all other news: a thousand members are not woken for
-    less.
+    """Waits for the ends of generations, separate from other news.
+
+    A thousand members are thus woken only for these.
     """
 
     def __init__(self) -> None:
         self._overs: dict[tuple[int, int], asyncio.Event] = {}
 
     async def wait(self, generation: tuple[int, int], seconds: float) -> bool:
-        """Whether the generation (attempt, number) is over, within so long."""
+        """Waits up to `seconds`; returns whether the generation (attempt, number) is over."""
         over = self._overs.setdefault(generation, asyncio.Event())
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -58,7 +59,7 @@ class GenerationEnds:
         return over.is_set()
 
     def release(self, is_over: Callable[[int, int], bool]) -> None:
-        """Answers whoever waits for one that is over."""
+        """Answers the waits for all generations that are over."""
         for identity, over in list(self._overs.items()):
             if is_over(*identity):
                 over.set()

@@ -1,6 +1,6 @@
-"""Where each member stands, or may still owe a vote: its ranks in the generations it was answered.
+"""Tracks the ranks of each member in the generations for which it may still owe a vote.
 
-It knows neither members' reasons to leave nor saves; what it concludes goes to the commit machine.
+The conclusions go to the commit machine.
 """
 
 from __future__ import annotations
@@ -10,21 +10,24 @@ from orchestrator.resume.commit_events import VoterGone
 
 
 class Places:
-    """The places of one attempt's members. Of each are kept those in its newest generation, in the one that
-    it left when it joined last, and in that of the save for which it may still owe a vote: three at most.
+    """The ranks of one attempt's members.
+
+    For each member up to three are kept: in its newest generation, in the one that it left at its last join,
+    and in that of the save for which it may still owe a vote.
     """
 
     def __init__(self, attempt: int) -> None:
         self._attempt = attempt
-        self._of: dict[str, dict[int, int]] = {}  # member: generation: rank
+        self._of: dict[str, dict[int, int]] = {}  # member -> generation -> rank
 
     def answered(self, member: str, generation: int, rank: int) -> None:
         """`member` is `rank` of `generation`, its newest."""
         self._of.setdefault(member, {})[generation] = rank
 
     def joined(self, member: str, saving: StateKey | None) -> list[VoterGone]:
-        """A member left its generation and joins anew, saying what it is `saving` (`MemberState.saving`). It
-        may write on, and its vote for that may still be to come, from an older generation even.
+        """A member left its generation and joins again. It is `saving` a state (`MemberState.saving`).
+
+        It may continue to write, and its vote for that save may still arrive, even from an older generation.
         """
         places = self._of.get(member)
         if not places:
@@ -36,8 +39,9 @@ class Places:
         return [VoterGone(generation=newest, rank=places[newest], saving=here)]
 
     def lost(self, member: str, writing: bool) -> list[VoterGone]:
-        """No vote of `member` comes any more, in whichever generation it is owed. `writing`: it is not known
-        to be dead, and may be writing its part of a save.
+        """No vote of `member` will arrive any more, for any generation.
+
+        `writing`: it is not known to be dead, and may be writing its part of a save.
         """
         places = self._of.get(member, {})
         return [VoterGone(generation=g, rank=rank, writing=writing) for g, rank in sorted(places.items())]

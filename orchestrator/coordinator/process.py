@@ -1,8 +1,8 @@
-"""The actor that Ray starts, and starts anew: it takes up an attempt, for as long as storage may fail, and is
-that attempt's coordinator from then on.
+"""The actor that Ray starts and restarts. It takes up an attempt and then is that attempt's coordinator.
 
-Ray starts no actor again whose constructor raised, and the driver takes one that does not answer for frozen:
-so nothing here waits for storage but a thread, and every call is answered meanwhile. It decides nothing else.
+Taking up the attempt is retried while storage fails, within a limit. Ray does not restart an actor whose
+constructor raised, and the driver regards one that does not answer as frozen. Therefore only a thread waits
+for storage here, and every call is answered meanwhile.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ from orchestrator.resume.store import RunStore
 if TYPE_CHECKING:
     from orchestrator.data.feed.feed_notes import FeedNotes
 
-# how long a status waits for the coordinator that is about to begin: less than after what the driver takes it
-# for frozen
+# How long a status waits for a coordinator that is about to begin: less than the time after which the driver
+# regards it as frozen.
 STATUS_S = 5.0
 
 
 class CoordinatorProcess:
-    """An async Ray actor (0 CPU, restartable, no retries): `Coordinator`, call by call, once that has begun.
+    """An async Ray actor that forwards each call to `Coordinator` once that has begun.
 
-    Until then members are answered that they wait still, and what the supervisor says is kept for later.
-    Storage that fails is tried again within `CoordinatorStart.storage_limit_s`; beyond it, or for any other
-    reason (another launch has taken the run over), the next status says that the run has failed, and why.
+    It takes 0 CPU, is restartable, and has no retries. Until then members get `StillWaiting`, and the
+    supervisor's calls are stored for later. Failing storage is retried within
+    `CoordinatorStart.storage_limit_s`. After that, or for any other reason (another launch has taken the run
+    over), the next status reports that the run has failed, and why.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class CoordinatorProcess:
         why_dead: Callable[[MemberInfo], str | None] | None = None,
         store: RunStore | None = None,
     ) -> None:
-        """See `Coordinator`. Waits for nothing."""
+        """See `Coordinator`. Never waits."""
         self._start, self._why_dead, self._store = start, why_dead, store
         self._feeder_notes = feeder_notes
         self._claimed = set[int]()
@@ -72,7 +73,7 @@ class CoordinatorProcess:
         self._tried_at = 0.0
         self._later: list[tuple[str, tuple[Any, ...]]] = []  # calls of the supervisor
         self._warnings: list[str] = []
-        self._num_heard = 0  # of them: the supervisor has seen so many
+        self._num_heard = 0  # the number of warnings that the supervisor has seen
         self._changed = asyncio.Event()
 
     # ------------------------------------------------------------ calls of members
@@ -86,7 +87,7 @@ class CoordinatorProcess:
         return Refusal(reason=self._reason) if fenced else RunOver(reason=self._reason)
 
     async def check_machine(self, launch: str, proof: MachineProof) -> Unfit | StillWaiting | None:
-        """See `Coordinator`. A run that is over needs no check: the worker's join is answered so."""
+        """See `Coordinator`. A run that is over needs no check: the worker's join gets that answer."""
         if here := await self._begun():
             return await here.check_machine(launch, proof)
         return self._unheard()
@@ -191,9 +192,7 @@ class CoordinatorProcess:
 
     # ------------------------------------------------------------ calls of the supervisor
     async def status(self, seen: tuple[int, int], wait_s: float) -> RunStatus:
-        """See `Coordinator`. Before it has begun the status is that of attempt 0, of which nothing is known
-        but warnings.
-        """
+        """See `Coordinator`. Before it has begun, the status is that of attempt 0, with warnings only."""
         num_seen = self._num_heard = seen[1] if seen[0] == 0 else 0
         here = await self._begun(STATUS_S, lambda: len(self._warnings) > num_seen)
         if here is not None:
@@ -219,12 +218,12 @@ class CoordinatorProcess:
         )
 
     async def expect(self, num_workers: int) -> None:
-        """See `Coordinator`: the supervisor says it again to each attempt."""
+        """See `Coordinator`. The supervisor repeats it to each attempt."""
         if self._coordinator is not None:
             await self._coordinator.expect(num_workers)
 
     async def draining(self, node: str, host: str, grace_s: float) -> None:
-        """See `Coordinator`: the supervisor says it again to each attempt."""
+        """See `Coordinator`. The supervisor repeats it to each attempt."""
         if self._coordinator is not None:
             await self._coordinator.draining(node, host, grace_s)
 
@@ -237,7 +236,7 @@ class CoordinatorProcess:
         await self._now_or_later("save", by)
 
     async def starved(self, member: str, seconds: float) -> None:
-        """See `Coordinator`. One that has not begun misses nobody."""
+        """See `Coordinator`. A coordinator that has not begun misses no member."""
         if self._coordinator is not None:
             await self._coordinator.starved(member, seconds)
 
@@ -264,7 +263,9 @@ class CoordinatorProcess:
         return None if self._over else StillWaiting()
 
     async def _now_or_later(self, method: str, *arguments: Any) -> None:
-        """The supervisor waits for no answer, and repeats some calls until their effect shows."""
+        """Calls the coordinator, or stores the call. The supervisor waits for no answer, and repeats some
+        calls.
+        """
         if self._coordinator is not None:
             await getattr(self._coordinator, method)(*arguments)
         elif (method, arguments) not in self._later:
@@ -273,8 +274,9 @@ class CoordinatorProcess:
     async def _begun(
         self, wait_s: float | None = None, or_else: Callable[[], bool] = lambda: False
     ) -> Coordinator | None:
-        """The coordinator, as soon as it has begun; None if it has not within `wait_s`, never will, or
-        `or_else` holds. The first call makes it begin.
+        """Returns the coordinator as soon as it has begun. The first call makes it begin.
+
+        Returns None if it has not begun within `wait_s`, never will, or `or_else` holds.
         """
         if self._coordinator is None and self._over is None:
             if self._beginning is None:
@@ -294,21 +296,21 @@ class CoordinatorProcess:
             made = await self._take_up()
             for text in self._warnings[self._num_heard :]:
                 await made.warned(text)
-            while self._later:  # more of them may come meanwhile
+            while self._later:  # more may arrive meanwhile
                 method, arguments = self._later.pop(0)
                 await getattr(made, method)(*arguments)
-        except Exception as error:  # noqa: BLE001  whatever it is, the launch ends with its reason
+        except Exception as error:  # noqa: BLE001  after any error the launch ends with its reason
             self._over = error
         else:
             self._coordinator = made
         self._notify()
 
     async def _take_up(self) -> Coordinator:
-        """Waits for the thread that does it, but for no try longer than storage may fail."""
+        """Waits for the thread that takes up the attempt, but for no try longer than storage may fail."""
         loop, limit_s = asyncio.get_running_loop(), self._start.storage_limit_s
 
         def tell(text: str) -> None:
-            with suppress(RuntimeError):  # nobody is there any more who could hear it
+            with suppress(RuntimeError):  # the event loop may be closed
                 loop.call_soon_threadsafe(self._warn, text)
 
         def attempt() -> Coordinator:
@@ -333,7 +335,7 @@ class CoordinatorProcess:
         self._notify()
 
     def _notify(self) -> None:
-        """Whoever waits looks again."""
+        """Wakes all waiting calls."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

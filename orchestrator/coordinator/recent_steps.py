@@ -1,4 +1,4 @@
-"""The newest steps of a launch, as their records come: how long one takes, and whether the group is silent.
+"""The newest steps of a launch: how long a step takes, and whether the group is silent.
 
 A part of the launch machine, pure: times are seconds of one monotonic clock.
 """
@@ -9,13 +9,14 @@ import statistics
 
 from orchestrator.records.steps import StepRecord
 
-SILENCE_S = 5.0  # without a record for so long a group is looked after, as while it forms
+SILENCE_S = 5.0  # after this long without a record, members are checked as while a group forms
 _MEDIAN_OF = 31  # steps
 
 
 class RecentSteps:
-    """`newest` is the record of the greatest key, None before the first; `heard_at`: when the last one came,
-    which may be a copy.
+    """Tracks step records. `newest` has the greatest key; None before the first.
+
+    `heard_at` is when the last record arrived, which may be a copy.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class RecentSteps:
         self._durations: list[float] = []
 
     def recorded(self, record: StepRecord, now: float) -> bool:
-        """A record came, possibly a copy. Whether it is the newest."""
+        """Takes a record, possibly a copy. Returns whether it is the newest."""
         self.heard_at = now
         if self.newest is not None and record.key <= self.newest.key:
             return False
@@ -38,7 +39,7 @@ class RecentSteps:
         return statistics.median(self._durations) if self._durations else 0.0
 
     def is_training(self, attempt: int, generation: int, now: float) -> bool:
-        """Whether this generation has done a step, and was heard of a short while ago."""
+        """Whether this generation has done a step and sent a record a short while ago."""
         step = self.newest
         done = step is not None and (step.attempt, step.generation) == (attempt, generation)
         return done and now - self.heard_at < SILENCE_S

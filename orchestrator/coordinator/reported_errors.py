@@ -1,8 +1,9 @@
-"""What the errors that workers report mean for the run: one machine's trouble, or the end of the run.
+"""Decides what the errors that workers report mean: trouble of one machine, or the end of the run.
 
-A part of the launch machine, pure. An error ends the run only if the group as a whole meets it: every member
-of the newest generation that is left has reported one of ours, and nobody else has come to try; or a start
-cannot have as many workers as it needs, because of them. Any other error costs the worker that reported it.
+A part of the launch machine, pure. An error ends the run only if the group as a whole meets it: every
+remaining member of the newest generation has reported an `OrchestratorError`, and no other worker has joined
+to try. It also ends the run if because of such errors a start cannot have as many workers as it needs.
+Any other error costs only the worker that reported it.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.errors import ElasticError, FencedError
 from orchestrator.records.run_status import MemberInfo
 
-# They concern the worker's own connection to the run: another worker need not meet them.
+# They concern the worker's own connection to the run. Another worker need not meet them.
 OWN = (ElasticError.__name__, FencedError.__name__)
-OPEN_S = 60.0  # a newcomer's error waits so long for the other workers of a start
+OPEN_S = 60.0  # how long a newcomer's error waits for the other workers of a start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """An error that ended a worker. `reason`: as the end of a run shows it. `repeats`: another try on the
-    same machine would meet it again. `place`: where the worker ran, as far as that is known.
+    """An error that ended a worker.
+
+    `reason`: the text that the end of a run shows. `repeats`: another try on the same machine would meet it
+    again. `place`: where the worker ran, if known.
     """
 
     member: str
@@ -35,7 +38,7 @@ class Report:
 
     @property
     def host(self) -> str:
-        """Its machine, as people name it."""
+        """Its machine, as named for people."""
         return (self.place.host or self.place.node_id) if self.place else "(not known)"
 
 
@@ -48,14 +51,16 @@ class RunsError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkersError:
-    """It ends this worker alone, and counts as a failure of the run."""
+    """The error ends only this worker, and counts as a failure of the run."""
 
     report: Report
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineRefused:
-    """It ends this newcomer alone, which the run does not need; its machine is tried again in `retry_s`.
+    """The error ends only this newcomer, which the run does not need. Its machine is tried again in
+    `retry_s`.
+
     `is_new`: the machine has not been refused for this reason before.
     """
 
@@ -73,24 +78,24 @@ class ReportedErrors:
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
         self._reports: dict[str, Report] = {}
-        self._open: dict[str, Report] = {}  # no verdict yet
-        self._retry_at: dict[str, float] = {}  # refused workers
-        self._refused: dict[str, Report] = {}  # by node: those of which no worker has come since
+        self._open: dict[str, Report] = {}  # without a verdict so far
+        self._retry_at: dict[str, float] = {}  # of refused workers
+        self._refused: dict[str, Report] = {}  # node -> report, if no worker has joined from there since
 
     def knows(self, member: str) -> bool:
         """Whether this worker has reported an error."""
         return member in self._reports
 
     def noted(self, report: Report) -> None:
-        """An error without consequences for others."""
+        """Records an error without consequences for others."""
         self._reports[report.member] = report
 
     def came(self, report: Report) -> None:
-        """An error whose verdict `judge` gives, now or later."""
+        """Records an error that `judge` decides, now or later."""
         self._reports[report.member] = self._open[report.member] = report
 
     def joined(self, node: str) -> None:
-        """A worker of this node has come: the node can work."""
+        """A worker of this node has joined: the node can work."""
         self._refused.pop(node, None)
 
     def may_end(self, member: str, now: float) -> bool:
@@ -98,7 +103,10 @@ class ReportedErrors:
         return member not in self._open and self._retry_at.get(member, now) <= now
 
     def refusals(self, reason: str) -> list[str]:
-        """The machines that are refused and why, a line each, for the end of a run with this `reason`."""
+        """Returns the refused machines and the reasons, one line each.
+
+        They are for the end of a run with this `reason`.
+        """
         return [
             f"refused machine {report.host}: {report.reason}"
             for report in self._refused.values()
@@ -106,7 +114,7 @@ class ReportedErrors:
         ]
 
     def judge(self, members: Sequence[str], now: float) -> list[Verdict]:
-        """The verdicts that can be given now. `members`: of the newest generation."""
+        """Returns the verdicts that can be given now. `members` are those of the newest generation."""
         inside = [report for report in self._open.values() if report.member in members]
         outside = [report for report in self._open.values() if report.member not in members]
         verdicts = [*self._of_members(inside, members, now), *self._of_newcomers(outside, now)]
@@ -115,7 +123,7 @@ class ReportedErrors:
         return verdicts
 
     def refuse(self, report: Report, now: float) -> MachineRefused:
-        """The run does not need this newcomer."""
+        """Refuses this newcomer, which the run does not need."""
         self._open.pop(report.member, None)
         node = report.place.node_id if report.place else ""
         retry_s = self._rendezvous.blame(node or report.member, now)
@@ -127,8 +135,9 @@ class ReportedErrors:
 
     # ---- inside
     def _of_members(self, reports: Sequence[Report], members: Sequence[str], now: float) -> list[Verdict]:
-        """Once every other member has come, has ended or has reported an error, too. Newcomers that wait are
-        other machines, on which the same step is tried.
+        """Decides once every other member has joined, ended or reported an error, too.
+
+        Waiting newcomers are other machines, on which the same step is tried.
         """
         others = [member for member in members if member not in self._reports]
         come = [member for member in others if self._rendezvous.waits(member)]
@@ -147,8 +156,9 @@ class ReportedErrors:
         return WorkersError(report=report)
 
     def _of_newcomers(self, reports: Sequence[Report], now: float) -> list[Verdict]:
-        """Workers that never were in a group. Where nobody holds a state, and all that were started have come
-        or have failed, too few are left to begin.
+        """Decides about workers that were never in a group.
+
+        If no member holds a state, and all started workers have joined or failed, too few are left to begin.
         """
         num_there, verdicts = self._rendezvous.num_live, list[Verdict]()
         for report in reports:
@@ -162,7 +172,7 @@ class ReportedErrors:
         return verdicts
 
     def _end_of_run(self, reports: Iterable[Report], named: bool = False) -> RunsError:
-        """`named`: others could work, so that the machines are named that cannot."""
+        """`named`: other machines could work, so the text names those that cannot."""
         lines = [f"the worker on {r.host} failed: {r.reason}" if named else r.reason for r in reports]
         self._open.clear()
         return RunsError(reason="\n".join(dict.fromkeys(lines)))

@@ -1,8 +1,7 @@
-"""What was asked of a launch from outside, and what became of it: a pure machine, and a part of the launch
-machine.
+"""The requests to a launch from outside and their answers: a pure part of the launch machine.
 
-It knows neither clock nor storage. A request to save is met by the first resume point that holds all that was
-trained when it was heard; what else ends it is the end of the run.
+A request to save is met by the first resume point that holds everything that was trained when the request was
+received. Otherwise the end of the run answers it.
 """
 
 from __future__ import annotations
@@ -15,14 +14,15 @@ from orchestrator.history import sentences
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.records.steps import StateKey
 
-DONE, REFUSED, FAILED = "done", "refused", "failed"  # what an answer may be
+DONE, REFUSED, FAILED = "done", "refused", "failed"  # the possible outcomes of an answer
 SAVE_AGAIN_S = 5.0  # after a save was given up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """What became of a request: `outcome` is done, refused or failed, `text` says it to people; `point` is
-    the resume point that meets it, "" where there is none.
+    """The answer to a request: `outcome` is done, refused or failed; `text` is for people.
+
+    `point` is the resume point that meets it, "" if there is none.
     """
 
     request: int
@@ -33,38 +33,40 @@ class Answered:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Those of the journal's event `request answered`."""
+        """The fields of the journal's event `request answered`."""
         return asdict(self)
 
 
 class Requests:
-    """The requests to one launch, as one coordinator hears them: by their numbers, each once. `answered` are
-    those that an earlier coordinator of the launch has answered; what it has left open is heard again.
-    `known` is what this launch can do.
+    """The requests to one launch that one coordinator receives: in the order of their numbers, each once.
 
-    Guarantees: each request that was heard is answered once, at the latest when the run ends; a save that is
-    done names a point at or after the newest state that was known when it was heard.
+    `answered` are those that an earlier coordinator of the launch has answered; the others are received
+    again. `known` are the kinds that this launch supports.
+
+    Guarantees: each received request is answered once, at the latest when the run ends. A save that is done
+    names a point at or after the newest state that was known when the request was received.
     """
 
     def __init__(self, answered: Iterable[int] = (), known: Sequence[str] = (SAVE, STOP, STOP_NOW)) -> None:
         self._answered, self._known = frozenset(answered), known
         self._newest = 0
         self._stops: list[Request] = []
-        self._saves: dict[int, StateKey] = {}  # by number: what must be saved
-        self._under_way = False  # a save was asked for, and nothing has come of it yet
+        self._saves: dict[int, StateKey] = {}  # number -> what must be saved
+        self._under_way = False  # a save was requested, and is still undecided
         self._not_before = float("-inf")
 
     @property
     def next_number(self) -> int:
-        """The number of the request to look for."""
+        """The number of the next request."""
         number = self._newest + 1
         while number in self._answered:
             number += 1
         return number
 
     def heard(self, request: Request, trained: StateKey | None, saved: StateKey | None) -> Answered | None:
-        """The answer to a request, None where it comes later. `trained` is the newest state, `saved` that of
-        the newest resume point.
+        """Receives a request; returns its answer, or None if that comes later.
+
+        `trained` is the newest state, `saved` that of the newest resume point.
         """
         assert request.number == self.next_number, f"{request.number} is not {self.next_number}"
         self._newest = request.number
@@ -98,11 +100,11 @@ class Requests:
         ]
 
     def save_given_up(self, now: float) -> None:
-        """A save was given up: another one is asked for after `SAVE_AGAIN_S`. `now` is in seconds."""
+        """A save was given up. Another one is requested after `SAVE_AGAIN_S`. `now` is in seconds."""
         self._under_way, self._not_before = False, now + SAVE_AGAIN_S
 
     def wants_save(self, now: float) -> bool:
-        """Whether a save must be asked for now; True once for each."""
+        """Whether a save must be requested now; True once for each."""
         if not self._saves or self._under_way or now < self._not_before:
             return False
         self._under_way = True
@@ -121,7 +123,7 @@ class Requests:
 
 
 def heard_sentence(request: Request, answer: Answered | None) -> str:
-    """What the user of the launch hears of a request, and of its answer where that is given at once."""
+    """Builds the text for the launch's user about a request, and about its answer if that is immediate."""
     if answer is None:
         return sentences.asked(request.what, request.by)
     return sentences.asked(request.what, request.by, answer.outcome, answer.text)

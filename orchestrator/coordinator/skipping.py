@@ -1,6 +1,6 @@
-"""A start's skip: whether it is due at the point that is continued, and drawing its samples.
+"""A start's skip: decides whether it is due at the continued point, and draws its samples.
 
-What is decided is `planning.skipping`; this looks it up in the history, and reads the data.
+The decision is made in `planning.skipping`. This module provides the history and reads the data.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def skip_here(
     parents: Iterable[ClaimParent] = (),
     lineage: Lineage | None = None,
 ) -> SkipDecision:
-    """Whether a start of `config` that continues `point` skips. `parents` are the run's parent files, which a
-    fork that begins has none of.
+    """Decides whether a start of `config` that continues `point` skips.
+
+    `parents` are the run's parent files; a fork that begins has none.
     """
     where = config.resume.from_
     if is_folder(where):
@@ -41,11 +42,12 @@ def skip_here(
 
 
 def draw_skip(config: JobConfig, data: DataSpec, point: Point, request: SkipRequest) -> Skip:
-    """Draws what is to be skipped after `point`: at the batch size, seq_len and weights that it was made
-    with; how far the data go (`num_epochs`, `max_epochs`, `on_end`) is the job's. `data` are encoded by those
-    who encoded until now.
+    """Draws what is to be skipped after `point`, with the point's batch size, seq_len and weights.
 
-    Raises `RefusedError` where the data end before something is left to train, and what reading them raises.
+    How far the data go (`num_epochs`, `max_epochs`, `on_end`) is the job's setting. `data` must be encoded by
+    the encoders that encoded until now.
+
+    Raises `RefusedError` if the data end before anything is left to train, and what reading them raises.
     """
     from orchestrator.data.code_process import call, needs_code
     from orchestrator.data.packing.skipping import draw_past
@@ -72,12 +74,12 @@ def draw_skip(config: JobConfig, data: DataSpec, point: Point, request: SkipRequ
 
 
 def moved(point: Point | None, skip: Skip | None) -> Point | None:
-    """The point as the attempt continues it: with the cursor after what is skipped."""
+    """Returns the point as the attempt continues it, with the cursor after the skip."""
     return point if point is None or skip is None else replace(point, cursor=skip.end)
 
 
 def _mixed_as(config: JobConfig, before: Mapping[str, Any]) -> JobConfig:
-    """The job with the weights that the point was made with."""
+    """Returns the job with the weights that the point was made with."""
     from orchestrator.config.loading import parse_config
     from orchestrator.config.stored import in_todays_fields, nested
 
@@ -89,7 +91,7 @@ def _mixed_as(config: JobConfig, before: Mapping[str, Any]) -> JobConfig:
 
 
 def _settings(job: JobConfig) -> dict[str, Any]:
-    """What an audit needs to draw the same."""
+    """Returns the settings with which an audit can draw the same samples."""
     flat = job.flat()
     names = ("name", "weight", "max_epochs")
     sources = [{name: source[name] for name in names} for source in flat["data.sources"]]

@@ -1,8 +1,8 @@
-"""Which lists of its sources' files a start reads: those of the point that it continues, with what it adds,
-takes away, starts anew and refreshes (data rules 23 and 24).
+"""Determines which lists of its sources' files a start reads (data rules 23 and 24).
 
-What is decided is `planning.manifests` and `planning.restarting`; this looks it up in the history and in the
-run's folder.
+They are those of the continued point, with the sources that the start adds, removes, restarts and refreshes.
+The decision is made in `planning.manifests` and `planning.restarting`. This module provides the history and
+the run's folder.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourcesHere:
-    """What a start reads: `before` are the sources of what it continues, at `cursor`; `reading` are its own
-    and its place in them. `storage` is that of the run whose lists they are.
+    """What a start reads.
+
+    `before` are the sources of what it continues, at `cursor`. `reading` are its own sources and its place in
+    them. `storage` is that of the run that owns the lists.
     """
 
     storage: Storage
@@ -57,11 +59,11 @@ class SourcesHere:
     restart: RestartDecision
 
     def moved(self, point: Point | None) -> Point | None:
-        """The point as the start continues it: its place in the new lists."""
+        """Returns the point as the start continues it, with its place in the new lists."""
         return None if point is None else replace(point, cursor=moved(self.reading.sources, point.cursor))
 
     def changes(self, data: DataSpec) -> tuple[SourceChange, ...]:
-        """What becomes of the sources; `data` are those of `reading`. Nothing at a first start."""
+        """Returns how the sources change. `data` are those of `reading`. Empty at a first start."""
         from orchestrator.data.preparing import num_frozen_files
 
         if not self.before:
@@ -87,9 +89,10 @@ def sources_here(
     parents: Iterable[ClaimParent] = (),
     lineage: Lineage | None = None,
 ) -> SourcesHere:
-    """What a start of `config` reads that continues the point of `info` (None: none), of the run in
-    `storage`. `parents` are the run's parent files, which a fork that begins has none of. A run that has
-    frozen nothing begins with the job's sources.
+    """Returns what a start of `config` reads that continues the point of `info` (None: none).
+
+    `storage` is that of the point's run. `parents` are the run's parent files; a fork that begins has none. A
+    run that has frozen nothing begins with the job's sources.
     """
     from orchestrator.data.common.settings import wanted_of
     from orchestrator.data.frozen import frozen_sources, later_versions
@@ -119,15 +122,16 @@ def sources_here(
 
 
 def first_of(storage: Storage) -> tuple[SourceLists, ...]:
-    """The sources of the run's first start; none if it has frozen nothing."""
+    """Returns the sources of the run's first start; none if it has frozen nothing."""
     from orchestrator.data.frozen import frozen_sources
 
     return first_sources(Wanted(names=frozen_sources(storage) or ()))
 
 
 def plain_reading(config: JobConfig, newest: tuple[SourceLists, ...]) -> bool:
-    """Whether a job reads each source by its first list, all that the run has, as it did in its newest claim:
-    then which point is continued makes no difference to the lists.
+    """Whether a job reads exactly the run's sources, each by its first list, as in its newest claim.
+
+    Then the lists do not depend on which point is continued.
     """
     plain = all(source.active and source.spans == (ListSpan(begin=0),) for source in newest)
     names = {source.name for source in config.data.sources}
@@ -136,8 +140,9 @@ def plain_reading(config: JobConfig, newest: tuple[SourceLists, ...]) -> bool:
 
 
 def read_as(config: JobConfig, data: DataSpec, here: SourcesHere) -> DataSpec:
-    """The job's data by the lists that the start reads: `data` itself if it has them. Raises as
-    `data.preparing.prepare_data`.
+    """Returns the job's data with the lists that the start reads; `data` itself if it has them.
+
+    Raises as `data.preparing.prepare_data`.
     """
     from orchestrator.data.code_process import call, names_code
     from orchestrator.data.preparing import prepare_data
@@ -158,8 +163,9 @@ def has_lists(data: DataSpec, reading: Reading) -> bool:
 
 
 def after_removed(sources: Iterable[SourceLists], cursor: Cursor) -> dict[str, Place]:
-    """Of the sources that the job does not read, the place after the document, or the window, at hand: an
-    encoder that takes over meanwhile makes what follows there.
+    """For the sources that the job does not read, returns the place after the current document or window.
+
+    An encoder that takes over meanwhile makes what follows there.
     """
     found = dict[str, Place]()
     for source in sources:

@@ -1,7 +1,6 @@
-"""What lies in a run's storage, read once and as one: its journal, its effective history, the points on it,
-and what is missing.
+"""Reads a run's storage as one consistent survey: journal, effective history, points, and what is missing.
 
-It decides nothing and writes nothing; a start, a restarted coordinator and all who read a run begin with it.
+Nothing is written. A start, a restarted coordinator and all readers of a run begin with it.
 """
 
 from __future__ import annotations
@@ -28,20 +27,25 @@ from orchestrator.storage.sealed import LaterSealError, SealError, unseal
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
 
-LOOKS = 5  # at a run that goes on while it is read, until what is read fits together
+LOOKS = 5  # attempts to read a run that continues meanwhile, until the parts fit together
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """A run as it lies in storage: its journal, its effective history, and the names of the points on it,
-    oldest first; `committed` are all that lie there, also off it. `missing` are all points that were
-    committed, have no COMMIT, and nobody deleted; `lost` are those on the history. `foreign` are points that
-    lie there under a name of it, but belong to another run. `encoders` made it (empty: the run's first
-    alone), and `sources` say which lists it read (empty: those of the first start). `unreadable` are the
-    attempts' files that could not be used, for the user to hear of. `fork` is the claim with
-    whose `origin` the history begins, of a fork; its generation is among the journal's.
-    `parents` are all claims' parent files.
+    """A run as stored.
+
+    `journal`, `lineage`: its journal and its effective history.
+    `committed`: all committed points; `points`: the names of those on the history, oldest first.
+    `missing`: all points that were committed, have no COMMIT, and were not deleted; `lost`: those of them on
+    the history.
+    `foreign`: points with a name of the history that belong to another run.
+    `encoders`: those that made the history (empty: only the run's first); `sources`: the lists it read
+    (empty: those of the first start).
+    `unreadable`: the attempts' files that could not be used, for the user.
+    `fork`: of a fork, the claim with whose `origin` the history begins; its generation is among the
+    journal's.
+    `parents`: all claims' parent files.
     """
 
     journal: Journal
@@ -60,22 +64,23 @@ class Survey:
 
 
 def survey(store: RunStore, with_steps: bool = True) -> Survey:
-    """Reads claims, journal and the list of points. Raises `OrchestratorError` if the history contradicts
-    itself, or a later version wrote some of it.
+    """Reads claims, journal and the list of points.
 
-    The run may be written meanwhile: if an attempt was claimed or a generation formed between one look and
-    the next, so that they do not fit together, it looks again at all; `StorageError` after
-    `LOOKS` such looks.
+    Raises `OrchestratorError` if the history contradicts itself, or if a later version wrote some of it.
 
-    Without `with_steps` it takes a fraction of the time: of the step records only the newest of each
-    generation is in `journal`, none in `lineage`, and what they alone could contradict is not found.
+    The run may be written meanwhile. If an attempt was claimed or a generation formed between two reads, so
+    that they do not fit together, everything is read again. Raises `StorageError` after `LOOKS` such
+    attempts.
+
+    Without `with_steps` it takes a fraction of the time. `journal` then has only the newest step record of
+    each generation, `lineage` has none, and contradictions that only these would show are not found.
     """
     unknown = frozenset[str]()
     for _ in range(LOOKS):
         files, before = store.attempt_files(), unknown
         seen = _look(store, with_steps)
         unknown = _of_no_generation(seen)
-        # a name that is still unknown to a journal that was read after it stays so: it is an orphan
+        # a name that is still unknown to a journal read after it is an orphan
         if files == store.attempt_files() and unknown <= before:
             require_sound(seen.lineage)
             return seen
@@ -83,14 +88,16 @@ def survey(store: RunStore, with_steps: bool = True) -> Survey:
 
 
 class LatePointError(StorageError):
-    """A point of the history is there that was not there when the run was surveyed: what was decided from
-    that survey does not fit together with the point.
+    """A point of the history appeared after the survey.
+
+    What was decided from that survey is not consistent with the point.
     """
 
 
 def require_listed(seen: Survey, point: Point | None) -> None:
-    """Raises `LatePointError` unless the survey lists the point among those of the history: a claim inherits
-    what its survey lists, and continues nothing else (membership rule 6).
+    """Raises `LatePointError` unless the survey lists the point among those of the history.
+
+    A claim inherits what its survey lists, and continues nothing else (membership rule 6).
     """
     if point is not None and point.name not in seen.points:
         raise LatePointError(
@@ -99,8 +106,10 @@ def require_listed(seen: Survey, point: Point | None) -> None:
 
 
 def decided(store: RunStore, decide: Callable[[Survey], Result], with_steps: bool = True) -> Result:
-    """What `decide` makes of one survey of the run; of a new one where a point appears that the survey does
-    not list. Raises `StorageError` after `LOOKS` surveys, and as `survey` and `decide`.
+    """Returns `decide` of a survey of the run. Surveys again if a point appears that the survey does not
+    list.
+
+    Raises `StorageError` after `LOOKS` surveys, and as `survey` and `decide`.
     """
     for _ in range(LOOKS):
         seen = survey(store, with_steps)
@@ -112,7 +121,7 @@ def decided(store: RunStore, decide: Callable[[Survey], Result], with_steps: boo
 
 
 def moved_on(store: RunStore) -> StorageError:
-    """What to say when `LOOKS` looks did not fit together."""
+    """Builds the error for `LOOKS` reads that did not fit together."""
     return StorageError(
         f"{store.storage.root} went on each of the {LOOKS} times that it was read (its newest attempt is "
         f"{max(store.claim_numbers(), default=0)}), so that what was read does not fit together: this says "
@@ -121,8 +130,10 @@ def moved_on(store: RunStore) -> StorageError:
 
 
 def deleted_now(store: RunStore, names: Iterable[str]) -> frozenset[str]:
-    """Those of these points, listed before, that the run itself has deleted or is deleting since: the COMMIT
-    is gone, and the journal says that it was meant to go. What was found wrong with them is no damage.
+    """Returns those of these points, listed before, that the run itself has deleted or is deleting since.
+
+    Their COMMIT is gone, and the journal has the intention to delete them. Problems found with them are no
+    damage.
     """
     listed = frozenset(names)
     if not (gone := listed - store.committed(listed)):
@@ -134,7 +145,9 @@ def deleted_now(store: RunStore, names: Iterable[str]) -> frozenset[str]:
 
 
 def _look(store: RunStore, with_steps: bool) -> Survey:
-    """One look at all, claims before the journal and that before the points, whatever they contradict."""
+    """Reads everything once, the claims before the journal and that before the points. Checks no
+    contradictions.
+    """
     claims, (parents, cut_off) = store.claims(), store.parents()
     run_id = _require_own(store, claims)
     unreadable = (*(unreadable_claim(c.number) for c in claims if c.why == UNREADABLE), *cut_off)
@@ -177,8 +190,9 @@ def _look(store: RunStore, with_steps: bool) -> Survey:
 
 
 def _of_no_generation(seen: Survey) -> frozenset[str]:
-    """The points whose generation the journal does not have: it was formed when the journal had been read.
-    What a fork begins with has none, also where its claim failed before its first step.
+    """Returns the points whose generation is not in the journal: it was formed after the journal was read.
+
+    A fork's first point has no generation, also if its claim failed before its first step.
     """
     known, own = {start.id for start in seen.journal.generations}, set(seen.committed) - {*seen.foreign}
     keys = {name: parse_point_name(name) for name in own}
@@ -190,7 +204,9 @@ def _of_no_generation(seen: Survey) -> frozenset[str]:
 
 
 def _require_own(store: RunStore, claims: Iterable[Claim]) -> str | None:
-    """The run's id (None without run.json), which every claim must have. Raises `ResumePointError`."""
+    """Returns the run's id (None without run.json), which every claim must have. Raises
+    `ResumePointError`.
+    """
     run = store.read_run()
     for claim in claims:
         if run is not None and claim.why != UNREADABLE and claim.run_id != run.id:
@@ -203,8 +219,9 @@ def _require_own(store: RunStore, claims: Iterable[Claim]) -> str | None:
 
 
 def require_known(storage: Storage, unreadable: Iterable[UnreadableFile]) -> None:
-    """Raises `LaterFormatError` if one of these files is as a later version wrote it: it is not damaged, and
-    what it says is not for guessing.
+    """Raises `LaterFormatError` if a later version wrote one of these files.
+
+    Such a file is not damaged, and its contents must not be guessed.
     """
     for file in unreadable:
         try:
@@ -226,9 +243,10 @@ def _on_lineage(lineage: Lineage, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def require_journals(store: RunStore, seen: Survey) -> None:
-    """Raises `ResumePointError` for points of generations that no journal has: each is durable there before
-    its first point is saved (rule 2), so that the journal was damaged, and a start would leave out what is in
-    these points.
+    """Raises `ResumePointError` for points of generations that are in no journal.
+
+    Each generation is durable there before its first point is saved (rule 2). The journal must thus have been
+    damaged, and a start would lose what is in these points.
     """
     unknown = sorted(_of_no_generation(seen))
     foreign = store.foreign(unknown)
@@ -243,9 +261,7 @@ def require_journals(store: RunStore, seen: Survey) -> None:
 
 
 def require_frozen(seen: Survey, data: DataSpec) -> None:
-    """Raises `DataIdentityError` where something was trained and the data that it was trained on are not
-    those that the run has frozen, because these are gone.
-    """
+    """Raises `DataIdentityError` if steps were trained and the run's frozen data are gone."""
     if seen.lineage.records and data.tokenizer_folder is None:
         raise DataIdentityError(
             f"{len(seen.lineage.records)} steps of this run are trained, and its frozen data are gone "
@@ -254,8 +270,9 @@ def require_frozen(seen: Survey, data: DataSpec) -> None:
 
 
 def has_its_steps(seen: Survey, point: Point) -> bool:
-    """Whether the journal has a record of every step that led to the point; if the journal was read before
-    the point was committed, it may not have them.
+    """Whether the journal has a record of every step that led to the point.
+
+    If the journal was read before the point was committed, it may not have them.
     """
     starts = {(start.attempt, start.generation): start.step for start in seen.journal.generations}
     begun = starts.get((point.key.attempt, point.key.generation))
@@ -264,7 +281,7 @@ def has_its_steps(seen: Survey, point: Point) -> bool:
 
 
 def mean_losses(seen: Survey) -> dict[str, float | None]:
-    """The mean loss of the steps since the point before, of each point on the history."""
+    """Returns, for each point on the history, the mean loss of the steps since the previous point."""
     found = {
         event.fields["point"]: event.fields.get("mean_loss")
         for event in seen.journal.events
@@ -274,7 +291,7 @@ def mean_losses(seen: Survey) -> dict[str, float | None]:
 
 
 def saved_history(seen: Survey) -> SavedHistory:
-    """How many histories the points of the run held, and how far the newest is held."""
+    """Returns how many histories the points of the run held, and how far the newest is held."""
     committed = (event for event in seen.journal.events if event.kind == EventKind.POINT_COMMITTED)
     points = (
         (key, event.fields["cursor"]["consumed_tokens"])

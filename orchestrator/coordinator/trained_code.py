@@ -1,5 +1,6 @@
-"""The code of a user's functions that trained the state which a start continues. An attempt of the run
-recorded it, or of the run that it was forked from.
+"""Finds the recorded code of the user's functions that trained the state which a start continues.
+
+An attempt of the run recorded it, or an attempt of the run that it was forked from.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from orchestrator.resume.store import RunStore
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
-_MAX_FORKS = 20  # of forks: run.json files that name each other in a circle end too
+_MAX_FORKS = 20  # forks of forks; ends circles of run.json files that name each other
 _WAIT_S = 10.0  # for another run's bucket
 
 
 def code_changes(store: RunStore, job: JobConfig, point: str | None) -> list[str]:
-    """For people: what of the code of `job` differs from the code that trained the state at `point`, which a
-    start would continue (None: the run has none). The point is another run's if the start begins a fork.
+    """Returns how the code of `job` differs from the code that trained the state at `point`, for people.
 
-    Nothing while only reading is allowed: finding code imports the packages around it. Raises `StorageError`
-    for the run itself. Another run that cannot be read counts as one without a record.
+    A start would continue that point (None: the run has none). It is another run's if the start begins a
+    fork. Returns nothing while only reading is allowed, because finding code imports the packages around it.
+    Raises `StorageError` for the run itself. Another run that cannot be read counts as one without a record.
     """
     if is_reading_only() or not functions_of(job):
         return []
@@ -37,8 +38,10 @@ def code_changes(store: RunStore, job: JobConfig, point: str | None) -> list[str
 
 
 def trained_code(store: RunStore, point: str | None, num_forks: int = _MAX_FORKS) -> Recorded | None:
-    """The code that trained the state at a point of the run, or (None) that its newest attempt had; None
-    where nothing is recorded. Raises `StorageError`.
+    """Returns the code that trained the state at a point of the run.
+
+    Without a point it is the code of the newest attempt. Returns None if nothing is recorded. Raises
+    `StorageError`.
     """
     key = parse_point_name(point) if point is not None else None
     if key is not None and key.attempt == ORIGIN:
@@ -54,22 +57,23 @@ def trained_code(store: RunStore, point: str | None, num_forks: int = _MAX_FORKS
 
 # ---------------------------------------------------------------------------------------------------- inside
 def _trained_fork(store: RunStore, fork: ForkedFrom, num_forks: int = _MAX_FORKS) -> Recorded | None:
-    """The code that trained the point with which a fork begins, as the other run recorded it."""
+    """Returns the code that trained the point with which a fork begins, as the other run recorded it."""
     try:
         other = RunStore(store.storage.beside(fork.run).within(_WAIT_S))
         run = other.read_run()
         if run is None or run.id != fork.run_id:
             return None
         recorded = trained_code(other, fork.point, num_forks)
-    except OrchestratorError:  # a warning less: the run needs nothing of the other one
+    except OrchestratorError:  # only a warning is lost: the run needs nothing of the other one
         return None
     trained_by = f"run {fork.run} trained {fork.point} with"
     return replace(recorded, trained_by=trained_by) if recorded is not None else None
 
 
 def _copied_by(store: RunStore, attempt: int) -> Recorded | None:
-    """What the attempt that took a fork's first point over has copied from the other run. One that trained
-    afterwards recorded its own code.
+    """Returns what the attempt that took over a fork's first point copied from the other run.
+
+    An attempt that trained afterwards recorded its own code.
     """
     fields = beginning_of(store.storage, attempt) or {}
     code = recorded_in(fields) if fields.get("parallel") is None else {}

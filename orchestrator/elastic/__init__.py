@@ -1,1 +1,1 @@
-"""Who trains: the pure rendezvous and the pure policy, and the Ray side that carries out what they decide."""
+"""Elastic membership: the pure rendezvous and policy, and the Ray code that runs them."""

@@ -1,6 +1,6 @@
-"""May a member that asks to be in the next generation wait for it (membership rule 20)?
+"""Decides whether a member that asks to join may wait for the next generation (membership rule 20).
 
-Pure. It knows the attempt's formed generations by number; who comes in, and when, is decided later.
+The decision uses the numbers of the attempt's formed generations.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ NONE = (0, 0)  # older than every generation
 
 
 def refusal(request: JoinRequest, *, attempt: int, launch: str, formed: Collection[int]) -> Refused | None:
-    """Why this member has no place in `attempt` of `launch`, which has formed the generations `formed`; None
-    if it may come. Raises `FencedError` if it knows a newer attempt.
+    """Returns why this member has no place in `attempt` of `launch`; None if it may join.
+
+    `formed` are the generations that the attempt has formed. Raises `FencedError` if the member knows a newer
+    attempt.
     """
     who, named = f"member {request.member}", {request.leaves or NONE, *_generations_of(request)}
     if request.launch != launch:
@@ -34,7 +36,9 @@ def refusal(request: JoinRequest, *, attempt: int, launch: str, formed: Collecti
 
 
 def newest_left(member: str, attempt: int, group: MembershipState) -> tuple[int, int]:
-    """The newest generation that `member` is known to have been in; it cannot leave an older one any more."""
+    """Returns the newest generation that `member` is known to have been in. It cannot leave an older one any
+    more.
+    """
     waiting, current = group.waiting.get(member), group.current
     newest = (waiting.request.leaves or NONE) if waiting else NONE
     if current is not None and current.attempt == attempt and member in current.ranks:
@@ -43,6 +47,6 @@ def newest_left(member: str, attempt: int, group: MembershipState) -> tuple[int,
 
 
 def _generations_of(request: JoinRequest) -> set[tuple[int, int]]:
-    """The generations whose states a member has."""
+    """Returns the generations whose states a member has."""
     keys = [request.key, *(h.key for h in request.holdings)]
     return {(key.attempt, key.generation) for key in keys if key is not None}

@@ -1,7 +1,4 @@
-"""A question to the cluster that may never be answered: whoever asks goes on meanwhile.
-
-It knows no cluster; the question is handed in.
-"""
+"""Runs a blocking call in a background thread, at most one at a time."""
 
 from __future__ import annotations
 
@@ -15,8 +12,10 @@ Answer = TypeVar("Answer")
 
 
 class Asked(Generic[Answer]):
-    """Asked by a thread of its own, of which there is at most one: a question without an answer is not asked
-    again. The threads end with the process. For one thread.
+    """Runs `question` in a background thread, at most one at a time.
+
+    While a call has not returned, no other is started. The threads end with the process. The object is for
+    use by one thread.
     """
 
     def __init__(self, question: Callable[[], Answer]) -> None:
@@ -26,11 +25,14 @@ class Asked(Generic[Answer]):
 
     @property
     def unanswered_s(self) -> float:
-        """For how long the answer has been waited for; 0 if none is."""
+        """How long the current call has been running; 0 if none is."""
         return 0.0 if self._open is None or self._open.done() else time.monotonic() - self._since
 
     def ask(self) -> bool:
-        """Asks, unless an answer is waited for or has not been taken: then False. Never waits."""
+        """Starts a call and returns True. Never waits.
+
+        Returns False if a call is still running or its result has not been taken.
+        """
         if self._open is not None:
             return False
         self._open, self._since = Future(), time.monotonic()
@@ -38,8 +40,9 @@ class Asked(Generic[Answer]):
         return True
 
     def answer(self, wait_s: float = 0.0) -> Answer | None:
-        """The answer to what was asked, once, if it comes within `wait_s` seconds; None while it does not.
-        Signals are heeded meanwhile. Raises what the question raised.
+        """Returns the result of the call, once, if it is available within `wait_s` seconds; else None.
+
+        Signals are handled meanwhile. Raises what the call raised.
         """
         if self._open is None or not wait([self._open], wait_s).done:
             return None
@@ -49,5 +52,5 @@ class Asked(Generic[Answer]):
     def _ask(self, to: Future[Answer]) -> None:
         try:
             to.set_result(self._question())
-        except BaseException as error:  # noqa: BLE001  who asked hears of it
+        except BaseException as error:  # noqa: BLE001  the asking thread raises it
             to.set_exception(error)

@@ -1,6 +1,6 @@
-"""Who of those that wait is in the next generation, whom others wait for meanwhile, and for how long.
+"""Chooses the members of the next generation, and decides whether to interrupt the running one.
 
-Pure functions over what is known of the members; they blame nobody and form nothing.
+Pure functions of what is known about the members. They have no side effects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from orchestrator.records.membership import JoinRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """`members` are in. `unreached` would be, but some of the others did not reach them (rule 18)."""
+    """The chosen `members`. `unreached` would be among them, but some of the others did not reach them (rule
+    18).
+    """
 
     members: tuple[JoinRequest, ...]
     unreached: tuple[JoinRequest, ...] = ()
@@ -34,16 +36,16 @@ def choose(
     max_workers: int,
     now: float,
 ) -> Choice:
-    """Who of `requests` is in: nobody who has to wait, and at most the maximum.
+    """Chooses members from `requests`: none that has to wait, and at most the maximum.
 
     Members that together hold the newest state come first, then the members of the current generation, then
-    the others as they came.
+    the others in the order of their arrival.
     """
     allowed = [r for r in requests if group.is_trusted(r.member) or backoff.not_before(r.node_id) <= now]
     newest = newest_complete(held_by_all(requests), None)
     state = newest_complete(held_by_all(allowed), None) if len(allowed) < len(requests) else newest
     if newest and (not state or states.origin(state.key) != states.origin(newest.key)):
-        state = newest  # who alone holds a shard of the newest state is never left out
+        state = newest  # a member that alone holds a shard of the newest state is never left out
     names = dict.fromkeys(r.member for r in allowed)
     cover = frozenset(state.cover([*names], [r.member for r in requests])) if state else frozenset()
     allowed += [r for r in requests if r.member in cover and r.member not in names]
@@ -72,8 +74,10 @@ def worth_interrupting(
     debounce_s: float,
     now: float,
 ) -> bool:
-    """Whether the running generation is to be formed anew for `arrivals`: there is room for one who need not
-    wait, and nobody else has come for `debounce_s`, or one of them waits five times as long.
+    """Whether to re-form the running generation for `arrivals`.
+
+    There must be room for one that need not wait. In addition, either no other member has arrived for
+    `debounce_s`, or one of them has waited five times as long.
     """
     joiners = [group.waiting[r.member].since for r in arrivals if backoff.not_before(r.node_id) <= now]
     if not joiners or len(current.members) - len(group.gone) >= max_workers:
@@ -84,7 +88,7 @@ def worth_interrupting(
 def too_few(
     num_chosen: int, requests: Sequence[JoinRequest], backoff: FailureBackoff, *, min_workers: int, now: float
 ) -> str:
-    """Why fewer than the minimum are in, as people read it."""
+    """Returns the reason why fewer than the minimum are chosen, as text for people."""
     reason = f"{num_chosen} of at least {min_workers} members are there"
     later = {r.member: backoff.not_before(r.node_id) for r in requests}
     waits = [f"{member} for {until - now:.0f} s" for member, until in sorted(later.items()) if until > now]
@@ -94,8 +98,9 @@ def too_few(
 
 
 def _reaching(requests: Sequence[JoinRequest], state: CompleteState | None) -> frozenset[str]:
-    """Those who reach each other, as far as they have tried (rule 18), and together hold `state` if that can
-    be.
+    """Returns members that reach each other, as far as they have tried (rule 18).
+
+    Together they hold `state` if that is possible.
     """
     names = [r.member for r in requests]
     failed = [(r.member, other) for r in requests for other in r.unreached]

@@ -1,6 +1,6 @@
-"""Why a generation was formed, as one word of a closed set: what charts and lists of a run group by.
+"""The cause of a generation, as one value of a closed set.
 
-The sentences for people are elsewhere (`history.sentences`); this decides between facts, and knows no text.
+Charts and lists of a run group by it. The sentences for people are in `history.sentences`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from orchestrator.history.claim_files import RESTARTED, RESUME, REWIND
 
 
 class Cause(StrEnum):
-    """The texts stand in the journals of runs, so they stay; readers pass over those they do not know."""
+    """The values are stored in the journals of runs and must not change. Readers ignore unknown ones."""
 
-    START = "start"  # the first of a run's first attempt
-    RESUME = "resume"  # the first of a start command that continues the run
+    START = "start"  # the first generation of a run's first attempt
+    RESUME = "resume"  # the first generation of a start command that continues the run
     REWIND = "rewind"  # the same, from an older point
     COORDINATOR_RESTARTED = "coordinator restarted"
     NODE_LOST = "node lost"
@@ -24,21 +24,23 @@ class Cause(StrEnum):
     WORKER_LOST = "worker lost"
     WORKER_JOINED = "worker joined"
     STORAGE = "storage"  # saves were given up because writes failed, and the group met again to save
-    RE_FORMED = "re-formed"  # nobody was lost and nobody came: connections broke, or a save was given up
+    RE_FORMED = "re-formed"  # no member was lost or joined: connections broke, or a save was given up
 
 
 _LOSSES = (Cause.NODE_LOST, Cause.LEFT_OUT, Cause.WORKER_LOST, Cause.NODE_DRAINED)
 
 
 def first_cause(why: str) -> Cause:
-    """Of an attempt's first generation; `why` is its claim's."""
+    """Returns the cause of an attempt's first generation. `why` is from the attempt's claim."""
     known = {RESTARTED: Cause.COORDINATOR_RESTARTED, RESUME: Cause.RESUME, REWIND: Cause.REWIND}
     return known.get(why, Cause.START)
 
 
 def next_cause(lost: Collection[Cause], joined: bool, storage_failed: bool) -> Cause:
-    """Of a later one: `lost` says how each was lost since the generation before; whoever is lost with a node
-    is lost for that reason, whatever else was seen of it.
+    """Returns the cause of a later generation.
+
+    `lost` has the cause of each loss since the previous generation. A member that was lost with its node
+    counts as lost for that reason, whatever else was observed of it.
     """
     for cause in _LOSSES:
         if cause in lost:

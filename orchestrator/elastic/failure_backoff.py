@@ -1,6 +1,7 @@
-"""What follows when generations fail in a row: who has to wait, who should try ports, when the run must stop.
+"""Backoff after repeated failures of generations.
 
-Counts and times only; it knows nothing of joins, of states, or of how a generation is formed.
+It decides which nodes' newcomers wait, when members probe ports, and when the run must stop. It uses only
+counts and times.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from orchestrator.elastic.formation import RendezvousSettings
 
 
 class FailureBackoff:
-    """Bounds every repetition of a failed generation (I6).
+    """Limits every repetition of a failed generation (I6).
 
     Newcomers are blamed by node, not by name: the process that replaces a killed one has a new name and the
     same broken network.
@@ -19,34 +20,37 @@ class FailureBackoff:
 
     def __init__(self, settings: RendezvousSettings) -> None:
         self._settings = settings
-        self._delays: dict[str, tuple[int, float]] = {}  # node: times blamed, not before
-        self._formless = 0  # generations in a row without a first step, nobody lost, nobody to blame
-        self._probed = False  # members have tried each other's ports since the last of these
-        self._strikes = 0  # generations in a row that lost a member at step `_struck`
+        self._delays: dict[str, tuple[int, float]] = {}  # node -> (times blamed, not before)
+        # consecutive generations without a first step, with no member lost and none to blame
+        self._formless = 0
+        self._probed = False  # members have probed each other's ports since the last of these
+        self._strikes = 0  # consecutive generations that lost a member at step `_struck`
         self._struck = -1
 
     @property
     def probe_ports(self) -> bool:
-        """Two generations in a row failed before their first step with nobody to blame: try the ports before
-        the next.
+        """Whether members should probe ports before the next generation.
+
+        True if two consecutive generations failed before their first step with no member to blame.
         """
         return self._formless >= 2 and not self._probed
 
     def probed(self) -> None:
-        """They have been asked to."""
+        """Records that the members were asked to probe."""
         self._probed = True
 
     def not_before(self, node: str) -> float:
-        """When a newcomer from `node` may be taken in (seconds)."""
+        """Returns the earliest time at which a newcomer from `node` may be admitted (seconds)."""
         return self._delays.get(node, (0, float("-inf")))[1]
 
     def resting(self, now: float) -> tuple[str, ...]:
-        """The nodes whose newcomers have to wait."""
+        """Returns the nodes whose newcomers have to wait."""
         return tuple(node for node, (_, until) in self._delays.items() if until > now)
 
     def blame(self, nodes: Iterable[str], now: float, *, first_is_free: bool = False) -> None:
-        """A generation with newcomers from `nodes` failed before its first step: they wait, each time twice
-        as long; not the first time if `first_is_free`.
+        """Delays newcomers from `nodes`, because a generation with them failed before its first step.
+
+        The delay doubles each time. With `first_is_free` there is none the first time.
         """
         for node in sorted(set(nodes)):
             times = self._delays.get(node, (0, 0.0))[0]
@@ -55,17 +59,17 @@ class FailureBackoff:
             self._delays[node] = (times + 1, now + delay)
 
     def failed_to_start(self) -> None:
-        """A generation ended before its first step although nobody was lost and nobody was new."""
+        """Records a generation that ended before its first step without a loss or a newcomer."""
         self._formless += 1
         self._probed = False
 
     def lost_member(self, step: int) -> None:
-        """A generation whose newest step is `step` ended because a member was lost."""
+        """Records a generation that ended because a member was lost; `step` is its newest step."""
         self._strikes = self._strikes + 1 if step == self._struck else 1
         self._struck = step
 
     def progressed(self, step: int, newcomer_nodes: Iterable[str]) -> None:
-        """A step of the running generation was applied: its newcomers are trusted."""
+        """Records an applied step of the running generation. Its newcomers are trusted from now on."""
         self._formless, self._probed = 0, False
         if step > self._struck:
             self._strikes = 0
@@ -73,7 +77,7 @@ class FailureBackoff:
             self._delays.pop(node, None)
 
     def verdict(self) -> str | None:
-        """Why the run must stop now, None while it may go on."""
+        """Returns why the run must stop now, or None."""
         if self._strikes >= self._settings.same_step_failures:
             return (
                 f"{self._strikes} generations in a row lost a member right after step {self._struck} "
@@ -96,5 +100,8 @@ class FailureBackoff:
         return twin
 
     def snapshot(self) -> Hashable:
-        """All that later answers depend on, but the delays, which `not_before` gives by node."""
+        """Returns everything that later answers depend on, except the delays.
+
+        `not_before` returns the delays by node.
+        """
         return self._formless, self._probed, self._strikes, self._struck

@@ -1,7 +1,7 @@
-"""How many failures a run may have without a finished step between them (`cluster.max_failures`).
+"""The number of failures that a run may have without a finished step between them (`cluster.max_failures`).
 
-Counts only. What a restarted coordinator must know of it stands in the journal: each failure with the step
-after which it came, and the newest step.
+The journal stores what a restarted coordinator needs: each failure with the step after which it occurred, and
+the newest step.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Something ended without having been asked to, when `step` was the last step done."""
+    """Something ended unexpectedly, when `step` was the last finished step."""
 
     step: int
     reason: str
 
 
 class FailureBudget:
-    """The failures of one launch. `failures` and `last_step` are what it knew before its coordinator was
-    restarted.
+    """The failures of one launch.
+
+    The arguments `failures` and `last_step` are the state before its coordinator was restarted.
     """
 
     def __init__(self, max_failures: int, failures: Iterable[Failure] = (), last_step: int = 0) -> None:
@@ -29,19 +30,20 @@ class FailureBudget:
         self._last_step = last_step
 
     def failed(self, reason: str) -> Failure:
-        """Counts a failure, after the last step done."""
+        """Counts a failure, after the last finished step."""
         failure = Failure(step=self._last_step, reason=reason)
         self.failures = (*self.failures, failure)
         return failure
 
     def applied(self, step: int) -> None:
-        """`step` is the newest step now; failures before it do not count any more, unless the run goes back
-        before them.
+        """Records `step` as the newest step.
+
+        Failures before it no longer count, unless the run goes back before them.
         """
         self._last_step = step
 
     def verdict(self) -> str | None:
-        """Why the run must stop now; None while it may go on."""
+        """Returns why the run must stop now, or None."""
         here = [failure.reason for failure in self.failures if failure.step >= self._last_step]
         if len(here) <= self._max:
             return None

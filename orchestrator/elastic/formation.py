@@ -1,7 +1,4 @@
-"""The values of the rendezvous: its settings, its answers to a join, its decisions, and what a generation is.
-
-Pure values without behaviour; it knows no Ray, no torch, no clock and no storage.
-"""
+"""The values of the rendezvous: its settings, its answers to a join, its decisions, and generations."""
 
 from __future__ import annotations
 
@@ -14,18 +11,18 @@ from orchestrator.records.steps import StateKey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RendezvousSettings:
-    """Times (seconds) and counts of the rendezvous; the defaults are those of docs/membership.md.
+    """Times (seconds) and counts of the rendezvous. The defaults are those of docs/membership.md.
 
-    - `start_grace_s`: how long a group without survivors waits, from its first join, for the expected number.
-    - `missing_grace_s`: the least time that a live member of an ended generation has to come (two median
+    - `start_grace_s`: how long a group without survivors waits for the expected number, from its first join.
+    - `missing_grace_s`: the minimum time that a live member of an ended generation has to join (two median
       steps if that is more).
     - `forming_s`: how long members try to form; also a blamed newcomer's first delay, doubled each time up to
       `longest_delay_s`.
-    - `join_debounce_s`: a joiner interrupts a running generation once nobody else has joined for this long,
-      at the latest after five times as long.
-    - `same_step_failures`: so many generations in a row that lost a member at one step stop the run.
-    - `forming_failures`: so many generations in a row that ended before their first step, with nobody lost
-      and nobody to blame, stop the run.
+    - `join_debounce_s`: a joiner interrupts a running generation once no other has joined for this long, at
+      the latest after five times as long.
+    - `same_step_failures`: this many consecutive generations that lost a member at one step stop the run.
+    - `forming_failures`: this many consecutive generations that ended before their first step, with no member
+      lost and none to blame, stop the run.
     """
 
     start_grace_s: float = 60.0
@@ -41,8 +38,8 @@ class RendezvousSettings:
 class PreviousGeneration:
     """The newest generation that an older attempt of this launch journalled, `members` by rank.
 
-    They are whom a restarted coordinator waits for. `ended`: others of it are known to have died, so that it
-    cannot go on, and those who live may wait for them.
+    A restarted coordinator waits for these members. `ended`: others of the generation are known to have died.
+    It cannot continue then, and its live members may wait for the dead ones.
     """
 
     attempt: int
@@ -53,7 +50,7 @@ class PreviousGeneration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewestPoint:
-    """The newest committed point on the lineage, as `set_newest_point` was given it."""
+    """The newest committed point on the lineage, as passed to `set_newest_point`."""
 
     key: StateKey
     cursor: Cursor | None
@@ -63,15 +60,16 @@ class NewestPoint:
 # ---- answers to a join
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """This member has no place here; it exits and `reason` says why."""
+    """This member has no place here. It exits; `reason` has the cause."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ignored:
-    """A late copy of an older call: nothing changed. Who still waits for an answer asks again, with fresh
-    arguments.
+    """A late copy of an older call, which changed nothing.
+
+    A member that still waits for an answer asks again, with fresh arguments.
     """
 
     reason: str
@@ -83,17 +81,18 @@ JoinAnswer = Refused | Ignored | GenerationView
 # ---- decisions
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formation:
-    """The next generation: journal it, call `formed`, then answer each of its members with `view_for`.
+    """The next generation. The coordinator journals it, calls `formed`, and then answers its members with
+    `view_for`.
 
-    - `members` by rank; `newcomers` are those that were not in the generation before.
-    - `parent` is the state that it continues (None: from nothing). Members hold it: `source`, who has some
-      or all of it, is rank 0, and `sources[s]` are all who can give shard s of it, of len(sources) shards.
-      Where `source` is None the point `point` holds it. `cursor` belongs to the parent.
+    - `members` are in the order of ranks; `newcomers` are those that were not in the previous generation.
+    - `parent` is the state that it continues (None: from nothing). If members hold it, `source`, which has
+      some or all of it, is rank 0, and `sources[s]` are all members that can give shard s of it, of
+      len(sources) shards. If `source` is None, the point `point` holds it. `cursor` belongs to the parent.
     - `keep`: the memory point whose copies stay until there is a newer one (`GenerationView`).
     - `step` is the label from which this generation counts: `parent.step`, unless `rebase` changed it.
-    - `probe_ports`: two generations in a row failed before their first step with nobody to blame, so members
-      should try each other's ports first.
-    - `save_only`: formed below the minimum, so that nothing is lost while the group waits; its
+    - `probe_ports`: two consecutive generations failed before their first step with no member to blame, so
+      members should probe each other's ports first.
+    - `save_only`: formed below the minimum, so that nothing is lost while the group waits. Its
       `control_requests` ask for a save and a re-form from its first step on.
     """
 
@@ -114,15 +113,16 @@ class Formation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """Form this generation. Nothing else is decided until `Rendezvous.formed` is called."""
+    """Form this generation. No other decision is made until `Rendezvous.formed` is called."""
 
     formation: Formation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaveOut:
-    """Kill this unresponsive member by its node's agent. It is not waited for, whether the kill succeeds or
-    not.
+    """Kill this unresponsive member through its node's agent.
+
+    It is not waited for, whether or not the kill succeeds.
     """
 
     member: str
@@ -131,8 +131,9 @@ class LeaveOut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
-    """No generation can be formed since `since` (seconds), because of `reason`; said by every tick while it
-    holds. `needed`: the minimum of members, where fewer than that are `there`; else 0.
+    """No generation can be formed since `since` (seconds), because of `reason`.
+
+    Every tick returns it while that is so. `needed`: the minimum of members if fewer are `there`; else 0.
     """
 
     reason: str
@@ -143,8 +144,9 @@ class Waiting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopRun:
-    """End the run with `reason`; `outcome` is failed or stopped. Final: whoever said it says nothing else
-    after it.
+    """End the run with `reason`; `outcome` is failed or stopped.
+
+    Final: no other decision follows it.
     """
 
     reason: str
@@ -157,7 +159,7 @@ Action = Form | LeaveOut | Waiting | StopRun
 # ---- inside the rendezvous
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """A member that waits for the next generation: its newest request, and when it first came."""
+    """A member that waits for the next generation: its newest request, and when it first arrived."""
 
     request: JoinRequest
     since: float
@@ -167,7 +169,7 @@ class Arrival:
 class Generation:
     """A generation that was formed and answered, with the requests it was formed from.
 
-    Formation and requests are not known for one of an older attempt.
+    Formation and requests are unknown for a generation of an older attempt.
     """
 
     attempt: int
@@ -175,22 +177,22 @@ class Generation:
     members: tuple[str, ...]
     formation: Formation | None
     requests: dict[str, JoinRequest] = field(default_factory=dict, hash=False)
-    ranks: dict[str, int] = field(init=False, hash=False, compare=False, repr=False)  # of each member
+    ranks: dict[str, int] = field(init=False, hash=False, compare=False, repr=False)  # member -> rank
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", {member: rank for rank, member in enumerate(self.members)})
 
     @property
     def identity(self) -> tuple[int, int]:
-        """(attempt, number), as `JoinRequest.leaves` names it."""
+        """(attempt, number), as in `JoinRequest.leaves`."""
         return self.attempt, self.number
 
     @property
     def newcomers(self) -> tuple[str, ...]:
-        """Members that were not in the generation before."""
+        """Members that were not in the previous generation."""
         return self.formation.newcomers if self.formation else ()
 
     @property
     def start(self) -> int:
-        """The step label it started from; -1 where it is not known, so that any step is progress."""
+        """The step label it started from; -1 if unknown, so that any step is progress."""
         return self.formation.step if self.formation else -1

@@ -1,7 +1,4 @@
-"""A formed generation as its members see it.
-
-Pure; it knows neither why these are its members nor what is asked of them.
-"""
+"""Builds the members' views of a formed generation."""
 
 from __future__ import annotations
 
@@ -13,8 +10,9 @@ from orchestrator.records.membership import GenerationView
 
 
 def view_of_first(current: Generation, launch: str) -> GenerationView | None:
-    """The generation as its first member sees it; None for one of an older attempt, of which no formation is
-    known.
+    """Returns the generation as its first member sees it.
+
+    None for a generation of an older attempt, whose formation is unknown.
     """
     if current.formation is None:
         return None
@@ -44,13 +42,15 @@ def view_of_first(current: Generation, launch: str) -> GenerationView | None:
 
 
 def view_of(member: str, current: Generation, first: GenerationView) -> GenerationView:
-    """As `member` sees it, by the view of its `first` member: of 10,000 members all but two fields are alike,
-    and take as long to make as there are members.
+    """Returns the view of `member`, derived from that of the first member.
+
+    Views differ in two fields only, and building one from scratch takes time proportional to the number of
+    members. This matters with 10,000 members.
     """
     return replace(first, rank=current.ranks[member], own_host=current.requests[member].host)
 
 
 def _numbered(nodes: Iterable[str]) -> tuple[int, ...]:
-    """A number for each name, as they come."""
+    """Numbers distinct names in the order of their appearance."""
     numbers: dict[str, int] = {}
     return tuple(numbers.setdefault(node, len(numbers)) for node in nodes)

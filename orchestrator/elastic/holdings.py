@@ -1,7 +1,6 @@
-"""Which state the next generation continues, of all that the members hold in part or whole: the newest one
-that is complete among them (membership rule 1).
+"""Finds the state that the next generation continues (membership rule 1).
 
-Pure. It knows no rank, no generation and no storage.
+It is the newest state that is complete among everything that the members hold in part or whole.
 """
 
 from __future__ import annotations
@@ -28,8 +27,10 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompleteState:
-    """A state of which every shard is held: `holders[shard]` is everyone who can give it, `Source` by
-    `Source`, then by name. A member occurs twice in one shard if it has it twice.
+    """A state of which every shard is held.
+
+    `holders[shard]` are all members that can give it, ordered by `Source` and then by name. A member occurs
+    twice in a shard if it has it twice.
     """
 
     key: StateKey
@@ -37,13 +38,15 @@ class CompleteState:
 
     @property
     def cursor(self) -> Cursor | None:
-        """Where it stands in the data, as its holders say."""
+        """The state's cursor, according to its holders."""
         return next((h.cursor for of_one in self.holders for h in of_one if h.cursor is not None), None)
 
     @property
     def needed(self) -> tuple[frozenset[str], ...]:
-        """Sets of members: the state is complete among those who are at least one of each. Those who have
-        seen the summary come first where some have only prepared its step; then the holders of each shard.
+        """Sets of members: the state is complete in a group that has at least one member of each set.
+
+        If some members have only prepared the state's step, the first set is those that have seen its
+        summary. The holders of each shard follow.
         """
         everyone = [h for of_one in self.holders for h in of_one]
         shards = tuple(frozenset(h.member for h in of_one) for of_one in self.holders)
@@ -52,17 +55,20 @@ class CompleteState:
         return (frozenset(h.member for h in everyone if h.source is Source.LIVE), *shards)
 
     def cover(self, *choices: Sequence[str]) -> tuple[str, ...]:
-        """Members among whom the state is complete, no more than there are shards. What one choice has is
-        never taken from a later one; of those that have it who adds most, and of equal ones who comes first.
-        What nobody of `choices` has is left out.
+        """Chooses members among whom the state is complete, at most as many as there are shards.
+
+        A shard that one choice can give is never taken from a later choice. Of the members that have it, the
+        one that adds most is chosen; among equals, the first. Shards that no member of `choices` has are left
+        out.
         """
         needed, chosen = self.needed, list[str]()
         places = [{member: at for at, member in enumerate(choice)} for choice in choices]
-        has: dict[str, list[int]] = {}  # which of `needed` each member is in
+        has: dict[str, list[int]] = {}  # the sets of `needed` that each member is in
         for number, of_one in enumerate(needed):
             for member in of_one:
                 has.setdefault(member, []).append(number)
-        adds = {member: len(numbers) for member, numbers in has.items()}  # of those that are lacking
+        # the number of lacking sets that each member would add
+        adds = {member: len(numbers) for member, numbers in has.items()}
         lacking = set(range(len(needed)))
         for number, of_one in enumerate(needed):
             if number not in lacking:
@@ -70,7 +76,7 @@ class CompleteState:
             able = next(filter(None, (_in_order(of_one, of_choice) for of_choice in places)), [])
             if not able:
                 continue
-            # whoever has seen a summary has a shard, too
+            # a member that has seen a summary has a shard, too
             found = max(able, key=lambda member: adds[member])
             chosen.append(found)
             for met in lacking.intersection(has[found]):
@@ -81,14 +87,15 @@ class CompleteState:
 
 
 def newest_complete(holdings: Iterable[Holding], floor: StateKey | None) -> CompleteState | None:
-    """The state of the greatest key of which every shard is held. None: none is complete, or `floor`, the
-    newest committed point, has a greater key; then the point is loaded. Of equal keys the members' is taken:
-    it needs no reading.
+    """Returns the newest state of which every shard is held.
 
-    Shards of two keys are never joined (rule 5). A prepared shard counts only where some member is live at
-    its key: such a member has seen the step's summary, so the step is part of the history, and it brings the
-    step's record. A received one counts by itself: it is a state of the history under a newer name.
-    A key belongs to one generation, and so to one number of shards.
+    Returns None if no state is complete, or if `floor`, the newest committed point, has a greater key; then
+    the point is loaded. If keys are equal, the members' state is used, because it needs no reading.
+
+    Shards of two keys are never joined (rule 5). A prepared shard counts only if some member is live at its
+    key. Such a member has seen the step's summary, so the step is part of the history, and the member has the
+    step's record. A received shard counts by itself: it is a state of the history under a newer name. A key
+    belongs to one generation, and so has one number of shards.
     """
     by_key: dict[StateKey, list[Holding]] = {}
     for holding in holdings:
@@ -103,7 +110,7 @@ def newest_complete(holdings: Iterable[Holding], floor: StateKey | None) -> Comp
 
 
 def complete(holdings: Sequence[Holding]) -> CompleteState | None:
-    """The state that `holdings`, which are of one key, make up; None if a shard of it is missing."""
+    """Returns the state that `holdings` of one key form; None if a shard is missing."""
     sizes = {h.num_shards for h in holdings}
     assert len(sizes) == 1, (
         f"{holdings[0].key} is held as shards of {sorted(sizes)}; a generation has one number of shards"
@@ -122,8 +129,9 @@ def complete(holdings: Sequence[Holding]) -> CompleteState | None:
 
 
 def held_by(request: JoinRequest) -> tuple[Holding, ...]:
-    """All that a member can give. One that names no shards has the whole of its state, as under replicate,
-    and of the step it prepared.
+    """Returns everything that a member can give.
+
+    A member that names no shards has the whole of its state, as under replicate, and of the step it prepared.
     """
     held = request.holdings
     if not held and request.key is not None:
@@ -149,15 +157,18 @@ def holds_any(request: JoinRequest) -> bool:
 
 
 def held_by_all(requests: Iterable[JoinRequest]) -> list[Holding]:
-    """All that these members can give."""
+    """Returns everything that these members can give."""
     return [holding for request in requests for holding in held_by(request)]
 
 
 def memory_point_to_keep(holdings: Iterable[Holding], floor: StateKey | None) -> StateKey | None:
-    """The memory point that is not to be overwritten before the next generation has made one of its own: the
-    newest of which every shard is held by two members, so that any one of them may be lost meanwhile; where
-    a loss has left no such point, the newest that is complete. None: there is none, or `floor`, the newest
-    committed point, is newer.
+    """Returns the memory point to keep until the next generation has made one of its own.
+
+    It must not be overwritten before.
+
+    It is the newest of which every shard is held by two members, so that any one of them may be lost
+    meanwhile. If a loss has left no such point, it is the newest that is complete. None: there is none, or
+    `floor`, the newest committed point, is newer.
     """
     by_key: dict[StateKey, list[Holding]] = {}
     for holding in holdings:
@@ -169,7 +180,7 @@ def memory_point_to_keep(holdings: Iterable[Holding], floor: StateKey | None) ->
 
 
 def _in_order(members: frozenset[str], places: Mapping[str, int]) -> list[str]:
-    """Those of `members` that have a place, by it."""
+    """Returns those of `members` that have a place, in the order of places."""
     return sorted(members & places.keys(), key=lambda member: places[member])
 
 

@@ -1,7 +1,6 @@
-"""The newest generation, what became of it, and who has come since: when may the next one be formed, and who
-is to blame.
+"""The state of membership: the newest generation, its losses, and the members that have arrived since.
 
-It knows neither states nor points: which state the next generation continues is `rendezvous.py`'s.
+It decides when the next generation may be formed, and which members are to blame for a failed one.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from orchestrator.elastic.formation import (
 from orchestrator.records.membership import JoinRequest
 from orchestrator.records.steps import StateKey
 
-# why a member of the current generation is not waited for
+# reasons for not waiting for a member of the current generation
 DEAD, UNRESPONSIVE, LEFT = "dead", "unresponsive", "left"
-SPARED = "spared"  # dead, before its first step, and the others are enough
+SPARED = "spared"  # dead before its first step, while the others are enough
 
 
 class MembershipState:
-    """Members come, go, and are missed. All times are seconds."""
+    """Tracks arrivals, losses and missing members. All times are seconds."""
 
     def __init__(self, settings: RendezvousSettings, previous: PreviousGeneration | None) -> None:
         self.waiting: dict[str, Arrival] = {}
@@ -35,12 +34,12 @@ class MembershipState:
             None  # the newest whose members were answered, or the older attempt's
         )
         self.ended_at: float | None = None
-        self.gone: dict[str, str] = {}  # members of `current` that are not waited for, and why
+        self.gone: dict[str, str] = {}  # members of `current` that are not waited for -> reason
         self.median_step_s = 0.0
         self._settings = settings
-        self._deadlines: dict[str, float] = {}  # member: not unresponsive before
-        self._excused: dict[str, float] = {}  # member: seconds of its silence in which it could not run
-        self._late_s = 0.0  # seconds since the end in which the coordinator could not hear anybody
+        self._deadlines: dict[str, float] = {}  # member -> time before which it is not unresponsive
+        self._excused: dict[str, float] = {}  # member -> seconds of its silence in which it could not run
+        self._late_s = 0.0  # seconds since the end in which the coordinator could not receive calls
         self._reached = -1  # the newest step known to be applied in `current`
         self._agreed = False  # some member is known to have agreed on its state
         self._judged = previous is not None
@@ -51,7 +50,7 @@ class MembershipState:
 
     # ---- what happens
     def arrive(self, request: JoinRequest, now: float) -> None:
-        """A member came; a repeated request replaces its earlier one."""
+        """Records a member's arrival. A repeated request replaces its earlier one."""
         self.gone.pop(request.member, None)
         self._excused.pop(request.member, None)
         earlier = self.waiting.get(request.member)
@@ -60,39 +59,42 @@ class MembershipState:
             self.waiting[request.member] = Arrival(request=request, since=since)
 
     def forget(self, member: str, why: str) -> None:
-        """A member is gone; the first reason stands."""
+        """Records that a member is gone. The first reason is kept."""
         self.waiting.pop(member, None)
         self._deadlines.pop(member, None)
         if self.is_inside(member):
             self.gone.setdefault(member, why)
 
     def forgive(self, member: str) -> None:
-        """What a waiting member could not reach once is not held against it for ever."""
+        """Clears the list of members that a waiting member could not reach."""
         arrival = self.waiting[member]
         self.waiting[member] = replace(arrival, request=replace(arrival.request, unreached=()))
 
     def extend_deadline(self, member: str, until: float) -> None:
-        """It does not count as unresponsive before `until`."""
+        """The member does not count as unresponsive before `until`."""
         self._deadlines[member] = until
 
     def excuse(self, member: str, seconds: float) -> None:
-        """For so long a missing member could not run, because its machine is busy: it has as much longer."""
+        """Extends a missing member's time by `seconds`, because its machine is busy.
+
+        The member could not run for this long.
+        """
         if self.ended_at is not None and member in self.missing:
             self._excused[member] = self._excused.get(member, 0.0) + seconds
 
     def judge_was_late(self, seconds: float) -> None:
-        """For so long nobody could be heard: every member that is missed has as much longer."""
+        """Extends the time of every missing member by `seconds` in which no call could be received."""
         if self.ended_at is not None:
             self._late_s += seconds
 
     def end(self, now: float) -> None:
-        """The current generation is over, if it was not already."""
+        """Ends the current generation, unless it has already ended."""
         if self.ended_at is None:
             self.ended_at = now
             self._excused, self._late_s = {}, 0.0
 
     def begin(self, generation: Generation) -> None:
-        """Its members were answered."""
+        """Begins a generation whose members were answered."""
         for member in generation.members:
             del self.waiting[member]
             self._deadlines.pop(member, None)
@@ -100,7 +102,7 @@ class MembershipState:
         self._reached, self._agreed = generation.start, False
 
     def observe(self, key: StateKey | None, backoff: FailureBackoff) -> None:
-        """Somebody holds `key`: what does it say about the current generation?"""
+        """Updates progress from the fact that some member holds `key`."""
         current = self.current
         if key is None or current is None or (key.attempt, key.generation) != current.identity:
             return
@@ -111,7 +113,7 @@ class MembershipState:
 
     # ---- what is so
     def is_inside(self, member: str) -> bool:
-        """Is it, or was it, a member of the current generation?"""
+        """Whether it is or was a member of the current generation."""
         return self.current is not None and member in self.current.ranks
 
     @property
@@ -121,12 +123,12 @@ class MembershipState:
 
     @property
     def requests(self) -> list[JoinRequest]:
-        """What those that wait ask, as they came."""
+        """The requests of the waiting members, in the order of their arrival."""
         return [arrival.request for arrival in self.waiting.values()]
 
     @property
     def num_live(self) -> int:
-        """Members that wait, and those of the current generation that may still come."""
+        """The number of waiting members, and of those of the current generation that may still join."""
         members = self.current.members if self.current else ()
         return len({m for m in members if m not in self.gone} | set(self.waiting))
 
@@ -137,8 +139,9 @@ class MembershipState:
         return [m for m in members if m not in self.waiting and m not in self.gone]
 
     def is_proven(self, member: str) -> bool:
-        """Whether a member of the current generation has trained in this launch: it was in the generation
-        before, or this one has done a step.
+        """Whether a member of the current generation has trained in this launch.
+
+        It has if it was in the previous generation, or if the current one has done a step.
         """
         current = self.current
         if current is None or member not in current.ranks:
@@ -146,8 +149,10 @@ class MembershipState:
         return member not in current.newcomers or self._reached > current.start
 
     def num_without(self, members: Collection[str]) -> int:
-        """How many are left to train without these members: proven ones that are not gone, and before the
-        first generation all that wait.
+        """Returns how many members are left to train without these.
+
+        Counted are proven members that are not gone. Before the first generation all waiting members are
+        counted.
         """
         if self.current is None:
             return len(set(self.waiting) - set(members))
@@ -155,13 +160,13 @@ class MembershipState:
         return len(set(proven) - set(members))
 
     def is_trusted(self, member: str) -> bool:
-        """A member of the current generation, and not one of its newcomers."""
+        """Whether it is a member of the current generation, and not one of its newcomers."""
         current = self.current
         return current is not None and member in current.ranks and member not in current.newcomers
 
     # ---- when it closes (rule 17)
     def leave_out_unresponsive(self, now: float) -> list[LeaveOut]:
-        """Gives up those that had their time to come."""
+        """Gives up missing members whose time has expired."""
         left_out = []
         for member in self.missing:
             assert self.ended_at is not None, "members are missed after the end of a generation"
@@ -178,10 +183,10 @@ class MembershipState:
         return left_out
 
     def too_early(self, expected: int, now: float) -> Waiting | None:
-        """Why the next generation cannot be formed yet, None if it can.
+        """Returns why the next generation cannot be formed yet; None if it can.
 
-        With survivors it is formed once all of them have come. A group without survivors starts together: it
-        waits for the expected number, for a while.
+        With survivors it is formed once all of them have arrived. A group without survivors starts together:
+        it waits for the expected number, for a limited time.
         """
         missing = self.missing
         if missing:
@@ -201,7 +206,10 @@ class MembershipState:
         return None
 
     def is_unresponsive_as_a_whole(self, now: float) -> bool:
-        """Newcomers wait, but nobody of an older attempt's generation came within the start grace."""
+        """Whether newcomers wait while no member of an older attempt's generation has arrived.
+
+        The start grace must have passed.
+        """
         if self.current is None or self.current.formation is not None or not self.waiting:
             return False
         return now - min(a.since for a in self.waiting.values()) >= self._settings.start_grace_s
@@ -211,7 +219,7 @@ class MembershipState:
 
     # ---- the lesson (rules 18 and 25)
     def judge(self, backoff: FailureBackoff, now: float) -> bool:
-        """Draws the lesson from the generation that ended, once; True if it failed before its first step."""
+        """Evaluates the ended generation, once. Returns True if it failed before its first step."""
         current = self.current
         if current is None or self._judged:
             return False
@@ -224,13 +232,14 @@ class MembershipState:
         if self._reached > current.start or len(self.gone) == len(current.members):
             return False
         if not lost and any(r.unsaved and r.leaves == current.identity for r in self.requests):
-            return False  # it had no step to train, and its save is what failed
+            return False  # it had no step to train, and only its save failed
         unresponsive = [m for m in current.newcomers if self.gone.get(m) == UNRESPONSIVE]
         blamed = unresponsive if lost else list(current.newcomers)
         if blamed:
             backoff.blame([current.requests[m].node_id for m in blamed], now)
         elif not lost and not any(r.starved and r.leaves == current.identity for r in self.requests):
-            backoff.failed_to_start()  # else it had no time to form: that is no sign of a network that fails
+            # Otherwise it had no time to form, which does not indicate a failing network.
+            backoff.failed_to_start()
         return True
 
     # ---- searches
@@ -243,7 +252,9 @@ class MembershipState:
         return twin
 
     def snapshot(self, backoff: FailureBackoff) -> tuple[Hashable, dict[str, Hashable]]:
-        """What later answers depend on: what concerns nobody in particular, then each member by name."""
+        """Returns what later answers depend on: facts about no particular member, then each member
+        by name.
+        """
         current = self.current
         names = {*self.waiting, *(current.members if current else ())}
         identity = current.identity if current else None

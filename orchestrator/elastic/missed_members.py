@@ -1,5 +1,6 @@
-"""Asks the nodes' agents whether members that are missed could run at all, and excuses those that could not
-(membership rule 17).
+"""Asks the nodes' agents whether missing members could run, and excuses those that could not.
+
+See membership rule 17.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from orchestrator.cluster.starvation import ProcessLook, starved_s
 from orchestrator.records.run_status import MemberInfo
 
 LOOK_EVERY_S = 1.0
-ANSWER_S = 2.0  # an agent without an answer for so long is starved itself, or its node is not reached
-AGENT_LIMIT_S = 20.0  # how long that excuses its members
+ANSWER_S = 2.0  # an agent without an answer for this long is itself starved, or its node is unreachable
+AGENT_LIMIT_S = 20.0  # the longest time for which that excuses its members
 
 
 class Group(Protocol):
-    """A node group as far as it is needed here."""
+    """The methods of a node group that are used here."""
 
     def cpu_time_of(self, pids: Sequence[int]) -> Any:
-        """A reference to its agent's answer, by pid."""
+        """Returns a reference to its agent's answer, by pid."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Asked:
-    """What an agent was asked, and when. `excused_s`: how much was granted because it did not answer."""
+    """A pending call to an agent. `excused_s`: the time granted because it did not answer."""
 
     members: tuple[MemberInfo, ...]
     answer: Any
@@ -39,7 +40,9 @@ class _Asked:
 
 @dataclass(kw_only=True)
 class MissedMembers:
-    """`excuse` is called with a member and for how many seconds it could not run."""
+    """Watches missing members. `excuse` is called with a member and the seconds for which it could
+    not run.
+    """
 
     excuse: Callable[[str, float], None]
     clock: Callable[[], float] = time.monotonic
@@ -48,7 +51,7 @@ class MissedMembers:
     _next: float = 0.0
 
     def watch(self, missing: Sequence[MemberInfo], groups: Mapping[str, Group]) -> None:
-        """Call it often. Waits for nothing."""
+        """Polls the agents. To be called often; never waits."""
         now = self.clock()
         for node, asked in list(self._asked.items()):
             self._hear(node, asked, now)

@@ -1,7 +1,7 @@
-"""The next generation, once it is known who is in and what it continues: ranks, givers of each shard, the
-memory point that is kept.
+"""Builds the next generation from its members and its parent state.
 
-Pure; who is in, `candidates.py` chose, and which state is the newest, `parent_state.py`.
+It assigns ranks, the givers of each shard, and the memory point to keep. `candidates.py` chooses the members,
+`parent_state.py` the newest state.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from orchestrator.records.steps import StateKey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continued:
-    """What a generation continues: the state `parent` (None: from nothing), which the member `source` has
-    some or all of, or else the point `point`.
+    """What a generation continues: the state `parent` (None: from nothing).
+
+    The member `source` has some or all of it, or else the point `point` has.
     """
 
     parent: StateKey | None
@@ -30,8 +31,9 @@ class Continued:
 def continued(
     requests: Sequence[JoinRequest], states: ParentStateSelection, current: Generation | None
 ) -> Continued:
-    """The newest state (rule 1) over these members and the newest point. Of the members that have a part
-    of it one that trains it, if there is any.
+    """Returns the newest state (rule 1) of these members and the newest point.
+
+    The source is a member that trains the state if there is one, else any member that has a part of it.
     """
     parent, point = states.newest(requests)
     if parent is None or point is not None:
@@ -53,7 +55,7 @@ def next_formation(
     probe_ports: bool,
     save_only: bool,
 ) -> Formation:
-    """`generation` of `attempt`, of the members `chosen`, after `current`."""
+    """Builds `generation` of `attempt` from the members `chosen`, after `current`."""
     held = held_by_all(chosen)
     state = complete([h for h in held if h.key == what.parent]) if what.source else None
     known = set(current.members) if current is not None else set()
@@ -78,13 +80,13 @@ def next_formation(
 
 
 def _by_rank(members: Iterable[str], source: str | None, current: Generation | None) -> tuple[str, ...]:
-    """The source first, the others by their rank in the current generation, then by name."""
+    """Orders the source first, the others by their rank in the current generation, then by name."""
     ranks = current.ranks if current is not None else {}
     return tuple(sorted(members, key=lambda m: (m != source, ranks.get(m, len(ranks)), m)))
 
 
 def _by_ranks(state: CompleteState, members: Sequence[str]) -> tuple[tuple[ShardSource, ...], ...]:
-    """Who can give each shard, by rank instead of by name."""
+    """Returns the members that can give each shard, by rank instead of by name."""
     rank = {member: number for number, member in enumerate(members)}
     return tuple(
         tuple(

@@ -1,8 +1,6 @@
-"""Nodes that are about to go: who on them is still taken in, who may leave, and which save is waited for
-before.
+"""Membership during a node drain: who is admitted, who may leave, and which save is awaited.
 
-Pure values. When a node is left, and whether with a save, `draining.py` decides; who holds which state,
-`parent_state.py` knows.
+`draining.py` decides when a node is left, and whether with a save. `parent_state.py` finds the newest state.
 """
 
 from __future__ import annotations
@@ -21,12 +19,14 @@ from orchestrator.records.steps import StateKey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeDrain:
-    """From `nodes` nobody is taken in any more. `leave`: nor is anybody kept on, and `with_save`: the step at
-    hand is saved before. `in_time`: a save of it is committed before the nodes go. `decided` is the newest
-    save that was committed or given up.
+    """The draining nodes and how they are left. No member is admitted from `nodes` any more.
 
-    Guarantee: with `leave` only those go without whom the others and the newest point have all of the newest
-    state.
+    `leave`: members on them are not kept either. `with_save`: the current step is saved before. `in_time`: a
+    save of it will be committed before the nodes go. `decided` is the newest save that was committed or given
+    up.
+
+    Guarantee: with `leave`, members go only if the others and the newest point have all of the newest state
+    without them.
     """
 
     nodes: frozenset[str] = frozenset()
@@ -41,21 +41,23 @@ class NodeDrain:
         return replace(self, decided=max(self.decided or key, key))
 
     def on_leave(self, save: bool, in_time: bool) -> NodeDrain:
-        """Members on the nodes are to leave; a save that was wanted once stays wanted."""
+        """Members on the nodes are to leave. A save that was requested once stays requested."""
         return replace(self, leave=True, with_save=self.with_save or save, in_time=in_time)
 
     def on_stay(self) -> NodeDrain:
-        """They go on with the others."""
+        """Members on the nodes continue with the others."""
         return replace(self, leave=False, with_save=False, in_time=True)
 
     # ---- who is in
     def elsewhere(self, requests: Iterable[JoinRequest]) -> list[JoinRequest]:
-        """Those that are not on the nodes."""
+        """Returns the requests of members that are not on the nodes."""
         return [r for r in requests if r.node_id not in self.nodes]
 
     def candidates(self, requests: Sequence[JoinRequest], states: ParentStateSelection) -> list[JoinRequest]:
-        """Who may be in the next generation. From a draining node only whoever holds a state, and when it is
-        to be left only while the others do not have all of the newest one.
+        """Returns the members that may be in the next generation.
+
+        From a draining node only members that hold a state are admitted. If the node is to be left, they are
+        admitted only while the others do not have all of the newest state.
         """
         elsewhere = self.elsewhere(requests)
         if self.leave and _have_newest(elsewhere, requests, states):
@@ -69,7 +71,7 @@ class NodeDrain:
         return self.leave and len(elsewhere) < len(requests) and not _have_newest(elsewhere, requests, states)
 
     def awaited_save(self, requests: Sequence[JoinRequest], states: ParentStateSelection) -> StateKey | None:
-        """The undecided save of the newest state of these, None if there is none."""
+        """Returns the undecided save of the newest state of these, or None."""
         newest = states.newest(requests)[0]
         asked = [r.saving for r in requests if r.saving is not None and r.saving == newest]
         return asked[0] if asked and self._is_undecided(asked[0]) else None
@@ -77,9 +79,11 @@ class NodeDrain:
     def may_go(
         self, requests: Sequence[JoinRequest], states: ParentStateSelection, is_running: bool
     ) -> tuple[str, ...]:
-        """Who of those that wait is on a draining node and needed by nobody: without a state; or, when the
-        node is to be left, with none that is newer than what the others have (those who have not come yet, or
-        with whom it would be complete, may need its part), and no vote that is not answered (rule 15).
+        """Returns the waiting members on draining nodes that are not needed.
+
+        A member is not needed if it has no state. If the node is to be left, it is also not needed under two
+        conditions. Its states are not newer than what the others have: members that have not arrived yet, or
+        that would complete the state with it, may need its part. And it has no unanswered vote (rule 15).
         `is_running`: a generation trains meanwhile.
         """
         going = [r for r in requests if r.node_id in self.nodes]
@@ -106,8 +110,9 @@ class NodeDrain:
         )
 
     def placed(self, group: MembershipState) -> Placed:
-        """Where the members of the running generation are, and those that wait with a state; newcomers
-        elsewhere count, too.
+        """Counts the members of the running generation, and waiting ones with a state, by place.
+
+        Newcomers elsewhere are counted, too.
         """
         current, gone = group.current, group.gone
         inside = current.requests if current is not None else {}
@@ -130,7 +135,7 @@ class NodeDrain:
 def _have_newest(
     some: Sequence[JoinRequest], requests: Sequence[JoinRequest], states: ParentStateSelection
 ) -> bool:
-    """Whether these, with the newest point, have all of the newest state that all have together."""
+    """Whether `some`, with the newest point, have the whole newest state of all `requests`."""
     newest, theirs = (states.newest(each)[0] for each in (requests, some))
     return states.origin(theirs) == states.origin(newest)
 

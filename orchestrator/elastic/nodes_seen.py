@@ -1,6 +1,6 @@
-"""The newest look at the cluster's nodes, in the light of what is known beside it.
+"""The newest list of the cluster's nodes, combined with other known facts about them.
 
-Pure: no Ray, no clock (seconds of one monotonic clock). What follows from it, the policy decides.
+Pure: times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from orchestrator.elastic.policy import NodeFacts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodesSeen:
-    """`nodes` as they were seen by a look that began at `began`.
+    """The `nodes` as returned by a query that began at `began`.
 
-    A node that was about to be taken away stays so, whatever is seen of it later: nobody calls a drain back,
-    and Ray forgets it (2.60) a moment before it calls the node dead. `going` says when each goes. A node
-    whose group ended after the look began is in `unknown`: what the look says of it, also that it is there,
-    is older than that end.
+    A node that was about to be removed keeps this status, whatever later queries return. Drains are never
+    cancelled, and Ray forgets a drain (2.60) a moment before it declares the node dead. `going` has the time
+    at which each goes. A node whose group ended after the query began is in `unknown`: everything that the
+    query returned about it, including its existence, is older than that end.
     """
 
     nodes: tuple[NodeFacts, ...] = ()
     began: float = 0.0
     going: dict[str, float] = field(default_factory=dict)
-    ended: dict[str, float] = field(default_factory=dict)  # when the newest group of a node did
+    ended: dict[str, float] = field(default_factory=dict)  # node -> when its newest group ended
 
     @property
     def unknown(self) -> frozenset[str]:
-        """On these nothing may be started before the next look."""
+        """The nodes on which nothing may be started before the next query."""
         return frozenset(node for node, at in self.ended.items() if at >= self.began)
 
     def looked(self, nodes: tuple[NodeFacts, ...], began: float, now: float) -> NodesSeen:
-        """A look that began at `began` has been answered."""
+        """Updates from the answer to a query that began at `began`."""
         there = {node.node_id for node in nodes}
         going = {node_id: at for node_id, at in self.going.items() if node_id in there}
         going |= {node.node_id: now + node.grace_s for node in nodes if node.grace_s is not None}
@@ -48,5 +48,5 @@ class NodesSeen:
         )
 
     def group_ended(self, node_id: str, now: float) -> NodesSeen:
-        """The group of a node has ended."""
+        """Records that a node's group has ended."""
         return replace(self, ended={**self.ended, node_id: now})

@@ -1,7 +1,6 @@
-"""What the next generation continues: the newest state over members and the committed point, and its label
-(membership rules 1 and 2).
+"""Selects the state that the next generation continues, and its label (membership rules 1 and 2).
 
-It knows the generations that were formed and the newest point; not who is waited for, nor when to form.
+The state is the newest among the members and the committed point.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ class ParentStateSelection:
         self._attempt, self._first_attempt, self._rebase = attempt, first_attempt, rebase
 
     def newest(self, requests: Iterable[JoinRequest]) -> tuple[StateKey | None, NewestPoint | None]:
-        """The newest state that is complete among the members, or the committed point if its key is greater,
-        and the point if it is that one's.
+        """Returns the newest state: complete among the members, or the committed point if its key is greater.
+
+        The second value is that point if it was chosen.
         """
         complete = newest_complete(held_by_all(requests), self.floor)
         if complete is not None:
@@ -37,9 +37,10 @@ class ParentStateSelection:
         return (None, None) if self.point is None else (self.point.key, self.point)
 
     def trusted(self, request: JoinRequest) -> JoinRequest:
-        """The request without the states that may not be continued, because replicas of them differed: all
-        that are newer than the newest committed point and no newer than the generation `distrusted`. Such a
-        member counts as blank (membership rule 27).
+        """Removes from a request the states that may not be continued, because replicas of them differed.
+
+        These are all states that are newer than the newest committed point and not newer than the generation
+        `distrusted`. A member without any other state counts as blank (membership rule 27).
         """
         held = tuple(h for h in request.holdings if not self._is_distrusted(h.key))
         if self._is_distrusted(request.key):
@@ -53,11 +54,11 @@ class ParentStateSelection:
 
     @property
     def floor(self) -> StateKey | None:
-        """The key of the newest committed point: nothing older is continued."""
+        """The key of the newest committed point. No older state is continued."""
         return None if self.point is None else self.point.key
 
     def label(self, parent: StateKey | None, point: NewestPoint | None) -> int:
-        """The label of the last step done, as the generation that continues `parent` counts."""
+        """Returns the label of the last finished step, counted as after `parent`."""
         if parent is None:
             return 0
         if point is not None and self._rebase is not None and parent.attempt < self._first_attempt:
@@ -65,14 +66,14 @@ class ParentStateSelection:
         return parent.step
 
     def origin(self, key: StateKey | None) -> StateKey | None:
-        """The oldest key of the same content: agreeing on a state renames it without changing it."""
+        """Returns the oldest key of the same content. Agreeing on a state renames it without changing it."""
         at = key
         while at is not None and at.attempt == self._attempt and self.formed[at.generation].step == at.step:
             at = self.formed[at.generation].parent
         return at
 
     def is_unsaved(self, parent: StateKey | None) -> bool:
-        """Whoever holds `parent` holds something that no committed point holds."""
+        """Whether no committed point holds the content of `parent`."""
         origin = self.origin(parent)
         return origin is not None and (self.point is None or self.origin(self.point.key) != origin)
 

@@ -1,7 +1,7 @@
-"""The supervisor's policy: from facts about nodes, groups and failures to decisions, and whether a job fits
-before anything is started.
+"""The supervisor's policy: computes decisions from facts about nodes, groups and failures.
 
-Pure functions; no Ray, no clock (times are seconds in the facts), no memory of earlier decisions.
+It also checks whether a job fits before anything is started. Pure functions: times are seconds in the facts,
+and earlier decisions are not remembered.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What the user asked for: workers (to start with, to go on with, at most), what each takes, tokenizers,
-    when to give up. `tokenizer_cpus`: what each tokenizer takes, 1, or 0 where the workers leave too few.
+    """The user's requirements.
+
+    They are the number of workers (to start with, to continue with, at most), what each takes, the
+    tokenizers, and the limits after which the run gives up. `tokenizer_cpus`: what each tokenizer takes: 1,
+    or 0 if the workers leave too few.
     """
 
     start_workers: int
@@ -33,9 +36,9 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFacts:
-    """A live node, its logical resources in all and those that nobody holds now. Bytes are 0 where they are
-    not known. `grace_s`: it is about to be taken away in so many seconds (inf: when it is idle); None: it
-    stays.
+    """A live node, with all its logical resources and the free ones. Bytes are 0 if unknown.
+
+    `grace_s`: the node is about to be removed in this many seconds (inf: when it is idle); None: it stays.
     """
 
     node_id: str
@@ -59,10 +62,13 @@ class GroupFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """All that a decision depends on. `below_minimum_s`: how long too few have been there to train; None:
-    enough are. `has_begun`: a group was started before, and the tokenizers have been given CPUs since.
-    `tokenizer_node`: where the tokenizers were told to run (None: anywhere). `unknown`: nodes of which
-    nothing is known since their last group ended, and those whose workers could not work a short while ago.
+    """The inputs of a decision.
+
+    `below_minimum_s`: how long there have been too few workers to train; None: there are enough.
+    `has_begun`: a group was started before, and the tokenizers have been given CPUs since.
+    `tokenizer_node`: the node that the tokenizers are to run on (None: any).
+    `unknown`: nodes of which nothing is known since their last group ended, and those whose workers could not
+    work a short while ago.
     """
 
     nodes: tuple[NodeFacts, ...]
@@ -91,8 +97,9 @@ class StopGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaveNode:
-    """This node is about to be taken away: its workers are to leave it in `grace_s` seconds (inf: there is
-    time). Repeated as long as it is there.
+    """This node is about to be removed: its workers are to leave it within `grace_s` seconds (inf: no limit).
+
+    The decision is repeated as long as the node exists.
     """
 
     node_id: str
@@ -102,7 +109,7 @@ class LeaveNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpectWorkers:
-    """So many workers have been started or are starting: a first generation waits for them."""
+    """This many workers have been started or are starting. A first generation waits for them."""
 
     num_workers: int
 
@@ -118,15 +125,15 @@ Decision = StartGroup | StopGroup | LeaveNode | ExpectWorkers | EndLaunch
 
 
 def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
-    """What to do now; empty if all is as it should be.
+    """Returns what to do now; empty if nothing is to be changed.
 
-    A group is started wherever there is room and workers are missing, so a lost node's workers come back on
-    any node, up to the maximum; but not while all that there is room for are too few to train: a group never
-    grows, and the room of one that has just ended is given back piece by piece. Nor is one started on a node
-    of which nothing is known since its last group ended: that may have ended because the node went. A node
-    that is about to be taken away gets none, and its workers count as lost already: others are started for
-    them. The run is stopped when too few workers were there for longer than `wait_s`; how many failures are
-    too many the launch machine knows.
+    A group is started wherever there is room and workers are missing. The workers of a lost node thus come
+    back on any node, up to the maximum. No group is started while the workers that there is room for are too
+    few to train, for two reasons: a group never grows, and the resources of a group that has just ended
+    become free one by one. No group is started on a node of which nothing is known since its last group
+    ended, because that may have ended with the node. A node that is about to be removed gets no group. Its
+    workers count as lost already, and others are started for them. The run is stopped when there were too few
+    workers for longer than `wait_s`. The launch machine decides how many failures are too many.
     """
     reason = _give_up(facts, limits)
     if reason:
@@ -154,9 +161,10 @@ def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
 
 
 def tokenizer_node(nodes: tuple[NodeFacts, ...], limits: Limits) -> str | None:
-    """The node on which the tokenizers run: of those that have room for all of them, the one with the fewest
-    CPUs free, so that the roomy nodes are left to workers; the head where several are equal. None: no node
-    has that much room, and they go wherever there is some.
+    """Chooses the node on which the tokenizers run; None if no node has room for all of them.
+
+    Of the nodes with enough room it is the one with the fewest free CPUs, so that larger ones are left to
+    workers. Among equals the head is preferred. With None, the tokenizers run wherever there is room.
     """
     fitting = [node for node in nodes if node.free_cpus >= limits.feed_cpus]
     return min(fitting, key=lambda n: (n.free_cpus, not n.is_head, n.node_id)).node_id if fitting else None
@@ -171,12 +179,12 @@ def placement(
     tokenizers_on: str | None = None,
     unknown: frozenset[str] = frozenset(),
 ) -> tuple[StartGroup, ...]:
-    """Where `missing` workers go: nodes without a group, the roomiest first, each filled before the next;
-    none of those in `unknown`.
+    """Places `missing` workers on nodes without a group, the roomiest first, each filled before the next.
 
-    The tokenizers may have no CPU yet: theirs is kept free, but for `held_cpus`, which are not the workers'
-    and so theirs. On the node `tokenizers_on`; while no group exists also elsewhere, from the least roomy
-    nodes on. The first groups alone do not mean that they have it: Ray gives them theirs seconds later.
+    Nodes in `unknown` are skipped. The tokenizers may not have their CPUs yet, so these are kept free, minus
+    `held_cpus`, which are in use but not by workers and thus by tokenizers. They are kept free on the node
+    `tokenizers_on`; while no group exists also elsewhere, from the least roomy nodes on. The first groups do
+    not prove that the tokenizers have their CPUs: Ray assigns these seconds later.
     """
     rooms = {node.node_id: node.free_cpus for node in nodes}
     by_room = sorted(nodes, key=lambda n: (-_workers(n, rooms[n.node_id], limits), not n.is_head, n.node_id))
@@ -207,10 +215,10 @@ def preflight(
     disk_needed_bytes: int,
     object_store_needed_bytes: int,
 ) -> list[str]:
-    """Why the job cannot run on this cluster as it is now: what is needed and what is there; empty if it can.
+    """Returns why the job cannot run on this cluster now, with what is needed and available; empty if it can.
 
-    Need = workers + tokenizers (they read, too). What the run starts with must fit at once; a start for which
-    a CPU for each tokenizer is too much asks again with `without_tokenizer_cpus`.
+    The need is workers and tokenizers, which also read the data. The workers that the run starts with must
+    fit at once. If one CPU per tokenizer is too much, the caller tries again with `without_tokenizer_cpus`.
     """
     problems = []
     cpus = sum(node.free_cpus for node in nodes)
@@ -251,15 +259,18 @@ def preflight(
 
 
 def without_tokenizer_cpus(limits: Limits) -> Limits:
-    """The same, with tokenizers that take no CPU of their own: they run beside the workers, at the lowest
-    priority. So a job fits wherever its workers do, as on a local Ray, which is given all that is needed.
+    """Returns the same limits with tokenizers that take no CPU of their own.
+
+    They run beside the workers, at the lowest priority. A job then fits wherever its workers do, as on a
+    local Ray, which is given all that is needed.
     """
     return replace(limits, tokenizer_cpus=0.0)
 
 
 def disk_problems(free_bytes: int | None, needed_bytes: int) -> list[str]:
-    """Why the resume points do not fit on the disk: what is needed and what is there; empty if they do, or
-    nobody knows what is free.
+    """Returns why the resume points do not fit on the disk, with what is needed and available.
+
+    Empty if they fit, or if the free space is unknown.
     """
     if free_bytes is None or free_bytes >= needed_bytes:
         return []
@@ -270,7 +281,7 @@ def disk_problems(free_bytes: int | None, needed_bytes: int) -> list[str]:
 
 
 def _workers(node: NodeFacts, free_cpus: float, limits: Limits) -> int:
-    """How many workers the node can hold; Ray's fractions of a CPU make tiny differences."""
+    """Returns how many workers the node can hold, tolerant to the rounding of Ray's fractional CPUs."""
     by_cpu = int((free_cpus + 1e-6) // limits.cpus_per_worker)
     return (
         by_cpu

@@ -1,32 +1,30 @@
-"""Which members can form a group when some pairs of them cannot reach each other.
-
-Pure: names and pairs; it knows neither how reaching was tried nor what a group is for.
-"""
+"""Finds members that can form a group although some pairs of them cannot reach each other."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-# So many undecided members are searched in full (a few thousand branches at most); of more, who fails most is
-# left out first.
+# Up to this many undecided members are searched exactly (a few thousand branches at most). Of more, the
+# member with the most failures is left out first.
 EXACT = 24
 
 
 def largest_reaching(
     members: Sequence[str], failed: Collection[tuple[str, str]], holders: Iterable[Collection[str]]
 ) -> frozenset[str]:
-    """The largest set of `members` without a pair of `failed` (in either direction) in it, and with at least
-    one of each of `holders`; empty if there is none.
+    """Returns the largest set of `members` in which all reach each other.
 
-    Among equals the one that keeps who comes first in `members`. Exact up to `EXACT` members with failures.
+    It contains no pair of `failed`, and at least one of each of `holders`. Pairs count in either direction.
+    Empty if there is no such set. Among equals the set that keeps the first in `members` is chosen. Exact up
+    to `EXACT` members with failures.
     """
     order = {member: place for place, member in enumerate(members)}
     needed = [frozenset(of_one) for of_one in holders]
     pairs = {frozenset(pair) for pair in failed if set(pair) <= set(order) and len(set(pair)) == 2}
 
     def best(kept: frozenset[str], left: set[frozenset[str]]) -> frozenset[str]:
-        """Of what is left after leaving out as few as possible; empty if holders do not stay."""
+        """Returns the best set after leaving out as few as possible; empty if holders are lost."""
         if not all(kept & of_one for of_one in needed):
             return frozenset()
         if not left:

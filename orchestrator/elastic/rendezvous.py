@@ -1,8 +1,7 @@
-"""Who trains next, and from which state: the rendezvous as a pure, deterministic state machine
-(docs/membership.md).
+"""The rendezvous: decides which members train next, and from which state (docs/membership.md).
 
-It knows no Ray, no torch, no clock and no storage: the coordinator reports what happened, with the time in
-seconds (one monotonic clock), and carries out what `tick` returns.
+It is a pure, deterministic state machine. The coordinator reports events with their time in seconds (one
+monotonic clock), and carries out what `tick` returns.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ from orchestrator.records.steps import StateKey
 class Rendezvous:
     """Forms the generations of one attempt.
 
-    `min_workers` to `max_workers` members train; a group without survivors (a start, or after all died) waits
-    for `expected`. `previous` is what a restarted coordinator knows of the generation that trains on; its
-    members are asked to meet at a step boundary (`control_requests`). `rebase(parent, cursor)` gives the step
-    label with which this launch continues a point of an older launch, that is one whose attempt is below
-    `first_attempt` (the launch's first; default: this one). All times are seconds.
+    `min_workers` to `max_workers` members train. A group without survivors (a start, or after all died) waits
+    for `expected` members. `previous` is what a restarted coordinator knows of the generation that is still
+    training; its members are asked to meet at a step boundary (`control_requests`). `rebase(parent, cursor)`
+    returns the step label with which this launch continues a point of an older launch, that is one whose
+    attempt is below `first_attempt` (the launch's first; default: this one). All times are seconds.
     """
 
     def __init__(
@@ -70,23 +69,23 @@ class Rendezvous:
         self.attempt, self.launch = attempt, launch
         self.min_workers = min_workers
         self._min, self._max, self._expected = min_workers, max_workers, expected
-        self.num_refused = 0  # of those that are expected: they cannot work, and are tried again later
+        self.num_refused = 0  # expected members that cannot work; they are tried again later
         self._settings = settings or RendezvousSettings()
         self._states = ParentStateSelection(
             attempt, attempt if first_attempt is None else first_attempt, rebase
         )
-        self._is_first = previous is None  # nobody has trained in this launch before
+        self._is_first = previous is None  # no member has trained in this launch before
         self._backoff = FailureBackoff(self._settings)
         self._group = MembershipState(self._settings, previous)
         if previous is not None and not previous.members:
             self._group.end(float("-inf"))  # all of them are known to be dead
         self._pending: tuple[Formation, dict[str, JoinRequest]] | None = None
-        self._viewed: tuple[Generation, GenerationView] | None = None  # by its first member
+        self._viewed: tuple[Generation, GenerationView] | None = None  # view of the first member
         self._older_ended: set[tuple[int, int]] = set()
         if previous is not None and previous.ended:
             self._older_ended.add((previous.attempt, previous.generation))
         self._short_since: float | None = None
-        self._saved_below = False  # what the survivors below the minimum hold was saved, or is being saved
+        self._saved_below = False  # the state of the survivors below the minimum was saved, or is being saved
         self._reform = False
         self._asked = StandingRequests()
         self._drain = NodeDrain()
@@ -97,9 +96,9 @@ class Rendezvous:
         """A member asks for the next generation. None: it waits until a `Form` names it (`view_for`).
 
         A repeated join replaces the member's earlier one. A join by a member of the current generation ends
-        that one for all (`control_requests`). One that names an older generation than the one its member is
-        in is `Ignored` (rule 20), unless it comes from the very port that was answered: then the answer is
-        given again. Raises `FencedError` if the member knows a newer attempt than this one.
+        that one for all (`control_requests`). A join that names an older generation than the one its member
+        is in is `Ignored` (rule 20). If it comes from the very port that was answered, the answer is repeated
+        instead. Raises `FencedError` if the member knows a newer attempt than this one.
         """
         formed = self._states.formed
         refused = refusal(request, attempt=self.attempt, launch=self.launch, formed=formed)
@@ -110,7 +109,7 @@ class Rendezvous:
             return self._repeated(request)
         if leaves[0] < self.attempt:
             self._older_ended.add(leaves)
-        # it may never have heard of an older attempt's last generation, which has lost it nevertheless
+        # It may not know an older attempt's last generation, which has nevertheless lost it.
         if self._group.is_inside(request.member):
             self._end(now)
         self._group.observe(request.key, self._backoff)
@@ -118,7 +117,7 @@ class Rendezvous:
         return None
 
     def dead(self, member: str, now: float, *, spare: bool = False) -> None:
-        """The process of `member` is gone, or its node is. One that comes nevertheless joins as any other.
+        """The process of `member`, or its node, is gone. If it comes nevertheless, it joins as any other.
 
         A newcomer that the run can spare is no sign that the step kills workers (rule 25).
         """
@@ -127,10 +126,10 @@ class Rendezvous:
             self._end(now)
 
     def left(self, member: str, key: StateKey | None, now: float) -> None:
-        """`member` went on purpose, holding `key`, after its last vote was answered; nobody waits for it.
+        """`member` left on purpose, holding `key`, after its last vote was answered. It is not waited for.
 
-        Its generation ends: the other members leave at the same step, or come to join within the grace of
-        any generation that ended.
+        Its generation ends. The other members leave at the same step, or join within the grace of any
+        generation that ended.
         """
         self._group.observe(key, self._backoff)
         self._group.forget(member, LEFT)
@@ -138,103 +137,111 @@ class Rendezvous:
             self._end(now)
 
     def applied(self, generation: int, step: int, now: float) -> None:  # noqa: ARG002  every event has its time
-        """A report: `step` was applied in `generation` of this attempt. Those of other generations are
-        ignored.
+        """Handles a report that `step` was applied in `generation` of this attempt.
+
+        Reports of other generations are ignored.
         """
         self._group.observe(StateKey(attempt=self.attempt, generation=generation, step=step), self._backoff)
 
     def extend_deadline(self, member: str, until: float) -> None:
-        """`member` is in a phase with a limit of its own (rule 23): it does not count as unresponsive
-        before `until`.
+        """`member` is in a phase with its own limit (rule 23). It does not count as unresponsive before
+        `until`.
         """
         self._group.extend_deadline(member, until)
 
     def excuse(self, member: str, seconds: float) -> None:
-        """`member`, which is missed, could not run for so long, because its machine is busy (rule 17)."""
+        """`member`, which is missing, could not run for `seconds`, because its machine is busy (rule 17)."""
         self._group.excuse(member, seconds)
 
     def judge_was_late(self, seconds: float) -> None:
-        """The coordinator's process could not run for so long: who is missed may have called (rule 17)."""
+        """The coordinator's process could not run for `seconds`, and may have missed calls (rule 17)."""
         self._group.judge_was_late(seconds)
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Members of the generation that ended whose join is waited for."""
+        """Members of the ended generation whose join is waited for."""
         return () if self._group.is_running else tuple(self._group.missing)
 
     @property
     def addresses(self) -> tuple[tuple[str, int], ...]:
-        """Where the members of the running generation listen, by rank; empty where that is not known."""
+        """The addresses of the members of the running generation, by rank; empty if unknown."""
         current = self._group.current
         if current is None or not self._group.is_running or current.formation is None:
             return ()
         return tuple((current.requests[m].host, current.requests[m].port) for m in current.members)
 
     def blame(self, node: str, now: float, *, first_is_free: bool = False) -> float:
-        """A newcomer from `node` could not work: the next one from there waits, each time twice as long.
-        Returns for how many seconds. `first_is_free`: the first one is replaced at once.
+        """Delays newcomers from `node`, because one could not work. Returns the delay in seconds.
+
+        The delay doubles each time. With `first_is_free` the first one is replaced at once.
         """
         self._backoff.blame([node], now, first_is_free=first_is_free)
         return self._backoff.not_before(node) - now
 
     def resting(self, now: float) -> tuple[str, ...]:
-        """The nodes whose newcomers have to wait."""
+        """Returns the nodes whose newcomers have to wait."""
         return self._backoff.resting(now)
 
     @property
     def expected(self) -> int:
-        """How many members there should be."""
+        """The number of members that there should be."""
         return max(1, min(self._expected, self._max) - self.num_refused)
 
     def expect(self, num_workers: int) -> None:
-        """How many members the supervisor has started, or is starting."""
+        """Sets how many members the supervisor has started, or is starting."""
         self._expected = num_workers
 
     def median_step(self, seconds: float) -> None:
-        """The median step's duration; a member has at least two of these to come."""
+        """Sets the median duration of a step. A member has at least two of these to join."""
         self._group.median_step_s = seconds
 
     def set_newest_point(self, key: StateKey | None, cursor: Cursor | None, name: str | None) -> None:
-        """The newest committed point on the lineage (None: there is none)."""
+        """Sets the newest committed point on the lineage (None: there is none)."""
         self._states.point = (
             None if key is None else NewestPoint(key=key, cursor=cursor, name=name or key.point_name)
         )
 
     def request_stop(self) -> None:
-        """Save and stop at the next step boundary; repeated to every generation until its members left."""
+        """Requests a save and stop at the next step boundary. Repeated to every generation until its members
+        left.
+        """
         self._asked = replace(self._asked, stop=True)
 
     def request_save(self, request: str) -> None:
-        """Save at the next step boundary, after a re-form that is wanted and does not need it; repeated until
-        `save_answered(request)`, and not taken up again after it.
+        """Requests a save at the next step boundary.
+
+        It comes after a re-form that is requested and does not need it. It is repeated until
+        `save_answered(request)`, and not started again after that.
         """
         self._asked = self._asked.on_save(request)
 
     def save_answered(self, request: str) -> None:
-        """The save asked for as `request` has begun (its first vote came)."""
+        """The save requested as `request` has begun (its first vote arrived)."""
         self._asked = self._asked.on_save_answered(request)
 
     def drain(self, nodes: Iterable[str]) -> None:
-        """These nodes are about to go: nobody is taken in from them any more."""
+        """These nodes are about to go. No member is admitted from them any more."""
         self._drain = replace(self._drain, nodes=frozenset(nodes))
 
     def leave(self, save: bool, in_time: bool = True) -> None:
-        """The members on draining nodes are to leave at the next step boundary, and nothing may be lost by
-        it: while the others and the newest point do not hold the whole of the newest state, the point of that
-        is waited for, where a save of it is undecided; else all go on together, and save and meet again.
-        `save`: that is known to be so, so that the step at hand is saved at once; where it shows only when
-        they meet, the next one is. `in_time`: a save is committed before the nodes go; where it is not, the
-        one before a planned re-form would only keep others from being made.
+        """Makes the members on draining nodes leave at the next step boundary, without loss.
+
+        While the others and the newest point do not hold the whole newest state, the rendezvous waits for the
+        point of that state, if a save of it is undecided. Otherwise all continue together, save and meet
+        again. `save`: a save is known to be needed, so that the current step is saved at once. If the need
+        shows only when they meet, the next step is saved. `in_time`: a save will be committed before the
+        nodes go. If not, the save before a planned re-form would only prevent other saves.
         """
         self._drain = self._drain.on_leave(save, in_time)
 
     def stay(self) -> None:
-        """Whoever is on a draining node goes on with the others."""
+        """Lets the members on draining nodes continue with the others."""
         self._drain = self._drain.on_stay()
 
     def distrust(self, key: StateKey, now: float) -> None:
-        """The members of the generation of `key` hold different states: the next generation continues the
-        newest committed point, whatever members bring (rule 27).
+        """The members of the generation of `key` hold different states.
+
+        The next generation continues the newest committed point, whatever members hold (rule 27).
         """
         self._states.distrusted = (key.attempt, key.generation)
         for request in self._group.requests:
@@ -248,9 +255,9 @@ class Rendezvous:
 
     # ---- what to do
     def tick(self, now: float) -> list[Action]:
-        """What the coordinator must do now; empty while a generation runs or is being formed.
+        """Returns what the coordinator must do now; empty while a generation runs or is being formed.
 
-        Call it after every event and at least every 0.1 s.
+        To be called after every event and at least every 0.1 s.
         """
         if self._stopped is not None or self._pending is not None:
             return []
@@ -258,7 +265,8 @@ class Rendezvous:
             if not self._group.is_unresponsive_as_a_whole(now):
                 self._reform = self._wants_reform(now)
                 return []
-            self._end(now)  # who trains on, in a long step, hears of it and has its time to come
+            # members that still train, in a long step, learn of the end and have their time to join
+            self._end(now)
         actions: list[Action] = [*self._group.leave_out_unresponsive(now)]
         expected = self.expected
         decision = self._nobody_to_stop() or self._group.too_early(expected, now) or self._close(now)
@@ -273,8 +281,8 @@ class Rendezvous:
     def formed(self, generation: int, now: float) -> None:
         """The formation is durable in the journal, so its members may be answered.
 
-        If one of them died or joined anew meanwhile, the generation never begins: `view_for` is None, all
-        keep waiting, and the next tick forms another one.
+        If one of them died or joined again meanwhile, the generation never begins: `view_for` returns None,
+        all members keep waiting, and the next tick forms another one.
         """
         assert self._pending is not None, f"generation {generation} is not forming"
         formation, requests = self._pending
@@ -299,7 +307,7 @@ class Rendezvous:
             self._short_since = now
 
     def view_for(self, member: str) -> GenerationView | None:
-        """The running generation as `member` sees it; None if it is not in it, or none runs."""
+        """Returns the running generation as `member` sees it; None if it is not in it, or none runs."""
         current = self._group.current
         if current is None or not self._group.is_running or member not in current.ranks:
             return None
@@ -310,13 +318,13 @@ class Rendezvous:
         return view_of(member, current, self._viewed[1])
 
     def control_requests(self, attempt: int, generation: int, acknowledged_step: int) -> ControlRequests:
-        """What is wanted of a generation: the answer to its long call. Raises `FencedError` for a newer
-        attempt.
+        """Returns what is requested of a generation: the answer to its long call.
 
-        The running one: its control requests. An ended or replaced one of this attempt: `ended`. One of an
-        older attempt of this launch trains on and is asked only for `reform`, so that all meet at a step
-        boundary with equal states (rule 10); once one of its members has come or died, or a generation of
-        this attempt was formed, it is `ended`, because it cannot go on.
+        The running generation gets its control requests. An ended or replaced one of this attempt gets
+        `ended`. One of an older attempt of this launch is still training. It is asked only for `reform`, so
+        that all meet at a step boundary with equal states (rule 10). Once one of its members has joined or
+        died, or a generation of this attempt was formed, it is `ended`, because it cannot continue. Raises
+        `FencedError` for a newer attempt.
         """
         if attempt > self.attempt:
             raise FencedError(
@@ -327,7 +335,8 @@ class Rendezvous:
             ended = self._has_ended(attempt, generation)
             found = replace(NOTHING, ended=ended, reform=not ended)
         elif current is not None and self._group.is_running and current.identity == (attempt, generation):
-            drain = self._drain  # who leaves is looked up only in a drain: every member asks, all the time
+            # leavers are looked up only during a drain, because every member asks all the time
+            drain = self._drain
             found = self._asked.of_running(
                 save_only=current.formation is not None and current.formation.save_only,
                 reform=self._reform,
@@ -338,7 +347,7 @@ class Rendezvous:
         return replace(found, acknowledged_step=acknowledged_step)
 
     def _has_ended(self, attempt: int, generation: int) -> bool:
-        """Whether a generation of an older attempt can go on no more."""
+        """Whether a generation of an older attempt can no longer continue."""
         known = (attempt, generation) in self._older_ended
         return known or bool(self._states.formed) or self._stopped is not None
 
@@ -354,7 +363,7 @@ class Rendezvous:
 
     @property
     def num_live(self) -> int:
-        """Members that wait, and those of the current generation that may still come."""
+        """The number of waiting members, and of those of the current generation that may still join."""
         return self._group.num_live
 
     def waits(self, member: str) -> bool:
@@ -362,18 +371,18 @@ class Rendezvous:
         return member in self._group.waiting
 
     def can_spare(self, *members: str) -> bool:
-        """Whether the run has enough members without these, none of which has trained with them yet."""
+        """Whether the run has enough members without these, none of which has trained yet."""
         proven = any(self._group.is_proven(member) for member in members)
         return not proven and self._group.num_without(members) >= self._min
 
     @property
     def below_minimum_since(self) -> float | None:
-        """Since when fewer than the minimum are there to train (seconds), None while enough are."""
+        """When the members became fewer than the minimum (seconds); None while there are enough."""
         return self._short_since
 
     @property
     def drained(self) -> tuple[str, ...]:
-        """Who waits on a node that is about to go."""
+        """The members that wait on a node that is about to go."""
         return tuple(r.member for r in self._group.requests if r.node_id in self._drain.nodes)
 
     @property
@@ -383,14 +392,15 @@ class Rendezvous:
 
     @property
     def may_go(self) -> tuple[str, ...]:
-        """Who waits, is on a draining node, and is needed by nobody; see `NodeDrain.may_go`."""
+        """The waiting members on draining nodes that are not needed; see `NodeDrain.may_go`."""
         if self._pending is not None:
             return ()
         return self._drain.may_go(self._group.requests, self._states, self._group.is_running)
 
     def is_gone(self, member: str) -> bool:
-        """Neither waiting nor a live member of the current generation: its missing vote will never come (rule
-        15).
+        """Whether it is neither waiting nor a live member of the current generation.
+
+        The missing vote of such a member will never arrive (rule 15).
         """
         known = self._group.is_inside(member) and member not in self._group.gone
         return not known and member not in self._group.waiting
@@ -413,7 +423,7 @@ class Rendezvous:
             self._older_ended.add(current.identity)
 
     def _wants_reform(self, now: float) -> bool:
-        """Somebody may come in: is it worth interrupting the running generation?"""
+        """Whether interrupting the running generation is worthwhile, to admit or release members."""
         current = self._group.current
         assert current is not None, "asked for a running generation"
         if current.formation is None or current.formation.save_only:
@@ -441,8 +451,9 @@ class Rendezvous:
         return StopRun(reason="a stop was asked for, and no member is left that holds a state to save")
 
     def _close(self, now: float) -> Form | Waiting | StopRun:
-        """All that will come are there: forms the next generation, unless they are too few or the run must
-        stop.
+        """Forms the next generation, now that all members that will come have arrived.
+
+        Returns another decision if they are too few or the run must stop.
         """
         if self._group.judge(self._backoff, now):
             self._saved_below = False
@@ -467,7 +478,7 @@ class Rendezvous:
         return self._form(chosen, what, save_only)
 
     def _awaited_save(self) -> StateKey | None:
-        """The save that is waited for, because without it nobody may leave."""
+        """Returns the save that is awaited because no member may leave without it."""
         requests = self._group.requests
         if not self._drain.needs_save(requests, self._states):
             return None
@@ -475,7 +486,7 @@ class Rendezvous:
         return self._drain.awaited_save(requests, self._states)
 
     def _chosen(self, now: float) -> Sequence[JoinRequest]:
-        """Who is in; who is not reached by the others waits like a blamed newcomer."""
+        """Chooses the members. A member that the others do not reach waits like a blamed newcomer."""
         requests = [r for r in self._group.requests if not self._asked.stop or holds_any(r)]
         candidates = self._drain.candidates(requests, self._states)
         choice = choose(candidates, self._group, self._states, self._backoff, max_workers=self._max, now=now)
@@ -485,7 +496,7 @@ class Rendezvous:
         return choice.members
 
     def _newest(self, requests: Sequence[JoinRequest]) -> Continued:
-        """What a generation of these members continues."""
+        """Returns what a generation of these members continues."""
         return continued(requests, self._states, self._group.current)
 
     def _form(self, chosen: Sequence[JoinRequest], what: Continued, save_only: bool) -> Form:
@@ -520,10 +531,11 @@ class Rendezvous:
         return twin
 
     def snapshot(self) -> tuple[Hashable, dict[str, Hashable]]:
-        """All that later decisions depend on, but the formations so far, which the caller has seen.
+        """Returns everything that later decisions depend on.
 
-        First what concerns nobody in particular, then what concerns each member by name. Two machines with
-        equal snapshots decide alike, up to who is first among equals, so a search visits only one of them.
+        The formations so far, which the caller has seen, are not included. The first part concerns no
+        particular member, the second each member by name. Two machines with equal snapshots decide alike, up
+        to the order among equals. A search therefore visits only one of them.
         """
         group, members = self._group.snapshot(self._backoff)
         everyone: Hashable = (

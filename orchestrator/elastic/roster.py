@@ -1,7 +1,6 @@
-"""Who is in the training group, who was lost since and why: the facts of what people read of a launch.
+"""Tracks the members of the training group and its losses, with their causes, for reports about a launch.
 
-Pure bookkeeping beside the rendezvous, which decides; no Ray, no clock (times are seconds of one monotonic
-clock), no sentences.
+Pure bookkeeping: the rendezvous makes the decisions. Times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -15,60 +14,61 @@ from orchestrator.records.run_status import GroupChange, GroupMember, Loss, Memb
 
 
 class Roster:
-    """Notified of joins, losses and formed generations; gives each generation's `GroupChange`."""
+    """Tracks joins, losses and formed generations; returns each generation's `GroupChange`."""
 
     def __init__(self, wanted: int, previous: Sequence[MemberInfo] = (), why: str = "") -> None:
-        """`wanted`: how many workers the launch aims at. `previous`: the members, by rank, of the generation
-        that trains on while a restarted coordinator takes over; empty for a launch's first coordinator.
-        `why`: as the attempt's claim says it.
+        """`wanted`: the number of workers that the launch aims at.
+
+        `previous`: the members, by rank, of the generation that is training while a restarted coordinator
+        takes over; empty for a launch's first coordinator. `why`: as in the attempt's claim.
         """
         self._wanted = wanted
         self._restarted = bool(previous)
         self._places = {info.member: (info.host, info.pid) for info in previous}
         self._ranks = {info.member: rank for rank, info in enumerate(previous)}
-        self._stepped_at: dict[str, float] = {}  # members that trained before: when their last step was done
+        self._stepped_at: dict[str, float] = {}  # members that trained before -> end of their last step
         self._lost: dict[str, Loss] = {}
-        self._causes: dict[str, Cause] = {}  # of those that are lost
-        self._nodes: dict[str, str] = {}  # of members
+        self._causes: dict[str, Cause] = {}  # of lost members
+        self._nodes: dict[str, str] = {}  # member -> node
         self._storage_failed = False
         self._first: Cause | None = first_cause(why)  # until a generation was formed
         self._reason = ""
-        self._formed_at = -math.inf  # the newest generation; not known of one before this coordinator
+        self._formed_at = -math.inf  # of the newest generation; unknown for one before this coordinator
 
     @property
     def losses(self) -> tuple[Loss, ...]:
-        """Who was lost since the newest generation was formed."""
+        """The members that were lost since the newest generation was formed."""
         return tuple(self._lost.values())
 
     def came(self, request: JoinRequest, now: float) -> None:
-        """A member asks for the next generation; a repeated request changes nothing."""
+        """A member asks for the next generation. A repeated request changes nothing."""
         self._places[request.member] = (request.host, request.pid)
         self._nodes[request.member] = request.node_id
-        self._lost.pop(request.member, None)  # left out, and there again
+        self._lost.pop(request.member, None)  # was left out and has returned
         self._causes.pop(request.member, None)
         if request.leaves is not None and request.member not in self._stepped_at:
             self._stepped_at[request.member] = now - request.idle_s
             self._reason = self._reason or request.reason
 
     def gone(self, member: str, reason: str, cause: Cause = Cause.WORKER_LOST) -> None:
-        """A member ended without having been asked to. The first reason stands."""
+        """A member ended unexpectedly. The first reason is kept."""
         if member in self._places and member not in self._lost:
             self._lost[member] = Loss(worker=self._named(member), reason=reason)
             self._causes[member] = cause
         self._stepped_at.pop(member, None)
 
     def node_gone(self, node: str) -> None:
-        """The cluster has lost a node: whoever was lost there was lost with it."""
+        """The cluster has lost a node. Members that were lost on it were lost with it."""
         for member in self._lost:
             if self._nodes.get(member) == node:
                 self._causes[member] = Cause.NODE_LOST
 
     def storage_failed(self, failed: bool) -> None:
-        """Whether the newest save was given up because a write failed."""
+        """Records whether the newest save was given up because a write failed."""
         self._storage_failed = failed
 
     def cause(self, members: Sequence[str]) -> Cause:
-        """Why a generation of these members is about to be formed."""
+        """Returns why a generation of these members is about to be formed."""
         if self._first is not None:
             return self._first
         joined = any(member not in self._ranks for member in members)
@@ -77,8 +77,10 @@ class Roster:
     def formed(
         self, attempt: int, generation: int, members: Sequence[str], step: int, step_before: int, now: float
     ) -> GroupChange:
-        """A generation was formed of `members`, by rank; `step` and `step_before` as in `GroupChange`.
-        The pause before it counts from the last step of the one before, else from when that was formed.
+        """Records that a generation was formed of `members`, by rank. `step` and `step_before` as in
+        `GroupChange`.
+
+        The pause before it is counted from the last step of the previous one, else from when that was formed.
         """
         old, lost = self._ranks, tuple(self._lost.values())
         self._ranks = {member: rank for rank, member in enumerate(members)}

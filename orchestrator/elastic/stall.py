@@ -1,8 +1,7 @@
-"""When nobody has finished a step for too long, so that somebody should look which worker the others wait
-for.
+"""Detects that no step was finished for too long, so that the workers' processes are inspected.
 
-Pure: no Ray, no clock (times are seconds). Nothing is decided by it: it is for people to hear of; who is left
-out, and when, is the rendezvous' (membership rule 17).
+The result is only reported to people. The rendezvous decides which members are left out, and when (membership
+rule 17).
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ from collections import deque
 
 from orchestrator.records.run_status import RunStatus
 
-LEAST_S, MEDIANS = 5.0, 3.0  # a look is due after max(5 s, 3 × median step), then whenever that has doubled
+# an inspection is due after max(5 s, 3 × median step), then each time that has doubled
+LEAST_S, MEDIANS = 5.0, 3.0
 
 
 class StallWatch:
-    """Notified of each status; says when a look is due."""
+    """Watches each status, and decides when an inspection is due."""
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=30)
@@ -26,11 +26,13 @@ class StallWatch:
 
     @property
     def median_s(self) -> float:
-        """The usual step."""
+        """The median duration of a step."""
         return statistics.median(self._steps) if self._steps else 0.0
 
     def saw(self, status: RunStatus, now: float) -> None:
-        """A status. Only a group that has done a step is watched: a first step may take any time."""
+        """Handles a status. Only a group that has done a step is watched, because a first step may take any
+        time.
+        """
         step, at = status.last_step, None
         if step is not None and (step.attempt, step.generation) == (status.attempt, status.generation):
             at = (step.attempt, step.generation, step.step)
@@ -42,7 +44,9 @@ class StallWatch:
                 self._steps.append(step.step_s)
 
     def due(self, now: float) -> float | None:
-        """For how long nobody has finished a step, if a look is due now; the next is due after twice that."""
+        """Returns how long no step was finished, if an inspection is due now. The next is due after twice
+        that time.
+        """
         quiet = now - self._since
         if self._at is None or quiet < max(LEAST_S, MEDIANS * self.median_s) * 2**self._looks:
             return None

@@ -1,6 +1,6 @@
-"""What is asked of every generation at its next step boundary, until it was done: a save, a stop, a re-form.
+"""Requests that are repeated to every generation at its next step boundary until they are done.
 
-Pure values; who asks, and which generation hears of it, the rendezvous knows.
+The requests are a save, a stop and a re-form.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ NOTHING = ControlRequests(ended=False, save=False, stop=False, reform=False, ack
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StandingRequests:
-    """`stop`: save and stop. `save` is the name of the save that is asked for, `saves_done` are those that
-    have begun.
-    """
+    """`stop`: save and stop. `save`: the name of the requested save. `saves_done`: those that have begun."""
 
     stop: bool = False
     save: str | None = None
     saves_done: frozenset[str] = frozenset()
 
     def on_save(self, request: str) -> StandingRequests:
-        """A save is asked for as `request`; one that has begun is not taken up again."""
+        """Requests a save as `request`. One that has begun is not started again."""
         return self if request in self.saves_done else replace(self, save=request)
 
     def on_save_answered(self, request: str) -> StandingRequests:
-        """The save asked for as `request` has begun."""
+        """The save requested as `request` has begun."""
         save = None if self.save == request else self.save
         return replace(self, save=save, saves_done=self.saves_done | {request})
 
     def of_running(
         self, *, save_only: bool, reform: bool, leaving_saves: bool, in_time: bool, over: bool
     ) -> ControlRequests:
-        """What the running generation hears. `save_only`: it was formed for nothing but a save. `reform`:
-        others wait to come in, or some wait to leave, with `leaving_saves` after a save. `in_time`: a save is
-        committed before any of them is gone. `over`: the run was stopped.
+        """Computes the requests to the running generation.
 
-        A stop is also a way to meet again, so it leaves no re-form to be asked for. A re-form waits for the
-        save that is asked for with it: one that it does not need comes after it, but for the one before a
-        `resize`, for which nobody waits.
+        `save_only`: it was formed only for a save. `reform`: other members wait to be admitted, or some wait
+        to leave, with `leaving_saves` after a save. `in_time`: a save will be committed before any of them is
+        gone. `over`: the run was stopped.
+
+        A stop also makes the members meet again, and thus replaces a re-form. A re-form waits for the save
+        that is requested together with it. A save that the re-form does not need comes after it. The
+        exception is the save before a `resize`, for which nothing waits.
         """
         reform = reform and not self.stop
         return ControlRequests(

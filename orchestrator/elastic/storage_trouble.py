@@ -1,7 +1,4 @@
-"""How long a run goes on although its storage fails: until a stated limit, while the user is notified.
-
-It knows times and reasons; what is tried again meanwhile is its caller's.
-"""
+"""Limits how long a run continues although its storage fails, and builds the reports to the user."""
 
 from __future__ import annotations
 
@@ -12,23 +9,25 @@ from typing import TypeVar
 from orchestrator.errors import StorageError
 
 Result = TypeVar("Result")
-AGAIN_S = 0.5  # between two tries
-# Training goes on so long without a journal on disk, and a finished run tries so long to save its last state.
+AGAIN_S = 0.5  # between two attempts
+# How long training continues without a journal on disk, and how long a finished run tries to save its last
+# state.
 STORAGE_LIMIT_S = 300.0
 
 
 class StorageTrouble:
-    """Since when, and why, storage fails. All times are seconds of one monotonic clock."""
+    """When a storage failure began, and its reason. All times are seconds of one monotonic clock."""
 
     def __init__(self, limit_s: float = STORAGE_LIMIT_S, meanwhile: str = "Training goes on") -> None:
-        """`meanwhile`: what a report to the user says of the run."""
+        """`meanwhile`: the state of the run, for reports to the user."""
         self._limit_s, self._meanwhile = limit_s, meanwhile
         self._since: float | None = None
         self._reason = ""
 
     def failed(self, reason: str, since: float) -> str | None:
-        """An operation that began at `since` failed. What to report to the user; None if that has been
-        reported.
+        """Records that an operation that began at `since` failed.
+
+        Returns what to report to the user; None if the failure was already reported.
         """
         self._reason = reason
         if self._since is not None:
@@ -40,14 +39,17 @@ class StorageTrouble:
         )
 
     def worked(self) -> str | None:
-        """An operation succeeded. What to report to the user; None if there was no trouble."""
+        """Records that an operation succeeded.
+
+        Returns what to report to the user; None if there was no failure.
+        """
         if self._since is None:
             return None
         self._since = None
         return "storage works again"
 
     def verdict(self, now: float) -> str | None:
-        """Why the run must stop now; None while it may go on."""
+        """Returns why the run must stop now, or None."""
         if self._since is None or now - self._since < self._limit_s:
             return None
         return (
@@ -64,8 +66,10 @@ def until_storage_works(
     tell: Callable[[str], None] = lambda text: None,
     wait: Callable[[float], None] = time.sleep,
 ) -> Result:
-    """What `work` returns, which is tried again while storage fails. Raises the `StorageError` that says for
-    how long it did, once that is `limit_s`; `tell` hears of the first failure, and that storage works again.
+    """Returns what `work` returns, and retries it while storage fails.
+
+    Raises a `StorageError` with the duration of the failure once that reaches `limit_s`. `tell` is called at
+    the first failure, and when storage works again.
     """
     trouble = StorageTrouble(limit_s, meanwhile)
     while True:

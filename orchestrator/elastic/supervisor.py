@@ -1,8 +1,6 @@
-"""The supervisor: collects facts, asks the policy, and carries out its decisions, until the coordinator says
-that the run has ended.
+"""The supervisor: collects facts, asks the policy, and carries out its decisions until the run has ended.
 
-It lives in the driver, decides nothing itself, and knows node groups and the coordinator's status, but
-neither model nor data.
+It runs in the driver. The coordinator reports the end of the run.
 """
 
 from __future__ import annotations
@@ -43,24 +41,26 @@ from orchestrator.records.run_status import Doing, GroupMember, Held, MemberInfo
 
 STATUS_WAIT_S = 0.25
 NODES_EVERY_S = 0.5
-NODES_SILENT_S = 10.0  # a GCS without an answer for so long is reported; its last answer stays valid
-FIRST_NODES_S = 60.0  # how long the first answer, without which nothing can be started, is waited for
+NODES_SILENT_S = 10.0  # a GCS without an answer for this long is reported; its last answer stays valid
+FIRST_NODES_S = 60.0  # how long the first answer is waited for; without it nothing can be started
 COORDINATOR_LIMIT_S = 60.0
-FROZEN_S = 10.0  # a coordinator that lives answers a status within a second; twice this without one ends it
-HUNG_S = 60.0  # one that could have answered for so long is ended although it uses CPU time
-SILENCE_LOOK_S = 0.5  # how often a coordinator that does not answer is looked at
-TO_END_S = 5.0  # what a launch needs of the time that it is given to write down its end
-END_S = 5.0  # how long groups may take to end after the run has
-INTERRUPTED_S = 0.5  # and their resources to come back where the run has not ended
+FROZEN_S = 10.0  # a live coordinator answers within a second; twice this time without an answer ends it
+HUNG_S = 60.0  # one that could have answered for this long is ended although it uses CPU time
+SILENCE_LOOK_S = 0.5  # how often an unresponsive coordinator is inspected
+TO_END_S = 5.0  # the part of a launch's remaining time that it needs to record its end
+END_S = 5.0  # how long groups may take to end after the run
+INTERRUPTED_S = 0.5  # how long their resources may take to be freed if the run has not ended
 POLL_S = 0.05
-DEADLINE_CHANGED_S = 1.0  # two looks at one deadline differ by less
-LOOK_S = 2.0  # how long a node's agent may take to look at its workers
+DEADLINE_CHANGED_S = 1.0  # two reports of one deadline differ by less
+LOOK_S = 2.0  # how long a node's agent may take to inspect its workers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What the supervisor needs to start node groups: the worker's function and its task, and how much a
-    worker takes. `tokenizer_node` is where the tokenizers were told to run (None: anywhere).
+    """What the supervisor needs to start node groups: the worker's function, its task, and a worker's
+    resources.
+
+    `tokenizer_node` is the node that the tokenizers are to run on (None: any).
     """
 
     name: str
@@ -73,11 +73,13 @@ class Launch:
 
 
 class Supervisor:
-    """Drives one launch. `nodes` gives the live nodes as facts; `show` is given each new status, `stalled`
-    what was seen when nobody had finished a step for long, `say` what else the user must hear.
+    """Drives one launch.
 
-    What asks the cluster's GCS does so in threads: while that stands still, the nodes are those of its last
-    answer, training goes on, and signals are heeded.
+    `nodes` returns the live nodes as facts. `show` is called with each new status, `stalled` with the
+    inspection of workers after no step was finished for long, and `say` with other messages for the user.
+
+    Calls to the cluster's GCS run in threads. While the GCS does not answer, the nodes of its last answer are
+    used, training continues, and signals are handled.
     """
 
     def __init__(
@@ -90,17 +92,17 @@ class Supervisor:
         say: Callable[[str], None] = lambda text: None,
         own_node: str = "",
     ) -> None:
-        """`own_node`: the one that this process runs on."""
+        """`own_node`: the node that this process runs on."""
         self._own_node = own_node
-        self._say, self._silent_s = say, 0.0  # the GCS's silence, when that was told
+        self._say, self._silent_s = say, 0.0  # the GCS's silence when it was reported
         self._asked_nodes, self._asked_cleaning = Asked(nodes), Asked(remove_orphaned_placement_groups)
         self._stalled, self._stall_watch = stalled, StallWatch()
         self._look: _Look | None = None
         self._launch, self._coordinator, self._show = launch, coordinator, show
         self._groups: dict[str, NodeGroup] = {}
-        self._leaving: dict[str, tuple[int, float]] = {}  # nodes: the attempt that knows, and until when
-        self._expected = (-1, -1)  # attempt, number of workers that its coordinator was notified of
-        self._nodes, self._looked_at = NodesSeen(), 0.0  # when the newest look was asked for
+        self._leaving: dict[str, tuple[int, float]] = {}  # node -> (the attempt that was notified, deadline)
+        self._expected = (-1, -1)  # attempt, and the number of workers that its coordinator was notified of
+        self._nodes, self._looked_at = NodesSeen(), 0.0  # when the newest query was sent
         self._number = 0
         self._to_clean = False
         self._stop_by, self._stop_s, self._save_by = "", math.inf, ""
@@ -108,24 +110,27 @@ class Supervisor:
         self.has_trained = False  # whether a group of workers has been formed
         self._missed = MissedMembers(excuse=self._excuse)
         self._coordinator_pid = 0
-        self._killed = ""  # why a coordinator was killed, until one has answered that can journal it
+        self._killed = ""  # why a coordinator was killed, until another one has answered that can journal it
 
     def ask_stop(self, by: str = "a signal", grace_s: float = math.inf) -> None:
-        """Save and stop; may be called from a signal handler. `by` is who wants it, and ends this process in
-        `grace_s` seconds (inf: nobody said so).
+        """Requests a save and stop. May be called from a signal handler.
+
+        `by` is the origin of the request, which ends this process in `grace_s` seconds (inf: unknown).
         """
         self._stop_by, self._stop_s = by, grace_s
         self._end_at = time.monotonic() + max(grace_s / 2, grace_s - TO_END_S)
 
     def ask_save(self, by: str) -> None:
-        """Save after the step at hand and train on; may be called from a signal handler. `by` is who wants
-        it.
+        """Requests a save after the current step, without a stop. May be called from a signal handler.
+
+        `by` is the origin of the request.
         """
         self._save_by = by
 
     def run(self) -> RunStatus:
-        """Returns the status that ended the run. Raises `ElasticError` if the coordinator stays away, or the
-        cluster never says which nodes it has.
+        """Runs until the run has ended; returns its last status.
+
+        Raises `ElasticError` if the coordinator stays away, or if the cluster never reports its nodes.
         """
         status, seen = None, (-1, -1)
         self._first_nodes()
@@ -155,13 +160,14 @@ class Supervisor:
                     self._act(status)
             return replace(status, stopping=status.stopping or bool(self._stop_by))
         finally:
-            # whoever interrupts waits for nothing
+            # an interrupt waits for nothing
             self._release(END_S if status is not None and status.ended is not None else 0.0)
 
     # ------------------------------------------------------------ inside
     def _release(self, patience_s: float) -> None:
-        """Ends the groups, those that end by themselves within `patience_s` in their own way, and gives their
-        resources back.
+        """Ends the groups and frees their resources.
+
+        Groups that end within `patience_s` end by themselves.
         """
         deadline = time.monotonic() + patience_s
         running = list(self._groups.values())
@@ -170,7 +176,7 @@ class Supervisor:
             time.sleep(POLL_S)
         for group in running:
             group.stop()
-        # what is not removed in time goes with the driver's job
+        # resources that are not freed in time end with the driver's job
         deadline, removed = time.monotonic() + (END_S if patience_s else INTERRUPTED_S), 0
         while removed < len(running) and time.monotonic() < deadline:
             self._asked_cleaning.ask()
@@ -194,7 +200,7 @@ class Supervisor:
         self._nodes = self._nodes.looked(nodes, self._looked_at, time.monotonic())
 
     def _look_at_nodes(self) -> None:
-        """Takes what the GCS has answered; waits for nothing."""
+        """Processes the GCS's answer, if there is one. Never waits."""
         silent_s, nodes = self._asked_nodes.unanswered_s, self._asked_nodes.answer()
         if nodes is not None:
             if self._silent_s:
@@ -211,8 +217,10 @@ class Supervisor:
             self._silent_s = silent_s
 
     def _status(self, seen: tuple[int, int]) -> RunStatus:
-        """Asks until the coordinator answers. One that stands still is killed, so that Ray starts it anew; a
-        slow one is waited for; one that could not begin ends the launch at once.
+        """Asks until the coordinator answers.
+
+        A coordinator that stands still is killed, so that Ray restarts it. A slow one is waited for. One that
+        could not begin ends the launch at once.
         """
         silence, asked_at_s, is_slow = self._silence(), 0.0, False
         answer = self._coordinator.status.remote(seen, STATUS_WAIT_S)
@@ -225,7 +233,7 @@ class Supervisor:
                 if reason := why_not_created(error):
                     raise ElasticError(f"the coordinator could not begin: {reason}") from error
                 last = error
-                self._coordinator_pid = 0  # the next one has another
+                self._coordinator_pid = 0  # the next one has another pid
                 time.sleep(0.1)
                 answer = self._coordinator.status.remote(seen, STATUS_WAIT_S)
             else:
@@ -238,7 +246,7 @@ class Supervisor:
             if not is_slow and silence.lasts_s > 2 * FROZEN_S and silence.is_at_work:
                 is_slow = True
                 self._say(sentences.coordinator_is_slow(self._coordinator_pid, silence.lasts_s))
-            # once is not enough: an answer may have been lost
+            # one call is not enough: an answer may have been lost
             if self._coordinator_pid and silence.stands_still(2 * FROZEN_S, HUNG_S):
                 self._killed = sentences.coordinator_is_frozen(self._coordinator_pid, silence.lasts_s)
                 self._say(self._killed)
@@ -259,12 +267,13 @@ class Supervisor:
         return Silence(time.monotonic(), SILENCE_LOOK_S)
 
     def _look_at_coordinator(self) -> ProcessLook | None:
-        """It runs on the machine of this process."""
+        """Inspects the coordinator, which runs on the machine of this process."""
         return look_at_process(self._coordinator_pid, time.monotonic())
 
     def _silence_limit_s(self) -> float:
-        """How long a coordinator may stay away: while workers live and hold the state as long as a run waits
-        for workers.
+        """Returns how long a coordinator may stay away.
+
+        While live workers hold the state, it is as long as a run waits for workers.
         """
         holds = self.has_trained and any(group.ended() is None for group in self._groups.values())
         return max(COORDINATOR_LIMIT_S, self._launch.limits.wait_s) if holds else COORDINATOR_LIMIT_S
@@ -273,8 +282,9 @@ class Supervisor:
         self._coordinator.starved.remote(member, seconds)
 
     def _watch_steps(self, status: RunStatus) -> None:
-        """Has the agents look at their workers when no step was finished for long, and passes on what they
-        saw. Waits for nobody.
+        """Has the agents inspect their workers if no step was finished for long, and passes on the results.
+
+        Never waits.
         """
         now = time.monotonic()
         self._stall_watch.saw(status, now)
@@ -311,7 +321,9 @@ class Supervisor:
             self._carry_out(decision, status.attempt if status else -1)
 
     def _reap(self) -> None:
-        """Groups that ended: forgotten, their reason noted as a failure, their placement group given back."""
+        """Handles groups that ended: removes them, reports the reason as a failure, and frees their placement
+        groups.
+        """
         for node_id, group in list(self._groups.items()):
             reason = group.ended()
             if reason is None:
@@ -367,9 +379,10 @@ class Supervisor:
                 self._coordinator.end.remote("failed", decision.reason)
 
     def _leave(self, decision: LeaveNode, attempt: int) -> None:
-        """Notifies each attempt's coordinator once, and again when the node goes earlier than it was said
-        (never later: while the GCS is silent its last answer ages). With the driver's own node goes the whole
-        launch: it saves and stops.
+        """Notifies each attempt's coordinator once, and again if the node goes earlier than reported.
+
+        Later deadlines are not reported, because the last answer ages while the GCS is silent. If the
+        driver's own node is to go, the whole launch saves and stops.
         """
         until, known = time.monotonic() + decision.grace_s, self._leaving.get(decision.node_id)
         if attempt < 0 or (
@@ -387,7 +400,7 @@ class Supervisor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Look:
-    """Agents that were asked for the states of their processes. `answers`: node to reference."""
+    """A pending inspection of workers by their agents. `answers`: node -> reference."""
 
     began: float
     quiet_s: float
@@ -398,7 +411,9 @@ class _Look:
     def stall(
         self, states: dict[Any, dict[int, str] | None], median_s: float, doing: dict[str, Doing]
     ) -> Stall:
-        """What they saw; `states` are the answers that have come, `doing` what members said themselves."""
+        """Builds the report. `states` are the answers that have arrived; `doing` is what the members
+        reported.
+        """
         held = []
         for rank, info in enumerate(self.members):
             seen = states.get(self.answers.get(info.node_id))

@@ -1,1 +1,1 @@
-"""The files of tensors that ranks write at a save and read at a resume, without torch."""
+"""The tensor files that ranks write at a save and read at a resume, without torch."""

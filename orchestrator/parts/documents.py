@@ -1,6 +1,6 @@
-"""parts.json, the document of a point that says which tensors it holds: made for a new point, and read.
+"""Builds and reads parts.json, the document that lists the tensors of a point.
 
-Who gives it the content of a document has compared its digest first.
+Callers verify a document's digest before they pass its content.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ COMMIT, PARTS = "COMMIT", "parts.json"
 
 
 def parts_document(layout: Layout, saved: Iterable[SavedTensor]) -> dict[str, Any]:
-    """The content of parts.json of format 2: `items` are [group, name, dtype, shape, sharded], once for all
-    ranks, in the order by which `planning.state_layout` divides them.
+    """Returns the content of parts.json of format 2.
+
+    `items` are [group, name, dtype, shape, sharded], once for all ranks, in the order by which
+    `planning.state_layout` divides them.
     """
     return {
         "format": FORMAT,
@@ -42,8 +44,9 @@ def parts_document(layout: Layout, saved: Iterable[SavedTensor]) -> dict[str, An
 
 
 def require_known(written: Any, what: str) -> None:
-    """Raise `Format1Error` or `LaterFormatError` if `what`, a run or a part of a point, has the number of a
-    format that is not read here. The caller judges what is no number.
+    """Raises `Format1Error` or `LaterFormatError` for a format that is not read here.
+
+    `what` names a run or a part of a point. The caller handles values that are no number.
     """
     if type(written) is not int or written == FORMAT:
         return
@@ -61,9 +64,10 @@ def require_known(written: Any, what: str) -> None:
 
 
 def read_manifest(storage: Storage, point: str) -> Manifest:
-    """The manifest of a point from its own folder alone: parts.json must be the one that COMMIT lists.
+    """Reads the manifest of a point from the point's own folder. parts.json must be the one that COMMIT
+    lists.
 
-    Raises `PartDamage`, `StorageError`, and `OtherFormatError` where another version wrote it.
+    Raises `PartDamage`, `StorageError`, and `OtherFormatError` if another version wrote it.
     """
     folder = f"points/{point}"
     try:
@@ -90,8 +94,10 @@ def read_manifest(storage: Storage, point: str) -> Manifest:
 
 
 def manifest_of(point: str, files: Sequence[FileEntry], parts: Mapping[str, Any]) -> Manifest:
-    """The manifest of a point from the list of files in its COMMIT and the content of its parts.json. Raises
-    `PartDamage` of parts.json if they do not fit together, `OtherFormatError` if another version wrote it.
+    """Builds the manifest of a point from the list of files in its COMMIT and the content of its parts.json.
+
+    Raises `PartDamage` of parts.json if they do not fit together, `OtherFormatError` if another version wrote
+    it.
     """
     listed = {entry.path: entry for entry in files if "/" in entry.path}
     found = parts.get("format")

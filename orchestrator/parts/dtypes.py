@@ -1,7 +1,4 @@
-"""Types of numbers: what torch calls them, and what safetensors files do.
-
-It knows names and sizes only.
-"""
+"""Maps torch's names of number types to those of safetensors files, with their sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import math
 
 from orchestrator.errors import ResumePointError
 
-# What torch calls a type of numbers → what a safetensors file does, and the bytes of one number.
+# torch's name of a type → its name in safetensors files, and the bytes of one number.
 SAFETENSORS = {
     "float64": ("F64", 8),
     "float32": ("F32", 4),
@@ -25,12 +22,12 @@ SAFETENSORS = {
 
 
 def safetensors_name(dtype: str) -> str:
-    """What a safetensors file calls it. Raises `ResumePointError` for a type that is not known here."""
+    """Returns the name in safetensors files. Raises `ResumePointError` for an unknown type."""
     return _known(dtype)[0]
 
 
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """The size of a tensor. Raises `ResumePointError` for a type of numbers that is not known here."""
+    """Returns the size of a tensor in bytes. Raises `ResumePointError` for an unknown type."""
     return math.prod(shape) * _known(dtype)[1]
 
 

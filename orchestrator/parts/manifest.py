@@ -1,6 +1,6 @@
-"""What a committed point says of its tensors: which there are, and in which files their rows lie.
+"""The manifest of a committed point: its tensors, and the files that contain their rows.
 
-Values only: `documents` makes one of what lies in storage.
+`documents` builds it from storage.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ Name = tuple[str, str]  # group and name of a tensor
 
 
 class PartDamage(Exception):
-    """A file of a point is surely absent, or is not as it was written; carries this from where it is found to
-    where it is reported.
+    """A file of a point is surely absent, or is not as it was written.
+
+    Carries this to the place where it is reported.
     """
 
     def __init__(self, file: str, reason: str) -> None:
@@ -40,14 +41,15 @@ class PartDamage(Exception):
 
 
 def damaged(point: str, damage: PartDamage) -> DamagedPointError:
-    """The error with which a process that loads the point reports the damage."""
+    """Builds the error with which a process that loads the point reports the damage."""
     return damaged_point([Damage(point=point, file=damage.file, reason=damage.reason)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The tensors of the point `point`, by (group, name), and its files of tensors by path. The
-    rows in each file follow from `layout`.
+    """The tensors of the point `point`, by (group, name), and its tensor files, by path.
+
+    The rows in each file follow from `layout`.
     """
 
     point: str
@@ -57,16 +59,16 @@ class Manifest:
 
     @cached_property
     def state(self) -> tuple[StateTensor, ...]:
-        """The tensors as `planning.state_layout` wants them, in the order of the point."""
+        """The tensors in the form of `planning.state_layout`, in the order of the point."""
         return tuple(state_tensor(tensor) for tensor in self.tensors.values())
 
     def rows_of_rank(self, rank: int) -> dict[Name, range]:
-        """Which rows of which tensors lie in the file of `rank`; tensors without any are left out."""
+        """Returns the rows of each tensor in the file of `rank`. Tensors without any are left out."""
         rows = written_rows(self.state, self.layout, rank)
         return {name: found for name, found in zip(self.tensors, rows, strict=True) if found}
 
     def files_of(self, name: Name, rows: range) -> list[str]:
-        """The files in which there are rows of a tensor that are among `rows`."""
+        """Returns the files that contain any of `rows` of a tensor."""
         number = self._numbers[name]
         tensor, first = self.state[number], self._replicas[number] * self.layout.num_shards
         shards = range(self.layout.num_shards if tensor.sharded else 1)
@@ -87,7 +89,7 @@ class Manifest:
 
 
 def state_tensor(saved: SavedTensor) -> StateTensor:
-    """A tensor of a point as `planning.state_layout` wants it."""
+    """Converts a tensor of a point to the form of `planning.state_layout`."""
     return StateTensor(
         group=saved.group,
         name=saved.name,

@@ -1,11 +1,10 @@
-"""A folder on a node's own disk in which parts of points lie (`resume.node_folder`): what it is known by, and
-which of them this machine has.
+"""Folders on the nodes' own disks that hold parts of points (`resume.node_folder`), and their identity.
 
     <node_folder>/node.json     sealed: id (32 hex digits), host, address, created, format
     <node_folder>/<run>-<run_id>/points/<point>/state/…     parts, named as in the run's storage
 
-The id is random and created exclusively: it outlives Ray's nodes, which get a new id whenever they start, and
-goes with the disk. It knows no cluster.
+The id is random and created exclusively. It outlives Ray's nodes, which get a new id at each start, and stays
+with the disk.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from orchestrator.storage.sealed import seal, unseal
 from orchestrator.storage.store import Listed, Readable
 
 NODE = "node.json"
-FORMAT = 1  # of node.json; those without it are of the first
+FORMAT = 1  # of node.json; files without it are of the first
 _ID_BYTES = 16
 _PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """The content of node.json; host, address and created (ISO 8601) are for people."""
+    """The content of node.json. host, address and created (ISO 8601) are for people."""
 
     id: str
     host: str
@@ -48,8 +47,10 @@ class Node:
 
 
 class NodeStore(Readable, Protocol):
-    """What is needed of a run's folder on a node; a `LocalStore` is one. Paths as in the run's storage. Each
-    call raises `UnreachableNodeError` where the node does not answer.
+    """The operations on a run's folder on a node, for example a `LocalStore`. Paths are as in the run's
+    storage.
+
+    Each call raises `UnreachableNodeError` if the node does not answer.
     """
 
     def list(self, folder: str) -> Sequence[Listed]:
@@ -62,32 +63,34 @@ class NodeStore(Readable, Protocol):
 
 
 class Nodes(Protocol):
-    """The nodes that a process reaches, its own among them. Safe to use from threads."""
+    """The nodes that a process can reach, including its own. Safe to use from threads."""
 
     @property
     def advice(self) -> str:
-        """What to do about a part that no node reached from here has; a sentence without its end."""
+        """What to do about a part that no reachable node has; a sentence without its end."""
         ...
 
     def store(self, place: NodePlace) -> NodeStore | None:
-        """What lies in this place; None where it is not reached now."""
+        """Returns the store at this place; None if it cannot be reached now."""
         ...
 
     def everywhere(self, run: str) -> Sequence[NodeStore]:
-        """The folders of this name (see `run_folder`) in the node folders of all nodes that are reached now,
-        whether or not they are there.
+        """Returns the folders of this name (see `run_folder`) in the node folders of all nodes reachable now.
+
+        The folders need not exist.
         """
         ...
 
 
 def run_folder(name: str, run_id: str) -> str:
-    """The name of a run's folder in node folders."""
+    """Returns the name of a run's folder in node folders."""
     return f"{name}-{run_id}"
 
 
 def expanded(folder: str) -> str:
-    """A configured node folder on this machine: `~` and `$NAME` are what they are here. Raises
-    `ResourceError` where that gives no absolute path.
+    """Expands `~` and `$NAME` in a configured node folder on this machine.
+
+    Raises `ResourceError` if the result is not an absolute path.
     """
     found = os.path.expandvars(expanded_home(folder, "resume.node_folder"))
     if not os.path.isabs(found) or "$" in found:
@@ -99,8 +102,9 @@ def expanded(folder: str) -> str:
 
 
 def read_node(folder: str) -> Node | None:
-    """What a node folder of this machine is known by; None where there is none, or its node.json cannot be
-    read: its disk is not here.
+    """Returns the identity of a node folder of this machine.
+
+    None if there is none, or its node.json cannot be read: its disk is not here.
     """
     try:
         return _read(Storage(folder))
@@ -116,8 +120,9 @@ def _read(storage: Storage) -> Node:
 
 
 def make_node(folder: str, address: str) -> Node:
-    """As `read_node`; makes the folder and node.json where they are missing. Raises `StorageError` if it can
-    be neither made nor read.
+    """Like `read_node`, but makes the folder and node.json if they are missing.
+
+    Raises `StorageError` if it can be neither made nor read.
     """
     storage = Storage(folder)
     node = Node(
@@ -140,13 +145,14 @@ def make_node(folder: str, address: str) -> Node:
 
 
 def place_in(folder: str, node: Node, run: str) -> NodePlace:
-    """The place of a run's parts in a node folder."""
+    """Returns the place of a run's parts in a node folder."""
     return NodePlace(id=node.id, host=node.host, address=node.address, folder=f"{folder}/{run}")
 
 
 def root_here(place: NodePlace, own: str = "") -> str | None:
-    """The folder of this machine that is this place: in the node folder `own` ("" for none), or where COMMIT
-    says that it was; None: its disk is not here.
+    """Returns the folder of this machine at this place; None if its disk is not here.
+
+    It is in the node folder `own` ("" for none), or where COMMIT recorded it.
     """
     above, run = os.path.split(place.folder)
     for folder in dict.fromkeys((own, above)):
@@ -156,7 +162,7 @@ def root_here(place: NodePlace, own: str = "") -> str | None:
 
 
 class NodesHere:
-    """See `Nodes`: this machine alone. Pickles."""
+    """See `Nodes`: reaches this machine only. Can be pickled."""
 
     def __init__(self, folder: str | None = None) -> None:
         """`folder`: the configured node folder."""
@@ -164,8 +170,10 @@ class NodesHere:
 
     @property
     def own(self) -> str:
-        """The node folder of this machine, "" without one, and where it has no name here: a driver need not
-        have the variables of its nodes.
+        """The node folder of this machine, or "".
+
+        It is "" without one, or if its path cannot be expanded: a driver need not have the variables of its
+        nodes.
         """
         try:
             return expanded(self._folder) if self._folder else ""
@@ -193,9 +201,10 @@ class NodesHere:
 def copy_part(
     source: Readable, to: Storage, path: str, entry: FileEntry, check: Callable[[], None] = goes_on
 ) -> None:
-    """A copy of a part on this node, whole, durable and read back. `check` is called between pieces, and what
-    it raises ends it. Raises `StorageError`, and as `source`; then no part of the file is left, unless even
-    taking it away failed.
+    """Copies a part to this node, whole and durable, and verifies the copy.
+
+    `check` is called between pieces; an exception of it ends the copying. Raises `StorageError`, and as
+    `source`. Then no part of the file is left, unless even its removal failed.
     """
 
     def pieces() -> Iterator[memoryview]:
@@ -213,7 +222,10 @@ def copy_part(
 
 
 def _wrong_with(storage: Storage, path: str, entry: FileEntry) -> str:
-    """How a part differs from what was written, by the digests in its header; empty if it does not."""
+    """Returns how a part differs from what was written; empty if it does not.
+
+    The digests in its header decide.
+    """
     try:
         header = read_header(storage, path, entry.bytes)
         if (found := blake3(header).hexdigest()) != entry.digest:

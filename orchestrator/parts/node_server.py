@@ -1,7 +1,7 @@
-"""What one node does for others with the parts on its disk (`resume.node_folder`): it reads, lists and
-deletes them, and makes copies of another node's. An actor, or an object of a test, is one.
+"""The server of one node for the parts on its disk (`resume.node_folder`).
 
-It decides nothing, and serves no path outside a run's folder in a node folder.
+It reads, lists and deletes them for other nodes, and copies other nodes' parts. It runs as an actor, or as an
+object in a test. It serves no path outside a run's folder in a node folder.
 """
 
 from __future__ import annotations
@@ -30,31 +30,34 @@ from orchestrator.storage.store import Listed, ObjectFacts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Home:
-    """A node folder: its place, that of no run; whether workers write there; how much is free on its disk."""
+    """A node folder: its place without a run, whether workers write there, and the free bytes on its disk."""
 
     place: NodePlace
     has_workers: bool
     free_bytes: int
 
     def place_of(self, run: str) -> NodePlace:
-        """The place of a run's parts in it."""
+        """Returns the place of a run's parts in it."""
         return replace(self.place, folder=f"{self.place.folder}/{run}")
 
 
 class NodeServer:
-    """That of one node. Safe to use from threads."""
+    """The server of one node. Safe to use from threads."""
 
     def __init__(self, folder: str | None, address: str) -> None:
-        """`folder` as configured; None: this launch writes to none, and only places that a COMMIT names are
-        served. `address` is for people.
+        """`folder` as configured. None: this launch writes to none, and only places that a COMMIT names are
+        served.
+
+        `address` is for people.
         """
         self._folder, self._address, self._here = folder, address, NodesHere(folder)
         self._has_workers = False
         self._unwanted = set[str]()
 
     def home(self) -> Home:
-        """This node's folder, made where it is missing. Raises `ResourceError` or `StorageError` if it cannot
-        be.
+        """Returns this node's folder, and makes it if it is missing.
+
+        Raises `ResourceError` or `StorageError` if that fails.
         """
         assert self._folder is not None, "a launch without a node folder asks for none"
         folder = expanded(self._folder)
@@ -64,15 +67,15 @@ class NodeServer:
         return Home(place=place, has_workers=self._has_workers, free_bytes=free)
 
     def workers_came(self) -> None:
-        """Workers write to this node's folder from now on."""
+        """Records that workers write to this node's folder from now on."""
         self._has_workers = True
 
     def has(self, places: Sequence[NodePlace]) -> list[bool]:
-        """Which of these are on this node's disks."""
+        """Returns which of these are on this node's disks."""
         return [root_here(place, self._here.own) is not None for place in places]
 
     def read(self, place: NodePlace, path: str, start: int, num_bytes: int) -> bytes:
-        """Bytes of a file; fewer where it ends before. Raises as `Storage.read`."""
+        """Returns bytes of a file, fewer if it ends before. Raises as `Storage.read`."""
         memory = bytearray(num_bytes)
         found = self._at(place).read(path, start, memoryview(memory))
         return bytes(memoryview(memory)[:found])
@@ -90,8 +93,9 @@ class NodeServer:
         self._at(place).delete_folder(folder)
 
     def keep(self, source: NodeStore, run: str, path: str, entry: FileEntry, token: str) -> NodePlace:
-        """A copy of another node's part in this one's folder, durable and read back; where it lies. Raises
-        `StorageError`, and `PartCancelled` after `stop_keeping` of its token.
+        """Copies another node's part into this node's folder, durably and verified; returns its place.
+
+        Raises `StorageError`, and `PartCancelled` after `stop_keeping` of its token.
         """
 
         def check() -> None:
@@ -103,7 +107,7 @@ class NodeServer:
         return place
 
     def stop_keeping(self, token: str) -> None:
-        """The copy that was asked for with this token is not needed any more."""
+        """The copy that was requested with this token is not needed any more."""
         self._unwanted.add(token)
 
     def _at(self, place: NodePlace) -> LocalStore:

@@ -1,7 +1,7 @@
-"""A run's storage of whose points some have their parts on the disks of nodes (`resume.node_folder`): whoever
-reads, deletes or forks a point finds each part where COMMIT says that it lies, and need not know of it.
+"""A run's storage that also finds parts on the disks of nodes (`resume.node_folder`).
 
-Everything else lies in the storage that all share. It knows no cluster: `Nodes` are reached by others.
+Code that reads, deletes or forks a point gets each part from the place that COMMIT records, transparently.
+Everything else is in the shared storage.
 """
 
 from __future__ import annotations
@@ -33,55 +33,57 @@ _PART = re.compile(r"points/([^/]+)/state/(\d+)-of-\d+\.safetensors")
 
 
 def run_storage(location: str, nodes: Nodes | None = None) -> NodeStorage:
-    """The storage of the run at a folder's path or a bucket's URI, as `open_storage` takes it. `nodes`: those
-    that are reached; by default this machine.
+    """Opens the storage of the run at a folder's path or a bucket's URI, as `open_storage` takes it.
+
+    `nodes`: those that can be reached; by default this machine.
     """
     return with_nodes(open_storage(location), nodes)
 
 
 def with_nodes(storage: Storage, nodes: Nodes | None = None) -> NodeStorage:
-    """See `run_storage`; `storage` is what all nodes see."""
+    """See `run_storage`; `storage` is the one that all nodes see."""
     return NodeStorage(storage._store, nodes or NodesHere())
 
 
 class NodeStorage(Storage):
-    """See `Storage`. Parts of a point whose COMMIT names nodes are read there: from this node first, then
-    from the others in the order of COMMIT. A place that has lost a file, or has other bytes, is said in the
-    log, and the next one is read.
+    """See `Storage`. If a point's COMMIT names nodes, its parts are read there.
 
-    Where no node that has a file is reached, reading it raises `UnreachableNodeError` with all that is
-    missing of the point: only a file that all its places have surely lost is gone.
+    This node is tried first, then the others in the order of COMMIT. If a place has lost a file, or has other
+    bytes, this is logged, and the next place is tried. If no node that has a file can be reached, reading it
+    raises `UnreachableNodeError` with everything that is missing of the point. A file counts as gone only if
+    all its places have surely lost it.
     """
 
     def __init__(self, shared: Store, nodes: Nodes) -> None:
-        """`shared` is what all nodes see."""
+        """`shared` is the storage that all nodes see."""
         self._store = shared
         self._nodes = nodes
-        self._known: dict[str, tuple[NodeParts, ...]] = {}  # by point; a COMMIT never changes
-        self._wrong: set[tuple[str, str]] = set()  # path and node: the file there is not as it was written
+        self._known: dict[str, tuple[NodeParts, ...]] = {}  # point -> nodes; a COMMIT never changes
+        self._wrong: set[tuple[str, str]] = set()  # (path, node) of files that are not as they were written
         self._used = _Used()
 
     def reach(self, nodes: Nodes) -> None:
-        """From now on these are reached: a driver has come to its cluster."""
+        """Sets the reachable nodes, when a driver has connected to its cluster."""
         self._nodes = nodes
 
     # ---------------------------------------------------------------------- what is where
     @property
     def reached(self) -> Nodes:
-        """The nodes that are reached."""
+        """The reachable nodes."""
         return self._nodes
 
     def used(self, path: str, place: NodePlace) -> None:
-        """A file was read there."""
+        """Records that a file was read there."""
         self._used.put(path, place)
 
     def is_wrong(self, path: str, place: NodePlace) -> bool:
-        """Whether a file is not read there any more; see `elsewhere`."""
+        """Whether a file is no longer read there; see `elsewhere`."""
         return (path, place.id) in self._wrong
 
     def nodes_of(self, point: str) -> tuple[NodeParts, ...]:
-        """Which nodes have which parts of a committed point; empty where all lie in this storage, and of what
-        is no point. Raises `StorageError`.
+        """Returns which nodes have which parts of a committed point.
+
+        Empty if all are in this storage, and for names without a point. Raises `StorageError`.
         """
         if point not in self._known:
             with suppress(FileNotFoundError):
@@ -113,12 +115,12 @@ class NodeStorage(Storage):
                     "%s/%s on %s is not as it was written; its copy is read", used.folder, path, used
                 )
                 return True
-        # whoever looks the next time looks at all of them
+        # the next reader tries all of them again
         self._wrong.difference_update([(path, place.id) for place in places])
         return False
 
     def left_on_nodes(self) -> list[str]:
-        """The folders of points that lie on the nodes that are reached."""
+        """Returns the folders of points on the reachable nodes."""
         found = set[str]()
         for store in self._everywhere():
             with suppress(UnreachableNodeError):
@@ -151,12 +153,13 @@ class NodeStorage(Storage):
     def delete(self, path: str) -> None:
         """See `Storage`."""
         if match := _COMMIT.fullmatch(path):
-            self.nodes_of(match[1])  # nobody can say afterwards where the parts lie
+            self.nodes_of(match[1])  # afterwards it is unknown where the parts are
         super().delete(path)
 
     def delete_folder(self, folder: str) -> None:
-        """See `Storage`; of a point also on the nodes that are reached. What is left on the others, a later
-        start takes away.
+        """See `Storage`. A point's folder is also deleted on the reachable nodes.
+
+        A later start removes the rest on the others.
         """
         super().delete_folder(folder)
         if (match := _POINT.fullmatch(folder)) is None:
@@ -186,12 +189,12 @@ class NodeStorage(Storage):
             try:
                 parts = tuple(decode(NodeParts, each) for each in unseal(commit).get("nodes", ()))
             except (OrchestratorError, AttributeError, TypeError):
-                return  # damaged, as whoever reads it says
+                return  # damaged; its reader reports that
         self._known[point] = parts
 
     def unreachable(self, point: str, path: str, away: Sequence[NodePlace]) -> UnreachableNodeError:
-        """What to raise of a part whose only good places are `away`."""
-        if not (text := self._missing_text(point)):  # of this one the other places are no good
+        """Builds the error for a part whose only good places are `away`."""
+        if not (text := self._missing_text(point)):  # the other places of this part are no good
             rank = int(path.rpartition("/")[2].partition("-")[0])
             where = " and ".join(f"{place} in {place.folder}" for place in away)
             text = f"resume point {point} needs file {rank} on {where}: it is damaged or gone elsewhere"
@@ -205,7 +208,7 @@ class NodeStorage(Storage):
 
 
 class _Used(threading.local):
-    """Where a thread has read files last, by their paths. Pickles as an empty one."""
+    """The places where a thread last read files, by path. Pickles as an empty one."""
 
     def __init__(self) -> None:
         self._places: dict[str, NodePlace] = {}
@@ -214,16 +217,16 @@ class _Used(threading.local):
         return _Used, ()
 
     def put(self, path: str, place: NodePlace) -> None:
-        """A file was read there."""
+        """Records that a file was read there."""
         self._places[path] = place
 
     def pop(self, path: str) -> NodePlace | None:
-        """Where it was read last, once."""
+        """Returns where it was read last, and forgets it."""
         return self._places.pop(path, None)
 
 
 class _Placed:
-    """See `Readable`: a part that lies in several places."""
+    """See `Readable`: a part with several places."""
 
     def __init__(self, storage: NodeStorage, point: str, places: Sequence[NodePlace]) -> None:
         self._storage, self._point, self._places = storage, point, places
@@ -237,7 +240,7 @@ class _Placed:
         return self._first(path, lambda store: store.facts(path))
 
     def _first(self, path: str, act: Callable[[NodeStore], Result]) -> Result:
-        """What the first place says that says anything."""
+        """Returns the result of the first place that has one."""
         storage, trouble = self._storage, None
         away = list[NodePlace]()
         for place, store in self._in_order(path):
@@ -246,7 +249,7 @@ class _Placed:
                     raise UnreachableNodeError(str(place))
                 found = act(store)
             except FileNotFoundError:
-                if storage.reached.store(place) is None:  # a disk that has gone has lost nothing
+                if storage.reached.store(place) is None:  # a disk that is unavailable has not lost the file
                     away.append(place)
                 else:
                     _log.warning("%s/%s on %s is missing", place.folder, path, place)
@@ -264,7 +267,7 @@ class _Placed:
         raise FileNotFoundError(f"{path} is in none of its places: {', '.join(map(str, self._places))}")
 
     def _in_order(self, path: str) -> list[tuple[NodePlace, NodeStore | None]]:
-        """This machine's first, for nothing else costs as little."""
+        """Orders the places, this machine's first because it is the fastest."""
         good = [place for place in self._places if not self._storage.is_wrong(path, place)]
         found = [(place, self._storage.reached.store(place)) for place in good]
         return sorted(found, key=lambda each: not isinstance(each[1], LocalStore))

@@ -1,13 +1,11 @@
-"""The file that one rank writes at a save: the rows of the state that it has to write, as safetensors.
-
-It knows bytes and their digests; when a file is written, and to which point it belongs, its callers know.
+"""The file that one rank writes at a save: its rows of the state, as safetensors.
 
     8 bytes                 length of the header that follows (little-endian), as in every safetensors file
-    header                  JSON, filled up with spaces: to each tensor its dtype, shape and place, and
+    header                  JSON, padded with spaces: to each tensor its dtype, shape and place, and
                             `__metadata__`, whose values are texts:
-        format              "pt" (what transformers asks for)
-        point               the name of the point it was saved for, e.g. 00000480-a0003-g0007 (a fork takes
-                            the file as it is)
+        format              "pt" (required by transformers)
+        point               the name of the point it was saved for, e.g. 00000480-a0003-g0007 (a fork keeps
+                            the file unchanged)
         part                JSON: format 2, rank, num_shards, num_replicas, piece_bytes
         rows                JSON: to each tensor [first row, row after the last], of the whole tensor
         pieces              JSON: to each tensor the blake3 digests (32 hex digits each) of its bytes, cut
@@ -17,8 +15,8 @@ It knows bytes and their digests; when a file is written, and to which point it 
                             `model/<name>` and `optimizer/<name>`, rows in their order
 
 **The digest of such a file is the blake3 of its length and header.** The header has the digests of the
-pieces, and these guard every other byte: so the file is hashed once while it is written, a reader of some
-rows verifies the pieces they lie in, and nobody has to read all of it to trust a part.
+pieces, and these guard every other byte. The file is thus hashed once while it is written. A reader of some
+rows verifies the pieces that contain them, and need not read the whole file to trust a part.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from orchestrator.records.points import FileEntry
 from orchestrator.storage.files import Storage
 
 FORMAT = 2
-FOLDER = "state"  # of a point, in which its parts lie
+FOLDER = "state"  # the folder of a point that contains its parts
 PIECE_BYTES = 64 << 20
 LENGTH_BYTES = 8  # of the header's length, with which a safetensors file begins
 _ALIGN_BYTES = 64  # the tensors begin at a multiple of it
@@ -46,17 +44,18 @@ _FIRST_BYTES = 64 << 10  # most headers fit into it: one request
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _DIGEST_BYTES = 16  # of a piece
 _METADATA = "__metadata__"
-_SUM_BLOCK_BYTES = 8 << 20  # between two looks at whether it is still wanted
+_SUM_BLOCK_BYTES = 8 << 20  # between two checks whether the part is still wanted
 
 
 def goes_on() -> None:
-    """Called again and again while a part is made: one that raises ends it. This one never does."""
+    """The default `check` while a part is made: never raises. A check that raises ends the work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartRows:
-    """Rows of a tensor that a rank writes. `data` is their bytes, one row after the other, little-endian;
-    `dtype` is torch's name.
+    """Rows of a tensor that a rank writes.
+
+    `data` is their bytes, one row after the other, little-endian. `dtype` is torch's name.
     """
 
     tensor: StateTensor
@@ -67,8 +66,10 @@ class PartRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartFile:
-    """A part that is ready to be written. `path` is relative to the point's folder; `content` is the header
-    and then the bytes of the tensors, in views of at most `PIECE_BYTES`; `sums` to each group.
+    """A part that is ready to be written.
+
+    `path` is relative to the point's folder. `content` is the header and then the bytes of the tensors, in
+    views of at most `PIECE_BYTES`. `sums` has a sum for each group.
     """
 
     path: str
@@ -85,9 +86,10 @@ class PartFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extent:
-    """Where rows of a tensor lie in a file of a point, one row after the other from byte `start` on.
+    """The place of rows of a tensor in a file of a point, one row after the other from byte `start` on.
 
-    `digests` are those of their bytes, cut into pieces of `piece_bytes`, in order; the last is shorter.
+    `digests` are those of their bytes, cut into pieces of `piece_bytes`, in order. The last piece may be
+    shorter.
     """
 
     dtype: str
@@ -101,7 +103,7 @@ class Extent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartHeader:
-    """What the header of a part says. `extents` by (group, name)."""
+    """The contents of a part's header. `extents` are by (group, name)."""
 
     point: str
     rank: int
@@ -111,12 +113,12 @@ class PartHeader:
 
 
 def part_path(rank: int, world_size: int) -> str:
-    """Where a rank's part lies in the point's folder."""
+    """Returns the path of a rank's part in the point's folder."""
     return f"{FOLDER}/{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def piece_digest(data: bytes | bytearray | memoryview) -> str:
-    """The digest of a piece: the first 128 bits of its blake3, as 32 hex digits."""
+    """Returns the digest of a piece: the first 128 bits of its blake3, as 32 hex digits."""
     return blake3(data).hexdigest(length=_DIGEST_BYTES)
 
 
@@ -124,11 +126,11 @@ def piece_digest(data: bytes | bytearray | memoryview) -> str:
 def make_part(
     point: str, layout: Layout, rank: int, parts: Iterable[PartRows], check: Callable[[], None] = goes_on
 ) -> PartFile:
-    """The part of `rank`, hashed; its `content` are views of the data of `parts`, which must stay as they are
-    until it is written. Tensors of which there are no rows are left out.
+    """Builds the part of `rank`, hashed. Tensors without rows are left out.
 
-    `check` is called between pieces. Raises what it raises, and `ResumePointError` for a type of numbers that
-    files cannot hold.
+    Its `content` are views of the data of `parts`, which must not change until it is written. `check` is
+    called between pieces. Raises what `check` raises, and `ResumePointError` for a type of numbers that files
+    cannot hold.
     """
     written = sorted(
         (part for part in parts if part.rows),
@@ -151,8 +153,9 @@ def make_part(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Laid:
-    """Rows of a tensor at their place in the file: bytes [start, stop) behind the header, in pieces with
-    their digests; `name` is the tensor's in the file.
+    """Rows of a tensor at their place in the file: bytes [start, stop) after the header.
+
+    They are in pieces with their digests. `name` is the tensor's in the file.
     """
 
     name: str
@@ -168,7 +171,7 @@ class _Laid:
 
 
 def _lay(part: PartRows, start: int, check: Callable[[], None]) -> _Laid:
-    """Rows hashed and added up, for the place from byte `start` on."""
+    """Hashes and sums rows for the place from byte `start` on."""
     name, tensor = f"{part.tensor.group}/{part.tensor.name}", part.tensor
     shape = (len(part.rows), *tensor.shape[1:]) if tensor.shape else ()
     data = part.data.cast("B") if part.data.nbytes else memoryview(b"")
@@ -193,7 +196,7 @@ def _lay(part: PartRows, start: int, check: Callable[[], None]) -> _Laid:
 
 
 def _header(point: str, layout: Layout, rank: int, laid: Sequence[_Laid], sums: Mapping[str, int]) -> bytes:
-    """The file's length and header."""
+    """Returns the file's length and header."""
     tensors = {
         each.name: {
             "dtype": safetensors_name(each.dtype),
@@ -223,8 +226,8 @@ def _header(point: str, layout: Layout, rank: int, laid: Sequence[_Laid], sums: 
 
 
 def part_sum(part: PartRows, check: Callable[[], None] = goes_on) -> int:
-    """The sum of rows (`planning.weights_sum`). `check` as in `make_part`."""
-    import numpy as np  # who looks at a run adds nothing up, and needs none
+    """Returns the sum of rows (`planning.weights_sum`). `check` as in `make_part`."""
+    import numpy as np  # reading a run needs no sums, and thus no numpy
 
     tensor, total = part.tensor, 0
     seed = row_seed(tensor.group, tensor.name, part.dtype, tensor.shape)
@@ -239,9 +242,10 @@ def part_sum(part: PartRows, check: Callable[[], None] = goes_on) -> int:
 def write_part(
     storage: Storage, point: str, part: PartFile, check: Callable[[], None] = goes_on
 ) -> FileEntry:
-    """Writes a part into the folder of `point`, whole and durable, and returns its entry in COMMIT. `check`
-    is called before each piece. Raises `StorageError`, and what `check` raises: then no part of the file is
-    left, unless even taking it away failed.
+    """Writes a part into the folder of `point`, whole and durable; returns its entry in COMMIT.
+
+    `check` is called before each piece. Raises `StorageError`, and what `check` raises. Then no part of the
+    file is left, unless even its removal failed.
     """
 
     def pieces() -> Iterator[memoryview]:
@@ -261,11 +265,10 @@ def _text(value: Any) -> str:
 
 # ---------------------------------------------------------------------------------------------------- reading
 def read_header(storage: Storage, path: str, size: int) -> bytes:
-    """The length and the header of a safetensors file of `size` bytes at `path` in the storage; in no more
-    than two requests, most often one.
+    """Reads the length and the header of a safetensors file of `size` bytes at `path` in the storage.
 
-    Raises `ValueError` saying what is wrong with the file, `FileNotFoundError` and `StorageError` as
-    `Storage.read`.
+    It takes at most two requests, most often one. Raises `ValueError` with what is wrong with the file,
+    `FileNotFoundError` and `StorageError` as `Storage.read`.
     """
     first = bytes(storage.read_part(path, 0, min(size, _FIRST_BYTES)))
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
@@ -280,8 +283,10 @@ def read_header(storage: Storage, path: str, size: int) -> bytes:
 
 
 def parse_header(header: bytes, size: int) -> PartHeader:
-    """What a header (with its length) of a file of `size` bytes says. Raises `ValueError` if it is not one of
-    a part as this version writes them, every byte of whose file is guarded by a digest.
+    """Parses a header (with its length) of a file of `size` bytes.
+
+    Raises `ValueError` if it is not the header of a part as this version writes them, with a digest for every
+    byte of the file.
     """
     try:
         return _parsed(header, size)

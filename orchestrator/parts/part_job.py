@@ -1,6 +1,6 @@
-"""What a rank asks to be written, and what comes of it, as values and as lines of JSON.
+"""The jobs for writing parts and their answers, as values and as lines of JSON.
 
-It knows buffers by the name under which another process opens them, not by what is in them.
+Buffers are identified by the name under which another process opens them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from orchestrator.storage.files import Storage
 
 
 class PartCancelled(OrchestratorError):
-    """The part is not wanted any more; no file of it is left."""
+    """The part is no longer wanted. No file of it is left."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartWritten:
-    """A part that is whole and durable. `sums`: to each group the sum of its rows in it. `nodes`: on whose
-    disks it lies (see `Vote`).
+    """A part that is whole and durable.
+
+    `sums`: for each group the sum of its rows in it. `nodes`: those on whose disks it is (see `Vote`).
     """
 
     entry: FileEntry
@@ -37,9 +38,7 @@ class PartWritten:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobPart:
-    """Rows that are to be written, where they lie in the job's buffer, and what torch calls their type of
-    numbers.
-    """
+    """Rows that are to be written: their place in the job's buffer, and torch's name of their type."""
 
     place: Place
     dtype: str
@@ -47,10 +46,10 @@ class JobPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartJob:
-    """Write the part of `rank` into the folder of `point`.
+    """A request to write the part of `rank` into the folder of `point`.
 
-    `buffer` is a file that processes share: the path of one, or `/proc/<pid>/fd/<number>` of an open one
-    without a name (`memfd_create`). Nobody writes to it from the job's begin to its answer.
+    `buffer` is a file that processes share: a path, or `/proc/<pid>/fd/<number>` of an open file without a
+    name (`memfd_create`). It must not be written to from the job's begin to its answer.
     """
 
     point: str
@@ -61,25 +60,26 @@ class PartJob:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rows."""
+        """The number of bytes of all rows."""
         return sum(part.place.num_bytes for part in self.parts)
 
 
 def shared_path(handle: int) -> str:
-    """The name under which other processes of this user open a file that this one has open."""
+    """Returns the name under which other processes of this user open a file that this one has open."""
     return f"/proc/{os.getpid()}/fd/{handle}"
 
 
 class MappedBuffer:
-    """The newest buffer stays mapped until a job has another one, or one that has grown: to map a GB takes
-    0.1 s of CPU.
+    """Keeps the newest buffer mapped until a job uses another one, or one that has grown.
+
+    Mapping a GB takes 0.1 s of CPU.
     """
 
     def __init__(self) -> None:
         self._key, self._memory = (0, 0, 0), memoryview(b"")
 
     def of(self, path: str) -> memoryview:
-        """The bytes of the file. Raises `StorageError`."""
+        """Returns the bytes of the file. Raises `StorageError`."""
         try:
             facts = os.stat(path)
         except OSError as error:
@@ -97,9 +97,11 @@ def perform(
     check: Callable[[], None] = goes_on,
     kept: MappedBuffer | None = None,
 ) -> PartWritten:
-    """Hashes and writes the part. `check` is called between pieces; `kept` is what a process has mapped that
-    writes one part after the other. Raises `StorageError`, also where the buffer cannot be opened or ends too
-    early, and what `check` raises.
+    """Hashes and writes the part.
+
+    `check` is called between pieces. `kept` has the mapping of a process that writes one part after the
+    other. Raises `StorageError`, also if the buffer cannot be opened or ends too early, and what `check`
+    raises.
     """
     buffer, rows = (kept or MappedBuffer()).of(job.buffer), []
     for part in job.parts:
@@ -116,7 +118,7 @@ def perform(
 
 
 def _mapped(path: str) -> memoryview:
-    """A file's bytes without a copy of them; mapped as long as there is a view of them."""
+    """Maps a file's bytes without a copy, as long as there is a view of them."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -141,7 +143,7 @@ def _unreachable(path: str, error: OSError) -> StorageError:
 
 # ---------------------------------------------------------------------------------------------------- lines
 def job_line(number: int, job: PartJob) -> bytes:
-    """A job as a line of JSON."""
+    """Encodes a job as a line of JSON."""
     parts = [
         [
             part.place.tensor.group,
@@ -169,7 +171,7 @@ def job_line(number: int, job: PartJob) -> bytes:
 
 
 def job_of(content: dict[str, Any]) -> PartJob:
-    """The inverse of `job_line`, of the line's content."""
+    """Decodes the content of a `job_line`."""
     num_shards, num_replicas = content["layout"]
     return PartJob(
         point=content["point"],
@@ -193,7 +195,7 @@ def job_of(content: dict[str, Any]) -> PartJob:
 
 
 def written_line(number: int, written: PartWritten) -> bytes:
-    """An answer as a line of JSON."""
+    """Encodes an answer as a line of JSON."""
     entry = written.entry
     sums = {group: f"{total:032x}" for group, total in written.sums.items()}
     content = {
@@ -207,12 +209,12 @@ def written_line(number: int, written: PartWritten) -> bytes:
 
 
 def failed_line(number: int, reason: str, cancelled: bool) -> bytes:
-    """That nothing was written, as a line of JSON."""
+    """Encodes a failure, with nothing written, as a line of JSON."""
     return orjson.dumps({"job": number, "failed": reason, "cancelled": cancelled}) + b"\n"
 
 
 def answer_of(line: bytes) -> PartWritten:
-    """What an answer says. Raises `PartCancelled`, and `StorageError` with the reason of a failure."""
+    """Decodes an answer. Raises `PartCancelled`, and `StorageError` with the reason of a failure."""
     content = orjson.loads(line)
     if "failed" in content:
         kind = PartCancelled if content["cancelled"] else StorageError

@@ -1,7 +1,4 @@
-"""Has a rank's parts written by a process of their own (`parts.writer`), and starts another one if that dies.
-
-It knows jobs and their answers; which save is wanted, its caller decides.
-"""
+"""Writes a rank's parts in a separate process (`parts.writer`), which is restarted if it dies."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from orchestrator.parts.writer import CANCELLED, GROWS
 from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage
 
-# A smaller part takes a thread some milliseconds; a process takes 60 MB, and 0.3 s of CPU to start.
+# A smaller part takes a thread some milliseconds. A process takes 60 MB, and 0.3 s of CPU to start.
 PROCESS_FROM_BYTES = 8 << 20
 _MOST_DEATHS = 3
 _CLOSE_S = 10.0  # for a piece to end
@@ -31,12 +28,13 @@ _WRITER = "orchestrator.parts.writer"
 
 
 class Placed(Protocol):
-    """A part is durable on this node's own disk."""
+    """Called when a part is durable on this node's own disk."""
 
     def __call__(self, point: str, entry: FileEntry, check: Callable[[], None], /) -> tuple[NodePlace, ...]:
-        """Has another node keep a copy, where there is one: all places of the part, this one first. `check`
-        raises `PartCancelled` as soon as nobody needs a copy. Raises `StorageError` if this node's folder
-        cannot be named; a copy that fails is no error.
+        """Has another node keep a copy, if there is one; returns all places of the part, this one first.
+
+        `check` raises `PartCancelled` as soon as the copy is not needed any more. Raises `StorageError` if
+        this node's folder cannot be determined. A failing copy is no error.
         """
         ...
 
@@ -49,12 +47,11 @@ class _Task:
 
 
 class PartWriter:
-    """Writes one part after the other, in a process that starts with the first large one. Safe to use from
-    threads.
+    """Writes one part after the other, in a process that starts with the first large one.
 
-    Where that process dies, or cannot be started, the save at hand fails, and the next one starts another;
-    after three times without a part in between parts are written in a thread of this process, which slows
-    training down: `say` hears of it once. A rank that dies takes the process with it.
+    Safe to use from threads. If the process dies or cannot be started, the current save fails, and the next
+    one starts another process. After three failures without a part in between, parts are written in a thread
+    of this process, which slows training down; `say` is called once. If a rank dies, its process dies too.
     """
 
     def __init__(
@@ -64,38 +61,41 @@ class PartWriter:
         process_from_bytes: int = PROCESS_FROM_BYTES,
         placed: Placed | None = None,
     ) -> None:
-        """Parts of at least `process_from_bytes` bytes are for the process. `placed`: `storage` is a folder
-        of this node alone, see `Placed`.
+        """Parts of at least `process_from_bytes` bytes are written by the process.
+
+        `placed`: `storage` is a folder of this node alone, see `Placed`.
         """
         self._storage, self._say, self._process_from_bytes = storage, say, process_from_bytes
         self._placed = placed
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # over the five below; held for no longer than a moment
+        self._lock = threading.Lock()  # over the fields below; held only briefly
         self._next = 0
-        self._cancelled = -1  # the newest job that is
+        self._cancelled = -1  # the newest cancelled job
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._cancels: int | None = None  # the pipe of the process that hears of it
+        self._cancels: int | None = None  # the pipe that notifies the process of it
         self._deaths = 0
         self._progress = 0
-        # The process ends with the thread that started it: this one, which ends with us.
+        # The process ends with the thread that started it. That is this thread, which ends with this process.
         self._thread = threading.Thread(target=self._serve, name="part-writer", daemon=True)
         self._thread.start()
 
     @property
     def process_id(self) -> int | None:
-        """Of the process, None while there is none."""
+        """The id of the process; None while there is none."""
         process = self._process
         return process.pid if process is not None else None
 
     @property
     def progress(self) -> int:
-        """Grows while a part is written: a piece of 64 MiB at most, or several."""
+        """Grows while a part is written: once for one or more pieces of at most 64 MiB."""
         return self._progress
 
     def write(self, job: PartJob) -> Future[PartWritten]:
-        """The part, once it is whole and durable. The answer raises `PartCancelled`, or `StorageError`: also
-        where the process died. Then part of a file may be left, and the save must be given up.
+        """Writes a part; the future completes once it is whole and durable.
+
+        The future raises `PartCancelled`, or `StorageError`, also if the process died. Then part of a file
+        may be left, and the save must be given up.
         """
         with self._lock:
             assert not self._closed, "a closed writer was given a job"
@@ -105,16 +105,19 @@ class PartWriter:
         return task.answer
 
     def cancel(self) -> None:
-        """All jobs that were given so far end within a piece; their answers say so, if they are not written
-        by then. Does not wait.
+        """Cancels all jobs that were passed so far. Does not wait.
+
+        They end within a piece. The answers of those that are not written by then raise `PartCancelled`.
         """
         with self._lock:
             self._cancelled = self._next - 1
             self._tell_cancelled()
 
     def close(self) -> None:
-        """Cancels what is left, and ends the process; a second call does nothing. Waits for both, and kills a
-        process that does not end within 10 s (its storage does not answer): its job fails.
+        """Cancels remaining jobs, and ends the process. A second call does nothing.
+
+        Waits for both, and kills a process that does not end within 10 s (its storage does not answer): its
+        job fails.
         """
         with self._lock:
             if self._closed:
@@ -139,7 +142,7 @@ class PartWriter:
                     check = partial(self._check, task.number)
                     nodes = self._placed(task.job.point, written.entry, check)
                     written = replace(written, nodes=nodes)
-            except BaseException as error:  # noqa: BLE001  whoever waits hears of it
+            except BaseException as error:  # noqa: BLE001  the waiting thread receives it
                 task.answer.set_exception(error)
             else:
                 task.answer.set_result(written)
@@ -161,7 +164,7 @@ class PartWriter:
         process = self._process or self._begun()
         assert process.stdin is not None
         assert process.stdout is not None
-        with suppress(OSError):  # what cannot be sent shows where the answer is read
+        with suppress(OSError):  # a failure to send shows where the answer is read
             process.stdin.write(job_line(task.number, task.job))
             process.stdin.flush()
         line = process.stdout.readline()
@@ -186,10 +189,10 @@ class PartWriter:
             ) from error
 
     def _started(self) -> subprocess.Popen[bytes]:
-        # it finds what this process finds, and what lies in the current folder
+        # it imports what this process can import, and from the current folder
         places = [*(path for path in sys.path if path), os.getcwd()]
         theirs, ours = os.pipe()
-        os.set_blocking(ours, False)  # whoever cancels waits for nobody
+        os.set_blocking(ours, False)  # cancelling never blocks
         try:
             process = subprocess.Popen(  # noqa: S603  this Python, and a module of ours
                 [sys.executable, "-P", "-m", _WRITER, self._storage.root, str(os.getpid()), str(theirs)],
@@ -211,7 +214,7 @@ class PartWriter:
 
     def _tell_cancelled(self) -> None:
         if self._cancels is not None:
-            with suppress(OSError):  # it is dead, or stands still with a full pipe: it writes nothing
+            with suppress(OSError):  # it is dead, or stands still with a full pipe, and writes nothing
                 os.write(self._cancels, b"%d\n" % self._cancelled)
 
     def _died(self, process: subprocess.Popen[bytes]) -> StorageError:
@@ -239,7 +242,7 @@ class PartWriter:
             cancels, self._cancels = self._cancels, None
         assert cancels is not None
         os.close(cancels)
-        with suppress(OSError):  # what is left in the buffer has no reader
+        with suppress(OSError):  # the rest of the buffer has no reader
             process.communicate()
         process.wait()
         with self._lock:

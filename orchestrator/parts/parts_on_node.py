@@ -1,7 +1,6 @@
-"""Where the parts of a rank go with `resume.node_folder`: to the disk of its own node, and a copy to that of
-another one, so that a lost node costs no point.
+"""Writes a rank's parts to the disk of its own node, with a copy on another one (`resume.node_folder`).
 
-How a copy travels is the business of `Copies`; which points are committed, that of others.
+With the copy, a lost node costs no point. `Copies` transports the copies.
 """
 
 from __future__ import annotations
@@ -17,22 +16,24 @@ from orchestrator.storage.files import Storage
 
 
 class Copies(Protocol):
-    """The way to another node's disk."""
+    """Transports copies to another node's disk."""
 
     def keep(
         self, own: NodePlace, path: str, entry: FileEntry, check: Callable[[], None]
     ) -> NodePlace | None:
-        """Has another node copy a part of this one, `path` in the run's folder, onto its disk, whole, durable
-        and read back (`node_folder.copy_part`); where that lies. None: there is no other node.
+        """Has another node copy a part of this one onto its disk; returns the copy's place.
 
-        Raises `StorageError` if the copy failed, and what `check` raises, which is called every so often:
-        then nobody writes it any more, or its node is lost.
+        `path` is in the run's folder. The copy is whole, durable and verified (`node_folder.copy_part`).
+        Returns None if there is no other node.
+
+        Raises `StorageError` if the copy failed, and what `check` raises, which is called regularly. Then the
+        copy is no longer written, or its node is lost.
         """
         ...
 
 
 class NoCopies:
-    """See `Copies`: there is one node."""
+    """See `Copies`: there is only one node."""
 
     def keep(
         self, own: NodePlace, path: str, entry: FileEntry, check: Callable[[], None]
@@ -41,13 +42,15 @@ class NoCopies:
 
 
 class PartsOnNode:
-    """One rank's. Safe to use from threads."""
+    """The parts of one rank. Safe to use from threads."""
 
     def __init__(
         self, folder: str, run: str, address: str, copies: Copies, say: Callable[[str], None]
     ) -> None:
-        """`folder` as configured, `run` as `node_folder.run_folder` names it, `address` of this node, for
-        people. `say` hears of copies that fail. Raises `ResourceError` for a folder that has no name here.
+        """`folder` is as configured, `run` as from `node_folder.run_folder`.
+
+        `address` of this node is for people. `say` is called about copies that fail. Raises `ResourceError`
+        if the folder's path cannot be expanded here.
         """
         self._folder, self._run, self._address = expanded(folder), run, address
         self._copies, self._say = copies, say
@@ -56,9 +59,9 @@ class PartsOnNode:
     def placed(self, point: str, entry: FileEntry, check: Callable[[], None]) -> tuple[NodePlace, ...]:
         """See `part_writer.Placed`.
 
-        The vote waits for the copy: so a point whose COMMIT there is outlives the loss of any one node from
-        then on, and no later record has to be joined to COMMIT. A copy that fails costs the point that, not
-        its being: the save goes on with one place.
+        The vote waits for the copy. A committed point thus survives the loss of any one node, and COMMIT
+        needs no later additions. If a copy fails, the point loses this protection, but the save continues
+        with one place.
         """
         own = place_in(self._folder, make_node(self._folder, self._address), self._run)
         path = f"points/{point}/{entry.path}"
@@ -66,7 +69,7 @@ class PartsOnNode:
             kept = self._copies.keep(own, path, entry, check)
         except PartCancelled:
             return (own,)
-        except Exception as error:  # noqa: BLE001  whatever it is, the save continues with one place
+        except Exception as error:  # noqa: BLE001  after any error the save continues with one place
             self._say(
                 f"{path} of {own} has no copy on another node: {text_of(error)}; if {own} is lost, so is "
                 "this point"

@@ -1,7 +1,6 @@
-"""Pieces of a point's files, fetched to where their bytes are wanted and compared with their digests: in
-their order, and where storage is far with several requests under way.
+"""Fetches pieces of a point's files to their targets, and verifies their digests.
 
-It knows files, bytes and digests; which pieces are wanted, its caller knows.
+Pieces are fetched in order, from remote storage with several requests at a time.
 """
 
 from __future__ import annotations
@@ -18,24 +17,29 @@ from blake3 import blake3
 from orchestrator.parts.manifest import Name, PartDamage
 from orchestrator.storage.files import Storage
 
-REQUEST_BYTES = 8 << 20  # the most that one request asks for, and so the length of a buffer
-_DIRECT_BYTES = 1 << 20  # smaller pieces come together, by way of a buffer: one request for many
+REQUEST_BYTES = 8 << 20  # the largest request, and thus the length of a buffer
+_DIRECT_BYTES = 1 << 20  # smaller pieces are read together through a buffer: one request for many
 
 
 class Target(Protocol):
-    """Where rows of a tensor go: their bytes, one row after the other."""
+    """The destination of rows of a tensor: their bytes, one row after the other."""
 
     def view(self, start: int, num_bytes: int) -> memoryview | None:
-        """These bytes of the target, to be written to; None where they cannot be reached so (on a GPU)."""
+        """Returns these bytes of the target for writing.
+
+        None if they are not directly accessible (on a GPU).
+        """
 
     def write(self, start: int, data: memoryview) -> None:
-        """Puts `data` at byte `start`; it may be overwritten afterwards."""
+        """Writes `data` at byte `start`. `data` may be overwritten afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Bytes of a file with one digest, all of one tensor. Of these `length` from `skip` on are wanted at byte
-    `at` of `target` (none: they are only compared).
+    """Bytes of a file with one digest, all of one tensor.
+
+    `length` of these bytes, from `skip` on, are wanted at byte `at` of `target` (None: they are only
+    verified).
     """
 
     file: str
@@ -50,23 +54,24 @@ class Piece:
 
     @property
     def direct(self) -> memoryview | None:
-        """Where the whole piece can be read to."""
+        """The memory that the whole piece can be read into, or None."""
         if self.target is None or self.length != self.num_bytes:
             return None
         return self.target.view(self.at, self.num_bytes)
 
 
 def new_buffer(num_bytes: int) -> memoryview:
-    """Memory of this process, taken as it is written to."""
-    import numpy as np  # who looks at a run reads no tensors, and needs none
+    """Allocates memory of this process, which is taken as it is written to."""
+    import numpy as np  # reading a run needs no tensors, and thus no numpy
 
     return np.empty(num_bytes, np.uint8).data
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Request:
-    """Bytes of a file that come at once: some whole pieces, or a part of one. `into`: straight to a target,
-    else by way of a buffer.
+    """Bytes of a file that are read at once: some whole pieces, or a part of one.
+
+    `into`: they are read directly into a target, else through a buffer.
     """
 
     file: str
@@ -77,8 +82,10 @@ class _Request:
 
 
 class PieceFetcher:
-    """Fetches pieces from the folder `folder` of a storage; for one thread. Beside the targets it takes a
-    buffer of 8 MiB (`make_buffer` gives it) for each of `at_a_time` requests, as they are needed.
+    """Fetches pieces from the folder `folder` of a storage. For use by one thread.
+
+    Besides the targets it takes a buffer of 8 MiB (from `make_buffer`) for each of `at_a_time` requests, as
+    needed.
     """
 
     def __init__(
@@ -89,17 +96,18 @@ class PieceFetcher:
         at_a_time: int,
         was_read: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
-        """`was_read` is called with the bytes of each request when they were compared."""
+        """`was_read` is called with the bytes of each request once they are verified."""
         self._storage, self._folder, self._make_buffer = storage, folder, make_buffer
         self._was_read = was_read
         self._at_a_time = at_a_time
-        self._buffers: list[memoryview] = []  # those that nobody uses now
+        self._buffers: list[memoryview] = []  # the free buffers
         self._hasher = blake3()
 
     def fetch(self, pieces: Iterable[Piece]) -> None:
-        """Fills the targets of these pieces, file by file, each from its begin to its end. Raises
-        `PartDamage` naming the first file in this order whose bytes are not the committed ones,
-        `StorageError`; then targets hold anything, and nothing is written to them any more.
+        """Fills the targets of these pieces, file by file, each from begin to end.
+
+        Raises `PartDamage` naming the first file in this order whose bytes are not the committed ones, and
+        `StorageError`. Then the targets hold anything, and are not written to any more.
         """
         requests = _requests(sorted(pieces, key=lambda piece: (piece.file, piece.start)))
         if self._at_a_time == 1:
@@ -138,7 +146,9 @@ class PieceFetcher:
             raise PartDamage(request.file, f"ends {request.num_bytes - found} bytes too early")
 
     def _arrived(self, request: _Request, memory: memoryview) -> None:
-        """Requests come here in their order, so that a piece of many is hashed from its begin to its end."""
+        """Handles a completed request. Requests complete in order, so that a piece of several is hashed in
+        order.
+        """
         for piece in request.pieces:
             offset = request.start - piece.start  # below 0: the piece begins within the request
             first, last = max(0, offset), min(piece.num_bytes, offset + request.num_bytes)
@@ -157,7 +167,7 @@ class PieceFetcher:
 
 @contextmanager
 def _pool(num_threads: int) -> Iterator[ThreadPoolExecutor]:
-    """On leaving nothing runs in it any more, and what has not begun never does."""
+    """A thread pool. When the block ends, no task runs in it any more, and pending ones are cancelled."""
     pool = ThreadPoolExecutor(num_threads, "reading")
     try:
         yield pool
@@ -182,7 +192,7 @@ def _requests(pieces: Iterable[Piece]) -> Iterator[_Request]:
 
 
 def _together(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Small pieces that lie one after the other, to be read at once, and each large one by itself."""
+    """Yields small consecutive pieces, to be read together, and each large one by itself."""
     group: list[Piece] = []
     num_bytes = 0
     for piece in pieces:
@@ -212,7 +222,7 @@ def _compare(piece: Piece, hasher: blake3) -> None:
 
 
 def _give(piece: Piece, data: memoryview, done: int) -> None:
-    """What is wanted of `data`, which begins `done` bytes after the piece's begin."""
+    """Writes the wanted part of `data`, which begins `done` bytes after the piece's begin."""
     first, last = max(piece.skip, done), min(piece.skip + piece.length, done + len(data))
     if piece.target is not None and first < last:
         piece.target.write(piece.at + first - piece.skip, data[first - done : last - done])

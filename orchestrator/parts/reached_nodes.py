@@ -1,7 +1,6 @@
-"""The nodes of a cluster as a process reaches their disks (`resume.node_folder`): which of them has which
-place, and which keeps a copy.
+"""Reaches the disks of a cluster's nodes (`resume.node_folder`): finds places, and has copies kept.
 
-How a call travels to a node is the business of `Servers`; what is asked of a node is a `NodeServer`'s.
+`Servers` transports the calls, and each node's `NodeServer` answers them.
 """
 
 from __future__ import annotations
@@ -22,40 +21,41 @@ from orchestrator.planning.node_parts import keeper
 from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.store import Listed, ObjectFacts
 
-HOLDS_S = 30.0  # how long it is believed what nodes said of themselves
-_MISSED_S = 5.0  # and that none has a place
+HOLDS_S = 30.0  # how long the nodes' answers about themselves are used
+_MISSED_S = 5.0  # and the answer that no node has a place
 
 
 class Answer(Protocol):
-    """What will come of a call."""
+    """The future answer of a call."""
 
     def get(self, check: Callable[[], None] | None = None) -> Any:
-        """The answer, or what the call raised; `UnreachableNodeError` if the node does not answer: in time,
-        or, where `check` is given, while it lives. That is called every so often, and what it raises is
-        raised.
+        """Returns the answer, or raises what the call raised.
+
+        Raises `UnreachableNodeError` if the node does not answer in time; with `check`, if the node is no
+        longer alive. `check` is called regularly, and its exceptions are raised.
         """
         ...
 
 
 class Servers(Protocol):
-    """The way to the nodes' servers. Pickles; safe to use from threads."""
+    """Transports calls to the nodes' servers. Can be pickled; safe to use from threads."""
 
     def own(self) -> str:
-        """The node of this process."""
+        """Returns the node of this process."""
         ...
 
     def all(self) -> Sequence[str]:
-        """The nodes that are alive."""
+        """Returns the nodes that are alive."""
         ...
 
     def call(self, node: str, method: str, *arguments: Any) -> Answer:
-        """Asks the `NodeServer` of a node; does not wait."""
+        """Calls the `NodeServer` of a node. Does not wait."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteStore:
-    """See `NodeStore`: a place on another node. Pickles as `servers` do."""
+    """See `NodeStore`: a place on another node. Can be pickled if `servers` can."""
 
     servers: Servers
     node: str
@@ -86,7 +86,7 @@ class RemoteStore:
 
 
 class ReachedNodes:
-    """See `Nodes` and `Copies`. Pickles as `servers` do; then it knows nothing yet."""
+    """See `Nodes` and `Copies`. Can be pickled if `servers` can, without its cached answers."""
 
     def __init__(
         self, servers: Servers, folder: str | None, clock: Callable[[], float] = time.monotonic
@@ -94,10 +94,10 @@ class ReachedNodes:
         """`folder` as configured."""
         self._servers, self._folder, self._clock = servers, folder, clock
         self._here = NodesHere(folder)
-        self._lock = threading.Lock()  # over what is known; held while nodes are asked
+        self._lock = threading.Lock()  # over the cached answers; held while nodes are asked
         self._homes: dict[str, Home] = {}  # by node
         self._homes_at = -HOLDS_S
-        self._stores: dict[NodePlace, tuple[RemoteStore | None, float]] = {}  # and when that was found out
+        self._stores: dict[NodePlace, tuple[RemoteStore | None, float]] = {}  # with the time of the answer
 
     def __reduce__(self) -> tuple[type[ReachedNodes], tuple[Servers, str | None]]:
         return ReachedNodes, (self._servers, self._folder)
@@ -127,7 +127,7 @@ class ReachedNodes:
         """See `Nodes`."""
         if self._folder is None:
             return ()
-        # several nodes of Ray may be one machine, and this one among them
+        # several nodes of Ray may be one machine, including this one
         found: dict[str, NodeStore] = {}
         for node, home in self.homes(anew=True).items():
             place = home.place_of(run)
@@ -136,19 +136,23 @@ class ReachedNodes:
 
     # ---------------------------------------------------------------------- homes
     def homes(self, *, anew: bool = False) -> Mapping[str, Home]:
-        """The folder of each node that answers and has one, by node."""
+        """Returns the folder of each node that answers and has one, by node."""
         return {n: home for n, home in self._asked_homes(anew).items() if isinstance(home, Home)}
 
     def home(self, node: str) -> Home:
-        """The folder of one node, made where it is missing. Raises `UnreachableNodeError` where it does not
-        answer, `ResourceError` or `StorageError` where it cannot be made.
+        """Returns the folder of one node, and makes it if it is missing.
+
+        Raises `UnreachableNodeError` if the node does not answer, `ResourceError` or `StorageError` if the
+        folder cannot be made.
         """
         found: Home = self._servers.call(node, "home").get()
         return found
 
     def require_folders(self) -> Mapping[str, Home]:
-        """As `homes`. Raises `ResourceError` with all nodes on which the folder cannot be made, and where no
-        node answers; one alone that does not is just going, or just coming.
+        """Like `homes`, but requires that the folder can be made on every node.
+
+        Raises `ResourceError` with all nodes on which it cannot, and if no node answers. A single node that
+        does not answer is just starting or ending.
         """
         asked = self._asked_homes(anew=True)
         away = [each for each in asked.values() if isinstance(each, UnreachableNodeError)]
@@ -165,7 +169,7 @@ class ReachedNodes:
         return self.homes()
 
     def workers_came(self) -> None:
-        """Workers write to the folder of this process's node. Raises `UnreachableNodeError`."""
+        """Records that workers write to the folder of this process's node. Raises `UnreachableNodeError`."""
         self._servers.call(self._servers.own(), "workers_came").get()
 
     # ---------------------------------------------------------------------- as `Copies`
@@ -194,7 +198,7 @@ class ReachedNodes:
         return kept
 
     def _with_workers(self, *, anew: bool) -> dict[str, str]:
-        """To the id of each folder to which workers write a node that has it."""
+        """Maps the id of each folder that workers write to, to a node that has it."""
         return {home.place.id: node for node, home in self.homes(anew=anew).items() if home.has_workers}
 
     # ---------------------------------------------------------------------- asking
@@ -214,7 +218,7 @@ class ReachedNodes:
         return None
 
     def _of_all(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """What each node that is alive answers, or the error that came of it."""
+        """Returns the answer, or the error, of each node that is alive."""
         answers = {node: self._servers.call(node, method, *arguments) for node in self._servers.all()}
         found = dict[str, Any]()
         for node, answer in answers.items():

@@ -1,8 +1,4 @@
-"""Reads rows of tensors of a point straight to where they are wanted, every byte compared
-with its digest.
-
-It knows files, pieces and bytes; what a target is, its caller knows. It needs neither torch nor the model.
-"""
+"""Reads rows of a point's tensors directly into their targets, and verifies every byte's digest."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ def _by_place(piece: Piece) -> tuple[str, int]:
 
 
 class BytesTarget:
-    """A target that is memory of this process."""
+    """A target in the memory of this process."""
 
     def __init__(self, memory: memoryview | bytearray) -> None:
         self._memory = memoryview(memory)
@@ -45,7 +41,7 @@ class BytesTarget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """Rows of a tensor, and where they go."""
+    """Rows of a tensor, and their target."""
 
     rows: range
     target: Target
@@ -54,9 +50,9 @@ class Wanted:
 class PointReader:
     """The tensors of one point, whose manifest is known to be the committed one. Safe to use from threads.
 
-    Each call takes 8 MiB of memory beside the targets, and `read` from a bucket so much for each of several
-    requests at a time (`Traits.reads_at_a_time`; `make_buffer` gives it); the headers of the files that were
-    read stay in memory.
+    Each call takes 8 MiB of memory besides the targets. `read` from a bucket takes this for each of several
+    requests at a time (`Traits.reads_at_a_time`; from `make_buffer`). The headers of the files that were read
+    stay in memory.
     """
 
     def __init__(
@@ -67,15 +63,18 @@ class PointReader:
         self._sums: dict[str, dict[str, int]] = {}
 
     def read(self, wanted: Mapping[Name, Wanted]) -> None:
-        """Fills all targets, file by file, each from its begin to its end. Raises `PartDamage` naming the
-        file whose bytes are not the committed ones, `StorageError`; then targets hold anything.
+        """Fills all targets, file by file, each from begin to end.
+
+        Raises `PartDamage` naming the file whose bytes are not the committed ones, and `StorageError`. Then
+        the targets hold anything.
         """
         self.fetch(self.pieces(wanted))
 
     def pieces(self, wanted: Mapping[Name, Wanted]) -> list[Piece]:
-        """All pieces in which there are wanted rows, sorted by their files and places there: the same list
-        wherever the same rows are wanted. Reads headers, several at a time from afar. Raises as
-        `extents`.
+        """Returns all pieces that contain wanted rows, sorted by file and place.
+
+        The list is the same wherever the same rows are wanted. Reads headers, several at a time from remote
+        storage. Raises as `extents`.
         """
         found: list[Piece] = []
         files = (file for name, want in wanted.items() for file in self._manifest.files_of(name, want.rows))
@@ -94,8 +93,9 @@ class PointReader:
     def fetch(
         self, pieces: Iterable[Piece], was_read: Callable[[int], None] = lambda num_bytes: None
     ) -> None:
-        """Fills what these pieces have of their targets; `was_read` is called with so many bytes when they
-        were compared. Raises as `read`.
+        """Fills the targets of these pieces.
+
+        `was_read` is called with a number of bytes once they are verified. Raises as `read`.
         """
         together = list[Piece]()
         for file, group in groupby(sorted(pieces, key=_by_place), key=attrgetter("file")):
@@ -107,7 +107,8 @@ class PointReader:
         self._fetcher(self._make_buffer, at_a_time, was_read).fetch(together)
 
     def check(self, file: str, first_byte: int = 0, end: int | None = None) -> None:
-        """Compares the size of a file, and all its pieces that begin in [first_byte, end) with their digests.
+        """Verifies the size of a file, and the digests of all its pieces that begin in [first_byte, end).
+
         Raises as `read`.
         """
         self._again(file, lambda: self._check_size(file))
@@ -120,15 +121,17 @@ class PointReader:
         self._again(file, lambda: self._fetcher(new_buffer, 1).fetch(pieces))
 
     def extents(self, file: str) -> dict[Name, Extent]:
-        """Which rows of which tensors lie where in a file, as its header says, which is compared with the
-        point's documents first. Raises `PartDamage`.
+        """Returns the places of rows in a file, from its header.
+
+        The header is verified against the point's documents first. Raises `PartDamage`.
         """
         if file not in self._extents:
             self._extents[file] = self._again(file, lambda: self._read_extents(file))
         return self._extents[file]
 
     def sums(self) -> dict[str, int]:
-        """To each group the sum of all its rows (`planning.weights_sum`), as the headers of all files say.
+        """Returns the sum of all rows for each group (`planning.weights_sum`), from the headers of all files.
+
         Raises as `extents`.
         """
         total: dict[str, int] = {}
@@ -178,7 +181,7 @@ class PointReader:
 
     # ---------------------------------------------------------------------- pieces
     def _pieces(self, file: str, name: Name, extent: Extent, want: Wanted | None) -> Iterator[Piece]:
-        """The pieces of an extent in which there are wanted rows (None: all, wanted nowhere)."""
+        """Yields the pieces of an extent that contain wanted rows (`want` None: all, without a target)."""
         row_bytes = extent.num_bytes // len(extent.rows) if extent.rows else 0
         begin = extent.rows.start * row_bytes  # of the extent in the tensor
         low, high = (want.rows.start * row_bytes, want.rows.stop * row_bytes) if want else (0, 0)
@@ -202,7 +205,7 @@ class PointReader:
 
     # ---------------------------------------------------------------------- bytes
     def _again(self, file: str, act: Callable[[], Result]) -> Result:
-        """`act`, again from the next copy of the file while there is one."""
+        """Runs `act`, and again for the next copy of the file while there is one."""
         while True:
             try:
                 return act()
@@ -220,7 +223,7 @@ class PointReader:
             raise PartDamage(file, f"has {found} bytes, committed were {committed}")
 
     def _fetch_any_copy(self, file: str, pieces: list[Piece], was_read: Callable[[int], None]) -> None:
-        """By this thread alone, which is asked where it read what turns out to be wrong."""
+        """Uses only this thread, because the place of the last read is recorded per thread."""
         self._again(file, lambda: self._fetcher(self._make_buffer, 1, was_read).fetch(pieces))
 
     def _fetcher(

@@ -1,10 +1,12 @@
-"""A process beside each rank that hashes and writes its parts, so that training keeps its interpreter and its
-memory to itself: `python -m orchestrator.parts.writer ROOT PARENT CANCELS`.
+"""A process beside each rank that hashes and writes its parts.
 
-It reads jobs (`part_job`) as lines from its input and answers each with a line, before which come lines that
-say that it gets on. A line with a number from the
-pipe CANCELS ends all jobs up to that one within a piece. It ends when its input does, and with the thread
-that started it, however that ends (Linux: PR_SET_PDEATHSIG). It loads neither torch nor Ray.
+Training thus keeps its interpreter and its memory to itself. Usage: `python -m orchestrator.parts.writer ROOT
+PARENT CANCELS`.
+
+The process reads jobs (`part_job`) as lines from its input and answers each with a line. Before the answer it
+writes lines that report progress. A line with a number from the pipe CANCELS ends all jobs up to that one
+within a piece. The process ends when its input does, and with the thread that started it, however that ends
+(Linux: PR_SET_PDEATHSIG). It loads neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -33,14 +35,15 @@ from orchestrator.storage.open import open_storage
 _PR_SET_PDEATHSIG = 1
 _PIPE_BYTES = 64 << 10
 _NICE = 5  # a save may wait, a step may not
-GROWS = b"grows\n"  # said of the job at hand, once a second at most
+GROWS = b"grows\n"  # reported for the current job, at most once a second
 _GROWS_EVERY_S = 1.0
 CANCELLED = "the save is not wanted any more; its part is cancelled"
 
 
 class _Cancelled:
-    """Up to which job nothing is wanted any more, by what the pipe says at each look: a job that was
-    cancelled before it was taken up is never begun.
+    """The newest cancelled job, read from the pipe at each check.
+
+    A job that was cancelled before it was taken up is never begun.
     """
 
     def __init__(self, pipe: int) -> None:
@@ -48,7 +51,7 @@ class _Cancelled:
         self._pipe, self._rest, self._up_to = pipe, b"", -1
 
     def check(self, number: int) -> None:
-        """Raises `PartCancelled` if this job is cancelled, and all are once the pipe has ended."""
+        """Raises `PartCancelled` if this job is cancelled. All are once the pipe has ended."""
         while self._up_to < sys.maxsize:
             try:
                 said = os.read(self._pipe, _PIPE_BYTES)
@@ -63,7 +66,7 @@ class _Cancelled:
 def main(root: str, parent: int, cancels: int) -> None:
     """Serves until the input ends."""
     _end_with(parent)
-    # the rank decides when to stop, and a save under way is a part of its stopping
+    # The rank decides when to stop, and a save in progress is part of its stopping.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)
@@ -92,7 +95,7 @@ def _answer(storage: Storage, content: dict[str, Any], cancelled: _Cancelled, ke
 
 
 def _end_with(parent: int) -> None:
-    """With the process that started this one, even if it is killed."""
+    """Makes this process end with the process that started it, even if that is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

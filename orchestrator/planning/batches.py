@@ -1,7 +1,6 @@
-"""Which samples a step trains, which rank trains them, and what its label is: half-open ranges of integers.
+"""Computes which samples a step trains, which rank trains them, and the step's label.
 
-It knows no data, no model and no rank's process; nothing here is rounded except upward counts of steps and
-samples.
+All ranges are half-open ranges of integers. The only rounding is upwards, of counts of steps and samples.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from orchestrator.records.batches import StepRange
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remaining:
-    """What is left until the first stop: positions, samples, and steps of the batch size and seq_len asked
-    about. All 0: the stop is reached.
+    """What is left until the first stop: positions, samples, and steps at a given batch size and seq_len.
+
+    All 0: the stop is reached.
     """
 
     tokens: int
@@ -23,15 +23,16 @@ class Remaining:
 
 
 def ceil_div(amount: int, size: int) -> int:
-    """`amount / size` rounded up, exact for integers of any size; `size` must be positive."""
+    """Returns `amount / size` rounded up, exact for integers of any size. `size` must be positive."""
     assert size > 0, f"cannot divide {amount} into parts of {size}"
     return -(-amount // size)
 
 
 def micro_batches(num_samples: int, micro_batch_size: int) -> list[range]:
-    """The micro-batches of a step of `num_samples`, as ranges counted from the step's first sample.
+    """Returns the micro-batches of a step of `num_samples`, as ranges relative to the step's first sample.
 
-    All have `micro_batch_size` samples but the last, which may be smaller. The world size does not occur: I8.
+    All have `micro_batch_size` samples except the last, which may be smaller. They do not depend on the world
+    size: I8.
     """
     assert micro_batch_size > 0, f"micro-batches of {micro_batch_size} samples"
     starts = range(0, num_samples, micro_batch_size)
@@ -39,13 +40,14 @@ def micro_batches(num_samples: int, micro_batch_size: int) -> list[range]:
 
 
 def num_micro_batches(num_samples: int, micro_batch_size: int) -> int:
-    """How many micro-batches `micro_batches` cuts."""
+    """Returns the number of micro-batches that `micro_batches` returns."""
     return ceil_div(num_samples, micro_batch_size)
 
 
 def rank_run(num_micro: int, rank: int, world_size: int) -> range:
-    """The contiguous micro-batches of `rank`: sizes differ by at most one, the larger runs come first,
-    together they are all, in order.
+    """Returns the contiguous micro-batches of `rank`.
+
+    Sizes differ by at most one, and larger runs are first. Together the runs are all micro-batches, in order.
     """
     assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
     size, larger = divmod(num_micro, world_size)
@@ -54,14 +56,18 @@ def rank_run(num_micro: int, rank: int, world_size: int) -> range:
 
 
 def micro_batches_per_rank(num_micro: int, world_size: int) -> int:
-    """How many micro-batches every rank runs, missing ones being empty (data rule 16): ceil(num_micro /
-    world_size).
+    """Returns how many micro-batches every rank runs: ceil(num_micro / world_size).
+
+    Missing ones are empty (data rule 16).
     """
     return ceil_div(num_micro, world_size)
 
 
 def idle_share(num_micro: int, world_size: int) -> float:
-    """The share of a step's micro-batches that are empty because every rank runs equally many; 0 for none."""
+    """Returns the share of a step's micro-batches that are empty; 0 for none.
+
+    They are empty because every rank runs equally many.
+    """
     slots = micro_batches_per_rank(num_micro, world_size) * world_size
     return (slots - num_micro) / slots if slots else 0.0
 
@@ -69,10 +75,10 @@ def idle_share(num_micro: int, world_size: int) -> float:
 def rank_samples(
     first_sample: int, num_samples: int, micro_batch_size: int, rank: int, world_size: int
 ) -> tuple[int, int]:
-    """The samples [start, stop) of `rank` in the step [first_sample, first_sample + num_samples), by their
-    index in the run.
+    """Returns the samples [start, stop) of `rank` in the step [first_sample, first_sample + num_samples).
 
-    A rank without a micro-batch gets an empty range that lies at the place where its samples would have been.
+    Samples are given by their index in the run. A rank without a micro-batch gets an empty range at the place
+    where its samples would have been.
     """
     run = rank_run(num_micro_batches(num_samples, micro_batch_size), rank, world_size)
     start = min(run.start * micro_batch_size, num_samples)
@@ -81,8 +87,9 @@ def rank_samples(
 
 
 def rebase_step(consumed_tokens: int, global_batch_size: int, seq_len: int) -> int:
-    """The label that a run of this batch size and seq_len would have after `consumed_tokens` positions: the
-    number of steps, rounded up.
+    """Returns the step label after `consumed_tokens` positions at this batch size and seq_len.
+
+    It is the number of steps, rounded up.
     """
     return ceil_div(consumed_tokens, global_batch_size * seq_len)
 
@@ -90,8 +97,9 @@ def rebase_step(consumed_tokens: int, global_batch_size: int, seq_len: int) -> i
 def tokens_left(
     consumed_samples: int, consumed_tokens: int, seq_len: int, max_tokens: int | None, max_samples: int | None
 ) -> int | None:
-    """Positions until the first of the two stops, at `seq_len` from here on; None without a stop, 0 when one
-    is reached or passed.
+    """Returns the positions until the first of the two stops, at `seq_len` from here on.
+
+    None without a stop; 0 if one is reached or passed.
     """
     left = []
     if max_tokens is not None:
@@ -109,10 +117,10 @@ def next_range(
     max_tokens: int | None = None,
     max_samples: int | None = None,
 ) -> StepRange | None:
-    """The samples of the next step, beginning at exactly the next unread token; None when a stop is reached.
+    """Returns the samples of the next step, from exactly the next unread token; None if a stop is reached.
 
-    A stop inside the step makes it smaller; a token stop that is no multiple of `seq_len` shortens its last
-    sample. The end of the data is not known here: the feed answers with fewer samples then.
+    A stop inside the step makes it smaller. A token stop that is not a multiple of `seq_len` shortens its
+    last sample. The end of the data is unknown here: the feed then returns fewer samples.
     """
     left = tokens_left(consumed_samples, consumed_tokens, seq_len, max_tokens, max_samples)
     num_tokens = global_batch_size * seq_len if left is None else min(left, global_batch_size * seq_len)
@@ -135,9 +143,9 @@ def remaining(
     max_samples: int | None = None,
     data_tokens: int | None = None,
 ) -> Remaining | None:
-    """What `next_range`, repeated to its end, would still give; None without any stop.
+    """Returns what repeated calls of `next_range` would still return in total; None without any stop.
 
-    `data_tokens` is the number of positions that the data still holds, where that is known.
+    `data_tokens` is the number of positions that the data still hold, if known.
     """
     left = tokens_left(consumed_samples, consumed_tokens, seq_len, max_tokens, max_samples)
     known = [tokens for tokens in (left, data_tokens) if tokens is not None]

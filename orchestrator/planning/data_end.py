@@ -1,8 +1,7 @@
-"""How much is left of the data where a launch of the run has come to their end before: an epoch of them is as
-long as it was then.
+"""Computes how much is left of the data if a launch of the run has reached their end before.
 
-It reads nothing: what launches came to is given to it. Nothing is estimated: where the length of an epoch may
-be another one, it is not known.
+An epoch then is as long as it was at that time. Nothing is estimated: if the length of an epoch may have
+changed, the result is unknown.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from orchestrator.records.cursor import Cursor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownEpochs:
-    """`attempt` has drawn the `num_epochs` epochs of its only source to their end: `drawn` positions. The
-    stream runs on across epochs, and all tokens but the first are targets once (data rule 1).
+    """`attempt` has drawn the `num_epochs` epochs of its only source to their end: `drawn` positions.
+
+    The stream continues across epochs, and all tokens except the first are targets once (data rule 1).
     """
 
     attempt: int
@@ -27,24 +27,26 @@ class KnownEpochs:
 
     @property
     def tokens(self) -> int:
-        """Of an epoch."""
+        """The tokens of an epoch."""
         return (self.drawn + 1) // self.num_epochs
 
     def left(self, num_epochs: int | None, cursor: Cursor) -> int | None:
-        """Positions between the cursor and the end of so many epochs; None if they are endless."""
+        """Returns the positions from the cursor to the end of `num_epochs` epochs; None: endless."""
         if num_epochs is None:
             return None
         return max(0, self.tokens * num_epochs - 1 - _drawn(cursor))
 
     def epochs(self, cursor: Cursor) -> float:
-        """How many were drawn up to the cursor."""
+        """Returns how many epochs were drawn up to the cursor."""
         return (_drawn(cursor) + 1) / self.tokens if _drawn(cursor) else 0.0
 
 
 def known_epochs(attempt: int, flat: Mapping[str, Any], end: Cursor) -> KnownEpochs | None:
-    """What an attempt shows that came to the end of its data at `end`; `flat` is its configuration. None
-    where another pass may have another length: several sources, whole documents packed, transforms (they
-    draw anew in each epoch), lists that are refreshed, changed files that were accepted.
+    """Returns the epochs' length from an attempt that reached the end of its data at `end`.
+
+    `flat` is its configuration. None if another pass may have another length: several sources, packed whole
+    documents, transforms (they draw anew in each epoch), lists that are refreshed, changed files that were
+    accepted.
     """
     num_epochs = epochs_of(flat)
     if num_epochs is None or (_drawn(end) + 1) % num_epochs:
@@ -54,8 +56,10 @@ def known_epochs(attempt: int, flat: Mapping[str, Any], end: Cursor) -> KnownEpo
 
 
 def nothing_left(flat: Mapping[str, Any], cursor: Cursor) -> bool:
-    """Whether the cursor itself says that the data are at their end: where whole documents are packed, it
-    stands behind a source's last epoch once that is taken. Under `concat` it stays in it, at the last token.
+    """Whether the cursor itself shows that the data are at their end.
+
+    If whole documents are packed, the cursor is after a source's last epoch once that is taken. Under
+    `concat` it stays in it, at the last token.
     """
     if flat["pack.mode"] == "concat":
         return False
@@ -70,7 +74,7 @@ def nothing_left(flat: Mapping[str, Any], cursor: Cursor) -> bool:
 
 
 def epochs_of(flat: Mapping[str, Any]) -> int | None:
-    """How many epochs of equal length a job reads; None if that is not known, or there is no limit."""
+    """Returns how many epochs of equal length a job reads; None if unknown or unlimited."""
     sources = flat["data.sources"]
     if len(sources) != 1 or flat["pack.mode"] != "concat":
         return None

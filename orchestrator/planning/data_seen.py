@@ -1,7 +1,4 @@
-"""What a plan says of the data: how much of each source a run has had, its share, and what a skip leaves out.
-
-It reads no data: cursors, weights and numbers of blocks are given to it.
-"""
+"""A plan's report about the data: what each source has delivered, its share, and what is skipped."""
 
 from __future__ import annotations
 
@@ -15,15 +12,16 @@ from orchestrator.records.cursor import Cursor, SourceCursor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSeen:
-    """One source at a cursor. `samples` and `tokens` (positions) are all that was drawn of it, skipped ones
-    included; `epochs` are those passed since it was last started anew, as limits of epochs count, with the
-    passed part of the one at hand by whole blocks, and `epochs_at_most` with the block at hand as a whole:
-    how far it is passed is not looked at. Both are the same where the length of an epoch is known
-    (`planning.data_end`).
+    """One source at a cursor.
+
+    `samples` and `tokens` (positions) are everything that was drawn of it, including skipped samples.
+    `epochs` are those passed since its newest start, as limits of epochs count, with the passed part of the
+    current epoch in whole blocks. `epochs_at_most` counts the current block as passed, because the progress
+    within it is not examined. Both are equal if the length of an epoch is known (`planning.data_end`).
 
     `actual` is its share of what was drawn since weights or live sources last changed, `target` the share
-    that the job asks for, `target_before` that of the point (None: not known, or nothing was drawn). Shares
-    are of tokens, or of samples under `weight_by: samples`, among the sources that have not ended.
+    that the job requests, `target_before` that of the point (None: unknown, or nothing was drawn). Shares are
+    of tokens, or of samples under `weight_by: samples`, among the sources that have not ended.
     """
 
     source: str
@@ -55,10 +53,11 @@ class SourceSeen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedSkip:
-    """What a start would leave out after its point: `samples` of the point's `seq_len`, `steps` of its batch
-    size where the job asks for steps, from index `first_index` on. `tokens` are `samples` · `seq_len` until
-    they have been drawn (fewer where a source ends between); then `cursor` is the place after them, and
-    `seconds` is how long drawing them took.
+    """What a start would leave out after its point, from index `first_index` on.
+
+    It leaves out `samples` of the point's `seq_len`, or `steps` of its batch size if the job requests steps.
+    `tokens` are `samples` · `seq_len` until they have been drawn (fewer if a source ends between). After that
+    `cursor` is the place after them, and `seconds` is how long drawing them took.
     """
 
     samples: int
@@ -87,8 +86,10 @@ def sources_seen(
     known: KnownEpochs | None = None,
     began: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[SourceSeen, ...]:
-    """Each source of the job (`weights`, as whole numbers) at a cursor; `known`: the length of the only
-    source's epochs. `began` is the first epoch of its newest start (not named: 0).
+    """Returns each source of the job (`weights`, as whole numbers) at a cursor.
+
+    `known`: the length of the only source's epochs. `began`: the first epoch of each source's newest start
+    (missing: 0).
     """
     drawn = cursor.drawn_from(tuple(weights))
     had = {name: share.weight for name, share in cursor.mixture.items() if share.weight and not share.ended}
@@ -124,7 +125,7 @@ def sources_seen(
 
 
 def _passed(at: SourceCursor, num_blocks: int) -> tuple[float, float]:
-    """The epochs passed at least and at most."""
+    """Returns the minimum and maximum of the passed epochs."""
     least = at.epoch + at.block / num_blocks
     begun = any((at.window, at.record, at.output, at.piece, at.token, at.packs))
     return least, at.epoch + (at.block + begun) / num_blocks

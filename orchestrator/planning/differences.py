@@ -1,8 +1,4 @@
-"""Which fields differ between the configuration that a point was made with and a new one, and which of them
-no resume may change.
-
-It reads flat configurations, and knows no point but by its name.
-"""
+"""Compares the configuration of a point with a new one, and finds the changes that no resume may make."""
 
 from __future__ import annotations
 
@@ -19,8 +15,9 @@ _CHANGING = ("weight", "max_epochs")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A field whose value is not the point's; `rule` says what a resume may do with it: same, may_change or
-    free.
+    """A field whose value differs from the point's.
+
+    `rule` defines what a resume may do with it: same, may_change or free.
     """
 
     field: str
@@ -38,13 +35,13 @@ def differences(
     rules: Mapping[str, str],
     restarted: Collection[str] = (),
 ) -> tuple[Difference, ...]:
-    """The fields that differ between two flat configurations, by name; what one of them lacks is None there.
+    """Returns the fields that differ between two flat configurations, by name. Missing values are None.
 
-    `rules` maps a dotted path to its resume rule; a field that has none must stay the same. Fields of a
-    source are named by it (`data.sources.web.weight`); a source that only one of them has is a field of its
-    own (`data.sources.web`), which may change, as may the fields of a source that is `restarted`. The order
-    of sources means nothing. Also a `train.precision` that is the weights' own type must stay, for a point's
-    weights would have to be rounded.
+    `rules` maps a dotted path to its resume rule. A field without one must stay the same. Fields of a source
+    are named by it (`data.sources.web.weight`). A source that only one of them has is a field of its own
+    (`data.sources.web`), which may change, as may the fields of a source that is `restarted`. The order of
+    sources has no meaning. A `train.precision` that is the weights' own type must also stay, because a
+    point's weights would otherwise have to be rounded.
     """
     names = names_of_sources(old), names_of_sources(new)
     both = names[0] & names[1]
@@ -67,13 +64,14 @@ def differences(
 
 
 def names_of_sources(flat: Mapping[str, Any]) -> set[str]:
-    """The names of a flat configuration's sources."""
+    """Returns the names of a flat configuration's sources."""
     return {each["name"] for each in flat.get("data.sources") or ()}
 
 
 def _by_source(flat: Mapping[str, Any], both: Collection[str]) -> dict[str, Any]:
-    """With each field of the sources that `both` have, and each other source, as a field of its own; a single
-    one's weight means nothing.
+    """Makes each field of the sources in `both`, and each other source, a field of its own.
+
+    The weight of a single source has no meaning and is left out.
     """
     found = dict(flat)
     sources = found.pop("data.sources", None) or []
@@ -88,10 +86,10 @@ def _by_source(flat: Mapping[str, Any], both: Collection[str]) -> dict[str, Any]
 
 
 def refusals(different: Iterable[Difference], point: str, content_known: bool) -> tuple[str, ...]:
-    """One text for each difference that no resume may make; `point` is its name, or empty without a point.
+    """Returns one text for each difference that no resume may make.
 
-    A field that names something whose content decides (a path) is not refused when contents are compared too
-    (`content_known`).
+    `point` is its name, or empty without a point. A path names a content. If contents are compared too
+    (`content_known`), a different path is not refused.
     """
     subject = f"resume point {point}" if point else "the run"
     return tuple(
@@ -109,7 +107,7 @@ def is_content(difference: Difference) -> bool:
 
 
 def with_defaults(old_flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A field that did not exist yet when the point was made had what is its default now."""
+    """Adds the current defaults of fields that did not exist when the point was made."""
     from orchestrator.config.field_rules import field_rules
     from orchestrator.config.stored import in_todays_fields
 
@@ -118,5 +116,5 @@ def with_defaults(old_flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_text(value: Any) -> str:
-    """A value of the configuration as JSON has it (null, true); a text without its quotes."""
+    """Returns a value of the configuration as JSON (null, true); a text without its quotes."""
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)

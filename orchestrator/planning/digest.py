@@ -1,7 +1,6 @@
-"""The digest of a sample: what a rank trained, as 64 bits that the journal and the files can be compared by.
+"""The digest of a sample: 64 bits by which the journal and the data files can be compared.
 
-It takes arrays and knows neither where they come from nor what a step is. Golden values stand in
-tests/data/test_golden.py.
+Golden values are in tests/data/test_golden.py.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import xxhash
 from orchestrator.records.arrays import Int32Array
 
 MODULUS = 1 << 64
-# Samples are hashed in groups of about so many bytes, which stay in a processor's cache.
+# Samples are hashed in groups of about this many bytes, which stay in a processor's cache.
 _STRETCH_BYTES = 1 << 19
 
 
@@ -27,9 +26,11 @@ def sample_digest(
     labels: Int32Array,
     document_ids: Int32Array,
 ) -> int:
-    """xxh3_64 of (index, source_number, seq_len) as uint64 and the three arrays as int32, all little-endian.
+    """Returns the digest of one sample.
 
-    The arrays have shape (seq_len,), padding included. The order of the fields is part of the format.
+    It is the xxh3_64 of (index, source_number, seq_len) as uint64 and the three arrays as int32, all
+    little-endian. The arrays have shape (seq_len,), padding included. The order of the fields is part of the
+    format.
     """
     digest = xxhash.xxh3_64(struct.pack("<QQQ", index, source_number, seq_len))
     for array in (input_ids, labels, document_ids):
@@ -45,7 +46,8 @@ def batch_digest(
     labels: Int32Array,
     document_ids: Int32Array,
 ) -> int:
-    """The sum modulo 2^64 of the digests of consecutive samples; 0 for none. Shapes (num_samples, seq_len).
+    """Returns the sum modulo 2^64 of the digests of consecutive samples; 0 for none. Shapes (num_samples,
+    seq_len).
 
     A sum does not depend on how the samples were divided among ranks.
     """
@@ -69,7 +71,10 @@ def batch_digest(
 
 
 def token_hasher(tokens: Int32Array | None = None) -> xxhash.xxh3_64:
-    """A running xxh3_64 of tokens as little-endian int32, begun with `tokens`; `add_tokens` goes on."""
+    """Returns a running xxh3_64 of tokens as little-endian int32.
+
+    It starts with `tokens`; `add_tokens` adds more.
+    """
     hasher = xxhash.xxh3_64()
     if tokens is not None:
         add_tokens(hasher, tokens)
@@ -77,7 +82,7 @@ def token_hasher(tokens: Int32Array | None = None) -> xxhash.xxh3_64:
 
 
 def add_tokens(hasher: xxhash.xxh3_64, tokens: Int32Array) -> None:
-    """Goes on with `tokens`; the digest is that of all tokens so far, however they were divided."""
+    """Adds `tokens`. The digest is that of all tokens so far, however they were divided."""
     hasher.update(_little_endian(tokens).data)
 
 

@@ -1,6 +1,6 @@
-"""Which encoder makes which documents of a run's stream, and how a run takes up another one (data rule 6).
+"""Determines which encoder makes which documents of a run's stream (data rule 6).
 
-It installs, loads and reads nothing: what is installed here, and where documents begin, is given to it.
+A run can change its encoder from the next whole document on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from orchestrator.records.cursor import Cursor, SourceCursor
 
 Place = tuple[int, int, int, int]
-"""(epoch, block, window, record in the window's order): where a document stands in its source's stream."""
+"""(epoch, block, window, record in the window's order): the place of a document in its source's stream."""
 
 _BEGIN: Place = (0, 0, 0, 0)
 AUTO = "auto"
@@ -19,7 +19,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderChoice:
-    """A library that encodes, and its version."""
+    """An encoding library and its version."""
 
     name: str
     version: str
@@ -30,30 +30,32 @@ class EncoderChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderSpan:
-    """`encoder` makes each source's documents from `begins[source]` on (not named: from the first on), until
-    the next span begins.
+    """The documents that `encoder` makes: of each source from `begins[source]` on, until the next span
+    begins.
+
+    A missing source begins with its first document.
     """
 
     encoder: EncoderChoice
     begins: dict[str, Place] = field(default_factory=dict)
 
     def begin(self, source: str) -> Place:
-        """Its first document of `source`."""
+        """Returns the place of its first document of `source`."""
         return self.begins.get(source, _BEGIN)
 
 
 def place_of(cursor: SourceCursor) -> Place:
-    """The record that a cursor names."""
+    """Returns the place of the record that a cursor names."""
     return (cursor.epoch, cursor.block, cursor.window, cursor.record)
 
 
 def encoder_at(spans: tuple[EncoderSpan, ...], source: str, place: Place) -> EncoderChoice:
-    """Which encoder makes the document at `place`: that of the last span that has begun there."""
+    """Returns the encoder of the document at `place`: that of the last span that has begun there."""
     return next(span.encoder for span in reversed(spans) if span.begin(source) <= place)
 
 
 def encoder_of_epoch(spans: tuple[EncoderSpan, ...], source: str, epoch: int) -> EncoderChoice | None:
-    """Who makes all documents of an epoch; None if it is more than one."""
+    """Returns the encoder of all documents of an epoch; None if it is more than one."""
     first = encoder_at(spans, source, (epoch, 0, 0, 0))
     others = {s.encoder for s in spans if (epoch, 0, 0, 0) < s.begin(source) < (epoch + 1, 0, 0, 0)}
     return first if others <= {first} else None
@@ -62,7 +64,9 @@ def encoder_of_epoch(spans: tuple[EncoderSpan, ...], source: str, epoch: int) ->
 def with_encoder(
     spans: tuple[EncoderSpan, ...], encoder: EncoderChoice, begins: Mapping[str, Place]
 ) -> tuple[EncoderSpan, ...]:
-    """The spans when `encoder` takes over at `begins`. What would have begun there or later never begins."""
+    """Returns the spans with `encoder` from `begins` on. Spans that would have begun there or later are
+    dropped.
+    """
     new = EncoderSpan(encoder=encoder, begins=dict(begins))
     kept = tuple(s for s in spans if any(s.begin(source) < place for source, place in begins.items()))
     return kept if kept and kept[-1].encoder == encoder else (*kept, new)
@@ -71,11 +75,12 @@ def with_encoder(
 def choose_next(
     spans: tuple[EncoderSpan, ...], wanted: str, cursor: Cursor, installed: Mapping[str, str | None]
 ) -> tuple[EncoderChoice, tuple[str, ...]]:
-    """(what encodes from the next whole document after `cursor` on, why this machine cannot go on so).
+    """Returns the next encoder, and why this machine cannot continue with it.
 
-    `wanted` is `data.encoder`: `auto` stays with the run's newest, name and version. `installed` are the
-    versions here (None: not there). Where something was trained already, the encoder that began the document
-    at hand is needed too, because it finishes it. Each reason has both versions and what to do.
+    The encoder applies from the next whole document after `cursor` on. `wanted` is `data.encoder`; `auto`
+    keeps the run's newest, by name and version. `installed` are the versions on this machine (None: not
+    installed). If something was trained already, the encoder that began the current document is needed too,
+    because it finishes that document. Each reason has both versions and what to do.
     """
     newest = spans[-1].encoder
     found = installed.get(wanted)

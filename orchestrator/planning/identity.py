@@ -1,7 +1,6 @@
-"""What makes a run's token stream the run's own: contents, versions and settings that no resume may change
-unseen.
+"""The identity of a run's token stream: contents, versions and settings that no resume may change unnoticed.
 
-It holds digests, never files: the data plane computes them, the store keeps the record in run.json.
+It consists of digests, never files. The data plane computes them, and the store keeps the record in run.json.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from orchestrator.planning.restarting import restart_text
 
 FORMAT_VERSION = 1
 
-# Fields that shape the stream, besides contents and the encoder, which have fields of their own below.
+# Fields that define the stream, besides contents and the encoder, which have their own fields below.
 STREAM_SETTINGS = (
     "data.shuffle",
     "data.seed",
@@ -29,14 +28,14 @@ STREAM_SETTINGS = (
 )
 OF_A_SOURCE = "data.sources."
 SOURCE_SETTINGS = ("format", "text_field")
-# Of a source whose content is not text, too: what its documents are made of.
+# Additional settings of a source whose content is not text: what its documents are made of.
 CONTENT_SETTINGS = {
     "chat": ("content", "messages_field", "loss"),
     "prompt": ("content", "prompt_field", "completion_field", "loss"),
 }
-# What says how a source's files are read: it may change with them.
+# The settings for reading a source's files; they may change together with the files.
 OF_ITS_FILES = frozenset({*SOURCE_SETTINGS, *(n for of in CONTENT_SETTINGS.values() for n in of)} - {"loss"})
-# What becomes of a source's records: its own, else that of `data`.
+# The settings for processing a source's records: its own, else those of `data`.
 RECORD_SETTINGS = ("transforms", "holdout")
 
 
@@ -44,10 +43,10 @@ RECORD_SETTINGS = ("transforms", "holdout")
 class RunIdentity:
     """The frozen identity of a run, in run.json.
 
-    `tokenizer` is the name as it was given and is for messages only; `tokenizer_digest` is that of its files'
-    contents and decides. The encoder is the first one (`planning.encoders`). `settings` maps dotted paths
-    (and `data.sources.<name>.<field>`) to canonical JSON text; `manifests` maps each source's name to the
-    digest of its frozen manifest (their order, by which sources are numbered, stands in manifest/data.json).
+    `tokenizer` is the name as it was given, for messages only. `tokenizer_digest` is that of its files'
+    contents, and decides. The encoder is the first one (`planning.encoders`). `settings` maps dotted paths
+    (and `data.sources.<name>.<field>`) to canonical JSON text. `manifests` maps each source's name to the
+    digest of its frozen manifest (their order, by which sources are numbered, is in manifest/data.json).
     `transforms` maps the name of each of `data.transforms` to the blake3 of its module's source, and its
     `VERSION`.
     """
@@ -64,9 +63,9 @@ class RunIdentity:
 
 
 def stream_settings(flat: Mapping[str, Any]) -> dict[str, str]:
-    """`RunIdentity.settings` from a flat configuration (`JobConfig.flat`)."""
+    """Returns `RunIdentity.settings` for a flat configuration (`JobConfig.flat`)."""
     settings = {name: _canonical(flat[name]) for name in STREAM_SETTINGS}
-    if flat["pack.mode"] != "concat":  # which has no use for it, and is what older runs have
+    if flat["pack.mode"] != "concat":  # `concat` does not use it, and older runs have only `concat`
         settings["pack.long_document"] = _canonical(flat["pack.long_document"])
     for source in flat["data.sources"]:
         for name in (*SOURCE_SETTINGS, *CONTENT_SETTINGS.get(source.get("content", "text"), ())):
@@ -80,7 +79,7 @@ def stream_settings(flat: Mapping[str, Any]) -> dict[str, str]:
 
 
 def content_settings(kind: str, values: Mapping[str, Any]) -> dict[str, str]:
-    """Of one source, by the field's name, as far as `values` say them: how its files are read."""
+    """Returns the settings for reading one source's files, by field name, as far as `values` has them."""
     read = ("format", "text_field") if kind == "text" else ("format", *CONTENT_SETTINGS[kind])
     found = {name: _canonical(values[name]) for name in read if name in values}
     found |= _fields_for_transforms("", values)
@@ -88,17 +87,16 @@ def content_settings(kind: str, values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _fields_for_transforms(prefix: str, values: Mapping[str, Any]) -> dict[str, str]:
-    """Nothing where there are none, as in older runs."""
+    """Returns nothing if there are none, as in older runs."""
     fields = values.get("transform_fields")
     return {f"{prefix}transform_fields": _canonical(list(fields))} if fields else {}
 
 
 def compare(old: RunIdentity, new: RunIdentity, accept_changed: bool = False) -> tuple[str, ...]:
-    """Why a job of identity `new` may not continue the run of identity `old`: texts with both values and what
-    to do; empty if it may.
+    """Returns why a job of identity `new` may not continue the run of identity `old`; empty if it may.
 
-    `accept_changed` (`resume.accept_changed`) lets changed files pass (data rule 13), nothing else. Who
-    encodes may change: `planning.encoders` decides how.
+    The texts have both values and what to do. `accept_changed` (`resume.accept_changed`) accepts changed
+    files (data rule 13), nothing else. The encoder may change: `planning.encoders` decides how.
     """
     refusals = []
     if old.format_version != new.format_version:
@@ -136,14 +134,17 @@ def _compare_settings(old: Mapping[str, str], new: Mapping[str, str]) -> list[st
 
 
 def or_anew(name: str) -> str:
-    """Of a field that may change where its source begins anew, that this is a way, too."""
+    """Returns the advice to restart a field's source, for messages.
+
+    Empty for a field that may not change at a restart.
+    """
     source, _, of_it = name.removeprefix(OF_A_SOURCE).rpartition(".")
     free = name.startswith(OF_A_SOURCE) and of_it in OF_ITS_FILES
     return f"{restart_text(source)}, " if free else ""
 
 
 def _compare_transforms(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Of those that both have: which ones they are, the settings say."""
+    """Compares the transforms that both have. The settings list which transforms there are."""
     return [
         f"the module of the transform {name} had source {old[name]} when the run was started, and has "
         f"{new[name]} now; put it back as it was, or start a new run under another run.name"
@@ -153,7 +154,7 @@ def _compare_transforms(old: Mapping[str, str], new: Mapping[str, str]) -> list[
 
 
 def _compare_manifests(old: Mapping[str, str], new: Mapping[str, str], accept_changed: bool) -> list[str]:
-    if old.keys() != new.keys():  # run.json is sorted by keys: their order stands in manifest/data.json
+    if old.keys() != new.keys():  # run.json is sorted by keys; their order is in manifest/data.json
         return [
             f"the run was started with data.sources {sorted(old)}, the job asks for {sorted(new)}; "
             "keep the sources and their names, or start a new run under another run.name"

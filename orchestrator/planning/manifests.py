@@ -1,7 +1,7 @@
-"""Which frozen list of a source's files is read in which epoch, and what a source is numbered: through any
-row of resumes that add or take away sources, start them anew, or refresh their lists (data rules 23 and 24).
+"""Determines which frozen list of a source's files each epoch reads, and the numbers of sources.
 
-It reads and writes no list: it says which one, by a version; `data.frozen` keeps each under that.
+This covers any sequence of resumes that add or remove sources, restart them, or refresh their lists (data
+rules 23 and 24). A list is named by a version, under which `data.frozen` stores it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from orchestrator.records.cursor import Cursor, SourceCursor
 
 FIRST = ""
-# What a place counts, and what does not begin anew with its source.
+# The fields of a place that are counts, which do not restart with their source.
 _COUNTED = ("documents", "special_texts")
 
 
@@ -20,9 +20,9 @@ _COUNTED = ("documents", "special_texts")
 class ListSpan:
     """The lists of a source from epoch `begin` on, until its next span begins.
 
-    `start` is the start of the source that they follow: 0 the run's or the source's first one, else one that
-    a `restart` made. The list is that of the start, or the one that was refreshed for epoch `refreshed`. With
-    `refresh` every later epoch has a list of its own.
+    `start` is the start of the source that they belong to: 0 for the run's or the source's first one, else
+    one that a `restart` made. The list is that of the start, or the one that was refreshed for epoch
+    `refreshed`. With `refresh` every later epoch has its own list.
     """
 
     begin: int
@@ -31,7 +31,7 @@ class ListSpan:
     refresh: bool = False
 
     def version(self, epoch: int) -> str:
-        """Which list an epoch of this span reads."""
+        """Returns the version of the list that an epoch of this span reads."""
         refreshed = epoch if self.refresh and epoch > self.begin else self.refreshed
         if refreshed is None:
             return str(self.start) if self.start else FIRST
@@ -40,10 +40,12 @@ class ListSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceLists:
-    """One source of a lineage. `number` is in the digests of its samples and never changes; `active` says
-    whether the job reads it. A source that is taken away stays here, and its place in the cursor: where it
-    comes back, it goes on from there. `loss` is what is learnt of it (empty: of texts, all; also in claims of
-    older versions), which never changes.
+    """One source of a lineage.
+
+    `number` is in the digests of its samples and never changes. `active`: the job reads it. A source that is
+    removed stays here, and so does its place in the cursor; if it is added again, it continues from there.
+    `loss` defines what is learnt of it (empty: of texts, all; also in claims of older versions), and never
+    changes.
     """
 
     name: str
@@ -53,20 +55,20 @@ class SourceLists:
     loss: str = ""
 
     def span(self, epoch: int) -> ListSpan:
-        """The span that an epoch lies in."""
+        """Returns the span of an epoch."""
         return next((span for span in reversed(self.spans) if span.begin <= epoch), self.spans[0])
 
     def version(self, epoch: int) -> str:
-        """Which list an epoch reads; empty: the one of the source's first start.
+        """Returns the version of the list that an epoch reads; empty: the one of the source's first start.
 
-        One that was refreshed is made once, by whoever comes to its epoch first, and written before it is
-        read; later attempts read that one.
+        A refreshed list is made once, by the first attempt that reaches its epoch, and written before it is
+        read. Later attempts read that list.
         """
         return self.span(epoch).version(epoch)
 
     @property
     def began(self) -> int:
-        """The first epoch of its newest start: from here on limits of epochs count."""
+        """The first epoch of its newest start. Limits of epochs count from here."""
         return next(span.begin for span in self.spans if span.start == self.spans[-1].start)
 
     @property
@@ -75,16 +77,17 @@ class SourceLists:
         return ListSpan(begin=0, start=self.spans[-1].start).version(0)
 
     def epochs_before(self, epoch: int) -> int:
-        """How many epochs of its start lie before this one."""
+        """Returns how many epochs of its start precede this one."""
         start = self.span(epoch).start
         return epoch - next(span.begin for span in self.spans if span.start == start)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What a job asks for: its sources in the order of the configuration, those that begin at the start of a
-    new list (`resume.data: restart` is all of them), and those with `refresh: epoch`. `loss` says what is
-    learnt of those that are not plain texts.
+    """The sources that a job requests, in the order of the configuration.
+
+    `restart`: those that begin at the start of a new list (`resume.data: restart` is all of them). `refresh`:
+    those with `refresh: epoch`. `loss` defines what is learnt of those that are not plain texts.
     """
 
     names: tuple[str, ...]
@@ -95,43 +98,43 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """Which lists a job reads, and its place in them: `cursor` stands in lists of `sources`."""
+    """The lists that a job reads, and its place in them: `cursor` refers to lists of `sources`."""
 
     sources: tuple[SourceLists, ...]
     cursor: Cursor = Cursor()
 
     def epoch(self, source: str) -> int:
-        """The epoch at hand."""
+        """Returns the current epoch."""
         at = self.cursor.sources.get(source)
         return 0 if at is None else at.epoch
 
 
 def order_of(version: str) -> tuple[int, int]:
-    """(start, the epoch that it was refreshed for, or -1) of a list: later lists are greater."""
+    """Returns (start, the epoch that it was refreshed for, or -1) of a list. Later lists are greater."""
     start, is_refreshed, epoch = version.partition("e")
     return int(start or 0), int(epoch) if is_refreshed else -1
 
 
 def start_of(version: str) -> int:
-    """The start that a list belongs to."""
+    """Returns the start that a list belongs to."""
     return order_of(version)[0]
 
 
 def first_sources(wanted: Wanted) -> tuple[SourceLists, ...]:
-    """Those of a run's first start; also of a run that was started before its claims named any."""
+    """Returns the sources of a run's first start, also for a run from before its claims named any."""
     return next_sources((), Cursor(), replace(wanted, restart=frozenset()), {})
 
 
 def next_sources(
     parent: tuple[SourceLists, ...], cursor: Cursor, wanted: Wanted, free: Mapping[str, int]
 ) -> tuple[SourceLists, ...]:
-    """Those of a job that goes on at `cursor`, which was made under `parent`'s.
+    """Returns the sources of a job that continues at `cursor`, which was made under `parent`'s.
 
-    What the parent would have read after the cursor's epoch and the job does not ask for never is; an epoch
-    that has begun is read to its end by its own list, unless its source is started anew: then it goes on at
-    the next epoch's first document (`moved`), because places may not come twice. `free` has per source the
-    least number above all starts that any list in storage names (not named: 1): one that a rewind left
-    behind is not taken for a new one.
+    Lists that the parent would have read after the cursor's epoch and that the job does not request are never
+    read. An epoch that has begun is read to its end by its own list. If its source is restarted, it continues
+    at the next epoch's first document instead (`moved`), because places must not occur twice. `free` has per
+    source the least number above all starts of lists in storage (missing: 1), so that a list that a rewind
+    left behind is not taken for a new one.
     """
     assert wanted.restart | wanted.refresh <= set(wanted.names), f"unknown sources in {wanted}"
     old = {source.name: source for source in parent}
@@ -169,15 +172,16 @@ def _continued(
     if at is None:  # nothing of it was read
         return replace(source, spans=(replace(last, refresh=refresh),))
     begin = at.epoch + 1
-    # its first token may have been a target already, so the epoch that has begun keeps its list
+    # Its first token may have been a target already, so the epoch that has begun keeps its list.
     read = last.refreshed if not last.refresh or at.epoch == last.begin else at.epoch
     then = ListSpan(begin=begin, start=last.start, refreshed=begin if refresh else read, refresh=refresh)
     return replace(source, spans=(*spans, then))
 
 
 def moved(sources: tuple[SourceLists, ...], cursor: Cursor) -> Cursor:
-    """The cursor with the sources that were started anew since at the first document of their new list; its
-    counts stay. Moving it again moves nothing.
+    """Returns the cursor with restarted sources at the first document of their new list; counts stay.
+
+    Moving it again has no effect.
     """
     places = dict(cursor.sources)
     for source in sources:

@@ -1,6 +1,6 @@
-"""Which source the next sample comes from: whole-number weights, counts that travel in the cursor, one rule.
+"""Chooses the source of the next sample: whole-number weights, counts stored in the cursor, one rule.
 
-Data rule 20. It knows no file and no token: who draws says how long a sample is and which source has ended.
+See data rule 20. The caller passes how long a sample is and which source has ended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ __all__ = ["Mixture", "MixtureShare", "whole_weights"]
 
 
 def whole_weights(weights: Mapping[str, Decimal]) -> dict[str, int]:
-    """The weights as the smallest whole numbers in exactly the same ratio; 0.9 and 0.1 are 9 and 1."""
+    """Returns the weights as the smallest whole numbers in the same ratio.
+
+    The ratio is exact: 0.9 and 0.1 are 9 and 1.
+    """
     places = max((-_exponent(weight) for weight in weights.values()), default=0)
     scaled = {name: int(weight.scaleb(max(0, places))) for name, weight in weights.items()}
     assert all(weight > 0 for weight in scaled.values()), f"weights {weights} are not all above 0"
@@ -31,16 +34,17 @@ def _exponent(weight: Decimal) -> int:
 
 
 class Mixture:
-    """The rule by which sources take turns, from some counts on.
+    """The rule that selects sources, from given counts on.
 
-    With c the units that were charged to a source of weight w, W and t their sums over all live sources, and
-    a sample of L units: eligible are the sources with c·W < w·(t+L), and of these that with the least
-    (c+L)/w is next, ties by name. At every prefix each count is within one sample of its share (the rule of
-    the largest deficit reaches 1.19). Units are positions, or with `by` samples one for each sample.
+    Let c be the units charged to a source of weight w, W and t the sums of both over all live sources (W of
+    weights, t of units), and L the units of a sample. Eligible are the sources with c·W < w·(t+L). Of these
+    the one with the least (c+L)/w is next, ties by name. At every prefix each count is within one sample of
+    its share (the rule of the largest deficit reaches 1.19). Units are positions, or with `by` samples one
+    for each sample.
     """
 
     def __init__(self, shares: Mapping[str, MixtureShare], by: str = "tokens") -> None:
-        """A share of weight 0 is that of a source that was taken away: its totals are kept."""
+        """A share of weight 0 belongs to a source that was removed: its totals are kept."""
         assert by in ("tokens", "samples"), f"shares by {by}"
         self._by = by
         self._shares = dict(shares)
@@ -57,12 +61,12 @@ class Mixture:
         before: Mapping[str, MixtureShare],
         by: str = "tokens",
     ) -> Mixture:
-        """The mixture of sources of these `weights` and `limits` (epochs; None: endless), that stood at
-        `before`.
+        """Builds the mixture of sources of these `weights` and `limits` (epochs; None: endless) from the
+        state `before`.
 
-        Counts go on where the same sources with the same weights are live, and begin at 0 otherwise: else a
-        source whose weight rose would be drawn alone until it has caught up. A source that had ended stays so
-        while its limit is the one at which it did.
+        Counts continue if the same sources with the same weights are live. Otherwise they begin at 0, because
+        a source whose weight rose would be drawn alone until it has caught up. A source that had ended stays
+        ended while its limit is the one at which it did.
         """
         had = {name: share for name, share in before.items() if share.weight}
         live = {name for name, share in had.items() if not share.ended}
@@ -91,7 +95,7 @@ class Mixture:
 
     @property
     def shares(self) -> dict[str, MixtureShare]:
-        """What goes into the cursor."""
+        """The shares to store in the cursor."""
         return {
             name: replace(
                 share, count=self._counts.get(name, 0), samples=self._samples[name], tokens=self._tokens[name]
@@ -100,11 +104,11 @@ class Mixture:
         }
 
     def copy(self) -> Mixture:
-        """Another one in the same state."""
+        """Returns another mixture in the same state."""
         return Mixture(self.shares, self._by)
 
     def next(self, seq_len: int) -> str | None:
-        """The source of the next sample, of `seq_len` positions; None: all have ended."""
+        """Returns the source of the next sample, of `seq_len` positions; None: all have ended."""
         best: str | None = None
         best_count = best_weight = 0
         length = 1 if self._by == "samples" else seq_len
@@ -113,14 +117,14 @@ class Mixture:
             count, weight = self._counts[name], self._shares[name].weight
             if count * self._weight >= weight * limit:
                 continue
-            # (c+L)/w less than the best one's; the names are in order, so a tie stays with the first
+            # (c+L)/w is less than the best one's; names are in order, so a tie stays with the first
             if best is None or (count + length) * best_weight < (best_count + length) * weight:
                 best, best_count, best_weight = name, count, weight
         assert best is not None or not self._counts, "counts add up to their total, so one is below its share"
         return best
 
     def charge(self, source: str, num_positions: int) -> None:
-        """A sample of so many positions was drawn from a live source."""
+        """Records that a sample of `num_positions` was drawn from a live source."""
         units = 1 if self._by == "samples" else num_positions
         self._counts[source] += units
         self._total += units
@@ -128,7 +132,7 @@ class Mixture:
         self._tokens[source] += num_positions
 
     def end(self, source: str, limit: int) -> None:
-        """The source has ended, at its limit of epochs; the counts of the others begin anew."""
+        """Ends a source at its limit of epochs. The counts of the others restart."""
         assert limit > 0, f"source {source} ended at a limit of {limit} epochs"
         del self._counts[source]
         self._counts = dict.fromkeys(self._counts, 0)

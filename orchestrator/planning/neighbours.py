@@ -1,7 +1,4 @@
-"""Which rank keeps the copy of whose memory point: one on another node wherever there is one.
-
-Pure; it knows no address.
-"""
+"""Chooses which rank keeps the copy of each memory point: one on another node if there is one."""
 
 from __future__ import annotations
 
@@ -10,13 +7,12 @@ from collections.abc import Sequence
 
 
 def neighbours(nodes: Sequence[str]) -> tuple[int, ...]:
-    """The rank that keeps the copy of each rank's shard; `nodes[rank]` is the node of a rank. Empty for a
-    world of one, which has nobody to give a copy to.
+    """Returns the rank that keeps the copy of each rank's shard. `nodes[rank]` is the node of a rank.
 
-    Every rank keeps exactly one copy and never its own. A copy lies on the giver's own node only where it
-    must: no copy does if no node has more than half of the ranks; else 2·k - W copies do, k being the ranks
-    of that node: they outlive a lost process, not the lost node. The ranks in the order of their nodes,
-    shifted by k.
+    Empty for a world of one, which has no rank to give a copy to. Every rank keeps exactly one copy and never
+    its own. No copy is on the giver's own node if no node has more than half of the ranks. Otherwise 2·k - W
+    copies are, where k is the number of ranks of that node: they survive a lost process, but not a lost node.
+    The algorithm shifts the ranks in the order of their nodes by k.
     """
     if len(nodes) < 2:
         return ()

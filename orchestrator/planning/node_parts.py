@@ -1,7 +1,7 @@
-"""Which nodes have which parts of a point on their disks (`resume.node_folder`): which of them are missing,
-and which node keeps the copy of whose parts.
+"""Tracks which nodes have which parts of a point on their disks (`resume.node_folder`).
 
-Pure; it knows nodes by their folders' ids and parts by ranks.
+It determines which parts are missing, and which node keeps the copy of whose parts. Nodes are identified by
+their folders' ids, parts by ranks.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from orchestrator.records.points import NodeParts, NodePlace
 
-_NAMED = 8  # of many nodes or files a message names so many
+_NAMED = 8  # a message names at most this many nodes or files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Missing:
-    """The parts of `ranks` lie on `nodes` alone, of which none is reached: any one of them brings them
-    back.
+    """The parts of `ranks` are only on `nodes`, none of which can be reached. Any one of them is
+    sufficient.
     """
 
     nodes: tuple[NodePlace, ...]
@@ -25,7 +25,10 @@ class Missing:
 
 
 def gathered(places: Mapping[int, Sequence[NodePlace]]) -> tuple[NodeParts, ...]:
-    """What COMMIT lists, of the places of each rank's part, its own node first; nodes by their ids."""
+    """Returns the list of nodes for COMMIT, ordered by id.
+
+    `places` are those of each rank's part, its own node first.
+    """
     nodes: dict[str, NodePlace] = {}
     wrote: dict[str, list[int]] = {}
     copies: dict[str, list[int]] = {}
@@ -40,7 +43,7 @@ def gathered(places: Mapping[int, Sequence[NodePlace]]) -> tuple[NodeParts, ...]
 
 
 def places_of(parts: Iterable[NodeParts], rank: int) -> tuple[NodePlace, ...]:
-    """Where the part of a rank lies, the node that it was written on first."""
+    """Returns the places of a rank's part, the node that it was written on first."""
     own, copies = list[NodePlace](), list[NodePlace]()
     for each in parts:
         if rank in each.wrote:
@@ -51,8 +54,9 @@ def places_of(parts: Iterable[NodeParts], rank: int) -> tuple[NodePlace, ...]:
 
 
 def missing(parts: Iterable[NodeParts], reached: Collection[str]) -> tuple[Missing, ...]:
-    """The parts that no node of `reached` (ids) has, together by the nodes that have them; empty: all parts
-    are reached, and the point can be read.
+    """Returns the parts that no node of `reached` (ids) has, grouped by the nodes that have them.
+
+    Empty: all parts can be reached, and the point can be read.
     """
     places: dict[int, list[NodePlace]] = {}
     for each in parts:
@@ -66,16 +70,17 @@ def missing(parts: Iterable[NodeParts], reached: Collection[str]) -> tuple[Missi
 
 
 def keeper(own: str, nodes: Iterable[str]) -> str | None:
-    """The node that keeps the copy of what `own` writes: the next of `nodes` in the order of their ids, after
-    the last one the first. So each keeps one other's, where all see the same nodes, and never its own; None
-    where there is no other.
+    """Returns the node that keeps the copy of what `own` writes.
+
+    It is the next of `nodes` in the order of their ids; after the last one the first. If all see the same
+    nodes, each thus keeps the parts of one other node, and never its own. None if there is no other.
     """
     others = sorted({*nodes} - {own})
     return next((each for each in others if each > own), others[0] if others else None)
 
 
 def missing_text(point: str, found: Sequence[Missing]) -> str:
-    """What is missing of a point, as one sentence without its end."""
+    """Describes what is missing of a point, as one sentence without its end."""
     nodes = list(dict.fromkeys(str(node) for each in found for node in each.nodes))
     several = "node" if len(nodes) == 1 else "nodes"
     lies = "; ".join(_lies(each) for each in found[:_NAMED])

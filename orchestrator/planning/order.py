@@ -1,8 +1,7 @@
-"""Document order as a pure function of (seed, source, epoch, position): a keyed permutation and a keyed hash,
-nothing stored.
+"""Document order as a pure function of (seed, source, epoch, position): a keyed permutation and a keyed hash.
 
-It uses no library's random generator, since their streams change between versions. Every run froze
-`ORDER_VERSION`: whoever changes a value that this module computes must raise it.
+Nothing is stored. No library's random generator is used, because their streams change between versions. Every
+run has frozen `ORDER_VERSION`: a change of any value that this module computes must raise it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import xxhash
 ORDER_VERSION = 1
 
 _ROUNDS = 8
-# Hashes are computed for so many records at a time: what that takes beside the result is bounded.
+# The number of records that are hashed at a time, which limits the memory besides the result.
 _STRETCH = 1 << 16
 _MASK32 = np.uint64(0xFFFFFFFF)
 # XXH3's constants for inputs of 9 to 16 bytes (xxHash 0.8, XXH3_len_9to16_64b and XXH3_avalanche)
@@ -28,19 +27,19 @@ _AVALANCHE = np.uint64(0x165667919E3779F9)
 
 
 def order_key(purpose: str, seed: int, source_name: str, epoch: int) -> int:
-    """The 64-bit key of one order: seed and epoch are hashed together, so seed 42, epoch 1 is not seed 43,
-    epoch 0.
+    """Returns the 64-bit key of one order.
+
+    Seed and epoch are hashed together, so that seed 42, epoch 1 is not seed 43, epoch 0.
     """
     return xxhash.xxh3_64_intdigest(f"{ORDER_VERSION},{purpose},{seed},{epoch},{source_name}".encode())
 
 
 def permutation(index: int, n: int, key: int) -> int:
-    """Where the permutation of range(n) with this key puts `index`: a bijection for every n >= 1, in O(1)
-    time and memory.
+    """Returns the position of `index` in the permutation of range(n) with this key.
 
-    A balanced Feistel network over the next power of four, walked along its cycle until it lands in range(n)
-    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). A shuffle, not a cipher that keeps
-    secrets. n is at most 2^126.
+    A bijection for every n >= 1, in O(1) time and memory. It is a balanced Feistel network over the next
+    power of four, walked along its cycle until it lands in range(n) (Black and Rogaway, "Ciphers with
+    Arbitrary Finite Domains", 2002). It is a shuffle, not a secure cipher. n is at most 2^126.
     """
     assert 0 <= index < n, f"index {index} of {n}"
     half = max(1, ((n - 1).bit_length() + 1) // 2)
@@ -55,8 +54,9 @@ def permutation(index: int, n: int, key: int) -> int:
 
 
 def block_at(seed: int, source_name: str, epoch: int, position: int, num_blocks: int, shuffle: str) -> int:
-    """Which block of the source is read at `position` of an epoch; `shuffle` is `block` or `none` (blocks in
-    file order).
+    """Returns which block of the source is read at `position` of an epoch.
+
+    `shuffle` is `block` or `none` (blocks in file order).
     """
     assert shuffle in ("block", "none"), f"data.shuffle={shuffle} is unknown to the order"
     if shuffle == "none":
@@ -65,8 +65,9 @@ def block_at(seed: int, source_name: str, epoch: int, position: int, num_blocks:
 
 
 def record_hash(seed: int, source_name: str, epoch: int, fragment: int, number: int) -> int:
-    """The keyed hash by which a record is sorted in its window: xxh3_64, seeded with the order's key, of
-    (fragment, number) as two little-endian uint64.
+    """Returns the keyed hash by which a record is sorted in its window.
+
+    It is xxh3_64, seeded with the order's key, of (fragment, number) as two little-endian uint64.
     """
     return _hash(fragment, number, order_key("records", seed, source_name, epoch))
 
@@ -74,11 +75,11 @@ def record_hash(seed: int, source_name: str, epoch: int, fragment: int, number: 
 def window_order(
     runs: Sequence[tuple[int, int, int]], seed: int, source_name: str, epoch: int, shuffle: str
 ) -> npt.NDArray[np.int32]:
-    """The order of a window's records: indices that sort them, shape (num_records,), fewer than 2^31.
+    """Returns the order of a window's records: indices that sort them, shape (num_records,), fewer than 2^31.
 
-    They are there in (fragment, number) order, each run as (fragment, number of its first record, how many).
-    Sorted by `record_hash`, ties by (fragment, number), with `shuffle: none` by (fragment, number) alone.
-    Takes 4 bytes a record, and 20 more while it sorts.
+    The records are in (fragment, number) order, each run as (fragment, number of its first record, count).
+    They are sorted by `record_hash`, ties by (fragment, number); with `shuffle: none` by (fragment, number)
+    alone. Takes 4 bytes per record, and 20 more while it sorts.
     """
     assert shuffle in ("block", "none"), f"data.shuffle={shuffle} is unknown to the order"
     assert all(a[:2] < b[:2] for a, b in pairwise(runs)), f"runs are not in order: {runs}"
@@ -98,11 +99,11 @@ def window_order(
 def pack_order(
     num_packs: int, block: int, window: int, seed: int, source_name: str, epoch: int, shuffle: str
 ) -> npt.NDArray[np.int64]:
-    """The order in which a window's packs become samples: shape (num_packs,).
+    """Returns the order in which a window's packs become samples: shape (num_packs,).
 
-    Sorted by the keyed hash of (block << 32 | window, number of the pack), ties by number; with `shuffle:
-    none` by number alone. `block` is a position in the epoch's order. (The order in which packs are filled is
-    one of lengths: long documents first.)
+    Packs are sorted by the keyed hash of (block << 32 | window, number of the pack), ties by number; with
+    `shuffle: none` by number alone. `block` is a position in the epoch's order. (The order in which packs are
+    filled depends on lengths: long documents first.)
     """
     assert shuffle in ("block", "none"), f"data.shuffle={shuffle} is unknown to the order"
     if shuffle == "none":
@@ -116,7 +117,7 @@ def pack_order(
 def record_hashes(
     fragment: npt.NDArray[np.uint64], number: npt.NDArray[np.uint64], key: int
 ) -> npt.NDArray[np.uint64]:
-    """`record_hash` of many records at once, under the order's `key`; shapes (num_records,)."""
+    """Returns `record_hash` of many records at once, under the order's `key`; shapes (num_records,)."""
     low = fragment ^ np.uint64((_FLIP_LOW + key) % 2**64)
     high = number ^ np.uint64((_FLIP_HIGH - key) % 2**64)
     mixed = np.uint64(16) + low.byteswap() + high + _multiply_fold(low, high)
@@ -126,7 +127,7 @@ def record_hashes(
 
 
 def _multiply_fold(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The two halves of the 128-bit product a · b, combined by exclusive or."""
+    """Returns the two halves of the 128-bit product a · b, combined by exclusive or."""
     shift = np.uint64(32)
     a_low, a_high, b_low, b_high = a & _MASK32, a >> shift, b & _MASK32, b >> shift
     cross = (a_low * b_low >> shift) + (a_high * b_low & _MASK32) + a_low * b_high

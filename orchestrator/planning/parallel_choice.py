@@ -1,7 +1,6 @@
-"""Into how many parts a launch cuts the state, and the machines by whose memory that was decided: values that
-an attempt's journal keeps.
+"""The number of parts of a launch's state, and the machines on which that choice is based.
 
-They decide nothing.
+An attempt's journal stores these values.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from orchestrator.planning.state_layout import Layout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """A machine for workers: its memory in all (0: not known), and that of each of its GPUs (empty: it has
-    none, or nobody knows; a 0: one is there, and its memory is not known).
+    """A machine for workers: its total memory (0: unknown), and that of each of its GPUs.
+
+    `gpu_bytes` is empty if it has none or they are unknown. A 0 is a GPU whose memory is unknown.
     """
 
     host: str
@@ -25,9 +25,13 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelChoice:
-    """What `train.parallel` came to: `num_shards` as in `state_layout.layout_of` (1: replicate, None: a shard
-    for each worker), and why. `machines` are those that were looked at, `cluster` the address of the Ray that
-    has them (empty: one that was started for the launch, or none). `size`: by what the model was judged.
+    """The result of `train.parallel`.
+
+    `num_shards`: as in `state_layout.layout_of` (1: replicate, None: a shard for each worker), for the given
+    `reason`.
+    `machines`: those that were considered.
+    `cluster`: the address of the Ray that has them (empty: one that was started for the launch, or none).
+    `size`: the model's size that the choice is based on.
     """
 
     num_shards: int | None
@@ -38,14 +42,14 @@ class ParallelChoice:
 
 
 def choice_text(num_shards: int | None) -> str:
-    """A number of shards as the configuration names it."""
+    """Returns a number of shards as written in the configuration."""
     if num_shards is None:
         return "shard"
     return "replicate" if num_shards == 1 else f"{{shard: {num_shards}}}"
 
 
 def layout_text(layout: Layout) -> str:
-    """How a state lies on a group, for people."""
+    """Describes the layout of a state on a group, for people."""
     if layout.num_shards == 1:
         return "replicate: each holds the whole state"
     if layout.num_replicas == 1:

@@ -1,8 +1,7 @@
-"""What is decided of a record by a keyed hash of where it lies: whether it is held out, and the seed that its
-transforms are given. Nothing is stored.
+"""Decisions about a record from a keyed hash of its place: whether it is held out, and its transforms' seed.
 
-A record lies at a place (byte offset or row) of a file (its path in the source's list). No library's random
-generator is used; whoever changes a value that this module computes must raise `VERSION`.
+Nothing is stored. A record is at a place (byte offset or row) of a file (its path in the source's list). No
+library's random generator is used. A change of any value that this module computes must raise `VERSION`.
 """
 
 from __future__ import annotations
@@ -18,14 +17,16 @@ _HASHES = 1 << 64
 
 
 def holdout_key(source_name: str, path: str) -> int:
-    """The key of a file's hold-out. Neither seed nor epoch is in it: runs in other orders hold out the same
-    records, so that what is measured on these can be compared.
+    """Returns the key of a file's hold-out.
+
+    It contains neither seed nor epoch. Runs in other orders thus hold out the same records, and measurements
+    on these are comparable.
     """
     return xxhash.xxh3_64_intdigest(f"{VERSION},holdout,{source_name},{path}".encode())
 
 
 def holdout_bound(share: float) -> int:
-    """Records with a hash below it are held out: the share, as it is written, of all hashes, rounded down."""
+    """Returns the bound below which hashes are held out: the written share of all hashes, rounded down."""
     assert 0 <= share < 1, f"a share of {share} is held out"
     return int(Decimal(repr(share)) * _HASHES)
 
@@ -36,20 +37,23 @@ def is_held_out(place: int, key: int, bound: int) -> bool:
 
 
 def transform_key(seed: int, source_name: str, epoch: int, path: str) -> int:
-    """The key of a file's record seeds. The epoch is in it: what a transform draws by its seed, it draws anew
-    in each epoch.
+    """Returns the key of a file's record seeds.
+
+    It contains the epoch, so that a transform draws anew in each epoch.
     """
     return xxhash.xxh3_64_intdigest(f"{VERSION},transform,{seed},{epoch},{source_name},{path}".encode())
 
 
 def record_seed(place: int, key: int) -> int:
-    """The seed of the record at `place` of the file with this `key`, from 0 to 2^64 - 1."""
+    """Returns the seed of the record at `place` of the file with this `key`, from 0 to 2^64 - 1."""
     return xxhash.xxh3_64_intdigest(struct.pack("<q", place), key)
 
 
 def document_seed(seed: int, transform: int, document: int) -> int:
-    """The seed for the call of a record's transform number `transform` with its document number `document`:
-    that of the record for the first call, and for each other one of its own, so that draws are independent.
+    """Returns the seed for the call of a record's transform number `transform` with its document `document`.
+
+    The first call gets the record's seed. Each other call gets a seed of its own, so that draws are
+    independent.
     """
     if transform == document == 0:
         return seed

@@ -1,8 +1,8 @@
-"""Sources that a resume starts anew (`resume.data: restart`, `resume.restart_sources`): what was asked for,
-whether it is done already on a history, and what becomes of a job's sources (data rule 23).
+"""Sources that a resume restarts (`resume.data: restart`, `resume.restart_sources`), see data rule 23.
 
-It reads no data and lists no files. A restart belongs to the claim, as a skip does, so that everybody who
-continues, reads or proves the history follows the same one.
+It determines what was requested, whether it is already done on a history, and how a job's sources change. A
+restart belongs to the claim, as a skip does, so that everything that continues, reads or verifies the history
+uses the same one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartRequest:
-    """A setting as a job gives it: `resume.from` (a folder absolute), and the paths of the sources that begin
-    anew, by name; `everything`: all that the job has (`resume.data: restart`).
+    """A setting of a job: `resume.from` (a folder absolute), and the paths of the restarted sources, by name.
+
+    `everything`: all sources of the job (`resume.data: restart`).
     """
 
     where: str
@@ -39,9 +40,10 @@ class RestartRequest:
         return what if self.where == LATEST else f"resume.from={self.where} {what}"
 
     def repeats(self, earlier: RestartRequest) -> bool:
-        """Whether it may be the same wish as an earlier one, left in the configuration: no point, or the same
-        one, is named, and no source that was not restarted then, or has another path now. One that came into
-        a job whose sources were all restarted begins by itself.
+        """Whether it may be the same request as an earlier one, left in the configuration.
+
+        It names no point or the same one, and no source that was not restarted then or has another path now.
+        A source that was added to a job whose sources were all restarted begins by itself.
         """
         if self.where not in (LATEST, earlier.where) or self.everything != earlier.everything:
             return False
@@ -52,8 +54,8 @@ class RestartRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartClaim:
-    """A claim of the run that says a restart: its number, the point that it continues (None: none), and what
-    was asked.
+    """A claim of the run with a restart: its number, the point that it continues (None: none), and the
+    request.
     """
 
     attempt: int
@@ -63,8 +65,10 @@ class RestartClaim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartDecision:
-    """What to do about a request: `sources` begin anew; the `request` stands in the claim, also where nothing
-    was read that could begin anew; why not (`note`), or refuse (`refusal`).
+    """The decision about a request.
+
+    `sources` are restarted. `request` is stored in the claim, even if nothing that could restart was read.
+    `note`: why nothing is done. `refusal`: why the start is refused.
     """
 
     sources: frozenset[str] = frozenset()
@@ -74,7 +78,7 @@ class RestartDecision:
 
 
 def restart_request(config: JobConfig, where: str) -> RestartRequest | None:
-    """What the job asks for; `where` is its `resume.from`, a folder as an absolute one."""
+    """Returns what the job requests. `where` is its `resume.from`, with a folder as an absolute path."""
     everything = config.resume.data == "restart"
     names = config.resume.restart_sources
     if not (everything or names):
@@ -93,14 +97,15 @@ def decide_restart(
     claims: Iterable[RestartClaim],
     path: Collection[int],
 ) -> RestartDecision:
-    """Which sources a start that continues `point` begins anew. `claims` are all of the run that say a
-    restart, `path` the attempts through which the point came.
+    """Returns which sources a start that continues `point` restarts.
 
-    As with a skip: one request restarts at one place, and once on a history, so that the same command, given
-    again after a crash or a preemption, continues. A start that continues the point at which it was first
-    carried out does so again, for nothing after it is kept. Any other point was not meant: it is refused, and
-    naming that point makes another request of it. A run without a point begins with its files as they are
-    now; the request is noted as carried out.
+    `claims` are all of the run with a restart. `path` are the attempts that led to the point.
+
+    As with a skip, one request restarts at one place, and once on a history. The same command, given again
+    after a crash or a preemption, thus continues. A start that continues the point at which it was first
+    carried out does so again, because nothing after the point is kept. Any other point was not meant: it is
+    refused, and naming that point makes another request. A run without a point begins with its current files;
+    the request is recorded as carried out.
     """
     if request is None:
         return RestartDecision()
@@ -129,9 +134,11 @@ def decide_restart(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceChange:
-    """What a start does with a source: `restarted`, `added`, `removed`, `back` (it goes on where it was taken
-    away), or `refreshed` (its files are listed anew for each epoch). `epoch` is the one from which on that
-    holds; files are numbers of them in the list before and in the new one, where there are any.
+    """How a start changes a source.
+
+    `change` is `restarted`, `added`, `removed`, `back` (it continues where it was removed), or `refreshed`
+    (its files are listed anew for each epoch). It applies from `epoch` on. `files_before` and `files_now` are
+    the numbers of files in the old and the new list, if there are any.
     """
 
     source: str
@@ -162,17 +169,17 @@ def _as_they_are(num: int | None) -> str:
 
 
 def files_text(num: int) -> str:
-    """So many files, for people."""
+    """Formats a number of files, for people."""
     return f"{num:,} file{'' if num == 1 else 's'}"
 
 
 def restart_text(source: str) -> str:
-    """The way out where files of a source are not those of its list any more, for a refusal to name."""
+    """Describes the way out if a source's files are no longer those of its list, for a refusal."""
     return f"begin the source anew with its files as they are now (resume.restart_sources=[{source}])"
 
 
 def undone(decision: RestartDecision, changes: Iterable[SourceChange]) -> RestartDecision:
-    """What to say of a start that has nothing left to train: none of these changes comes."""
+    """Builds the note of a start that has nothing left to train: none of these changes is made."""
     listed = "; ".join(map(str, changes))
     return replace(decision, note=f"nothing is left to train, so this is not done: {listed}")
 
@@ -183,8 +190,10 @@ def source_changes(
     cursor: Cursor,
     num_files: Mapping[str, tuple[int | None, int | None]],
 ) -> tuple[SourceChange, ...]:
-    """How the sources of a start differ from those of what it continues, at `cursor`, which stands in the new
-    ones; `num_files` are the numbers of files of a source's list before and now.
+    """Returns how the sources of a start differ from those of what it continues, at `cursor`.
+
+    The cursor refers to the new sources. `num_files` has the numbers of files of a source's list before and
+    now.
     """
     old, found = {source.name: source for source in before}, list[SourceChange]()
     for source in now:

@@ -1,4 +1,4 @@
-"""What a plan says beside its decision: how the batch lies on the workers, and where the data end."""
+"""Notes of a plan besides its decision: how the batch is divided among workers, and where the data end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 def world_size_notes(config: JobConfig, saved_at: int | None) -> Iterator[str]:
-    """How the global batch lies on the workers (data rule 16), with the fewest and the most of them.
-    `saved_at`: at how many of them the point was saved (None: there is no point).
+    """Describes the division of the global batch (data rule 16), for the fewest and the most workers.
+
+    `saved_at`: the number of workers at which the point was saved (None: there is no point).
     """
     train, cluster = config.train, config.cluster
     num_micro = num_micro_batches(train.global_batch_size, train.micro_batch_size)
@@ -28,7 +29,7 @@ def world_size_notes(config: JobConfig, saved_at: int | None) -> Iterator[str]:
     worlds = {cluster.start_workers, cluster.max_workers} - {saved_at}
     if saved_at is not None and worlds:
         fast = train.is_fast(cluster.use_gpu)
-        # under shards, for which `auto` may stand, `numerics: auto` is fast
+        # with shards, which `auto` may choose, `numerics: auto` is fast
         open_ = not fast and (train.numerics, train.parallel) == ("auto", "auto")
         same = "stay the same, to the last bit" + (
             ", while train.parallel=auto is replicate" if open_ else ""
@@ -40,7 +41,7 @@ def world_size_notes(config: JobConfig, saved_at: int | None) -> Iterator[str]:
 
 
 def end_notes(epochs: KnownEpochs | None, data_tokens: int | None) -> Iterator[str]:
-    """How much the data still hold, where that is known."""
+    """Describes how much the data still hold, if known."""
     if epochs is not None and data_tokens is not None:
         left = f"{data_tokens:,} more tokens" if data_tokens else "no more tokens"
         yield (

@@ -1,8 +1,6 @@
-"""May this resume point continue under that configuration, and how: the answer that `orchestrator plan`
-prints and a start acts on.
+"""Decides whether and how a resume point may continue under a configuration.
 
-It reads no storage and no data: points, configurations and identities are given to it as values, and it
-returns one.
+`orchestrator plan` prints the result, and a start acts on it. All inputs are values.
 """
 
 from __future__ import annotations
@@ -49,8 +47,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointInfo:
-    """What the decision needs of a committed resume point. `world_size` is that of the generation that saved
-    it; no `encoders`: the run's first one made all of it; no `sources`: the lists of its first start.
+    """What the decision needs of a committed resume point.
+
+    `world_size` is that of the generation that saved it. Without `encoders`, the run's first one made all of
+    it. Without `sources`, it has the lists of its first start.
     """
 
     name: str
@@ -67,23 +67,30 @@ class PointInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePlan:
-    """What a start would do. `action` is start, resume or refuse; counts that nobody can know are None.
+    """What a start would do. `action` is start, resume or refuse. Unknown counts are None.
 
-    `lr_before` and `lr_after` are the learning rates at the point's place in the schedule, under the point's
-    configuration and the new one; for a start, `lr_after` is that of the first step. Not part of the JSON are
-    `budgets`, which go into the claim, `encoders`, who encoded until now, `encoder`, who does from the
-    next whole document on (None: the run is not begun, and nobody has chosen), `drawn`, what a claim says
-    of `skip` (None: not drawn), `damages`, what this start found wrong with points that it or its workers
-    have read, and `code_changed`: the user's code is not the one that trained the point. `notes` are
-    sentences: how the batch lies on the workers, what another number of them means, what is special about the
-    data. `rewind` says what `resume.from` sets aside. `sources` say how much of each source the run has had
-    (empty where the data are not known), `skip` what is left out after the point (`cursor` is the point's
-    own), `lists` what becomes of the sources (`cursor` is then where they begin anew); `skip_note` and
-    `restart_note` say why a skip or a restart that is asked for is done already, or why nothing becomes of
-    the sources. `data_tokens` are the positions that the data still hold, where a launch has come to their
-    end before (None: not known).
-    `where` says on what other machine this holds, where this one cannot start it (empty: it can).
-    `codes` has the error code of each of `refusals`, None for one without.
+    `lr_before`, `lr_after`: the learning rates at the point's place in the schedule, under the point's
+    configuration and the new one; for a start, `lr_after` is that of the first step.
+    `notes`: sentences about how the batch is divided among workers, what another number of them means, and
+    what is special about the data.
+    `rewind`: what `resume.from` sets aside.
+    `sources`: how much of each source the run has had (empty if the data are unknown).
+    `skip`: what is left out after the point (`cursor` is the point's own).
+    `lists`: how the sources change (`cursor` is then where they restart).
+    `skip_note`, `restart_note`: why a requested skip or restart is already done, or why the sources do not
+    change.
+    `data_tokens`: the positions that the data still hold, if a launch has reached their end before (None:
+    unknown).
+    `where`: on what other machine this holds, if this one cannot start it (empty: it can).
+    `codes`: the error code of each of `refusals`, None for one without.
+
+    Not part of the JSON are:
+    `budgets`: stored in the claim.
+    `encoders`: those until now; `encoder`: the one from the next whole document on (None: the run is not
+    begun, and none is chosen).
+    `drawn`: the `skip` in a claim (None: not drawn).
+    `damages`: what this start found wrong with points that it or its workers have read.
+    `code_changed`: the user's code differs from the code that trained the point.
     """
 
     action: str
@@ -121,7 +128,7 @@ class ResumePlan:
         assert len(self.codes) == len(self.refusals), "a code, or None, for each refusal"
 
     def refused(self, texts: Sequence[str], code: str | None = None) -> ResumePlan:
-        """This plan, which refuses for these reasons too if there are any; `code` is that of each of them."""
+        """Returns this plan with these refusals added, if there are any. `code` is that of each of them."""
         return replace(
             self,
             action="refuse" if texts else self.action,
@@ -131,12 +138,12 @@ class ResumePlan:
 
     @property
     def refusal(self) -> RefusedError:
-        """The error of a start that this plan refuses: all reasons, and the first code that one has."""
+        """The error of a start that this plan refuses: all reasons, and the first code."""
         code = next(filter(None, self.codes), None)
         return RefusedError("\n".join(self.refusals), code=code)
 
     def to_json(self) -> dict[str, Any]:
-        """The document of `orchestrator plan --json`."""
+        """Returns the document of `orchestrator plan --json`."""
         document: dict[str, Any] = encode(self)
         of_notes = ("rewind", "skip_note", "restart_note", "where")
         for name in ("budgets", "encoders", "encoder", "drawn", "damages", "code_changed", *of_notes):
@@ -180,7 +187,7 @@ class ResumePlan:
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """What a rewind sets aside, first, that a skip or a restart is done, and `notes`."""
+        """First what a rewind sets aside, then that a skip or a restart is done, and `notes`."""
         done = [f"note: {note}" for note in (self.skip_note, self.restart_note) if note]
         where = [f"note: this holds {self.where}"] if self.where else []
         return (*filter(None, [self.rewind]), *done, *where, *self.notes)
@@ -203,15 +210,18 @@ def plan_resume(
 ) -> ResumePlan:
     """Decides whether and how `config` continues `point` (None: a fresh start, or a run without any point).
 
-    `rules` maps a field's dotted path to its resume rule (of `config.field_rules()`), `old_flat` is the flat
-    configuration that the point (or, without one, the run) was made with, `identities` are (the run's, the
-    job's) where the job's is known, `epochs` is how long an epoch of the job's only source is, where
-    it is known, `installed` are the encoders here (see `encoders.choose_next`), `weights` and `num_blocks`
-    are those of the job's sources where they are known, `skip` and `restart` what became of a skip and of a
-    restart that are asked for, `lists` how the job's sources differ from the point's, whose cursor stands in
-    the job's, `began` the first epoch of each source's newest start. A refusal names the run, both values and
-    what to do; a stop that is already reached is no refusal but a resume with nothing remaining. Raises
-    `ConfigError` for a schedule without an end.
+    `rules` maps a field's dotted path to its resume rule (of `config.field_rules()`).
+    `old_flat`: the flat configuration that the point (or, without one, the run) was made with.
+    `identities`: (the run's, the job's) if the job's is known.
+    `epochs`: the length of an epoch of the job's only source, if known.
+    `installed`: the encoders here (see `encoders.choose_next`).
+    `weights`, `num_blocks`: those of the job's sources, if known.
+    `skip`, `restart`: the decisions about a requested skip and restart.
+    `lists`: how the job's sources differ from the point's, whose cursor refers to the job's.
+    `began`: the first epoch of each source's newest start.
+
+    A refusal names the run, both values and what to do. A stop that is already reached is not a refusal, but
+    a resume with nothing remaining. Raises `ConfigError` for a schedule without an end.
     """
     cursor = point.cursor if point else Cursor()
     old = with_defaults(old_flat) if old_flat is not None else config.flat()
@@ -222,7 +232,7 @@ def plan_resume(
         *_asked_refusals(skip, restart, lists),
         *_pack_refusals(config, point),
     ]
-    refused = [f"{config.run.run_uri}: {text}" for text in refused]  # which run, where several are at work
+    refused = [f"{config.run.run_uri}: {text}" for text in refused]  # which run, if several are in progress
     spans, encoder = _spans(point, identities), None
     if spans:
         encoder, missing = choose_next(spans, config.data.encoder, cursor, installed or {})
@@ -268,8 +278,9 @@ def plan_resume(
 def _asked_refusals(
     skip: SkipDecision, restart: RestartDecision, lists: Iterable[SourceChange]
 ) -> Iterator[str]:
-    """Of a skip and a restart that are asked for, and of a skip where sources change: it is drawn from the
-    sources of the point.
+    """Yields the refusals of a requested skip and restart, and of a skip together with changed sources.
+
+    A skip is drawn from the sources of the point.
     """
     yield from filter(None, (skip.refusal, restart.refusal))
     changed = [each for each in lists if each.change != "refreshed"]
@@ -307,7 +318,10 @@ def _spans(
 def _with_encoders_named(
     different: tuple[Difference, ...], old: EncoderChoice, new: EncoderChoice
 ) -> tuple[Difference, ...]:
-    """`data.encoder` may name another library, another version of it, or (auto) what encodes already."""
+    """Names the encoders in the differences.
+
+    `data.encoder` may name another library, another version of it, or (auto) the current one.
+    """
     if old == new:
         return different
     named = Difference(field="data.encoder", old=str(old), new=str(new), rule="may_change")
@@ -315,8 +329,9 @@ def _with_encoders_named(
 
 
 def step_label(point: PointInfo | None, global_batch_size: int, seq_len: int) -> int:
-    """The label of the last step done: the point's own, re-based only if the batch size or seq_len differs
-    (data rule 18).
+    """Returns the label of the last finished step.
+
+    It is the point's own, and re-based only if the batch size or seq_len differs (data rule 18).
     """
     if point is None:
         return 0
@@ -333,7 +348,8 @@ def _identity_refusals(
     if identities is None:
         return ()
     old, new = identities
-    if old_flat is not None:  # the differences have named the settings already, but of sources that come back
+    # the differences already name the settings, except of sources that are added again
+    if old_flat is not None:
         back = names_of_sources(config.flat()) - names_of_sources(old_flat)
         prefixes = tuple(f"{OF_A_SOURCE}{name}." for name in back)
         of_these = {name: value for name, value in new.settings.items() if name.startswith(prefixes)}
@@ -342,7 +358,10 @@ def _identity_refusals(
 
 
 def _pack_refusals(config: JobConfig, point: PointInfo | None) -> Iterator[str]:
-    """The packs of a window that are still to come cannot be made for another length (data rule 21)."""
+    """Refuses another seq_len while packs of a window are still to come (data rule 21).
+
+    These packs cannot be made for another length.
+    """
     if point is None:
         return
     new = config.pack.seq_len
@@ -357,7 +376,7 @@ def _pack_refusals(config: JobConfig, point: PointInfo | None) -> Iterator[str]:
 
 
 def _data_left(config: JobConfig, point: PointInfo | None, epochs: KnownEpochs | None) -> int | None:
-    """Positions that the data still hold; None: not known."""
+    """Returns the positions that the data still hold; None: unknown."""
     if epochs is not None:
         return epochs.left(epochs_of(config.flat()), point.cursor if point else Cursor())
     return 0 if point is not None and nothing_left(config.flat(), point.cursor) else None
@@ -382,7 +401,9 @@ def _old_rate(old: Mapping[str, Any]) -> RateSettings:
 
 
 def _place(config: JobConfig, point: PointInfo | None, budgets: Budgets) -> int:
-    """Where in the schedule the plan looks: at the point, or after the first step."""
+    """Returns the place in the schedule for the plan's learning rate: at the point, or after the
+    first step.
+    """
     if point is not None:
         return point.cursor.consumed_tokens
     batch, seq_len = config.train.global_batch_size, config.pack.seq_len

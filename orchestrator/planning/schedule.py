@@ -1,8 +1,7 @@
 """Lengths in tokens and the learning rate as a function of consumed tokens.
 
-A length that the user gives in steps or samples is turned into tokens once, at the batch size and seq_len it
-was first given with, and travels in the claims from then on (data rule 17). It knows no optimizer and no step
-label.
+A length that the user gives in steps or samples is converted to tokens once, at the batch size and seq_len it
+was first given with. The claims store it from then on (data rule 17).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RateSettings(Protocol):
-    """The fields of `train` that the learning rate needs; `TrainConfig` and `Rate` both are this."""
+    """The fields of `train` that the learning rate needs, as in `TrainConfig` and `Rate`."""
 
     @property
     def lr(self) -> float:
@@ -45,10 +44,10 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Length:
-    """A length as it was given (`given` in `unit`: steps, samples or tokens), the batch size and seq_len
-    it was first given with, and its worth in positions.
+    """A length as it was given (`given` in `unit`: steps, samples or tokens), and its value in positions.
 
-    `tokens` counts from the start of the run, except for a decay, where it is the length itself.
+    `global_batch_size` and `seq_len` are those it was first given with. `tokens` counts from the start of the
+    run, except for a decay, where it is the length itself.
     """
 
     given: int
@@ -60,9 +59,7 @@ class Length:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budgets:
-    """The run's stops and the schedule's lengths. Where several stops are given the first that is reached
-    ends the run.
-    """
+    """The run's stops and the schedule's lengths. Of several stops the first that is reached ends the run."""
 
     max_steps: Length | None = None
     max_samples: Length | None = None
@@ -79,9 +76,7 @@ class Budgets:
 
     @property
     def stop_samples(self) -> int | None:
-        """The stop in samples, which are counted as they are trained, whatever their seq_len; None: there is
-        none.
-        """
+        """The stop in samples, counted as they are trained, whatever their seq_len; None: there is none."""
         return self.max_samples.given if self.max_samples else None
 
     @property
@@ -92,14 +87,12 @@ class Budgets:
 
 
 def budgets_for(config: JobConfig, previous: Budgets | None, at: Cursor | None = None) -> Budgets:
-    """The budgets under `config` of a run that had `previous` before (None: a fresh start) and stands at
-    `at`.
+    """Returns the budgets under `config` of a run with the budgets `previous` (None: a fresh start), at `at`.
 
-    A number that is the same as before keeps its tokens, whatever batch size and seq_len are now; a number
-    that the user changed is turned again, at those of `config`, and so is a stop in samples at another
-    seq_len, for the samples still to come have that length. Raises `ConfigError` for a schedule that decays
-    without knowing when, and for lengths, unless the run has them already, of which a warm-up or decay goes
-    beyond the stop.
+    An unchanged number keeps its tokens, whatever batch size and seq_len are now. A changed number is
+    converted again, at those of `config`. So is a stop in samples at another seq_len, because the samples
+    still to come have that length. Raises `ConfigError` for a schedule that decays without a known end.
+    Raises it also for a warm-up or decay that goes beyond the stop, unless the run already has these lengths.
     """
     before, here, train = previous or Budgets(), at or Cursor(), config.train
 
@@ -112,7 +105,7 @@ def budgets_for(config: JobConfig, previous: Budgets | None, at: Cursor | None =
         tokens = {
             "tokens": given,
             "steps": given * batch * seq_len,
-            # samples so far may have had another seq_len: only those to come are counted at this one
+            # earlier samples may have had another seq_len; only those to come are counted at this one
             "samples": here.consumed_tokens + (given - here.consumed_samples) * seq_len,
         }[unit]
         return Length(given=given, unit=unit, global_batch_size=batch, seq_len=seq_len, tokens=tokens)
@@ -131,8 +124,10 @@ def budgets_for(config: JobConfig, previous: Budgets | None, at: Cursor | None =
 
 
 def _check_lengths(schedule: str, budgets: Budgets) -> None:
-    """A warm-up that the stop cuts short never reaches `lr`; a longer decay begins before the run, and one
-    that does not fit behind the warm-up is not as long as it says.
+    """Raises `ConfigError` for lengths that do not fit before the stop.
+
+    A warm-up that the stop cuts short never reaches `lr`. A decay that is too long begins before the run, and
+    one that does not fit after the warm-up is shorter than given.
     """
     stops = {name: getattr(budgets, name) for name in ("max_steps", "max_samples", "max_tokens")}
     stop = min((name for name in stops if stops[name]), key=lambda name: stops[name].tokens, default=None)
@@ -170,11 +165,11 @@ def _check_decay(schedule: str, budgets: Budgets) -> None:
 
 
 def learning_rate(train: RateSettings, budgets: Budgets, consumed_tokens: int) -> float:
-    """The learning rate of the step after which the run has consumed `consumed_tokens` positions.
+    """Returns the learning rate of the step after which the run has consumed `consumed_tokens` positions.
 
-    It rises linearly to `lr` over the warm-up; then `constant` stays there, `cosine` falls to `lr ·
+    It rises linearly to `lr` over the warm-up. Then `constant` stays there, `cosine` falls to `lr ·
     min_lr_ratio` at the total, and `wsd` stays until `decay` positions before the total and falls linearly to
-    `lr · min_lr_ratio`. Past the total it stays at the end's value.
+    `lr · min_lr_ratio`. Past the total it keeps its final value.
     """
     warmup = budgets.warmup.tokens if budgets.warmup else 0
     if consumed_tokens < warmup:
@@ -184,7 +179,7 @@ def learning_rate(train: RateSettings, budgets: Budgets, consumed_tokens: int) -
     _check_decay(train.schedule, budgets)
     total = budgets.total_tokens
     assert total is not None, "checked above"
-    # a decay longer than what the warm-up leaves begins where the warm-up ends
+    # A decay longer than what the warm-up leaves begins where the warm-up ends.
     begin = (
         warmup
         if train.schedule == "cosine" or not budgets.decay

@@ -1,4 +1,4 @@
-"""Who of several readers reads which part of what all of them need. Pure integers."""
+"""Divides the reading of common data among several readers. Pure integers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def even_runs(sizes: Sequence[int], num_runs: int) -> tuple[range, ...]:
-    """`num_runs` runs of neighbours that together are all positions of `sizes`, in order; a run may be empty.
+    """Returns `num_runs` contiguous runs that together are all positions of `sizes`, in order.
 
-    Each position goes to the run in whose equal part of the sum its middle lies: so no run has more than its
-    equal part and the largest size. O(len(sizes) + num_runs).
+    A run may be empty. Each position belongs to the run in whose equal part of the sum its middle is. No run
+    thus has more than its equal part plus the largest size. O(len(sizes) + num_runs).
     """
     assert num_runs > 0, "somebody must read"
     total, before, at = sum(sizes), 0, 0
@@ -27,11 +27,11 @@ def even_runs(sizes: Sequence[int], num_runs: int) -> tuple[range, ...]:
 
 
 def readers_with(rank: int, needy: Sequence[int], machines: Sequence[int]) -> list[int]:
-    """With which of `needy` (ranks, `rank` among them) `rank` divides the reading of what all of them need,
-    in their order: one of each machine, for on one machine a second reader finds it in memory.
-    `machines[r]` is that of rank r.
+    """Returns the ranks of `needy` among which `rank` divides the common reading, in order.
 
-    So all are divided into groups, as many as the most on one machine, and each has its own rank.
+    `rank` is one of them. The group has one rank of each machine, because a second reader on a machine finds
+    the data in memory. `machines[r]` is that of rank r. All ranks are thus divided into as many groups as the
+    largest number on one machine.
     """
     counts: dict[int, int] = {}
     places = []

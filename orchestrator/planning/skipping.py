@@ -1,8 +1,8 @@
-"""Samples that a resume leaves out on purpose (`resume.data: skip`): what was asked for, whether it is done
-already on a history, and what a claim says of it (data rule 23).
+"""Samples that a resume leaves out on purpose (`resume.data: skip`), see data rule 23.
 
-It reads no data: who draws the samples says where they end. A skip moves the cursor of a resume point; it
-belongs to the claim, so that everybody who continues, reads or proves the history follows the same one.
+It determines what was requested, whether it is already done on a history, and what a claim stores. The caller
+draws the samples and passes where they end. A skip moves the cursor of a resume point. It belongs to the
+claim, so that everything that continues, reads or verifies the history uses the same one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LATEST = "latest"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkipRequest:
-    """A setting as a job gives it: `resume.from` (a folder absolute), and samples or steps."""
+    """A setting of a job: `resume.from` (a folder absolute), and samples or steps."""
 
     where: str
     samples: int | None = None
@@ -33,14 +33,16 @@ class SkipRequest:
         return f"resume.from={self.where} resume.skip_{number}"
 
     def repeats(self, earlier: SkipRequest) -> bool:
-        """Whether it may be the same wish as an earlier one, left in the configuration: as much, and no
-        point, or the same one, is named. Who names another point means that one.
+        """Whether it may be the same request as an earlier one, left in the configuration.
+
+        It has the same amount, and names no point or the same one. A request that names another point means
+        that one.
         """
         as_much = (self.samples, self.steps) == (earlier.samples, earlier.steps)
         return as_much and self.where in (LATEST, earlier.where)
 
     def num_samples(self, global_batch_size: int) -> int:
-        """How many samples that is for a point of this batch size, exactly."""
+        """Returns the exact number of samples for a point of this batch size."""
         if self.steps is not None:
             return self.steps * global_batch_size
         assert self.samples is not None, "a request names samples or steps"
@@ -49,11 +51,12 @@ class SkipRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skip:
-    """What a claim says of a skip: whoever continues the claim's parent goes on at `end` instead of `begin`,
-    the parent's own cursor.
+    """A skip as stored in a claim: attempts that continue the claim's parent continue at `end` instead of
+    `begin`.
 
-    `samples` with `tokens` positions lie between, drawn at the parent's `seq_len` and weights; `settings` are
-    the fields of the mixture that they were drawn by, flat as a configuration is (empty: one source).
+    `begin` is the parent's own cursor. Between are `samples` with `tokens` positions, drawn at the parent's
+    `seq_len` and weights. `settings` are the fields of the mixture that they were drawn by, flat as a
+    configuration is (empty: one source).
     """
 
     request: SkipRequest
@@ -66,14 +69,14 @@ class Skip:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def carry(self, cursor: Cursor) -> Cursor:
-        """`cursor`, moved if it stands where the skip begins. Carrying it again moves nothing."""
+        """Returns `cursor`, moved if it is where the skip begins. Moving it again has no effect."""
         place = (self.begin.consumed_samples, self.begin.skipped_samples)
         return self.end if (cursor.consumed_samples, cursor.skipped_samples) == place else cursor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkipClaim:
-    """A claim of the run that says a skip: its number, the point that it continues, and what was asked."""
+    """A claim of the run with a skip: its number, the point that it continues, and the request."""
 
     attempt: int
     parent: StateKey
@@ -82,7 +85,7 @@ class SkipClaim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkipDecision:
-    """What to do about a request: skip (`request`; None: not), why not (`note`), or refuse (`refusal`)."""
+    """The decision about a request: skip (`request`; None: not), why not (`note`), or refuse (`refusal`)."""
 
     request: SkipRequest | None = None
     note: str = ""
@@ -90,7 +93,7 @@ class SkipDecision:
 
 
 def skip_request(config: JobConfig, where: str) -> SkipRequest | None:
-    """What the job asks for; `where` is its `resume.from`, a folder as an absolute one."""
+    """Returns what the job requests. `where` is its `resume.from`, with a folder as an absolute path."""
     resume = config.resume
     if resume.skip_samples is None and resume.skip_steps is None:
         return None
@@ -100,13 +103,14 @@ def skip_request(config: JobConfig, where: str) -> SkipRequest | None:
 def decide_skip(
     request: SkipRequest | None, point: StateKey | None, claims: Iterable[SkipClaim], path: Collection[int]
 ) -> SkipDecision:
-    """Whether a start that continues `point` skips. `claims` are all of the run that say a skip, `path` the
-    attempts through which the point came.
+    """Decides whether a start that continues `point` skips.
+
+    `claims` are all of the run with a skip. `path` are the attempts that led to the point.
 
     One request skips at one place, and once on a history: at the point at which it was first carried out. A
-    start that continues that point again skips the same samples again, for nothing after them is kept; one
-    that continues what was trained after them does not. Any other point was not meant: it is refused, and
-    naming that point makes another request of it.
+    start that continues that point again skips the same samples again, because nothing after them is kept.
+    One that continues what was trained after them does not. Any other point was not meant: it is refused, and
+    naming that point makes another request.
     """
     if request is None:
         return SkipDecision()
@@ -137,7 +141,9 @@ def decide_skip(
 
 
 def still_due(skip: Skip | None, parent: StateKey | None, point: StateKey | None) -> Skip | None:
-    """Of the skip that a launch claimed at `parent`, what a later claim of the same launch says, which
-    continues `point`: whoever loads the same point again must stand after it; a newer point holds it.
+    """Returns the skip for a later claim of the launch that claimed `skip` at `parent`.
+
+    The later claim continues `point`. If that is the same point again, the skip must be repeated; a newer
+    point contains it.
     """
     return skip if point is not None and point == parent else None

@@ -1,7 +1,6 @@
-"""Which rows of which tensor of the training state each rank holds, and which it writes: `replicate`, FSDP2
-and HSDP by one rule.
+"""Computes which rows of which tensor of the training state each rank holds, and which it writes.
 
-Pure integers. It knows no tensor, no process group and no storage.
+One rule covers `replicate`, FSDP2 and HSDP. Pure integers.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ ALIGN_BYTES = 64  # a tensor begins at a multiple of it in a flat buffer: a cach
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateTensor:
-    """A tensor of the state as a whole, whoever holds its rows.
+    """A tensor of the state as a whole, independent of the holders of its rows.
 
     `shape` is that of the whole tensor, `itemsize` is bytes per element. `sharded`: its rows (dim 0) are
-    divided among the shards; else every rank holds all of it (buffers, counts of steps, every scalar).
+    divided among the shards. Otherwise every rank holds all of it (buffers, step counts, every scalar).
     """
 
     group: str
@@ -35,21 +34,22 @@ class StateTensor:
 
     @property
     def num_rows(self) -> int:
-        """Length of dim 0; a scalar is one row."""
+        """The length of dim 0; a scalar is one row."""
         return self.shape[0] if self.shape else 1
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row; 0 where a later dimension is 0."""
+        """The bytes of one row; 0 if a later dimension is 0."""
         return math.prod(self.shape[1:]) * self.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How a state lies on a group: `num_replicas` times the whole state, each cut into `num_shards` shards.
+    """The layout of a state on a group: `num_replicas` copies of the state, each divided into `num_shards`
+    shards.
 
-    DDP on W ranks is (1 shard, W replicas), FSDP2 (W, 1), HSDP (n, m) with W = n·m. Ranks are numbered as a
-    device mesh of shape (num_replicas, num_shards) numbers them: the ranks of one replica are neighbours.
+    DDP on W ranks is (1 shard, W replicas), FSDP2 (W, 1), HSDP (n, m) with W = n·m. Ranks are numbered like a
+    device mesh of shape (num_replicas, num_shards): the ranks of one replica are neighbours.
     """
 
     num_shards: int
@@ -60,26 +60,26 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks of the group."""
         return self.num_shards * self.num_replicas
 
     def shard_of(self, rank: int) -> int:
-        """Which shard `rank` holds."""
+        """Returns the shard of `rank`."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
         return rank % self.num_shards
 
     def replica_of(self, rank: int) -> int:
-        """Which replica `rank` belongs to."""
+        """Returns the replica of `rank`."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
         return rank // self.num_shards
 
 
 def layout_of(world_size: int, num_shards: int | None) -> Layout:
-    """The layout of a group of `world_size` ranks that was asked for `num_shards` shards (1: replicate, None:
-    as many as there are ranks).
+    """Returns the layout of a group of `world_size` ranks for the requested `num_shards`.
 
-    Where `num_shards` does not divide the world it is one shard per rank: nobody is idle, and nobody holds
-    more than the 1/num_shards that was asked for, unless the world itself is smaller than that.
+    1: replicate; None: as many shards as ranks. If `num_shards` does not divide the world size, there is one
+    shard per rank: no rank is idle, and none holds more than the requested 1/num_shards, unless the world
+    size itself is smaller.
     """
     if num_shards is None or world_size % num_shards:
         return Layout(num_shards=world_size, num_replicas=1)
@@ -87,16 +87,17 @@ def layout_of(world_size: int, num_shards: int | None) -> Layout:
 
 
 def chunk_rows(num_rows: int, num_shards: int) -> int:
-    """Rows of a shard that is full."""
+    """Returns the number of rows of a full shard."""
     return -(-num_rows // num_shards)
 
 
 def shard_rows(num_rows: int, num_shards: int, shard: int) -> range:
-    """The rows (half open) of one shard of a tensor of `num_rows` rows.
+    """Returns the rows (half open) of one shard of a tensor of `num_rows` rows.
 
-    As `torch.chunk` divides, and FSDP2 with it (torch/distributed/fsdp/_fully_shard/_fsdp_common.py,
-    `_chunk_with_empty`): all shards have ceil(num_rows / num_shards) rows, the last ones fewer or none. FSDP2
-    pads shards to equal sizes in its own buffers; padding is never a part of the state.
+    They are divided as by `torch.chunk`, and thus by FSDP2
+    (torch/distributed/fsdp/_fully_shard/_fsdp_common.py, `_chunk_with_empty`): all shards have ceil(num_rows
+    / num_shards) rows, the last ones fewer or none. FSDP2 pads shards to equal sizes in its own buffers.
+    Padding is never a part of the state.
     """
     assert 0 <= shard < num_shards, f"shard {shard} of {num_shards}"
     chunk = chunk_rows(num_rows, num_shards)
@@ -104,14 +105,14 @@ def shard_rows(num_rows: int, num_shards: int, shard: int) -> range:
 
 
 def held_rows(tensor: StateTensor, num_shards: int, shard: int) -> range:
-    """The rows of `tensor` that a holder of `shard` has: all of one that is not sharded."""
+    """Returns the rows of `tensor` that a holder of `shard` has: all rows if the tensor is not sharded."""
     return shard_rows(tensor.num_rows, num_shards, shard) if tensor.sharded else range(tensor.num_rows)
 
 
 # ---- one shard as one buffer
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Rows of a tensor in a flat buffer: they begin `offset` bytes after its start, one after the other."""
+    """Rows of a tensor in a flat buffer. They begin `offset` bytes after its start, one after the other."""
 
     tensor: StateTensor
     rows: range
@@ -119,15 +120,16 @@ class Place:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of these rows."""
+        """The number of bytes of these rows."""
         return len(self.rows) * self.tensor.row_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatShard:
-    """One shard of the whole state as one buffer of `num_bytes` bytes; `places` in the order of the tensors.
+    """One shard of the whole state as one buffer of `num_bytes` bytes. `places` are in the order of the
+    tensors.
 
-    Places do not overlap and begin at multiples of `ALIGN_BYTES`; the bytes between them mean nothing.
+    Places do not overlap and begin at multiples of `ALIGN_BYTES`. The bytes between them have no meaning.
     """
 
     places: tuple[Place, ...]
@@ -135,8 +137,9 @@ class FlatShard:
 
 
 def flat_shard(tensors: Sequence[StateTensor], num_shards: int, shard: int) -> FlatShard:
-    """Where each tensor's rows lie in the flat buffer of a shard; tensors of which it has no row have an
-    empty place. O(len(tensors)).
+    """Returns the places of each tensor's rows in the flat buffer of a shard. O(len(tensors)).
+
+    Tensors of which the shard has no row have an empty place.
     """
     return _flat(tensors, [held_rows(tensor, num_shards, shard) for tensor in tensors])
 
@@ -152,12 +155,12 @@ def _flat(tensors: Sequence[StateTensor], rows: Sequence[range]) -> FlatShard:
 
 # ---- who writes what
 def writing_replicas(tensors: Sequence[StateTensor], layout: Layout) -> tuple[int, ...]:
-    """Which replica writes each tensor, in the order of `tensors`: every shard of it by its rank of that
-    replica.
+    """Returns which replica writes each tensor, in the order of `tensors`.
 
-    Balanced by bytes: the largest first, each to the replica that has least so far (Graham, "Bounds on
-    multiprocessing timing anomalies", 1969: at most 4/3 of the best division). Shard 0 is never smaller than
-    another, so it is the one that is balanced. O(n log n) of the tensors, whatever the world.
+    Every shard of a tensor is written by its rank of that replica. Replicas are balanced by bytes: the
+    largest first, each to the replica that has least so far (Graham, "Bounds on multiprocessing timing
+    anomalies", 1969: at most 4/3 of the best division). Shard 0 is never smaller than another, so it is the
+    one that is balanced. O(n log n) of the tensors, whatever the world size.
     """
     sizes = [len(held_rows(tensor, layout.num_shards, 0)) * tensor.row_bytes for tensor in tensors]
     load = [(0, replica) for replica in range(layout.num_replicas)]
@@ -171,8 +174,10 @@ def writing_replicas(tensors: Sequence[StateTensor], layout: Layout) -> tuple[in
 
 
 def written_rows(tensors: Sequence[StateTensor], layout: Layout, rank: int) -> tuple[range, ...]:
-    """The rows of each tensor that `rank` writes at a save, empty where others do: over all ranks each row of
-    each tensor exactly once. Tensors that are not sharded are written by a holder of shard 0.
+    """Returns the rows of each tensor that `rank` writes at a save; empty if others write them.
+
+    Over all ranks each row of each tensor is written exactly once. Tensors that are not sharded are written
+    by a holder of shard 0.
     """
     shard, replica = layout.shard_of(rank), layout.replica_of(rank)
     return tuple(
@@ -184,5 +189,8 @@ def written_rows(tensors: Sequence[StateTensor], layout: Layout, rank: int) -> t
 
 
 def flat_part(tensors: Sequence[StateTensor], layout: Layout, rank: int) -> FlatShard:
-    """Where the rows that `rank` writes at a save lie in its staging buffer, as `flat_shard` does it."""
+    """Returns the places in the staging buffer of the rows that `rank` writes at a save.
+
+    As in `flat_shard`.
+    """
     return _flat(tensors, written_rows(tensors, layout, rank))

@@ -1,8 +1,6 @@
-"""How a state gets from one layout to another: who gives which rows to whom, and where they lie on both
-sides.
+"""Computes how a state moves between layouts: which rank gives which rows to which, and their places.
 
-Pure integers, the same on every rank. It knows no socket and no tensor, and not where a giver has its rows
-from.
+Pure integers, the same on every rank.
 """
 
 from __future__ import annotations
@@ -16,8 +14,9 @@ from orchestrator.planning.state_layout import Layout, StateTensor, chunk_rows, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """Rank `giver` gives rank `receiver` all it needs of the old shard `shard`, `num_bytes` bytes; within one
-    process where both are one. `whole_tensors`: also the tensors that are not sharded.
+    """Rank `giver` gives rank `receiver` everything it needs of the old shard `shard`, `num_bytes` bytes.
+
+    Both may be the same rank. `whole_tensors`: includes the tensors that are not sharded.
     """
 
     giver: int
@@ -31,8 +30,8 @@ class Transfer:
 class Move:
     """One run of `num_bytes` bytes of tensor number `tensor`, on both sides.
 
-    `source` is counted in bytes from the first row that the giver's shard has of the tensor, `target` from
-    the first that the receiver's new shard has.
+    `source` is counted in bytes from the tensor's first row in the giver's shard, `target` from its first row
+    in the receiver's new shard.
     """
 
     tensor: int
@@ -44,12 +43,13 @@ class Move:
 def transfers(
     tensors: Sequence[StateTensor], holders: Sequence[Sequence[int]], layout: Layout
 ) -> tuple[Transfer, ...]:
-    """Who gives what to whom, so that each rank of `layout` gets its shard, every byte of it exactly once.
+    """Returns the transfers by which each rank of `layout` gets its shard, every byte of it exactly once.
 
     `holders[s]` are the ranks (of the new group) that have shard s of the old state, of len(holders) shards;
-    none may be empty. A rank that has a shard gives it to itself; else one holder gives all that the receiver
-    needs of it: the largest first, each by who gives least so far, so that one rank never serves all while
-    others could. Sorted by (receiver, shard). O(ranks · len(holders)) at most, and one pass over the tensors.
+    none may be empty. A rank that has a shard gives it to itself. Otherwise one holder gives everything that
+    the receiver needs of the shard: the largest first, each by the holder that gives least so far, so that
+    one rank never serves all while others could. Sorted by (receiver, shard). O(ranks · len(holders)) at
+    most, and one pass over the tensors.
     """
     assert all(holders), (
         f"nobody holds shard {[s for s, ranks in enumerate(holders) if not ranks]} of {len(holders)}"
@@ -66,7 +66,7 @@ def transfers(
     ] = []  # bytes, receiver, shard, with the tensors that are not sharded
     for receiver in range(layout.world_size):
         need = dict(needed[layout.shard_of(receiver)])
-        # from itself if it has anything of the state; a rank without a row of its own still needs them
+        # from itself if it has any part of the state; a rank without a row of its own also needs them
         carrier = min(own[receiver] or need, default=0) if whole_bytes else None
         if carrier is not None:
             need[carrier] = need.get(carrier, 0) + whole_bytes
@@ -87,8 +87,9 @@ def transfers(
 def moves(
     tensors: Sequence[StateTensor], num_shards: int, transfer: Transfer, layout: Layout
 ) -> Iterator[Move]:
-    """The runs of bytes of one transfer out of `num_shards` old shards, in the order of the tensors: both
-    sides make the same list. O(len(tensors)).
+    """Yields the runs of bytes of one transfer out of `num_shards` old shards, in the order of the tensors.
+
+    Both sides make the same list. O(len(tensors)).
     """
     new_shard = layout.shard_of(transfer.receiver)
     for number, tensor in enumerate(tensors):
@@ -107,7 +108,7 @@ def moves(
 
 
 def _needed(tensors: Sequence[StateTensor], num_old: int, num_new: int, shard: int) -> Counter[int]:
-    """Bytes of sharded tensors that new shard `shard` needs of each old one, where there are any."""
+    """Returns the bytes of sharded tensors that new shard `shard` needs of each old one, if any."""
     row_bytes: Counter[int] = Counter()  # by number of rows: models have few different ones
     for tensor in tensors:
         if tensor.sharded:

@@ -1,7 +1,7 @@
-"""A digest of the weights that does not depend on who holds which rows: each rank adds up its own, and the
-sums add up to the digest of the whole.
+"""A digest of the weights that does not depend on which rank holds which rows.
 
-It takes bytes and knows neither tensors nor ranks. Golden values stand in tests/planning/test_weights_sum.py.
+Each rank sums its own rows, and these sums add up to the digest of the whole. Golden values are in
+tests/planning/test_weights_sum.py.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ MODULUS = 1 << 128
 
 
 def row_seed(group: str, name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """The seed of row 0 of a tensor; row r has this plus r. `shape` is that of the whole tensor.
+    """Returns the seed of row 0 of a tensor; row r has this plus r. `shape` is that of the whole tensor.
 
-    The upper 63 bits of the xxh3_64 of `group/name dtype (shape)`, so that no row's seed passes 2^64. A
+    It is the upper 63 bits of the xxh3_64 of `group/name dtype (shape)`, so that no row's seed passes 2^64. A
     tensor of another name, dtype or shape has other seeds for all its rows.
     """
     return xxhash.xxh3_64_intdigest(f"{group}/{name} {dtype} {list(shape)}".encode()) >> 1
 
 
 def rows_sum(rows: npt.NDArray[np.uint8], seed: int, first_row: int) -> int:
-    """The sum modulo 2^128 of the seeded xxh3_128 of each row; 0 for none.
+    """Returns the sum modulo 2^128 of the seeded xxh3_128 of each row; 0 for none.
 
     `rows` has shape (num_rows, row_bytes), row-major: rows [first_row, first_row + num_rows) of the tensor as
-    they lie in a safetensors file (little-endian); a scalar is one row. `seed` is the tensor's `row_seed`. A
-    Python loop over rows, without a copy: about 10 GB per CPU second in rows of 3 KiB and 20 in rows of 12
-    KiB, but 8 million rows per second however short they are (one core of a server CPU). It is not for a
-    thread beside training, which would wait for the interpreter's lock.
+    in a safetensors file (little-endian); a scalar is one row. `seed` is the tensor's `row_seed`. A Python
+    loop over rows, without a copy: about 10 GB per CPU second in rows of 3 KiB and 20 in rows of 12 KiB, but
+    8 million rows per second however short they are (one core of a server CPU). It is not for a thread beside
+    training, which would wait for the interpreter's lock.
     """
     contiguous = rows.ndim == 2 and rows.flags.c_contiguous
     assert contiguous, f"rows of shape {rows.shape}, strides {rows.strides} do not lie one after the other"
@@ -44,12 +44,12 @@ def rows_sum(rows: npt.NDArray[np.uint8], seed: int, first_row: int) -> int:
 
 
 def weights_sum(sums: Iterable[int]) -> str:
-    """`s1:` and 32 hex digits: the digest of a state from the sums of its parts, in any order.
+    """Returns `s1:` and 32 hex digits: the digest of a state from the sums of its parts, in any order.
 
-    Every row of every tensor must be in it exactly once: replicas and tensors that lie on all ranks are added
-    by who writes them (`state_layout.written_rows`). Two states with equal digests have the same rows at the
-    same places, up to accident (2^-128); nobody is kept from making up another state of this digest, for that
-    the files have blake3. A tensor without rows adds nothing: names, dtypes and shapes are compared beside
-    it.
+    Every row of every tensor must be included exactly once: replicas and tensors that are on all ranks are
+    added by the rank that writes them (`state_layout.written_rows`). Two states with equal digests have the
+    same rows at the same places, up to accident (2^-128). The digest does not protect against deliberate
+    collisions; the blake3 digests of files do. A tensor without rows adds nothing: names, dtypes and shapes
+    are compared separately.
     """
     return f"{VERSION}:{sum(sums) % MODULUS:032x}"

@@ -1,4 +1,4 @@
-"""The types of the arrays that tokens and places lie in."""
+"""The types of arrays of tokens and positions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     Int32Array = npt.NDArray[np.int32]
     Int64Array = npt.NDArray[np.int64]
     BoolArray = npt.NDArray[np.bool_]
-else:  # who reads a run needs no numpy, which takes 0.1 s to load
+else:  # reading a run needs no numpy, which takes 0.1 s to load
 
     def __getattr__(name: str) -> Any:
         kinds = {"Int32Array": "int32", "Int64Array": "int64", "BoolArray": "bool_"}

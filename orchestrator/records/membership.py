@@ -1,4 +1,4 @@
-"""What a member brings when it asks to train with others, and what the coordinator answers."""
+"""A member's request to train with others, and the coordinator's answers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from orchestrator.records.steps import StateKey, StepRecord
 
 
 class Source(IntEnum):
-    """Where a member has a shard of a state, the one that is given first of two: what needs no further copy,
-    then what lies in its own memory, then what it keeps for a neighbour.
+    """Where a member has a shard of a state, in the order of preference.
+
+    First what needs no further copy, then what is in its own memory, then what it keeps for a neighbour.
     """
 
     LIVE = 0  # the tensors that it trains
-    RECEIVED = 1  # what it got when its generation agreed on a state, before it heard that all have theirs
+    # received when its generation agreed on a state, before it knew that all members have theirs
+    RECEIVED = 1
     PREPARED = 2  # the state before with the reduced gradient of this step: as good as live where another
     # member is (membership rule 3)
     STAGED = 3  # its own memory point
@@ -23,17 +25,17 @@ class Source(IntEnum):
 
     @property
     def is_own(self) -> bool:
-        """Whether it lies in the tensors that the member trains, or will when it continues that state."""
+        """Whether it is in the tensors that the member trains, or will be when it continues that state."""
         return self in (Source.LIVE, Source.RECEIVED, Source.PREPARED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldShard:
-    """A member can give shard `shard` of the `num_shards` of the state `key`; under replicate there is one.
+    """A member can give shard `shard` of the `num_shards` of the state `key`. Under replicate there is one.
 
-    Only a whole copy is one: it is taken off the member's list before its first byte is overwritten, and put
-    on it after the last byte has come and was verified. `cursor` is that of the state; None where it is not
-    known, as with a prepared step.
+    Only whole copies are listed: a copy is removed from the member's list before its first byte is
+    overwritten, and added after the last byte has arrived and was verified. `cursor` is that of the state;
+    None if unknown, as with a prepared step.
     """
 
     key: StateKey
@@ -45,7 +47,7 @@ class HeldShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSource:
-    """A member of the group that can give a shard of the parent's state, and where it has it."""
+    """A member of the group that can give a shard of the parent's state, and its source."""
 
     rank: int
     source: Source
@@ -55,13 +57,16 @@ class ShardSource:
 class MemberState:
     """What a member brings when it joins.
 
-    `key`, `cursor`: the state it trains (None: blank). `leaves`: (attempt, generation) it was in, None at
-    first. `prepared`: the step whose summary it waited for. `saving`: the newest save that it began and did
-    not report as failed: its vote or its report may be still to come, and until then it may be writing its
-    part; every older one is settled so. `records`: all that were not acknowledged. `reason`: why the last
-    generation ended, for the journal. `holdings`: all that it can give, the state it trains included; empty:
-    nothing but the whole of that. `unsaved`: the last generation ended because the save of the run's last
-    state was given up.
+    `key`, `cursor`: the state it trains (None: blank).
+    `leaves`: (attempt, generation) it was in, None at first.
+    `prepared`: the step whose summary it waited for.
+    `saving`: the newest save that it began and did not report as failed. Its vote or its report may be still
+    to come, and until then it may be writing its part. Every older save is settled.
+    `records`: all that were not acknowledged.
+    `reason`: why the last generation ended, for the journal.
+    `holdings`: everything that it can give, including the state it trains; empty: only the whole of that
+    state.
+    `unsaved`: the last generation ended because the save of the run's last state was given up.
     """
 
     key: StateKey | None
@@ -77,11 +82,11 @@ class MemberState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinRequest:
-    """A member asks to be in the next generation. `key` is its state's key, None when blank.
+    """A member asks to be in the next generation. `key` is its state's key, None if blank.
 
     `leaves` is the (attempt, generation) it was in, None for a newcomer. `prepared` is the key of the step
-    that it had entered the summary of without learning the result (its reduced gradient is kept):
-    `StateKey(step = key.step + 1)` in the generation it leaves. `holdings`, `unsaved`: see `MemberState`.
+    whose summary it had entered without learning the result (its reduced gradient is kept): `StateKey(step =
+    key.step + 1)` in the generation it leaves. `holdings`, `unsaved`: see `MemberState`.
     """
 
     member: str
@@ -96,19 +101,21 @@ class JoinRequest:
     cursor: Cursor | None
     records: tuple[StepRecord, ...] = ()
     reason: str = ""
-    pid: int = 0  # of the member's process, so that its node's agent can kill it when it is left out
+    pid: int = 0  # of the member's process, so that its node's agent can kill it if it is left out
     idle_s: float = 0.0  # how long ago its last step was done when it asked; 0 for a newcomer
-    unreached: tuple[str, ...] = ()  # members whose ports it tried in vain, when its last view said `probe`
+    unreached: tuple[str, ...] = ()  # members whose ports it failed to reach, when its last view had `probe`
     saving: StateKey | None = None  # see `MemberState`
     holdings: tuple[HeldShard, ...] = ()
     unsaved: bool = False
-    starved: bool = False  # for most of the time since its last join it wanted a CPU and got none
+    starved: bool = False  # for most of the time since its last join it needed a CPU and got none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineProof:
-    """What a worker shows of its machine before it joins: a file that it has written into the run's storage,
-    with a random token in it, and its clock (seconds since 1970).
+    """The facts that a worker presents about its machine before it joins.
+
+    They are a file that it has written into the run's storage, with a random token in it, and its clock
+    (seconds since 1970).
     """
 
     probe: str
@@ -126,17 +133,16 @@ class Unfit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationView:
-    """One membership of the training group, as one member sees it. `parent` is the state or point it
-    continues (None: from nothing).
+    """One membership of the training group, as one member sees it.
 
-    `source_rank` holds the parent's state in memory (None: everybody loads `point`, or builds the initial
-    state when that is None too). A member whose own key equals the parent, or that is `prepared` for exactly
-    that step, holds its shard of the parent.
+    `parent` is the state or point it continues (None: from nothing). `source_rank` holds the parent's state
+    in memory (None: all members load `point`, or build the initial state if that is None too). A member whose
+    own key equals the parent, or that is `prepared` for exactly that step, holds its shard of the parent.
 
-    `sources[s]` are all who can give shard s of the parent, `Source` by `Source`, of len(sources) shards;
-    empty where `source_rank` is None. `keep` is a memory point that is complete among the members: its copies
-    are not to be overwritten before a newer one is whole on every rank. `nodes[rank]` is a number
-    for the node of each rank, `own_host` the host under which the others reach this member.
+    `sources[s]` are all members that can give shard s of the parent, ordered by `Source`, of len(sources)
+    shards; empty if `source_rank` is None. `keep` is a memory point that is complete among the members: its
+    copies must not be overwritten before a newer one is whole on every rank. `nodes[rank]` is a number for
+    the node of each rank, `own_host` the host under which the others reach this member.
     """
 
     attempt: int
@@ -150,9 +156,9 @@ class GenerationView:
     source_rank: int | None
     point: str | None
     cursor: Cursor | None
-    step: int  # the label of the last step done
+    step: int  # the label of the last finished step
     launch: str
-    # not empty: form nothing, but try these (host, port) of all members, by rank, and join again
+    # not empty: form no group, but try these (host, port) of all members, by rank, and join again
     probe: tuple[tuple[str, int], ...] = ()
     sources: tuple[tuple[ShardSource, ...], ...] = ()
     keep: StateKey | None = None
@@ -162,9 +168,10 @@ class GenerationView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlRequests:
-    """What the coordinator wants of a running generation. `ended`: this generation is over (also: not one of
-    mine, join again). `resize`: the re-form is planned, to take members in or let them go, so the state is
-    saved before it if that keeps nobody waiting.
+    """The coordinator's requests to a running generation.
+
+    `ended`: this generation is over (also: it is unknown, join again). `resize`: the re-form is planned, to
+    admit or release members. The state is then saved before it, if that delays no member.
     """
 
     ended: bool
@@ -177,18 +184,18 @@ class ControlRequests:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """The coordinator's answer to a member that may not take part: it exits."""
+    """The coordinator's answer to a member that may not take part: the member exits."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StillWaiting:
-    """The coordinator's answer to a call that it cannot answer yet: it lives, ask again."""
+    """The coordinator's answer to a call that it cannot answer yet: it is alive, ask again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOver:
-    """The coordinator's answer to a member that joins when the run has ended: it leaves."""
+    """The coordinator's answer to a member that joins when the run has ended: the member leaves."""
 
     reason: str

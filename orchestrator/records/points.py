@@ -1,4 +1,4 @@
-"""What a resume point is made of: files, the nodes they lie on, tensors, and the ranks' votes for it."""
+"""The values of a resume point: files, their nodes, tensors, and the ranks' votes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from orchestrator.records.steps import StateKey, StepRecord
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileEntry:
-    """A file of a point: path relative to the point's folder, size, blake3 of its bytes (64 hex digits); of a
-    rank's part blake3 of its header, which guards the rest (`parts.part_file`).
+    """A file of a point: path relative to the point's folder, size, and blake3 of its bytes (64 hex digits).
+
+    For a rank's part it is the blake3 of its header, which guards the rest (`parts.part_file`).
     """
 
     path: str
@@ -44,7 +45,7 @@ class DamagedPointError(ResumePointError):
 
 
 def damaged_point(damages: Sequence[Damage]) -> DamagedPointError:
-    """The error that names these damages of one point."""
+    """Builds the error that names these damages of one point."""
     listed = "; ".join(map(str, damages))
     return DamagedPointError(
         f"{listed}; restore the file, or resume from another point (`orchestrator points` lists them)",
@@ -54,9 +55,10 @@ def damaged_point(damages: Sequence[Damage]) -> DamagedPointError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodePlace:
-    """A folder on the disk of one node, in which parts of points lie (`resume.node_folder`): `id` is what the
-    folder's own node.json says (32 hex digits), `folder` its absolute path there. Host and address are for
-    people.
+    """A folder on the disk of one node that holds parts of points (`resume.node_folder`).
+
+    `id` is from the folder's own node.json (32 hex digits), `folder` its absolute path there. Host and
+    address are for people.
     """
 
     id: str
@@ -70,8 +72,8 @@ class NodePlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeParts:
-    """Whose parts of a point lie on a node: the ranks that `wrote` theirs there, and those of which it has
-    `copies`.
+    """The parts of a point on one node: of the ranks that `wrote` theirs there, and `copies` of other ranks'
+    parts.
     """
 
     node: NodePlace
@@ -81,9 +83,10 @@ class NodeParts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedTensor:
-    """A tensor of a point as a whole: which rows of it lie in which file follows from the layout
-    of the save (`planning.state_layout`). `sharded`: its rows are divided among the shards. `dtype` is
-    torch's name.
+    """A tensor of a point as a whole.
+
+    The place of its rows in files follows from the layout of the save (`planning.state_layout`). `sharded`:
+    its rows are divided among the shards. `dtype` is torch's name.
     """
 
     group: str
@@ -95,9 +98,10 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaDigests:
-    """Digests (32 hex digits) of the rows that a rank holds together with others (`trainer.replica_digest`):
-    `of_shard` with the ranks that have the same shard, `of_all` with every rank. Empty: no other rank holds
-    such rows, or the digest was not taken.
+    """Digests (32 hex digits) of the rows that a rank holds together with others (`trainer.replica_digest`).
+
+    `of_shard`: with the ranks that have the same shard. `of_all`: with every rank. Empty: no other rank holds
+    such rows, or the digest was not computed.
     """
 
     of_shard: str = ""
@@ -106,14 +110,18 @@ class ReplicaDigests:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vote:
-    """One rank's statement that its part of the save of `key` is written and synced. All ranks' votes of one
-    save agree in all but rank, files, sums, tensors and `replicas`.
+    """One rank's statement that its part of the save of `key` is written and synced.
 
-    `files` is the one file of this rank (`parts.part_file`), `layout` is (num_shards, num_replicas), `sums`
-    says to each group the sum of the rows in that file (`planning.weights_sum`). Rank 0 alone lists the
-    tensors of the whole state, in the order by which `planning.state_layout` divides them. `part_s`: from the
-    begin of the save to this vote. `nodes` are those on whose disks the file lies, the rank's own first;
-    empty where it lies in the run's storage. `replicas`: for comparing replicas.
+    All ranks' votes of one save agree in everything except rank, files, sums, tensors and `replicas`.
+
+    `files`: the one file of this rank (`parts.part_file`).
+    `layout`: (num_shards, num_replicas).
+    `sums`: for each group the sum of the rows in that file (`planning.weights_sum`).
+    `tensors`: of the whole state, listed by rank 0 only, in the order by which `planning.state_layout`
+    divides them.
+    `part_s`: from the begin of the save to this vote.
+    `nodes`: those on whose disks the file is, the rank's own first; empty if it is in the run's storage.
+    `replicas`: for comparing replicas.
     """
 
     key: StateKey
@@ -125,7 +133,7 @@ class Vote:
     tensors: tuple[SavedTensor, ...]
     save_blocked_s: float
     records: tuple[StepRecord, ...]  # the voter's unacknowledged step records
-    peak_memory_bytes: int = 0  # of the voter's process so far (`trainer.peak_memory`); 0: not known
+    peak_memory_bytes: int = 0  # of the voter's process so far (`trainer.peak_memory`); 0: unknown
     layout: tuple[int, int] | None = None
     part_s: float = 0.0
     sums: dict[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""One optimizer step: the state that it leaves, and what the journal keeps of it."""
+"""One optimizer step: the resulting state, and its journal record."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class StateKey:
-    """Identity of one training state, ordered: (attempt, generation in which its holder last agreed on state,
-    step).
+    """Identity of one training state, ordered: (attempt, generation, step).
+
+    The generation is the one in which its holder last agreed on the state.
     """
 
     attempt: int
@@ -23,12 +24,13 @@ class StateKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One optimizer step as the journal keeps it. Counts are after the step; `loss` is the mean over the
-    step's target tokens (nats), None for a step without targets; `digest` is the sum modulo 2^64 of the
-    trained samples' digests (16 hex digits). `ended` is when the step was applied, in seconds since 1970
-    (UTC) by the clock of the rank that brought the record, which is rank 0 unless that died.
-    `peak_memory_bytes` is the most that a rank's process had taken by then (`trainer.peak_memory`). Both are
-    None in records written before they were noted.
+    """One optimizer step as stored in the journal.
+
+    Counts are after the step. `loss` is the mean over the step's target tokens (nats), None for a step
+    without targets. `digest` is the sum modulo 2^64 of the trained samples' digests (16 hex digits). `ended`
+    is when the step was applied, in seconds since 1970 (UTC) by the clock of the rank that reported the
+    record, which is rank 0 unless that died. `peak_memory_bytes` is the largest amount that a rank's process
+    had taken by then (`trainer.peak_memory`). Both are None in records from before these fields.
     """
 
     attempt: int
@@ -49,5 +51,5 @@ class StepRecord:
 
     @property
     def key(self) -> StateKey:
-        """Which state this step produced."""
+        """The key of the state that this step produced."""
         return StateKey(attempt=self.attempt, generation=self.generation, step=self.step)

@@ -1,7 +1,6 @@
-"""Commits in the coordinator: votes come in, the commit machine decides, a thread does what waits for
-storage, and every voter is answered.
+"""Drives the commits in the coordinator: collects votes, runs the commit machine, and answers every voter.
 
-It knows neither who trains nor when a generation is formed; what others must hear it reports to its listener.
+A thread does the work that waits for storage. Results are reported to a listener.
 """
 
 from __future__ import annotations
@@ -43,39 +42,40 @@ from orchestrator.resume.store_actions import PointCommitter, failure, note_comm
 
 Result = TypeVar("Result")
 
-TELL_S = 30.0  # after which the user hears that storage does not answer: far below the limit
+TELL_S = 30.0  # the user learns after this time that storage does not answer; far below the limit
 
 
 class CommitListener(Protocol):
-    """Who hears of it."""
+    """Receives the results of commits."""
 
     async def committed(self, point: Point, newest: bool) -> None:
-        """`point` is committed; `newest`: there is no newer one."""
+        """`point` is committed. `newest`: there is no newer one."""
 
     async def gave_up(self, given_up: GiveUp, text: str) -> None:
-        """A save was given up, which `text` says to the user."""
+        """A save was given up; `text` is for the user."""
 
     def last_tried_s(self, key: StateKey) -> float | None:
-        """For how many seconds it is tried to save the state of `key` where that is the run's last one; None:
-        steps follow it, as far as is known.
+        """Returns for how many seconds saving the state of `key` is retried if it is the run's last one.
+
+        None: steps follow it, as far as is known.
         """
 
     async def warned(self, text: str) -> None:
-        """What else the user should hear of: damage."""
+        """Another message for the user: damage."""
 
     async def fenced(self, reason: str) -> None:
         """A newer attempt exists: this one ends."""
 
     async def broken(self, error: Exception) -> None:
-        """What was done in the background ended with an error of ours; nothing can be relied on any more."""
+        """Work in the background ended with an internal error. Nothing can be relied on any more."""
 
 
 class Commits:
-    """Drives the commit machine of one attempt; all methods run on one event loop.
+    """Drives the commit machine of one attempt. All methods run on one event loop.
 
-    `lock` is held while the machine's actions are carried out. Whoever forms a generation takes it, too: so
-    no COMMIT is under way when the parent of a generation is chosen (membership rule 15). Points are read
-    back and deleted outside it: what nobody needs any more keeps no generation from forming.
+    `lock` is held while the machine's actions are carried out. Code that forms a generation takes it, too. No
+    COMMIT is thus in progress when the parent of a generation is chosen (membership rule 15). Points are read
+    back and deleted outside the lock, because this work must not delay a generation.
     """
 
     def __init__(
@@ -87,33 +87,36 @@ class Commits:
         listener: CommitListener,
         storage_limit_s: float,
     ) -> None:
-        """`newest`: the point that the attempt continues. `storage_limit_s`: how long one operation of the
-        storage may take before it counts as failed.
+        """`newest`: the point that the attempt continues.
+
+        `storage_limit_s`: how long one storage operation may take before it counts as failed.
         """
         self.lock = asyncio.Lock()
-        self.retries = SaveRetries()  # its user asks when one is due
+        self.retries = SaveRetries()  # the caller asks when one is due
         self.newest = newest  # the newest committed point on the lineage
         self._machine, self._committer, self._journal = machine, committer, journal
         self._listener, self._storage_limit_s = listener, storage_limit_s
-        # while saves fail for storage's sake: the user was told what follows, of a last state (True) or not
+        # while saves fail because of storage: whether the user was told the consequences, for a last state
+        # (True) or not
         self._told: set[bool] = set()
-        self._lost: StateKey | None = None  # the newest save of an older attempt that nobody decided
-        # One thread for everything that waits for storage: its operations stay in order and the calls of
-        # members are answered meanwhile.
+        self._lost: StateKey | None = None  # the newest undecided save of an older attempt
+        # One thread for everything that waits for storage. Its operations stay in order, and calls of members
+        # are answered meanwhile.
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="storage")
-        self._hangs: tuple[Future[Any], float] | None = None  # what that thread was given up in, begun when
+        # the abandoned operation that this thread still runs, and when it began
+        self._hangs: tuple[Future[Any], float] | None = None
         self._told_hang = False
         self._votes: dict[tuple[StateKey, int], asyncio.Future[bool]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def under_way(self) -> bool:
-        """Votes of some save are still missing, or it is being committed."""
+        """Whether votes of some save are still missing, or it is being committed."""
         return bool(self._machine.saves)
 
     @property
     def took_s(self) -> float | None:
-        """How long the newest point of this attempt took from the begin of its save to its commit."""
+        """The time from the begin of the save of this attempt's newest point to its commit."""
         return self._committer.last_took_s
 
     def is_hopeless(self, key: StateKey, world_size: int) -> bool:
@@ -121,8 +124,9 @@ class Commits:
         return self._machine.is_hopeless(key, world_size)
 
     async def vote(self, vote: Vote, wait_s: float | None = None) -> bool | StillWaiting:
-        """True once the point is committed, False if the save was given up; `StillWaiting` after `wait_s`. A
-        copy changes nothing.
+        """Returns True once the point is committed, False if the save was given up.
+
+        Returns `StillWaiting` after `wait_s`. A copy of a vote changes nothing.
         """
         slot = (vote.key, vote.rank)
         answer = self._votes.get(slot)
@@ -133,8 +137,9 @@ class Commits:
         return answer.result() if answer.done() else StillWaiting()
 
     def lost(self, key: StateKey) -> None:
-        """The save of `key` was begun under an older attempt of this launch, and its coordinator is gone: if
-        it is no point, it is given up. A copy changes nothing.
+        """The coordinator of the save of `key`, an older attempt of this launch, is gone.
+
+        If the save is not a point, it is given up. Repeated calls change nothing.
         """
         newest = max((each for each in (self._lost, self.newest and self.newest.key) if each), default=None)
         if newest is None or key > newest:
@@ -147,16 +152,16 @@ class Commits:
             await self._answer(GiveUp(key=key, ranks=(), reason=reason))
 
     def notify_soon(self, event: Event) -> None:
-        """`notify`, without waiting for it."""
+        """Like `notify`, without waiting for it."""
         self._in_background(partial(self.notify, event))
 
     async def notify(self, event: Event) -> None:
-        """Reports to the machine what happened and does what it asks for."""
+        """Reports an event to the machine and carries out its actions."""
         async with self.lock:
             await self.advance(event)
 
     async def advance(self, event: Event) -> None:
-        """`notify` for a caller that holds the lock."""
+        """Like `notify`, for a caller that holds the lock."""
         todo = collections.deque([event])
         while todo:
             self._machine, actions = self._machine.on(todo.popleft())
@@ -172,7 +177,7 @@ class Commits:
                     case Fence():
                         await self._listener.fenced(action.reason)
                     case VerifyPoint() | DeletePoints() | DiscardSave():
-                        # reads a whole point, or deletes one: nobody waits for that
+                        # reads or deletes a whole point, which nothing waits for
                         self._in_background(partial(self._perform_aside, action))
                     case _:
                         answer = await self._perform(action)
@@ -181,16 +186,15 @@ class Commits:
 
     @property
     def hangs_since(self) -> float | None:
-        """When that began which storage has not answered within its limit, and still does not; None if there
-        is nothing like that.
-        """
+        """When the operation began that exceeded storage's limit and still runs; None if there is none."""
         return None if self._hangs is None or self._hangs[0].done() else self._hangs[1]
 
     async def on_disk(self, work: Callable[[], Result], limit_s: float | None = None) -> Result:
-        """Runs `work` in the thread that waits for storage, after what was given to it before. Raises
-        `StorageError` if it takes longer than `limit_s` (default: the limit of the storage); it may still be
-        carried out then. By default it also raises, and carries out nothing, while storage `hangs_since`:
-        whoever waited for the limit once more, one after the other, would keep the run from its end.
+        """Runs `work` in the thread that waits for storage, after earlier work.
+
+        Raises `StorageError` if it takes longer than `limit_s` (default: the limit of the storage). It may
+        still be carried out then. By default it also raises at once, without running `work`, while storage
+        `hangs_since`: if each call waited for the limit again, one after the other, the run could not end.
         """
         began = time.monotonic()
         if limit_s is None and self.hangs_since is not None:
@@ -199,7 +203,7 @@ class Commits:
         given = self._disk.submit(work)
         notice = asyncio.get_running_loop().call_later(TELL_S, self._tell_hang)
         try:
-            # not `wait_for`, which in Python 3.11 forgets that it was cancelled if `given` has just ended
+            # Not `wait_for`, which in Python 3.11 loses its cancellation if `given` has just ended.
             async with asyncio.timeout(limit_s):
                 return await asyncio.wrap_future(given)
         except TimeoutError as error:
@@ -222,14 +226,14 @@ class Commits:
             self._in_background(partial(self._listener.warned, text))
 
     async def settle(self, limit_s: float) -> bool:
-        """Whether all that was begun in the background has come to its end, within `limit_s`."""
+        """Waits up to `limit_s`; returns whether everything begun in the background has ended."""
         deadline = time.monotonic() + limit_s
         while self._tasks and time.monotonic() < deadline:
             await asyncio.wait(set(self._tasks), timeout=deadline - time.monotonic())
         return not self._tasks
 
     def refuse_all(self) -> None:
-        """No vote will be acknowledged any more."""
+        """Refuses all open votes. No vote is acknowledged any more."""
         for answer in self._votes.values():
             if not answer.done():
                 answer.set_result(False)
@@ -242,13 +246,13 @@ class Commits:
     async def _reporting(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             await work()
-        except Exception as error:  # noqa: BLE001  nobody awaits it, and a voter would be answered never
+        except Exception as error:  # noqa: BLE001  no caller awaits it, and a voter would never be answered
             await self._listener.broken(error)
 
     async def _perform(self, action: StoreAction) -> Event | None:
         try:
             return await self.on_disk(partial(self._committer.perform, action))
-        except Exception as error:  # noqa: BLE001  whatever it is, the save's voters are answered
+        except Exception as error:  # noqa: BLE001  after any error the save's voters are answered
             return await self._failed(action, error)
 
     async def _perform_aside(self, action: StoreAction) -> None:
@@ -303,7 +307,10 @@ class Commits:
             await self._listener.warned(sentences.last_save_fails(last_s))
 
     async def _note_commit(self, key: StateKey) -> None:
-        """Journals it also where a newer save was quicker: that is how a COMMIT that is lost is missed."""
+        """Journals the commit, also if a newer save was faster.
+
+        A lost COMMIT is detected through the journal.
+        """
         failed, self._told = bool(self._told), set()
         self.retries.committed()
         point = self._committer.last_point
@@ -323,7 +330,7 @@ def _unanswered(for_s: float) -> StorageError:
 
 
 def in_daemon_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
-    """`work` in a daemon thread of its own: where storage hangs, the process can end nevertheless."""
+    """Runs `work` in a daemon thread of its own, so that the process can end even if storage hangs."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 

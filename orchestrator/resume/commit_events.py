@@ -1,7 +1,7 @@
-"""What the commit machine is notified of (events) and what it asks for (actions).
+"""The events that the commit machine receives, and the actions that it returns.
 
-Store actions are carried out by `store_actions.PointCommitter`, which answers each with an event; answers are
-the coordinator's to give.
+`store_actions.PointCommitter` carries out store actions and answers each with an event. The coordinator
+carries out answers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class VoteCast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartGrows:
-    """A rank is at work on its part of the save of `key`. `moved`: more of it is written than when it said so
-    last. A late or repeated one does no harm.
+    """A rank is working on its part of the save of `key`.
+
+    `moved`: more of it is written than at its last report. Late and repeated reports are harmless.
     """
 
     key: StateKey
@@ -48,11 +49,13 @@ class PartFailed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VoterGone:
-    """The member that was `rank` of `generation` is dead, or left it and says itself that it has voted for or
-    reported every save that it began in it but `saving`, if that is one. That vote or report is still to
-    come, and until then it may be writing its part.
+    """The member that was `rank` of `generation` is dead or has left it.
 
-    `writing`: it is waited for no longer, but may live, and what it writes nobody knows.
+    A member that left states that it has voted for or reported every save that it began in the generation,
+    except `saving`, if that is one. The vote or report for that save is still to come. Until then it may be
+    writing its part.
+
+    `writing`: the member is no longer waited for, but may live, and it is unknown what it writes.
     """
 
     generation: int
@@ -78,7 +81,9 @@ class JournalDurable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitWritten:
-    """COMMIT of `key` is on disk. `mean_loss` is that of the steps since the point before, None: unknown."""
+    """COMMIT of `key` is on disk. `mean_loss` is that of the steps since the previous point; None:
+    unknown.
+    """
 
     key: StateKey
     mean_loss: float | None = None
@@ -86,9 +91,10 @@ class CommitWritten:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClaimChecked:
-    """Whether a newer claim exists: the answer to the `CheckNewerClaim` of the same key. `lost` says how it
-    shows that the run's folder was deleted or replaced; empty if it was not. `quarantined`: the points that
-    are marked as damaged; None: that could not be listed.
+    """The answer to the `CheckNewerClaim` of the same key: whether a newer claim exists.
+
+    `lost`: how it shows that the run's folder was deleted or replaced; empty if it was not. `quarantined`:
+    the points that are marked as damaged; None: they could not be listed.
     """
 
     key: StateKey | None
@@ -99,7 +105,7 @@ class ClaimChecked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verified:
-    """A point was read back whole; every digest was right if `healthy`."""
+    """A point was read back as a whole. `healthy`: every digest was right."""
 
     name: str
     healthy: bool
@@ -107,8 +113,10 @@ class Verified:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deleted:
-    """These points are gone; `failed` ones are not, and are tried again later. `reason`: why storage did not
-    delete the first of these; empty where something else keeps them (a pin, a newer claim).
+    """These points are gone. `failed` ones are not, and are tried again later.
+
+    `reason`: why storage did not delete the first of `failed`; empty if something else keeps them (a pin, a
+    newer claim).
     """
 
     names: tuple[str, ...]
@@ -118,7 +126,7 @@ class Deleted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
-    """An action for the save of `key` failed; whether it had an effect is unknown."""
+    """An action for the save of `key` failed. Whether it had an effect is unknown."""
 
     key: StateKey
     reason: str
@@ -126,7 +134,7 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
-    """Time goes on (seconds, any origin, the same clock as `VoteCast`)."""
+    """The current time (seconds, any origin, the same clock as `VoteCast`)."""
 
     now_s: float
 
@@ -150,7 +158,7 @@ Event = (
 # ---------------------------------------------------------------------- actions
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlushJournal:
-    """Journal the voters' records, make the chain up to `key` durable, then answer `JournalDurable` or
+    """Journal the voters' records and make the chain up to `key` durable. Answer: `JournalDurable` or
     `Failed`.
     """
 
@@ -160,8 +168,9 @@ class FlushJournal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckNewerClaim:
-    """Ask by name for the next claim, and look whether the folder is still that of the run, then answer
-    `ClaimChecked` with the same key, or `Failed`.
+    """Check by name for the next claim, and whether the folder is still the run's.
+
+    Answer: `ClaimChecked` with the same key, or `Failed`.
     """
 
     key: StateKey | None
@@ -169,7 +178,7 @@ class CheckNewerClaim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteCommit:
-    """Write the coordinator's documents and COMMIT, then answer `CommitWritten` or `Failed`."""
+    """Write the coordinator's documents and COMMIT. Answer: `CommitWritten` or `Failed`."""
 
     key: StateKey
     votes: tuple[Vote, ...]
@@ -179,14 +188,14 @@ class WriteCommit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyPoint:
-    """Read a point back, then answer `Verified`."""
+    """Read a point back. Answer: `Verified`."""
 
     name: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeletePoints:
-    """Delete these points, each COMMIT first, then answer `Deleted`."""
+    """Delete these points, each COMMIT first. Answer: `Deleted`."""
 
     names: tuple[str, ...]
 
@@ -200,8 +209,9 @@ class DiscardSave:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Acknowledge:
-    """Notify these ranks of the save's generation that the point is committed. `late`: that was decided, and
-    told, before; only these ranks ask still.
+    """Notify these ranks of the save's generation that the point is committed.
+
+    `late`: that was decided and announced before; only these ranks still ask.
     """
 
     key: StateKey
@@ -211,9 +221,11 @@ class Acknowledge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GiveUp:
-    """Notify these ranks that the save will not be acknowledged, and why; who wanted to leave with it saves
-    again. `late`: as in `Acknowledge`. `by_storage`: a write failed, and no member was lost. `differ`: the
-    ranks hold different states, so that none of theirs may be continued.
+    """Notify these ranks that the save will not be acknowledged, and why. Members that wanted to leave save
+    again.
+
+    `late`: as in `Acknowledge`. `by_storage`: a write failed, and no member was lost. `differ`: the ranks
+    hold different states, so that none of these may be continued.
     """
 
     key: StateKey
@@ -226,7 +238,9 @@ class GiveUp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeletesFail:
-    """Say that the point `name` could not be deleted, and what that means; those after it are not told."""
+    """Report that the point `name` could not be deleted, and the consequences. Later failures are not
+    reported.
+    """
 
     name: str
     reason: str
@@ -234,15 +248,17 @@ class DeletesFail:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeletesWork:
-    """Say that points are deleted again: `name` is."""
+    """Report that points are deleted again; `name` was the first."""
 
     name: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fence:
-    """A newer claim exists, or the run's folder is gone: acknowledge nothing, delete nothing, end the members
-    and exit. `reason` says why.
+    """A newer claim exists, or the run's folder is gone. Acknowledge and delete nothing, end the members,
+    exit.
+
+    `reason` has the cause.
     """
 
     reason: str

@@ -1,8 +1,8 @@
-"""When a save becomes a resume point, and when its voters are answered: a pure machine from events to
-actions. Which older points go then, `kept_points.py` decides.
+"""The commit machine: decides when a save becomes a resume point, and when its voters are answered.
 
-It does no input or output and knows no clock but the times in its events; `store_actions` carries the store's
-actions out, the coordinator the answers. membership rules 7 and 13 to 16.
+It is a pure machine from events to actions, whose only clock are the times in its events (membership rules 7
+and 13 to 16). `kept_points.py` decides which older points are deleted then. `store_actions` carries out store
+actions, and the coordinator the answers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.resume.points import ReplicasDiffer, differing_replicas, disagreement
 from orchestrator.resume.save import UNDER_WAY, Save, Stage, first_of, set_of
 
-CHECK_EVERY_S = 5.0  # how often to look for a newer claim when nothing else makes one look (rule 11)
+CHECK_EVERY_S = 5.0  # interval of checks for a newer claim if nothing else causes one (rule 11)
 AFTER = "the training group went on from another state"
 LOST = (
     "the run's folder was deleted, moved or replaced while it trained, or its file system was unmounted, so "
@@ -51,24 +51,28 @@ LOST = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitMachine:
-    """The state of one attempt's saves; `on` returns the next state and what to do.
+    """The state of one attempt's saves. `on` returns the next state and the actions.
 
-    `kept` are the points on the lineage. `vote_limit_s` is how long a save may stand still: no rank votes, or
-    says that more of its part is written.
-    `departures` says of each generation of which a vote may still come who has left it; `discarding` are the
-    saves that were given up, with the set of ranks that may still be writing into them.
+    `kept` are the points on the lineage. `vote_limit_s` is how long a save may make no progress: no rank
+    votes, or reports that more of its part is written. `departures` has, for each generation of which a vote
+    may still come, the ranks that have left it. `discarding` are the given up saves, with the set of ranks
+    that may still be writing into them.
 
-    Guarantees: a save is acknowledged only after its COMMIT is durable, its journal was durable before, and
-    no newer claim existed when asked afterwards; points are deleted only after such a question. Saves are
-    decided one at a time, oldest first: one whose votes are there while an older one is undecided waits for
-    that, and nothing of it is lost. The files of a save that was given up are deleted only after every rank
-    has stopped writing them, which is known by its vote, by its report or by its death, and by nothing else:
-    that it left its generation or is left out says nothing, and a join only what it states (a rank that is
-    cut off may never stop: the next launch takes those). A vote, a report and a departure each cost the same
-    however many came before (but for sets of ranks, a bit each).
+    Guarantees:
+    - A save is acknowledged only after its COMMIT is durable. Its journal was durable before, and no newer
+      claim existed at a check after the COMMIT.
+    - Points are deleted only after such a check.
+    - Saves are decided one at a time, oldest first. A save with all its votes waits while an older one is
+      undecided, and nothing of it is lost.
+    - The files of a given up save are deleted only after every rank has stopped writing them. Only its vote,
+      its report or its death proves that. Leaving its generation or being left out proves nothing, and a join
+      proves only what it states. A rank that is cut off may never stop; the next launch then deletes those
+      files.
+    - A vote, a report and a departure each have constant cost, however many came before (except for sets of
+      ranks, one bit per rank).
 
-    Whoever drives it reports nothing to it while the store actions of an earlier event are unanswered, but
-    for `VerifyPoint`, `DeletePoints` and `DiscardSave`: so no COMMIT is under way when a generation is formed
+    The driver must not report events while the store actions of an earlier event are unanswered, except for
+    `VerifyPoint`, `DeletePoints` and `DiscardSave`. No COMMIT is thus in progress when a generation is formed
     (rule 15).
     """
 
@@ -80,12 +84,15 @@ class CommitMachine:
     departures: Mapping[int, Departures] = field(default_factory=dict)
     discarding: Mapping[StateKey, int] = field(default_factory=dict)
     saves: Mapping[StateKey, Save] = field(default_factory=dict)
-    outcomes: Mapping[StateKey, str | None] = field(default_factory=dict)  # why given up; None: acknowledged
-    asked_s: float = 0.0  # when it last asked for a newer claim by itself: a clock of `CHECK_EVERY_S`
+    # reason for giving up; None: acknowledged
+    outcomes: Mapping[StateKey, str | None] = field(default_factory=dict)
+    asked_s: float = 0.0  # when it last checked for a newer claim by itself; the clock of `CHECK_EVERY_S`
     fenced: bool = False
 
     def on(self, event: Event) -> tuple[CommitMachine, tuple[Action, ...]]:
-        """The state after `event` and the actions it calls for, in order. Once fenced, nothing."""
+        """Returns the state after `event` and the resulting actions, in order. Once fenced, there
+        are none.
+        """
         if self.fenced:
             return self, ()
         handler: Callable[[Event], tuple[CommitMachine, tuple[Action, ...]]]
@@ -96,11 +103,11 @@ class CommitMachine:
 
     @property
     def under_way(self) -> tuple[StateKey, ...]:
-        """Saves whose COMMIT is being written or may have been: a new generation waits for them (rule 15)."""
+        """Saves whose COMMIT is being written or may exist. A new generation waits for them (rule 15)."""
         return tuple(key for key, save in self.saves.items() if save.stage in UNDER_WAY)
 
     def outdates(self, generation: int, parent: StateKey | None) -> bool:
-        """Whether a generation with this parent would leave out a point that was acknowledged."""
+        """Whether a generation with this parent would leave out an acknowledged point."""
         newest = self.kept.newest
         if newest is None or newest.attempt != self.attempt:
             return False
@@ -108,8 +115,10 @@ class CommitMachine:
         return not dataclasses.replace(self, generation=generation, parents=parents)._on_path(newest)
 
     def is_hopeless(self, key: StateKey, world_size: int) -> bool:
-        """Whether a save of `key` by `world_size` ranks, of which no vote may have come yet, can never be
-        committed: it was given up, or would be with the next vote.
+        """Whether a save of `key` by `world_size` ranks can never be committed. No vote of it need have come
+        yet.
+
+        It was given up, or would be at the next vote.
         """
         if key in self.outcomes:
             return self.outcomes[key] is not None
@@ -138,7 +147,9 @@ class CommitMachine:
         return after, ()
 
     def _take_up_next(self) -> tuple[CommitMachine, tuple[Action, ...]]:
-        """Goes on with the oldest save, if its votes are all there: one after the other."""
+        """Continues with the oldest save if all its votes are there. Saves are decided one after
+        the other.
+        """
         key = min(self.saves, default=None)
         if self.fenced or key is None or any(s.stage is not Stage.COLLECTING for s in self.saves.values()):
             return self, ()
@@ -154,7 +165,7 @@ class CommitMachine:
         return self._move(key, Stage.FLUSHING), (FlushJournal(key=key, records=records),)
 
     def _part_grows(self, event: PartGrows) -> tuple[CommitMachine, tuple[Action, ...]]:
-        """What was heard of once is waited for, also where no rank ever votes."""
+        """A save that was reported once is waited for, even if no rank ever votes."""
         key = event.key
         if key in self.outcomes or self.is_hopeless(key, event.world_size):
             return self, ()
@@ -172,7 +183,7 @@ class CommitMachine:
         save = self._save(key, event.world_size, event.now_s)
         save = dataclasses.replace(save, failed=save.failed | set_of(event.rank))
         after = self._with(save)
-        # who stops because the save is hopeless reports that, too
+        # a rank that stops because the save is hopeless reports that, too
         if not self._on_path(key):
             return after._give_up(key, AFTER)
         if (missing := self._missing_voter(save)) is not None:
@@ -209,7 +220,7 @@ class CommitMachine:
         return dataclasses.replace(self, kept=self.kept.marked(event.quarantined))._cleared(event.key)
 
     def _cleared(self, key: StateKey | None) -> tuple[CommitMachine, tuple[Action, ...]]:
-        """No newer claim exists."""
+        """Continues after a check that found no newer claim."""
         if key is None:
             return self._prune(new_point=False)
         if self._is_at(key, Stage.CLEARING):
@@ -251,8 +262,10 @@ class CommitMachine:
         return after._give_up_all({key: AFTER for key in after.saves if not after._on_path(key)})
 
     def _pruned(self) -> CommitMachine:
-        """Without the departures of generations of which nothing can come any more: all members of one have
-        left it when the second one after it is formed, and who still owes a vote stands in its departures.
+        """Drops the departures of generations from which nothing more can arrive.
+
+        All members of a generation have left it when the second one after it is formed. Members that still
+        owe a vote are listed in its departures.
         """
         settled = self.generation - 2
         wanted = {key.generation for key in (*self.saves, *self.discarding)}
@@ -270,8 +283,10 @@ class CommitMachine:
         return ALL_SILENT if pruned else NOBODY_LEFT
 
     def _on_path(self, key: StateKey) -> bool:
-        """Whether the newest generation is, or continues, the state `key`: one of this attempt, or a point
-        that it inherited, and these lie in order on one history.
+        """Whether the newest generation is, or continues, the state `key`.
+
+        The state is one of this attempt, or a point that it inherited. Inherited points are in order on one
+        history.
         """
         generation, step = self.generation, None
         while (key.attempt, key.generation) != (self.attempt, generation):
@@ -290,7 +305,7 @@ class CommitMachine:
 
     def _verified(self, event: Verified) -> tuple[CommitMachine, tuple[Action, ...]]:
         after = dataclasses.replace(self, kept=self.kept.read_back(event.name, event.healthy))
-        # Reading back takes long: what was asked before it says nothing about claims any more.
+        # Reading back takes long, so that earlier checks for a newer claim are out of date.
         return after, (CheckNewerClaim(key=None),) if event.healthy else ()
 
     def _deleted(self, event: Deleted) -> tuple[CommitMachine, tuple[Action, ...]]:
@@ -319,12 +334,12 @@ class CommitMachine:
         return self.saves.get(key) or Save(key=key, world_size=world_size, started_s=now_s, moved_s=now_s)
 
     def _missing_voter(self, save: Save) -> int | None:
-        """The first rank that has not voted for the save and never will."""
+        """Returns the first rank that has not voted for the save and never will."""
         left = self._left(save.key.generation)
         return first_of(left.missing(save.key, save.waited_for))
 
     def _stopped_writing(self, key: StateKey, rank: int) -> tuple[CommitMachine, tuple[Action, ...]]:
-        """A rank is done with its part of a save that was decided before."""
+        """Handles that a rank has finished its part of a save that was decided before."""
         if key not in self.discarding:
             return self, ()
         discarding = {**self.discarding, key: self.discarding[key] & ~set_of(rank)}
@@ -351,7 +366,7 @@ class CommitMachine:
         return dataclasses.replace(self, saves=left, outcomes={**self.outcomes, **outcomes})
 
     def _answer(self, key: StateKey, ranks: tuple[int, ...]) -> Action:
-        """For ranks that vote for what is decided."""
+        """Builds the answer for ranks that vote for a decided save."""
         reason = self.outcomes[key]
         return (
             Acknowledge(key=key, ranks=ranks, late=True)
@@ -374,7 +389,8 @@ class CommitMachine:
             answers.append(
                 GiveUp(key=key, ranks=save.ranks, reason=reasons[key], by_storage=by_storage, differ=differ)
             )
-            # Where COMMIT may exist the files stay: a whole point does no harm, a COMMIT without files would.
+            # If COMMIT may exist, the files stay: a whole point is harmless, but a COMMIT without files is
+            # not.
             if save.stage not in UNDER_WAY:
                 discarding[key] = save.waited_for
         after = dataclasses.replace(self._decided(reasons), discarding=discarding)

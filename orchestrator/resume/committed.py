@@ -1,7 +1,4 @@
-"""What ranks write and read of points: as storage has it, but nothing is read that COMMIT does not list.
-
-It knows files and their digests; what the tensors in them mean is for the loader.
-"""
+"""The files of points that ranks write and read. Only files that COMMIT lists are read."""
 
 from __future__ import annotations
 
@@ -22,8 +19,9 @@ class CommittedFiles:
         self.placed: Placed | None = on_node.placed if on_node is not None else None
 
     def manifest(self, point: str) -> Manifest:
-        """The tensors of a point and the digests of the files they lie in, as COMMIT has them, so that
-        nothing of another step, or of another save of the same one, is loaded. Raises `ResumePointError` for
-        a document that is not as it was committed.
+        """Returns the tensors of a point and the digests of their files, as listed in COMMIT.
+
+        Thus nothing of another step, or of another save of the same step, is loaded. Raises
+        `ResumePointError` for a document that is not as it was committed.
         """
         return self._points.read_manifest(point)

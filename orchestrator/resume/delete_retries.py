@@ -1,8 +1,4 @@
-"""When points that could not be deleted are tried again: a pure machine over times, and a part of
-`kept_points`.
-
-It knows neither which points are to go nor why.
-"""
+"""Schedules retries for points that could not be deleted: a pure part of `kept_points`."""
 
 from __future__ import annotations
 
@@ -14,10 +10,12 @@ from orchestrator.resume.save_retries import FIRST_S, MOST_S
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeleteRetries:
-    """Whether storage deletes. Where it does not, the oldest point alone is tried after 5, 10, 20, ... 320 s,
-    and from then on every 320 s; where that works, all are. All times are seconds of one clock.
+    """Whether deletions work in storage, and when failed ones are retried.
 
-    Guarantee: while deletions fail, none is begun beside another one.
+    After a failure only the oldest point is tried, after 5, 10, 20, ... 320 s, and then every 320 s. Once
+    that succeeds, all are deleted. All times are seconds of one clock.
+
+    Guarantee: while deletions fail, only one is in progress at a time.
     """
 
     wait_s: float = 0.0  # before the next try; 0: nothing has failed
@@ -29,7 +27,9 @@ class DeleteRetries:
         return self.wait_s > 0
 
     def to_try(self, names: tuple[str, ...], deleting: bool, now_s: float) -> tuple[str, ...]:
-        """Which of the points that are to go, oldest first, are deleted now. `deleting`: some are already."""
+        """Returns which of the points to delete, oldest first, are deleted now. `deleting`: some are being
+        deleted.
+        """
         if not self.fails:
             return names
         return () if deleting or now_s < self.next_s else names[:1]

@@ -1,7 +1,6 @@
-"""What is known of the ranks of one generation that have left it: whose votes will never come, and who writes
-no part of a save any more.
+"""What is known about ranks that have left a generation.
 
-It knows neither why nor when somebody left, nor which saves there are.
+It tracks whose votes will never arrive, and which ranks no longer write a part of a save.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from orchestrator.resume.save import set_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Departures:
-    """Of one generation. All are sets of ranks (`resume.save`).
+    """The departures from one generation. All fields are sets of ranks (`resume.save`).
 
-    `silent` ranks cast no vote any more, but for the save for which they stand in `owed`; `quiet` ranks write
-    no part any more, but of the save for which they stand in `writing`. The two differ: who is left out is
-    waited for no longer, and may write on.
+    `silent` ranks cast no vote any more, except for the save for which they are in `owed`. `quiet` ranks
+    write no part any more, except of the save for which they are in `writing`. The two differ: a rank that is
+    left out is no longer waited for, but may continue to write.
     """
 
     silent: int = 0
@@ -29,8 +28,10 @@ class Departures:
     writing: Mapping[StateKey, int] = field(default_factory=dict)
 
     def over(self, rank: int, saving: StateKey | None = None) -> Departures:
-        """`rank` has left; it is dead, or said itself that it has settled (voted for, or reported as failed)
-        all saves that it began but `saving`. What was known before is replaced.
+        """`rank` has left. It is dead, or stated that it has settled all saves that it began, except
+        `saving`.
+
+        Settled means voted for, or reported as failed. Replaces what was known before.
         """
         who = set_of(rank)
         return Departures(
@@ -41,31 +42,31 @@ class Departures:
         )
 
     def left_out(self, rank: int) -> Departures:
-        """`rank` is not waited for any more, and nothing is known of what it writes."""
+        """`rank` is no longer waited for, and it is unknown what it writes."""
         who = set_of(rank)
         return dataclasses.replace(self, silent=self.silent | who, owed=_only(self.owed, who, None))
 
     @property
     def may_come(self) -> bool:
-        """Whether a rank that has left owes a vote, or may still be writing some part."""
+        """Whether a rank that has left owes a vote, or may still be writing a part."""
         return bool(self.owed or self.writing or self.silent & ~self.quiet)
 
     def missing(self, key: StateKey, waited_for: int) -> int:
-        """Who of `waited_for` will never vote for the save of `key`."""
+        """Returns those of `waited_for` that will never vote for the save of `key`."""
         return waited_for & self.silent & ~self.owed.get(key, 0)
 
     def may_write(self, key: StateKey, waited_for: int) -> int:
-        """Who of `waited_for` may still be writing a part of the save of `key`."""
+        """Returns those of `waited_for` that may still be writing a part of the save of `key`."""
         return waited_for & (~self.quiet | self.writing.get(key, 0))
 
 
 NOBODY_LEFT = Departures()
-# of a generation of which no more is kept: nobody votes, and who may still write is not known
+# for a generation whose details are no longer stored: no rank votes, and any may still write
 ALL_SILENT = Departures(silent=-1)
 
 
 def _only(sets: Mapping[StateKey, int], who: int, key: StateKey | None) -> dict[StateKey, int]:
-    """`sets` with the ranks `who` in that of `key` and in no other."""
+    """Returns `sets` with the ranks `who` in that of `key` and in no other."""
     left = {each: ranks & ~who for each, ranks in sets.items()}
     if key is not None:
         left[key] = left.get(key, 0) | who

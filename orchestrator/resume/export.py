@@ -1,9 +1,9 @@
-"""Weights of a resume point as a folder that others read: transformers' own format where transformers made
-the model, plain safetensors where a factory did.
+"""Exports the weights of a resume point as a folder in a common format.
 
-A folder is whole if it has EXPORT, which is written last. Every tensor's digest is compared as it is read;
-one tensor is in memory at a time (of an architecture that transformers saves in another cut, those that
-belong together). It needs no GPU and no Ray; for a transformers model it needs torch.
+It is transformers' own format for a transformers model, and plain safetensors for a factory's. A folder is
+whole if it has EXPORT, which is written last. Every tensor's digest is verified as it is read. One tensor is
+in memory at a time; if transformers saves an architecture in another split, the tensors that belong together
+are. An export needs no GPU and no Ray. It needs torch for a transformers model, or for a `dtype`.
 """
 
 from __future__ import annotations
@@ -49,14 +49,16 @@ def export_point(
     shard_bytes: int = SHARD_BYTES,
     say: Callable[[str], None] = lambda text: None,
 ) -> Exported:
-    """Writes the weights of the point `name` to the folder `out`, which must not exist, or be empty; whole or
-    not at all: it is written beside it under another name (`.OUT.tmp-…`, which a kill leaves) and then
-    renamed. An `out` in a bucket (`s3://…`) has no other name: it is whole as soon as EXPORT is there.
+    """Writes the weights of the point `name` to the folder `out`, which must not exist or must be empty.
+
+    The folder appears as a whole or not at all: it is written beside `out` under another name (`.OUT.tmp-…`,
+    which remains after a kill) and then renamed. In a bucket (`s3://…`), `out` is written directly and is
+    whole as soon as EXPORT is there.
 
     `dtype` (one of `DTYPES`) rounds floating-point numbers as torch does; without it they are as trained.
-    `say` is called with how far it is, where that takes long.
-    Raises `RefusedError` for another `dtype`, an `out` that is taken or lies in the run's folder, and a point
-    that the run has deleted meanwhile; `ResumePointError` naming the file that is damaged; `StorageError`.
+    `say` is called with the progress if the export takes long. Raises `RefusedError` for another `dtype`, an
+    `out` that is taken or in the run's folder, and a point that the run has deleted meanwhile. Raises
+    `ResumePointError` naming the damaged file, and `StorageError`.
     """
     if dtype is not None and dtype not in DTYPES:
         raise RefusedError(
@@ -72,7 +74,7 @@ def export_point(
     try:
         exported = write_export(store, name, Storage(str(beside)), "", dtype, shard_bytes, say)
         _require_free(folder, run)
-        os.rename(beside, folder)  # also where `out` is an empty folder
+        os.rename(beside, folder)  # also if `out` is an empty folder
         Storage(str(folder.parent)).sync("")
     except OSError as error:
         raise StorageError(f"cannot make {folder}: {error}; give another folder") from error
@@ -90,7 +92,9 @@ def write_export(
     shard_bytes: int = SHARD_BYTES,
     say: Callable[[str], None] = lambda text: None,
 ) -> Exported:
-    """New files in `folder` of `storage`, EXPORT last. Raises as `export_point`; then there is no EXPORT."""
+    """Writes new files in `folder` of `storage`, EXPORT last. Raises as `export_point`; then there is no
+    EXPORT.
+    """
     try:
         point = store.read_point(name)
         tensors = PointTensors(store, name, say)
@@ -126,7 +130,7 @@ def write_export(
 
 
 def model_of(config: Mapping[str, Any]) -> ModelConfig:
-    """`model` of a point's flat configuration."""
+    """Returns the `model` section of a point's flat configuration."""
     fields = {path.removeprefix("model."): v for path, v in config.items() if path.startswith("model.")}
     return ModelConfig.model_validate_json(orjson.dumps(fields))
 
@@ -159,7 +163,7 @@ def _require_free(folder: Path, run: str) -> None:
 def _pieces(
     store: RunStore, point: Point, tensors: PointTensors, dtype: str | None
 ) -> tuple[list[Piece], dict[str, bytes]]:
-    """What is written of the tensors, and the configuration files."""
+    """Returns what is written of the tensors, and the configuration files."""
     own = orjson.dumps(_sections(point.config), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     config = model_of(in_todays_fields(point.config))
     if config.factory is not None:
@@ -184,7 +188,7 @@ def _pieces(
 
 
 def _plain(tensors: PointTensors, entry: SavedTensor, dtype: str | None) -> Piece:
-    """A tensor under its own name."""
+    """Returns a tensor under its own name."""
     if dtype is None:
         form = Form(name=entry.name, dtype=entry.dtype, shape=entry.shape)
         return Piece(forms=(form,), make=lambda: {entry.name: tensors.read(entry)})
@@ -197,14 +201,15 @@ def _plain(tensors: PointTensors, entry: SavedTensor, dtype: str | None) -> Piec
 
 
 def _tokenizer(store: RunStore) -> dict[str, bytes]:
-    """The files that the run has frozen, as they were given, and no others that lie beside them."""
+    """Returns the run's frozen tokenizer files as they were given, without other files beside them."""
     frozen = read_frozen(store.storage)
     return {} if frozen is None else as_given(dict(frozen.tokenizer_files))
 
 
 def _special_ids(store: RunStore, config: Mapping[str, Any]) -> dict[str, int | None]:
-    """BOS and EOS of the run's tokenizer, those that the configuration names first; transformers'
-    configurations have ids of some other tokenizer by default.
+    """Returns BOS and EOS of the run's tokenizer, preferably those that the configuration names.
+
+    By default, transformers' configurations have the ids of some other tokenizer.
     """
     frozen = read_frozen(store.storage)
     if frozen is None:

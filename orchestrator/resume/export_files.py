@@ -1,7 +1,4 @@
-"""Folders of exported weights, as they lie in storage: EXPORT, which is written last and says what they are.
-
-It writes nothing and loads no tensor.
-"""
+"""Reads folders of exported weights. Each has the file EXPORT, written last, which describes it."""
 
 from __future__ import annotations
 
@@ -16,16 +13,17 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import unseal
 
 MARKER = "EXPORT"
-EXPORTS = "exports"  # the folder of a run in which those lie that it makes by itself
+EXPORTS = "exports"  # the folder of a run for its automatic exports
 FORMAT = 1  # of EXPORT
 WHOLE, INCOMPLETE = "whole", "incomplete"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """The content of EXPORT: which weights these are, and every other file with its size and digest. `dtype`
-    is empty where numbers are as they were trained; `weights_digest` is the point's, of the weights before
-    any `dtype`.
+    """The content of EXPORT: the origin of the weights, and every other file with its size and digest.
+
+    `dtype` is empty if numbers are as trained. `weights_digest` is the point's, of the weights before any
+    `dtype`.
     """
 
     format: int
@@ -39,13 +37,15 @@ class Exported:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all its files but EXPORT."""
+        """The size of all its files except EXPORT."""
         return sum(entry.bytes for entry in self.files)
 
 
 def read_marker(storage: Storage, folder: str) -> Exported | None:
-    """What `folder` of `storage` says to be; None without EXPORT. Raises `SealError` or `OrchestratorError`
-    if that is not as it was written, `LaterSealError` or `LaterFormatError` if a later version wrote it.
+    """Returns the EXPORT of `folder` in `storage`; None if there is none.
+
+    Raises `SealError` or `OrchestratorError` if it is not as it was written, `LaterSealError` or
+    `LaterFormatError` if a later version wrote it.
     """
     try:
         content = unseal(storage.read(f"{folder}/{MARKER}" if folder else MARKER))
@@ -60,8 +60,9 @@ def read_marker(storage: Storage, folder: str) -> Exported | None:
 
 
 def find_exports(storage: Storage) -> tuple[list[str], list[str]]:
-    """The points whose weights a run has copied to `exports/`, oldest first: those that are whole, and those
-    that are under way or were cut off.
+    """Returns the points whose weights a run has copied to `exports/`, oldest first.
+
+    The first list has the exports that are whole, the second those that are in progress or were cut off.
     """
     names = newest_first(storage.list(EXPORTS))[::-1]
     found = at_once(storage, lambda name: storage.exists(f"{EXPORTS}/{name}/{MARKER}"), names)
@@ -70,6 +71,6 @@ def find_exports(storage: Storage) -> tuple[list[str], list[str]]:
 
 
 def export_states(storage: Storage) -> dict[str, str]:
-    """Of each point that has a folder in `exports/` whether that is whole or incomplete."""
+    """Maps each point with a folder in `exports/` to whether that is whole or incomplete."""
     whole, incomplete = find_exports(storage)
     return dict.fromkeys(whole, WHOLE) | dict.fromkeys(incomplete, INCOMPLETE)

@@ -1,6 +1,6 @@
-"""What became of each point that was ever committed, by what journal and claims say of it: kept or deleted.
+"""Classifies every committed resume point as kept or deleted, from the journal and the claims.
 
-It reads no storage: whether the files agree is for the caller to see.
+It reads no storage. The caller checks whether the files agree.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ from orchestrator.history.event_kinds import EventKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fates:
-    """Names of points. `kept` were committed, and nobody meant to delete them: without COMMIT they are
-    damaged. `deleted` are gone or half gone: what is left of one without COMMIT is neither a point nor
-    damage, and may be removed. A kill before the deletion began leaves one whole, and then it is a point as
-    any other.
+    """Names of points.
+
+    `kept` were committed, and were not to be deleted: without COMMIT they are damaged. `deleted` are gone or
+    half gone. The rest of one without COMMIT is neither a point nor damage, and may be removed. A kill before
+    the deletion began leaves the point whole, and then it is a point as any other.
     """
 
     kept: frozenset[str]
     deleted: frozenset[str]
 
     def without(self, pruned: frozenset[str]) -> Fates:
-        """With the points, too, that somebody holds to delete them, or has deleted (`PinFiles.deletions`):
-        no journal says so where no launch of the run did it.
+        """Adds the points that a process deletes or has deleted (`PinFiles.deletions`).
+
+        These deletions are in no journal if no launch of the run made them.
         """
         return Fates(kept=self.kept - pruned, deleted=self.deleted | pruned)
 
 
 def point_fates(events: Iterable[tuple[str, Mapping[str, Any]]], inherited: Iterable[str]) -> Fates:
-    """From the journal's events (kind, fields), and the names that claims inherited: those were committed,
-    also where the journal ended before it said so.
+    """Classifies points from the journal's events (kind, fields) and the names that claims inherited.
+
+    Inherited points were committed, even if the journal ended before their commit event.
     """
     committed, deleted = set(inherited), set[str]()
     for kind, fields in events:

@@ -1,5 +1,7 @@
-"""What `model.init_from` names, told and identified without loading it: a resume point by its COMMIT,
-exported weights by the digests of their files. Where they lie, in a folder or in a bucket, is no part of it.
+"""Describes and identifies what `model.init_from` names, without loading it.
+
+A resume point is identified by its COMMIT, exported weights by the digests of their files. The result does
+not depend on their location.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def _naming_field() -> Iterator[None]:
 
 @_naming_field()
 def weights_sentence(where: str) -> str:
-    """What the first weights are, for people. Raises `ConfigError` if there are none to read, and
+    """Describes the first weights for people. Raises `ConfigError` if there are none to read, and
     `StorageError`.
     """
     if is_point(where):
@@ -50,9 +52,11 @@ def weights_sentence(where: str) -> str:
 
 @_naming_field()
 def weights_identity(where: str, say: Callable[[str], None] = lambda text: None) -> str:
-    """What the weights are, as 64 hex digits: of a point the digest of its weights, of a folder that of its
-    files of weights, all of which are read. `say` is called with how far a long reading is. Raises
-    `ConfigError`, also if they are not those that EXPORT lists, and `StorageError`.
+    """Returns an identity of the weights as 64 hex digits.
+
+    For a point it is the digest of its weights, for a folder that of its weight files, all of which are read.
+    `say` is called with the progress of a long reading. Raises `ConfigError`, also if they are not those that
+    EXPORT lists, and `StorageError`.
     """
     if is_point(where):
         return _commit(where).weights_digest
@@ -77,7 +81,7 @@ def weights_identity(where: str, say: Callable[[str], None] = lambda text: None)
 
 
 def _commit(where: str) -> Commit:
-    """Of a point's folder, whose list of tensors must be the one that COMMIT lists."""
+    """Returns the COMMIT of a point's folder. Its list of tensors must be the one that COMMIT lists."""
     points, name = split(absolute(where))
     run, folder = split(points)
     if parse_point_name(name) is None or folder != verify.POINTS:

@@ -1,8 +1,7 @@
-"""Which resume points an attempt has on its history, and which of them go: a pure machine, and a part of the
-commit machine (membership rule 16).
+"""The resume points on an attempt's history, and which of them to delete (membership rule 16).
 
-It knows no vote and no save: it hears of a point once that is committed. What retention means, `retention.py`
-says.
+A pure part of the commit machine. It learns of a point once that is committed. `retention.py` defines
+retention.
 """
 
 from __future__ import annotations
@@ -20,16 +19,17 @@ from orchestrator.resume.retention import held_point, spared, to_delete, to_veri
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptPoints:
-    """The points of one attempt; each method returns the next state, and what to do.
+    """The points of one attempt. Each method returns the next state, and the actions if there are any.
 
-    `names` are those on the lineage (at first those that the claim inherited), oldest first, `losses` their
-    mean losses as far as known, which with `keep_every` and `keep_best` spare some; `pinned` is the claim's
-    parent if that is a point of this run. `quarantined` are the points that somebody marked as damaged, as of
-    the last question about claims (None: that was not answered, so nothing is deleted); `verifying` and
-    `deleting` what was asked for and not answered.
+    `names`: those on the lineage, oldest first; initially those that the claim inherited.
+    `losses`: their mean losses as far as known, for `keep_every` and `keep_best`, which spare some points.
+    `pinned`: the claim's parent if that is a point of this run.
+    `quarantined`: the points marked as damaged, as of the last check for claims (None: the marks could not be
+    listed, so nothing is deleted).
+    `verifying`, `deleting`: points with an unanswered action.
 
-    Guarantee: none is deleted that is being read back, and none twice. That deletions fail, and that they
-    work again, is said once each.
+    Guarantee: a point that is being read back is not deleted, and none is deleted twice. Failing deletions
+    and their recovery are reported once each.
     """
 
     keep_latest: int
@@ -50,28 +50,33 @@ class KeptPoints:
         return parse_point_name(self.names[-1]) if self.names else None
 
     def with_point(self, name: str) -> KeptPoints:
-        """A point was committed."""
+        """Adds a committed point."""
         return dataclasses.replace(self, names=tuple(newest_first([*self.names, name])[::-1]))
 
     def with_loss(self, name: str, mean_loss: float | None) -> KeptPoints:
-        """The mean loss of the steps before a point that is being committed; None: unknown."""
+        """Records the mean loss of the steps before a point that is being committed; None: unknown."""
         return dataclasses.replace(self, losses={**self.losses, name: mean_loss})
 
     def on_path(self, is_on: Callable[[StateKey], bool]) -> KeptPoints:
-        """A generation was formed: the points that are not on its path are orphans, which nobody counts."""
+        """Drops points that are not on the path of a newly formed generation. They are orphans and no longer
+        count.
+        """
         keys = {name: parse_point_name(name) for name in self.names}
         kept = tuple(name for name, key in keys.items() if key is not None and is_on(key))
         return dataclasses.replace(self, names=kept)
 
     def marked(self, quarantined: frozenset[str] | None) -> KeptPoints:
-        """These are marked as damaged now; None: nobody knows."""
+        """Records the points that are now marked as damaged; None: unknown."""
         return dataclasses.replace(self, quarantined=quarantined)
 
     def prune(
         self, new_point: bool, now_s: float
     ) -> tuple[KeptPoints, tuple[DeletePoints | VerifyPoint, ...]]:
-        """Deletes what is not needed; after a new point also reads back what would release the pinned one. A
-        point that is marked as damaged stays, and counts for nothing; while nobody knows which are, all stay.
+        """Deletes what is not needed. After a new point also reads back the points that would release the
+        pinned one.
+
+        A point that is marked as damaged stays, and does not count. While the marks are unknown, all points
+        stay.
         """
         if self.quarantined is None:
             return self, ()
@@ -91,14 +96,14 @@ class KeptPoints:
         return after, (*delete, *(VerifyPoint(name=name) for name in check))
 
     def read_back(self, name: str, healthy: bool) -> KeptPoints:
-        """A point was read back."""
+        """Handles that a point was read back."""
         after = dataclasses.replace(self, verifying=self.verifying - {name})
         return dataclasses.replace(after, verified=self.verified | {name}) if healthy else after
 
     def deleted(
         self, event: Deleted, now_s: float
     ) -> tuple[KeptPoints, tuple[DeletesFail | DeletesWork, ...]]:
-        """Points are gone, or could not be deleted; says so where that is not as it was."""
+        """Handles deleted and failed points. Reports a change between failure and success."""
         names = tuple(name for name in self.names if name not in event.names)
         after = dataclasses.replace(
             self,

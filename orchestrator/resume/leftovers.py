@@ -1,6 +1,6 @@
-"""Folders of saves that never became a resume point: a later launch takes them away when it has claimed.
+"""Removes folders of saves that never became a resume point. A later launch does so after its claim.
 
-It decides by names and claims only; what it did, or could not do, is for the caller to report.
+The decision uses only names and claims. The caller reports the results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _COMPLETED = "a start that ended before it had done so was making a resume point
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leftover:
-    """A folder without COMMIT. `kept`: why it is still there; empty: it is gone."""
+    """A folder without COMMIT. `kept`: why it is still there; empty: it was removed."""
 
     point: str
     kept: str = ""
@@ -29,24 +29,29 @@ class Leftover:
 
 
 def remove_leftovers(store: RunStore, number: int, fates: Fates) -> tuple[Leftover, ...]:
-    """Takes away what attempts before `number` left; a start command calls it when claim and parent file of
-    `number` stand.
+    """Removes what attempts before `number` left. Called after claim and parent file of `number` are written.
 
-    A folder with a COMMIT stays, and so does everything of `number` and of later attempts, and a point whose
-    COMMIT is lost: nobody meant to delete it, so that it is damaged, not left over. What the launch before
-    this one left stays until the next start, unless that launch has recorded its end: its coordinator may
-    only be cut off, and about to commit. But the rest of a point that was being deleted goes at once. Before
-    each deletion it asks for a newer claim, and does no more if there is one (membership rule 7). Never
-    raises `StorageError`: what cannot be removed now is tried again at the next start. A machine that was cut
-    off during a whole other launch, and writes its COMMIT at the very moment in which its folder goes, leaves
-    a damaged orphan: no claim names it (rule 6), so that it is never resumed, but `verify` shows it.
+    These stay:
+    - a folder with a COMMIT;
+    - everything of `number` and of later attempts;
+    - a point whose COMMIT is lost: it was not to be deleted, and is thus damaged, not left over;
+    - what the previous launch left, until the next start, unless that launch has recorded its end: its
+      coordinator may only be cut off, and about to commit.
+
+    The rest of a point that was being deleted is removed at once. Before each deletion it checks for a newer
+    claim, and stops if there is one (membership rule 7). It never raises `StorageError`: what cannot be
+    removed now is tried again at the next start.
+
+    A machine may have been cut off during a whole other launch, and write its COMMIT at the very moment in
+    which its folder is removed. That leaves a damaged orphan. No claim names it (rule 6), so that it is never
+    resumed, but `verify` shows it.
     """
     found: list[Leftover] = []
     try:
         names = sorted({*store.leftovers(), *store.left_on_nodes()})
         cut_off = _cut_off(store, number)
     except StorageError:
-        return ()  # the start itself reads these folders, too, and says what is wrong with them
+        return ()  # the start itself also reads these folders, and reports what is wrong with them
     for name in names:
         key = parse_point_name(name)
         assert key is not None, "leftovers gives names of points"
@@ -66,8 +71,9 @@ def remove_leftovers(store: RunStore, number: int, fates: Fates) -> tuple[Leftov
 
 
 def _cut_off(store: RunStore, number: int) -> frozenset[int]:
-    """The attempts of the launch before `number`, if it did not say that it ended. A claim without a parent
-    file never began.
+    """Returns the attempts of the launch before `number`, if that launch did not record its end.
+
+    A claim without a parent file never began.
     """
     begun = {parent.attempt for parent in store.parents()[0]}
     older = [claim for claim in store.claims() if claim.number < number and claim.number in begun]

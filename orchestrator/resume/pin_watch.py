@@ -1,7 +1,6 @@
-"""What a coordinator notices of pins, which anybody makes and gives back at any time: the changes between two
-looks, for the journal.
+"""Detects changes of pins between two reads, for the journal. Pins can be made and removed at any time.
 
-It protects nothing: whoever deletes a point takes hold of it (`pins.may_delete`), whatever was seen here.
+It protects nothing: before a deletion, a hold on the point is taken in any case (`pins.may_delete`).
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ class PinChanges:
 
 
 def pin_changes(old: Mapping[str, Hold], new: Mapping[str, Hold]) -> PinChanges:
-    """What is different between two looks at the pins by point. One that stands in another's place is new,
-    and the other gone.
-    """
+    """Compares two reads of the pins by point. If a pin was replaced, one is gone and the other new."""
     return PinChanges(
         made=tuple(hold for point, hold in new.items() if old.get(point) != hold),
         gone=tuple(hold for point, hold in old.items() if new.get(point) != hold),
@@ -33,14 +30,15 @@ def pin_changes(old: Mapping[str, Hold], new: Mapping[str, Hold]) -> PinChanges:
 
 
 class PinWatch:
-    """Looks at a run's pins again and again. The first look finds all that are there new."""
+    """Reads a run's pins repeatedly. At the first read all pins are new."""
 
     def __init__(self, pins: PinFiles) -> None:
         self._pins, self._known = pins, dict[str, Hold]()
 
     def look(self) -> PinChanges:
-        """What has changed since the look before. Waits for storage; raises `StorageError`, after which the
-        next look finds what this one did not.
+        """Returns the changes since the last read. Waits for storage.
+
+        Raises `StorageError`; the next read then finds these changes.
         """
         now = self._pins.pins_since(self._known)
         changes, self._known = pin_changes(self._known, now), now
@@ -48,7 +46,7 @@ class PinWatch:
 
 
 def note_pins(journal: JournalWriter, changes: PinChanges) -> None:
-    """Journals them."""
+    """Journals the changes."""
     for hold in changes.gone:
         journal.event(EventKind.POINT_UNPINNED, point=hold.point, by=hold.by, reason=hold.reason)
     for hold in changes.made:

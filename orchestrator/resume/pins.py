@@ -1,25 +1,25 @@
-"""Who holds a resume point: whoever wants to keep it (a pin), or whoever deletes it.
+"""Holds on resume points, for keeping them (pins) or for deleting them.
 
-    pins/00000480-a0003-g0007.json   sealed; Hold. Created exclusively, deleted by who gives it back
+    pins/00000480-a0003-g0007.json   sealed; Hold. Created exclusively, deleted when it is released
 
-In a bucket a deletion may be repeated late, and would then take away a hold that was made after it, and a pin
-lost is a point lost. So the next hold of a point has the next number there, and what is given back is marked,
-not deleted: the newest one counts, unless it is marked. Both kinds are read everywhere, for a run's files may
-be copied from a folder to a bucket and back.
+In a bucket a deletion may be repeated late, and would then remove a hold that was made after it. A lost pin
+can mean a lost point. In a bucket, therefore, the next hold of a point has the next number, and a released
+hold is marked, not deleted. The newest hold counts, unless it is marked. Both kinds are read everywhere,
+because a run's files may be copied from a folder to a bucket and back.
 
     pins/00000480-a0003-g0007.json  ….0001.json  ….0002.json        Hold, each created exclusively
-    pins/00000480-a0003-g0007.released.json  ….0001.released.json   empty: this hold was given back
+    pins/00000480-a0003-g0007.released.json  ….0001.released.json   empty: this hold was released
 
-Both take the same name, so that of a pin and a deletion at the same moment one comes first, and the other
-hears of it: a point that was pinned is deleted by nobody, and one that is being deleted cannot be pinned.
-That holds on dead runs, too, for no process of the run is needed. It knows no lineage and no retention.
+A pin and a deletion take the same name. If both are made at the same moment, one is first, and the other
+fails: a pinned point is not deleted, and a point that is being deleted cannot be pinned. This also works for
+dead runs, because no process of the run is needed.
 
-A claim that goes back to a point needs no pin. Who deletes takes hold of the point first and asks for a newer
-claim then; who goes back claims first and asks for that hold then (`require_kept`), and only then whether the
-point is whole. Whichever comes first, one of the two sees the other, also if it stands still in between.
+A claim that goes back to a point needs no pin. A deletion takes hold of the point first and then checks for a
+newer claim. A rewind claims first, then checks for that hold (`require_kept`), and only then whether the
+point is whole. Whichever is first, one of the two sees the other, even if it pauses in between.
 
-A point has one pin, whoever asks for another, and nothing counts them: no program gives a pin back, only a
-person does (`unpin`), who hears which forks still need the point. A fork needs it until it has its own.
+A point has at most one pin, and pins are not counted. No program removes a pin, only a person does (`unpin`),
+who is then told which forks still need the point. A fork needs it until it has its own.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ _NAME = re.compile(r"(.+?)(?:\.(\d{4,}))?(?:\.released)?\.json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hold:
-    """`what` is pin or deletion; `by` is who holds the point, `reason` why, `created` since when (ISO 8601),
-    all for people.
+    """A hold on a point. `what` is pin or deletion.
+
+    `by` is the holder, `reason` the reason, `created` the time (ISO 8601), all for people.
     """
 
     point: str
@@ -56,13 +57,13 @@ class Hold:
 
     @property
     def why(self) -> str:
-        """Who holds the point, and why, as far as that is known."""
-        if not self.by:  # a file that is not as it was written: the reason says that
+        """The holder of the point and the reason, as far as known."""
+        if not self.by:  # a file that is not as it was written; the reason says so
             return self.reason
         return f"pinned by {self.by}" + (f": {self.reason}" if self.reason else "")
 
     def answer(self, by: str, reason: str) -> str:
-        """What `by` hears who asked for a pin with `reason`, and found this one or made it."""
+        """Returns the answer to `by`, who asked for a pin with `reason` and found this one or made it."""
         if (self.by, self.reason) == (by, reason):
             return f"{self.point} is pinned by {self.by}"
         return (
@@ -79,34 +80,37 @@ class PinFiles:
         self.storage = storage
 
     def read_hold(self, point: str) -> Hold | None:
-        """Who holds the point; None: nobody. A file that is not as it was written counts as a pin."""
+        """Returns the hold on the point, or None. A file that is not as it was written counts as a pin."""
         return self._held(point)[1]
 
     def pins(self) -> dict[str, Hold]:
-        """The pins by point."""
+        """Returns the pins by point."""
         return self.pins_since({})
 
     def pins_since(self, known: Mapping[str, Hold]) -> dict[str, Hold]:
-        """The pins, for who looks often: the files of those in `known` are not read again, so that
-        one that was given back and made anew in between stays as it was known.
+        """Returns the pins, for frequent calls: the files of those in `known` are not read again.
+
+        A pin that was released and made again in between therefore appears unchanged.
         """
         return {hold.point: hold for hold in self._holds(known) if hold.what == PIN}
 
     def deletions(self) -> frozenset[str]:
-        """The points that somebody has begun to delete, and those that `points --prune` has deleted by
-        retention: nobody misses them.
+        """Returns the points that are being deleted, or that `points --prune` has deleted.
+
+        The latter are deleted by retention. Their absence is no damage.
         """
         return self.held()[1]
 
     def held(self) -> tuple[dict[str, Hold], frozenset[str]]:
-        """`pins` and `deletions`, of one look."""
+        """Returns `pins` and `deletions` of a single read."""
         holds = self._holds({})
         pins = {hold.point: hold for hold in holds if hold.what == PIN}
         return pins, frozenset(hold.point for hold in holds if hold.what == DELETION)
 
     def pin(self, point: str, by: str, reason: str, run_id: str) -> Hold:
-        """Keep the point until `unpin`; returns the pin, or that which stood there before. Raises
-        `RefusedError` if there is no such point, or it is being deleted.
+        """Keeps the point until `unpin`. Returns the pin, or the one that was there before.
+
+        Raises `RefusedError` if there is no such point, or if it is being deleted.
         """
         number, hold = self._take(point, PIN, by, reason, run_id)
         if hold.what != PIN:
@@ -114,7 +118,7 @@ class PinFiles:
                 f"resume point {point} cannot be pinned: {hold.by} has begun to delete it ({hold.reason}); "
                 "pin another one"
             )
-        if not self.storage.exists(point_path(point, COMMIT)):  # from now on nobody takes it away
+        if not self.storage.exists(point_path(point, COMMIT)):  # from now on it cannot be deleted
             self._give_back(point, number)
             raise RefusedError(
                 f"there is no resume point {point} to pin; `orchestrator points` lists those that there are"
@@ -122,7 +126,7 @@ class PinFiles:
         return hold
 
     def unpin(self, point: str) -> Hold | None:
-        """Give the pin back: the point may be deleted from now on. Returns the pin; None: there was none."""
+        """Releases the pin, so that the point may be deleted. Returns the pin, or None if there was none."""
         number, hold = self._held(point)
         if hold is None or hold.what != PIN:
             return None
@@ -130,14 +134,17 @@ class PinFiles:
         return hold
 
     def may_delete(self, point: str, by: str, reason: str, run_id: str) -> bool:
-        """Whether nobody has pinned the point; then nobody can until `deleted`. One whose deletion somebody
-        has begun may be deleted by another one, too.
+        """Whether the point is not pinned; if so, it cannot be pinned until `deleted`.
+
+        A deletion that another process has begun may be continued.
         """
         return self._take(point, DELETION, by, reason, run_id)[1].what == DELETION
 
     def require_kept(self, point: str) -> None:
-        """For who has claimed, before it looks whether the point is whole: raises `WantedPointError` if
-        somebody has begun to delete it, who may go on with that at any later time.
+        """For a process that has claimed, before it checks whether the point is whole.
+
+        Raises `WantedPointError` if the point's deletion has begun, because it may continue at any later
+        time.
         """
         number, hold = self._held(point)
         if hold is not None and hold.what == DELETION:
@@ -149,7 +156,7 @@ class PinFiles:
             )
 
     def deleted(self, point: str) -> None:
-        """Who has begun to delete the point holds it no more: it is gone, or stays after all."""
+        """Releases the hold of a deletion: the point is gone, or stays after all."""
         number, hold = self._held(point)
         if hold is not None and hold.what == DELETION:
             self._give_back(point, number)
@@ -161,7 +168,7 @@ class PinFiles:
         return not self.storage.traits.frees_names
 
     def _take(self, point: str, what: str, by: str, reason: str, run_id: str) -> tuple[int, Hold]:
-        """The hold on the point, and its number: that which stands there, or this one."""
+        """Returns the number of the hold on the point, and that hold: the existing one, or this one."""
         while True:
             newest, there = self._held(point)
             if there is not None:
@@ -173,7 +180,7 @@ class PinFiles:
     def _give_back(self, point: str, number: int) -> None:
         if self._is_numbered:
             mark = _path(point, number, released=True)
-            # a mark that stands there already may be about to be forgotten, with a point that is gone
+            # an existing mark may be about to be removed, with a point that is gone
             if not self.storage.create(mark, b"") and not self.storage.exists(point_path(point, COMMIT)):
                 self.storage.delete(_path(point, number))
             return
@@ -181,8 +188,10 @@ class PinFiles:
         self.storage.sync(FOLDER)
 
     def _forget_holds(self, point: str) -> None:
-        """All that there is of the holds of a point that is gone, and never comes again: a late repeat of
-        these deletions harms nothing. The holds go before the marks, so that none counts again in between.
+        """Deletes all files of the holds of a point that is gone and never returns.
+
+        A late repetition of these deletions is harmless. The holds are deleted before the marks, so that none
+        counts again in between.
         """
         numbers = sorted(_numbers(self.storage.list(FOLDER)).get(point, ()))
         for released in (False, True):
@@ -190,8 +199,9 @@ class PinFiles:
                 self.storage.delete(_path(point, number, released=released))
 
     def _held(self, point: str) -> tuple[int, Hold | None]:
-        """The number of the point's newest hold, -1 if there was none, and that hold unless it was given
-        back. What is absent is asked for by its name.
+        """Returns the number of the point's newest hold, -1 if there was none, and that hold unless released.
+
+        Absent files are requested by name.
         """
         found = None if self._is_numbered else self._read(point, 0)
         if found is not None and not self._is_released(point, 0):
@@ -207,7 +217,7 @@ class PinFiles:
         return self.storage.exists(_path(point, number, released=True))
 
     def _holds(self, known: Mapping[str, Hold]) -> list[Hold]:
-        """Of all points, with one list. Those in `known` are not read again."""
+        """Returns the holds of all points, with one list request. Those in `known` are not read again."""
         names = self.storage.list(FOLDER)
         newest = {point: max(numbers) for point, numbers in _numbers(names).items()}
         paths = {f"{FOLDER}/{name}" for name in names}
@@ -233,7 +243,7 @@ class PinFiles:
 
 
 def _numbers(names: Iterable[str]) -> dict[str, set[int]]:
-    """By point the numbers of its holds, those that were given back too."""
+    """Returns the numbers of each point's holds, including released ones."""
     found: dict[str, set[int]] = {}
     for match in map(_NAME.fullmatch, names):
         if match and parse_point_name(match[1]):

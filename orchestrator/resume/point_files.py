@@ -1,8 +1,4 @@
-"""The files of resume points, written, read and deleted so that a point is whole or invisible.
-
-It knows files and digests; which points are on the lineage, and when to commit or delete one, its callers
-know.
-"""
+"""Writes, reads and deletes the files of resume points, so that a point is whole or invisible."""
 
 from __future__ import annotations
 
@@ -37,29 +33,33 @@ from orchestrator.storage.sealed import seal
 
 
 class Each(Protocol):
-    """`map`, or what does the same in threads."""
+    """`map`, or an equivalent that uses threads."""
 
     def __call__(
         self, look: Callable[[Stretch], Damage | None], stretches: Sequence[Stretch], /
     ) -> Iterable[Damage | None]:
-        """`look` of each stretch, in their order."""
+        """Calls `look` for each stretch; returns the results in order."""
 
 
 class PointFiles(QuarantineFiles):
-    """Resume points of one run. Every method may raise `StorageError`; then nothing was decided (rule 16)."""
+    """The resume points of one run. Every method may raise `StorageError`; then nothing was decided (rule
+    16).
+    """
 
     # ---------------------------------------------------------------------- reading
     def point_names(self, known: Collection[str] = ()) -> list[str]:
-        """The names of all committed points, oldest first: whole or damaged, on the lineage or not. `known`:
-        those that the caller has just seen; their COMMIT is not asked for again.
+        """Returns the names of all committed points, oldest first: whole or damaged, on the lineage or not.
 
-        Of a run that deletes an older point only when a newer one is committed, and does so meanwhile, the
-        newest is named: the folder is listed again until it has no new one.
+        The COMMIT of points in `known`, which the caller has just seen, is not requested again. A run may
+        meanwhile commit a newer point and then delete an older one. The newest point is then listed: the
+        folder is listed again until it has no new entry.
         """
         return self._names(self._has_commit, known)
 
     def names_and_foreign(self) -> tuple[list[str], tuple[str, ...]]:
-        """`point_names`, and those of them that are another run's: see `foreign`. One request for each."""
+        """Returns `point_names`, and those of them that are another run's (see `foreign`). One request for
+        each.
+        """
         if (run := read_run(self.storage)) is None:
             return self.point_names(), ()
         foreign = set[str]()
@@ -77,17 +77,17 @@ class PointFiles(QuarantineFiles):
         return names, tuple(name for name in names if name in foreign)
 
     def committed(self, names: Iterable[str]) -> frozenset[str]:
-        """Those of these points whose COMMIT is there."""
+        """Returns those of these points whose COMMIT exists."""
         return self._committed(self._has_commit, names)
 
     def left_on_nodes(self) -> list[str]:
-        """As `leftovers`, of the disks of nodes that are reached from here (`resume.node_folder`)."""
+        """Like `leftovers`, for the disks of nodes that can be reached (`resume.node_folder`)."""
         if not isinstance(self.storage, NodeStorage):
             return []
         return self._without_commit(points.newest_first(self.storage.left_on_nodes())[::-1])
 
     def foreign(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Those of these points whose COMMIT is readable and says that it is another run's."""
+        """Returns those of these points whose COMMIT is readable and belongs to another run."""
         if (run := read_run(self.storage)) is None:
             return ()
 
@@ -105,13 +105,13 @@ class PointFiles(QuarantineFiles):
         return bool(self.foreign([name]))
 
     def leftovers(self) -> list[str]:
-        """Folders of saves that were never committed, or whose deletion did not end, oldest first."""
+        """Returns folders of uncommitted saves and of unfinished deletions, oldest first."""
         return self._without_commit(self._folders())
 
     def read_point(self, name: str) -> Point:
-        """A point's COMMIT, cursor and configuration, their digests checked.
+        """Reads a point's COMMIT, cursor and configuration, and verifies their digests.
 
-        Raises `ResumePointError` naming the damaged file; `OtherFormatError`, which is one, where another
+        Raises `ResumePointError` naming the damaged file, and its subclass `OtherFormatError` if another
         version wrote it.
         """
         try:
@@ -123,43 +123,50 @@ class PointFiles(QuarantineFiles):
         return Point(name=name, commit=commit, cursor=cursor, config=config)
 
     def read_manifest(self, name: str) -> Manifest:
-        """A point's tensors, and where their rows lie. Raises `ResumePointError` naming the damaged file."""
+        """Returns a point's tensors and the places of their rows. Raises `ResumePointError` naming the
+        damaged file.
+        """
         try:
             return verify.read_manifest(self.storage, self._commit(name))
         except verify.DamageError as error:
             raise damaged_point([error.damage]) from error
 
     def read_listed(self, name: str, file: str) -> bytes:
-        """A file of a point, with the bytes that COMMIT lists. Raises `ResumePointError` naming it."""
+        """Returns a file of a point, with the bytes that COMMIT lists. Raises `ResumePointError`
+        naming it.
+        """
         try:
             return verify.read_listed(self.storage, self._commit(name), file)
         except verify.DamageError as error:
             raise damaged_point([error.damage]) from error
 
     def verify_point(self, name: str, fast: bool = False, each: Each | None = None) -> list[Damage]:
-        """What is wrong with a committed point; empty if it is whole.
+        """Returns the damages of a committed point; empty if it is whole.
 
         Computes every file's digest. `fast` reads the documents and the headers of the parts, and compares
-        the sizes of the files and the sums of the headers. Of a point that is marked as damaged
-        (`quarantine`) all bytes are read nevertheless. Parts on nodes that are not reached from here are left
-        out then; without `fast` they raise `UnreachableNodeError`. `each` calls a function with each stretch
-        of the files, as `map` does, in whatever number of threads; by default as `at_once`. Files that
-        COMMIT does not list are not read and never loaded. No file's content is ever executed.
+        the sizes of the files and the sums of the headers. If a point is marked as damaged (`quarantine`),
+        all its bytes are read nevertheless. Parts on unreachable nodes are left out with `fast`; without it
+        they raise `UnreachableNodeError`. `each` calls a function with each stretch of the files, as `map`
+        does, in any number of threads; by default as `at_once`. Files that COMMIT does not list are not read
+        and never loaded. No file's content is ever executed.
         """
         fast = fast and not self.is_quarantined(name)
         return self._verify(name, each, lambda path: not fast)
 
     def compare_sizes(self, name: str) -> list[Damage]:
-        """What the documents of a committed point and the sizes of its files show to be wrong; of a point
-        that is marked as damaged, what the mark says. Parts on nodes that are not reached are left out.
+        """Returns the damages that the documents of a committed point and the sizes of its files show.
+
+        For a point that is marked as damaged, returns the damages of the mark. Parts on unreachable nodes are
+        left out.
         """
         if (mark := self.read_mark(name)) is not None:
             return [*mark.damages]
         return self._verify(name, None, lambda path: False, headers=False)
 
     def confirmed(self, damages: Sequence[Damage], each: Each | None = None) -> list[Damage]:
-        """Of damages that another process found, those that this process sees, too: it compares the digests
-        of the files that are named, and all else by sizes and headers.
+        """Returns those of another process's damages that this process finds, too.
+
+        Compares the digests of the named files, and everything else by sizes and headers.
         """
         files: dict[str, set[str]] = {}
         for damage in damages:
@@ -171,8 +178,10 @@ class PointFiles(QuarantineFiles):
     def _verify(
         self, name: str, each: Each | None, with_digests: Callable[[str], bool], headers: bool = True
     ) -> list[Damage]:
-        """What is wrong with a point; the digests of the parts whose paths `with_digests` accepts are
-        compared, too. Without `headers` only the sizes of the other parts are.
+        """Returns the damages of a point. Also compares the digests of the parts whose paths `with_digests`
+        accepts.
+
+        Without `headers` only the sizes of the other parts are compared.
         """
         try:
             commit = self._commit(name)
@@ -218,12 +227,14 @@ class PointFiles(QuarantineFiles):
     def healthy_newest(
         self, names: Iterable[str], fast: bool = False, known: Sequence[Damage] = (), each: Each | None = None
     ) -> tuple[Point | None, tuple[Damage, ...]]:
-        """The newest healthy one of the named points (those on the lineage), and the damages of newer ones.
+        """Returns the newest healthy point of `names`, and the damages of newer ones.
 
-        The caller must report the damages. `known` are damages that were found before: their points are not
-        read again. `fast` and `each` as in `verify_point`. (None, ()) if no point is named. Raises
-        `ResumePointError` if there are points and none is healthy: training from nothing is then not a thing
-        to do unasked.
+        `names` are those on the lineage.
+
+        The caller must report the damages. `known` are damages that were found before; their points are not
+        read again. `fast` and `each` as in `verify_point`. Returns (None, ()) if no point is named. Raises
+        `ResumePointError` if there are points and none is healthy, because training must not start from
+        nothing unasked.
         """
         skipped: list[Damage] = []
         candidates = points.newest_first(names)
@@ -245,19 +256,21 @@ class PointFiles(QuarantineFiles):
         return None, ()
 
     def require_reached(self, point: Point, older: Sequence[str] | None = None) -> None:
-        """Raise `UnreachableNodeError` if parts of the point lie only on nodes that are not reached. With
-        `older` points, newest first, the error names the newest of them that is reached.
+        """Raises `UnreachableNodeError` if parts of the point are only on unreachable nodes.
+
+        With `older` points, newest first, the error names the newest of them that can be reached.
         """
         paths = [point_path(point.name, entry.path) for entry in point.commit.files]
         try:
             for path in filter(self.storage.away, paths):
-                with suppress(FileNotFoundError):  # the node is back since, and who loads the file reports it
+                # the node is back meanwhile; the loader of the file reports problems
+                with suppress(FileNotFoundError):
                     self.storage.size(path)
         except UnreachableNodeError as error:
             raise error if older is None else self._with_older(error, older) from error
 
     def _with_older(self, error: UnreachableNodeError, older: Sequence[str]) -> UnreachableNodeError:
-        """What is to be done about a point that is not reached, with the newest older one that is."""
+        """Builds the error for a point that cannot be reached, with the newest older one that can."""
         for name in older:
             with suppress(ResumePointError):
                 files = self.read_point(name).commit.files
@@ -279,14 +292,16 @@ class PointFiles(QuarantineFiles):
         *,
         others_may: bool = False,
     ) -> Point:
-        """Make a save, whose files the voters have written and synced, a durable resume point.
+        """Makes a durable resume point of a save whose files the voters have written and synced.
 
-        `config` is the flat configuration (JSON values), `rng` what a resume needs to know of random numbers,
-        `parent` the state that the generation continued, `save_s` seconds since the first vote, `run_id` that
-        of run.json. Raises `ResumePointError` if the votes do not belong together, `StorageError` if a
-        voter's file is not seen here as it was voted for, or the disk fails: then the point may exist or not,
-        but if it does it is whole; it must not be acknowledged. `others_may`: others may be committing the
-        same save, so that documents which are there as they would be written are taken as they are.
+        `config` is the flat configuration (JSON values), `rng` the random number settings that a resume
+        needs, `parent` the state that the generation continued, `save_s` the seconds since the first vote,
+        `run_id` that of run.json.
+
+        Raises `ResumePointError` if the votes do not belong together. Raises `StorageError` if a voter's file
+        is not visible here as it was voted for, or the disk fails. The point may then exist or not, but if it
+        does it is whole; it must not be acknowledged. `others_may`: other processes may be committing the
+        same save, so that existing documents with the same content are accepted.
         """
         if reason := points.disagreement(votes):
             raise ResumePointError(
@@ -295,7 +310,8 @@ class PointFiles(QuarantineFiles):
         first, name = votes[0], votes[0].key.point_name
         parts = sorted((entry for vote in votes for entry in vote.files), key=lambda entry: entry.path)
         nodes = points.nodes_of(votes)
-        if not nodes:  # else ranks have made them durable, and read copies back, on disks that are not here
+        # otherwise ranks have made them durable, and read copies back, on disks that are not here
+        if not nodes:
             self._check_visible(name, parts)
         layout, sums = _layout_of(votes), points.state_sums(votes)
         contents = {
@@ -327,11 +343,12 @@ class PointFiles(QuarantineFiles):
         return Point(name=name, commit=commit, cursor=first.cursor, config=dict(config))
 
     def take_point(self, other: PointFiles, point: Point, key: StateKey, run_id: str) -> Point:
-        """The point of another run under the key `key` in this one, with the configuration that `point` has;
-        tensors and cursor are those bytes. Its digests were read back before.
+        """Copies the point of another run into this one under the key `key`.
 
-        Raises `StorageError` as `commit_point` does, and `ResumePointError` if the other point's documents
-        are damaged meanwhile.
+        It gets the configuration of `point`.
+
+        Tensors and cursor keep their bytes. Their digests were verified before. Raises `StorageError` as
+        `commit_point` does, and `ResumePointError` if the other point's documents are damaged meanwhile.
         """
         name, files = key.point_name, list[FileEntry]()
         reader = PointReader(self.storage, dataclasses.replace(other.read_manifest(point.name), point=name))
@@ -359,15 +376,16 @@ class PointFiles(QuarantineFiles):
             files=tuple(files),
             files_digest=points.files_digest(files),
             run_id=run_id,
-            nodes=(),  # its files lie here, wherever the other's do
+            nodes=(),  # its files are here, wherever the other's are
         )
         self._sync_folders(name, commit.files)
         self._create_commit(name, commit)
         return dataclasses.replace(point, name=name, commit=commit)
 
     def delete_point(self, name: str) -> None:
-        """Delete a point: first COMMIT, durably, then the rest. A crash in between leaves a leftover, never
-        half a point.
+        """Deletes a point: first COMMIT, durably, then the rest.
+
+        A crash in between leaves a leftover, never half a point.
         """
         self.storage.delete(point_path(name, COMMIT))
         if self.storage.list(f"{POINTS}/{name}"):
@@ -376,14 +394,16 @@ class PointFiles(QuarantineFiles):
         self.lift_mark(name)
 
     def discard(self, name: str) -> bool:
-        """Delete the files of a save that was given up. False where they stay: a start is making a point of
-        the save's votes. A committed point of that name stays, too.
+        """Deletes the files of a save that was given up.
+
+        Returns False if they stay, because a start is making a point of the save's votes. A committed point
+        of that name stays, too.
         """
         if self._has_commit(name):
             return True
         if not decides(self.storage, name, REMOVED):
             return False
-        for folder in (VOTES, FOLDER):  # what was decided goes last
+        for folder in (VOTES, FOLDER):  # the record of the decision is deleted last
             self.storage.delete_folder(point_path(name, folder))
         self.storage.delete_folder(f"{POINTS}/{name}")
         return True
@@ -403,9 +423,11 @@ class PointFiles(QuarantineFiles):
             names = listed
 
     def _committed(self, has_commit: Callable[[str], bool], names: Iterable[str]) -> frozenset[str]:
-        """Of storage that is far away several are asked for at a time. So an older one may be missed that has
-        just been deleted, and a newer one that was committed just before that: what is not there is asked for
-        once more, one after the other, the newest last.
+        """Returns those of `names` with a COMMIT.
+
+        From remote storage several are requested at a time. This may miss both an older point that was just
+        deleted and a newer one that was committed just before. Missing ones are therefore requested again,
+        one after the other, the newest last.
         """
         ordered = points.newest_first(names)[::-1]
         found = at_once(self.storage, has_commit, ordered)
@@ -421,7 +443,7 @@ class PointFiles(QuarantineFiles):
         return [name for name in names if name not in there]
 
     def _commit(self, name: str) -> Commit:
-        """A point's COMMIT, which must be this run's. Raises `DamageError`."""
+        """Returns a point's COMMIT, which must be this run's. Raises `DamageError`."""
         commit, run = verify.read_commit(self.storage, name), read_run(self.storage)
         if run is not None and commit.run_id != run.id:
             raise verify.DamageError(
@@ -455,7 +477,7 @@ class PointFiles(QuarantineFiles):
         for entry in parts:
             facts = listed.get(entry.path.removeprefix(f"{FOLDER}/"))
             if facts is not None and facts.size == entry.bytes:
-                continue  # where a list says sizes, it is one request for a thousand of them
+                continue  # if lists include sizes, one request covers a thousand of them
             try:
                 verify.check_file(self.storage, name, entry, with_digest=False)
             except verify.DamageError as error:
@@ -470,7 +492,7 @@ class PointFiles(QuarantineFiles):
         return dataclasses.replace(written, path=file)
 
     def _document_there(self, name: str, file: str, content: dict[str, Any]) -> FileEntry:
-        """Writes the document unless it is there. Raises `StorageError` if it is another one."""
+        """Writes the document unless it exists. Raises `StorageError` if a different one exists."""
         try:
             return self._write_document(name, file, content)
         except StorageError:
@@ -492,8 +514,8 @@ class PointFiles(QuarantineFiles):
 
 
 def _bytes_of(file: str, content: dict[str, Any]) -> bytes:
-    """A document of a point as it is written."""
-    if file == PARTS:  # the one document that is long; indented it takes twice the room
+    """Returns the bytes of a point's document."""
+    if file == PARTS:  # the only long document; indentation would double its size
         return orjson.dumps(content) + b"\n"
     assert "format" not in content, f"{file} has a field of its own where its number stands"
     return points.document({"format": FORMAT, **content})

@@ -1,8 +1,4 @@
-"""The model's tensors of a committed point, one at a time: their bytes are compared with their digests before
-anybody gets them.
-
-It knows the list of a point's tensors; it needs neither torch nor the model.
-"""
+"""Reads the model's tensors of a committed point one at a time, and verifies their digests first."""
 
 from __future__ import annotations
 
@@ -18,12 +14,13 @@ from orchestrator.resume.store import RunStore
 
 
 class PointTensors:
-    """The model's tensors of the point `name`. `entries` are in the order of their names. `say` is called
-    with how far their reading is.
+    """The model's tensors of the point `name`. `entries` are ordered by name.
+
+    `say` is called with the progress of reading.
     """
 
     def __init__(self, store: RunStore, name: str, say: Callable[[str], None] = lambda text: None) -> None:
-        """Raises `ResumePointError` naming the file that is damaged."""
+        """Raises `ResumePointError` naming the damaged file."""
         manifest = store.read_manifest(name)
         self._name, self._reader = name, PointReader(store.storage, manifest)
         self.entries = tuple(
@@ -33,8 +30,10 @@ class PointTensors:
         self._progress.expect(sum(num_bytes(entry.dtype, entry.shape) for entry in self.entries))
 
     def read(self, entry: SavedTensor) -> bytearray:
-        """The bytes of one tensor, whole, in order; memory for it, and for at most 64 MiB of a file in which
-        it lies with others. Raises `ResumePointError` if they are not those that were committed.
+        """Returns the bytes of one whole tensor, in order. Raises `ResumePointError` if they are not as
+        committed.
+
+        Takes memory for it, and for at most 64 MiB of a file that it shares with others.
         """
         data = bytearray(num_bytes(entry.dtype, entry.shape))
         rows = range(entry.shape[0] if entry.shape else 1)

@@ -1,7 +1,6 @@
-"""What a resume point consists of, as values: its names, its documents, the digest of its weights, and what
-can be wrong with it.
+"""The values of a resume point: names, documents, the digest of the weights, possible damages.
 
-It reads and writes no storage; `store` does, with these.
+`store` reads and writes them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from orchestrator.storage.sealed import canonical
 
 COMMIT, CURSOR, CONFIG, RNG = "COMMIT", "cursor.json", "config.json", "rng.json"
 DOCUMENTS = (CURSOR, CONFIG, RNG, PARTS)
-_RNG_RULE = (  # what `trainer.model.seed_micro_batch` does
+_RNG_RULE = (  # the rule of `trainer.model.seed_micro_batch`
     "per micro-batch: torch.manual_seed(first 8 bytes, little-endian, "
     "of blake3('{train.seed}:{index of its first sample}') >> 1); no other state is kept"
 )
@@ -36,14 +35,17 @@ _NAME = re.compile(r"(\d{8,})-a(\d{4,})-g(\d{4,})")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """The content of COMMIT. `parent` is what the generation that saved the point continued, `world_size` its
-    size.
+    """The content of COMMIT.
 
-    `run_id` is run.json's. `save_blocked_s` is the longest time that a rank could not train because of the
-    save; `save_s` is from the first vote to COMMIT. `files_digest` is the blake3 of the canonical JSON of
-    `files`. `state_sums` has to each group of tensors the sum of all its rows as 32 hex digits
-    (`planning.weights_sum`), and `weights_digest` is that of the group `model`. `nodes` are those on whose
-    disks the parts lie (`resume.node_folder`); empty where they lie beside COMMIT.
+    `parent`: what the generation that saved the point continued; `world_size`: its size.
+    `run_id`: run.json's.
+    `save_blocked_s`: the longest time that a rank could not train because of the save.
+    `save_s`: from the first vote to COMMIT.
+    `files_digest`: the blake3 of the canonical JSON of `files`.
+    `state_sums`: maps each group of tensors to the sum of all its rows as 32 hex digits
+    (`planning.weights_sum`).
+    `weights_digest`: that of the group `model`.
+    `nodes`: those on whose disks the parts are (`resume.node_folder`); empty if they are beside COMMIT.
     """
 
     format: int
@@ -63,8 +65,9 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """A committed resume point without its tensors. `config` is the flat configuration (dotted path → JSON
-    value) it was made with.
+    """A committed resume point without its tensors.
+
+    `config` is the flat configuration (dotted path → JSON value) it was made with.
     """
 
     name: str
@@ -74,22 +77,22 @@ class Point:
 
     @property
     def key(self) -> StateKey:
-        """The state that it holds."""
+        """The key of the state that it holds."""
         return self.commit.key
 
     @property
     def num_bytes(self) -> int:
-        """Size of all its files but COMMIT."""
+        """The size of all its files except COMMIT."""
         return sum(entry.bytes for entry in self.commit.files)
 
 
 def random_numbers(seed: int) -> dict[str, Any]:
-    """The content of rng.json: all that a resume needs to know of random numbers."""
+    """Returns the content of rng.json: the random number settings that a resume needs."""
     return {"rule": _RNG_RULE, "seed": seed}
 
 
 def parse_point_name(name: str) -> StateKey | None:
-    """The key of a point's name, None if it is no such name (each key has exactly one)."""
+    """Returns the key of a point's name, or None for another name. Each key has exactly one name."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -99,21 +102,22 @@ def parse_point_name(name: str) -> StateKey | None:
 
 
 def newest_first(names: Iterable[str]) -> list[str]:
-    """Point names ordered by (attempt, generation, step), newest first; what is no point name is left out."""
+    """Orders point names by (attempt, generation, step), newest first. Other names are left out."""
     keys = (parse_point_name(name) for name in names)
     return [key.point_name for key in sorted({key for key in keys if key is not None}, reverse=True)]
 
 
 def files_digest(files: Sequence[FileEntry]) -> str:
-    """The digest (blake3) of the list of files in COMMIT."""
+    """Returns the digest (blake3) of the list of files in COMMIT."""
     return blake3(canonical(encode(tuple(files)))).hexdigest()
 
 
 def disagreement(votes: Sequence[Vote]) -> str | None:
-    """Why these are not W votes of one save, or None: one key, cursor, world size, layout and step count,
-    every rank once and with its own file, all on nodes or none, the tensors listed by rank 0 alone. O(votes).
+    """Returns why these are not W votes of one save, or None if they are. O(votes).
 
-    Votes without a layout, files and tensors agree, too: searches of machines cast such.
+    They must have one key, cursor, world size, layout and step count. Every rank votes once and with its own
+    file, either all on nodes or none, and only rank 0 lists the tensors. Votes without a layout, files and
+    tensors are also accepted, because searches of machines cast such votes.
     """
     first = votes[0]
     for vote in votes[1:]:
@@ -131,15 +135,16 @@ def disagreement(votes: Sequence[Vote]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicasDiffer:
-    """Ranks that hold the same rows hold different bits. `ranks` differ from `others`; where most ranks
-    agree, `others` are these.
+    """Ranks that hold the same rows hold different bits.
+
+    `ranks` differ from `others`. If most ranks agree, `others` are these.
     """
 
     ranks: tuple[int, ...]
     others: tuple[int, ...]
 
     def sentence(self, name: Callable[[int], str] = lambda rank: f"rank {rank}") -> str:
-        """What is wrong; `name` says which worker a rank is."""
+        """Describes the problem; `name` maps a rank to the name of its worker."""
         ranks, others = (", ".join(map(name, some)) for some in (self.ranks, self.others))
         return (
             f"replicas differ: {ranks} and {others} hold the same rows of the training state with different "
@@ -147,16 +152,17 @@ class ReplicasDiffer:
         )
 
     def given_up(self, key: StateKey, name: Callable[[int], str]) -> str:
-        """That the save of `key` was given up for it; `name` as in `sentence`."""
+        """Describes that the save of `key` was given up for this reason; `name` as in `sentence`."""
         return f"the save of {key.point_name} was given up: {self.sentence(name)}"
 
 
 def differing_replicas(votes: Sequence[Vote]) -> ReplicasDiffer | None:
-    """The ranks whose copies of the same rows differ by the digests of their votes
-    (`trainer.replica_digest`); None if all agree. Votes without digests are not compared. O(votes).
+    """Returns the ranks whose copies of the same rows differ, according to the digests of their votes.
+
+    See `trainer.replica_digest`. None if all agree. Votes without digests are not compared. O(votes).
     """
     for fact in ("of_shard", "of_all"):
-        holders: dict[int, dict[str, list[int]]] = {}  # by shard: the ranks of each digest
+        holders: dict[int, dict[str, list[int]]] = {}  # shard -> digest -> ranks
         for vote in votes:
             if digest := getattr(vote.replicas, fact):
                 num_shards = vote.layout[0] if vote.layout and fact == "of_shard" else 1
@@ -195,7 +201,7 @@ def _wrong_tensors(votes: Sequence[Vote]) -> str | None:
 
 
 def state_sums(votes: Iterable[Vote]) -> dict[str, int]:
-    """To each group the sum of all rows of a save, modulo 2^128."""
+    """Returns the sum of all rows of a save for each group, modulo 2^128."""
     sums: dict[str, int] = {}
     for vote in votes:
         for group, found in vote.sums.items():
@@ -204,18 +210,18 @@ def state_sums(votes: Iterable[Vote]) -> dict[str, int]:
 
 
 def nodes_of(votes: Iterable[Vote]) -> tuple[NodeParts, ...]:
-    """On which nodes the files of a save lie; empty where they lie in the run's storage."""
+    """Returns the nodes on which the files of a save are; empty if they are in the run's storage."""
     return gathered({vote.rank: vote.nodes for vote in votes})
 
 
 def commit_document(commit: Commit) -> dict[str, Any]:
-    """The content of COMMIT."""
+    """Returns the content of COMMIT."""
     content: dict[str, Any] = encode(commit)
     if not commit.nodes:
-        del content["nodes"]  # as before there were such
+        del content["nodes"]  # as in points from before this field existed
     return content
 
 
 def document(value: Any) -> bytes:
-    """A JSON document of a point, readable for people."""
+    """Returns a JSON document of a point, formatted for people."""
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)

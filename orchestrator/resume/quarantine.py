@@ -1,14 +1,13 @@
-"""Marks on damaged points: whoever otherwise trusts sizes reads all bytes of such a point, or does not count
-on it.
+"""Marks on damaged points. A marked point is read completely, or not relied on.
 
-    quarantine/00000480-a0003-g0007.json   sealed; Mark. Created exclusively, deleted by who lifts it
+    quarantine/00000480-a0003-g0007.json   sealed; Mark. Created exclusively, deleted when it is lifted
 
-Nothing of the point is deleted or moved. A mark is what the newest reading of all bytes found: `verify`,
-`points`, a start and the run's own reading back make it, and lift it where they find every byte right. It
-decides nothing that bytes can decide: whoever chooses a point (a start, `plan`, `rewind`, `fork`, `export`)
-reads all of a marked one, so that all of them say the same, also when its files were restored. Who only shows
-(`status`, the page) and retention go by the mark. So a mark that came too late or is lost costs a look, and
-never a point.
+Nothing of the point is deleted or moved. A mark records the result of the newest reading of all bytes.
+`verify`, `points`, a start and the run's own verification make it, and lift it if they find every byte right.
+Wherever bytes can decide, the mark does not: every command that chooses a point (a start, `plan`, `rewind`,
+`fork`, `export`) reads all bytes of a marked one. All of them thus agree, also after its files were restored.
+Commands that only display points (`status`, the page) and retention use the mark. A mark that is late or lost
+thus costs a check, and never a point.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _NAME = re.compile(r"(.+)\.json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """What was found wrong with a point, by whom and when (ISO 8601), these two for people."""
+    """What was found wrong with a point, by whom and when (ISO 8601). The latter two are for people."""
 
     point: str
     damages: tuple[Damage, ...]
@@ -47,7 +46,7 @@ class QuarantineFiles:
         self.storage = storage
 
     def quarantined(self) -> frozenset[str]:
-        """The points with a mark; also such as are gone."""
+        """Returns the points with a mark, including deleted ones."""
         matches = (match for match in map(_NAME.fullmatch, self.storage.list(FOLDER)) if match)
         return frozenset(match[1] for match in matches if parse_point_name(match[1]))
 
@@ -56,7 +55,7 @@ class QuarantineFiles:
         return self.storage.exists(_path(point))
 
     def read_mark(self, point: str) -> Mark | None:
-        """The mark on a point; None: it has none. One that is not as it was written is a mark."""
+        """Returns the mark on a point, or None. A file that is not as it was written counts as a mark."""
         path = _path(point)
         try:
             found = decode(Mark, unseal(self.storage.read(path)), path)
@@ -72,9 +71,11 @@ class QuarantineFiles:
         return found
 
     def note_reading(self, point: str, damages: Sequence[Damage], by: str) -> bool:
-        """All bytes of a point were read, and this is what is wrong with them. Makes or lifts the mark;
-        whether that changed anything. One that stands stays as it is: it says since when. A point without
-        COMMIT is none, so that it needs no mark.
+        """Makes or lifts the mark after all bytes of a point were read.
+
+        Returns whether that changed anything. `damages` are the result of reading. An existing mark is not
+        changed, because it records since when there is damage. A point without COMMIT does not exist, and
+        gets no mark.
         """
         if damages:
             if not self.storage.exists(point_path(point, COMMIT)):
@@ -87,7 +88,7 @@ class QuarantineFiles:
         return True
 
     def lift_mark(self, point: str) -> None:
-        """Take a mark away, if there is one."""
+        """Removes a mark, if there is one."""
         self.storage.delete(_path(point))
         if self.storage.list(FOLDER):
             self.storage.sync(FOLDER)

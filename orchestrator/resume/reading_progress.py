@@ -1,4 +1,4 @@
-"""Reports how far a long reading of points is: bytes done and total, at most every few seconds."""
+"""Reports the progress of a long reading of points: bytes done and total, at most every few seconds."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from orchestrator.storage.at_once import at_once, hashed_at_once
 from orchestrator.storage.files import Storage
 
 SAY_EVERY_S = 5.0
-THREADS_FROM_BYTES = 16 << 20  # fewer bytes are hashed before threads have begun
+THREADS_FROM_BYTES = 16 << 20  # hashing fewer bytes takes less time than starting threads
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"))
 
 
 class ReadingProgress:
-    """Calls `say` with a line when a reading has taken `SAY_EVERY_S`, and then at most that often. Safe to
-    use from threads.
+    """Calls `say` with a line when a reading has taken `SAY_EVERY_S`, and then at most that often.
+
+    Safe to use from threads.
     """
 
     def __init__(
         self, say: Callable[[str], None], what: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`what` is read, as the line says it."""
+        """`what` names what is read, for the line."""
         self._say, self._what, self._clock = say, what, clock
         self._lock = threading.Lock()
         self._done, self._total = 0, 0
         self._said_at = clock()
 
     def expect(self, num_bytes: int) -> None:
-        """So many bytes more are to be read."""
+        """Adds bytes that are to be read."""
         with self._lock:
             self._total += num_bytes
 
     def read(self, num_bytes: int) -> None:
-        """So many bytes were read and compared."""
+        """Adds bytes that were read and compared."""
         with self._lock:
             self._done += num_bytes
             now = self._clock()
@@ -48,13 +49,13 @@ class ReadingProgress:
 
 
 def read_of(done: int, total: int) -> str:
-    """Bytes that were read, of how many, for people."""
+    """Formats the bytes that were read and the total, for people."""
     size, unit = next((each for each in _UNITS if total >= each[0]), (1 << 10, "KiB"))
     return f"{done / size:,.1f} of {total / size:,.1f} {unit}"
 
 
 class ReadAtOnce:
-    """`each` of `PointFiles.verify_point`: reads stretches in threads and reports how far it is."""
+    """`each` of `PointFiles.verify_point`: reads stretches in threads and reports the progress."""
 
     def __init__(self, storage: Storage, say: Callable[[str], None], what: str) -> None:
         self._storage, self._progress = storage, ReadingProgress(say, what)

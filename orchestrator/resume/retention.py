@@ -1,7 +1,6 @@
-"""Which resume points are no longer needed: a pure decision over names.
+"""Decides which resume points are no longer needed: a pure decision over names.
 
-It reads and deletes nothing. Callers give only points on the lineage; orphans are kept for the record and
-never counted here.
+Callers pass only points on the lineage. Orphans are kept for the record and do not count.
 """
 
 from __future__ import annotations
@@ -11,18 +10,19 @@ from collections.abc import Collection, Mapping, Sequence
 
 from orchestrator.resume.points import parse_point_name
 
-# verified points newer than the newest claim's parent, before that may go (membership rule 16)
+# the number of verified points newer than the newest claim's parent after which that may be deleted
+# (membership rule 16)
 NEEDED_TO_RELEASE = 2
 
 
 def spared(
     points: Sequence[str], keep_every: int | None, keep_best: int, losses: Mapping[str, float | None]
 ) -> dict[str, str]:
-    """The points that are kept although newer ones are there, with why.
+    """Returns the points that are kept although newer ones exist, with the reasons.
 
-    `keep_every`: those whose step label is a multiple of it (None: none for that). `keep_best`: so many of
-    those with the lowest loss, of equal ones the older. `losses`: the mean loss of the steps since the point
-    before, by name; a point without one, or with one that is not finite, is never among the best.
+    `keep_every`: those whose step label is a multiple of it (None: disabled). `keep_best`: this many of those
+    with the lowest loss, of equal ones the older. `losses`: the mean loss of the steps since the previous
+    point, by name. A point without a finite loss is never among the best.
     """
     kept = {}
     for name in points:
@@ -36,8 +36,10 @@ def spared(
 
 
 def held_point(points: Sequence[str], pinned: str | None, quarantined: Collection[str]) -> str | None:
-    """What `pinned` of `to_delete` means where some points are marked as damaged: the newest claim's parent,
-    or in its place the newest older one without a mark, to which a start would fall back.
+    """Returns the `pinned` of `to_delete` if some points are marked as damaged.
+
+    It is the newest claim's parent, or in its place the newest older one without a mark, to which a start
+    would fall back.
     """
     if pinned not in points:
         return pinned
@@ -52,14 +54,15 @@ def to_delete(
     verified: Collection[str],
     also: Collection[str] = (),
 ) -> list[str]:
-    """The points to delete, oldest first.
+    """Returns the points to delete, oldest first.
 
-    `points`: names on the lineage, oldest first, without duplicates. `pinned`: the newest claim's parent, if
-    that is a point of this run. `verified`: points whose every digest was read back and found right.
+    `points`: names on the lineage, oldest first, without duplicates.
+    `pinned`: the newest claim's parent, if that is a point of this run.
+    `verified`: points whose every digest was read back and found right.
     `also`: points that stay for another reason (`spared`).
-    Guarantee: the newest `keep_latest` stay; the pinned point stays until two newer ones are verified, and
-    until then at least the two newest stay too, whatever `keep_latest`, because they are the ones that can
-    release it.
+
+    Guarantee: the newest `keep_latest` stay. The pinned point stays until two newer ones are verified. Until
+    then at least the two newest stay too, whatever `keep_latest`, because they can release it.
     """
     assert keep_latest >= 1, f"keep_latest={keep_latest}"
     if _is_held(points, pinned, verified):
@@ -72,7 +75,7 @@ def to_delete(
 def to_verify(
     points: Sequence[str], keep_latest: int, pinned: str | None, verified: Collection[str]
 ) -> list[str]:
-    """The points to read back, oldest first: the newest, once they are all that keeps the pinned one."""
+    """Returns the points to read back, oldest first: the newest, if only they still keep the pinned one."""
     if pinned not in points[:-keep_latest] or not _is_held(points, pinned, verified):
         return []
     newer = points[points.index(pinned) + 1 :]

@@ -1,6 +1,6 @@
-"""run.json: what a run is, frozen at its first start, and the id by which its pieces know each other.
+"""run.json: what a run is, frozen at its first start, and the id that all its files share.
 
-It knows nothing of claims and points; what lies beside it without this id is another run's.
+Files beside it with another id belong to another run.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ RUN_FILE = "run.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFile:
-    """The content of run.json. `created` is a time for people. `id` is random, and repeated in every claim,
-    end record, journal line and COMMIT of the run. `first_weights` identifies what `model.init_from`
-    held (see `resume.init_weights`); empty without it. `forked_from` is what a fork begins with: its first
+    """The content of run.json.
+
+    `created` is a time for people. `id` is random, and repeated in every claim, end record, journal line and
+    COMMIT of the run. `first_weights` identifies the contents of `model.init_from` (see
+    `resume.init_weights`); empty without it. `forked_from` is the point with which a fork begins; its first
     start takes that over.
     """
 
@@ -45,15 +47,16 @@ class RunFile:
 
 
 def folder_on_nodes(storage: Storage) -> str:
-    """The name of the run's folder in node folders (`resume.node_folder`). The run must be there."""
+    """Returns the name of the run's folder in node folders (`resume.node_folder`). The run must exist."""
     run = read_run(storage)
     assert run is not None, "whoever writes parts has joined a run"
     return run_folder(run.name, run.id)
 
 
 def read_run(storage: Storage) -> RunFile | None:
-    """The content of run.json; None if there is no such run. Raises `ResumePointError` if it is not as it was
-    written, or has a format that this version does not know.
+    """Returns the content of run.json; None if there is no such run.
+
+    Raises `ResumePointError` if it is not as it was written, or has a format that this version does not know.
     """
     try:
         content: dict[str, Any] = unseal(storage.read(RUN_FILE))

@@ -1,7 +1,4 @@
-"""When another save is tried after one that did not become a point: a pure machine over times.
-
-It knows neither what was to be saved nor how long a run may go on without a save.
-"""
+"""Schedules another save after one that did not become a point: a pure machine over times."""
 
 from __future__ import annotations
 
@@ -10,13 +7,12 @@ MOST_S = 320.0
 
 
 class SaveRetries:
-    """Saves that are given up one after the other are tried again after 5, 10, 20, ... 320 s, and from then
-    on every 320 s; one that is committed ends that. All times are seconds of one monotonic clock.
+    """Retries of saves that are given up: after 5, 10, 20, ... 320 s, and then every 320 s.
 
-    Why a save was given up makes no difference: what it would have kept is kept by none, and the next that is
-    due by itself may be an hour away.
+    A committed save ends the retries. All times are seconds of one monotonic clock. The reason for giving up
+    makes no difference: the state is not saved, and the next regular save may be an hour away.
 
-    Guarantees: each save that is given up leads to one try, `due` says so once, and none is due after a
+    Guarantees: each save that is given up leads to one try, which `due` reports once. None is due after a
     commit.
     """
 
@@ -26,11 +22,11 @@ class SaveRetries:
 
     @property
     def next_try(self) -> float | None:
-        """When the next try is due; None: none is."""
+        """When the next try is due; None: there is none."""
         return self._next
 
     def given_up(self, now: float) -> float:
-        """A save was given up. In how many seconds another one is tried."""
+        """A save was given up. Returns the seconds until another one is tried."""
         wait_s, self._wait_s = self._wait_s, min(2 * self._wait_s, MOST_S)
         self._next = now + wait_s
         return wait_s

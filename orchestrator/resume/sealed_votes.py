@@ -1,8 +1,7 @@
-"""Votes in storage: what the members of a save leave there when they reach no coordinator to commit it, and
-how the start that follows makes a resume point of them (membership rules 10, 11 and 14).
+"""Votes in storage: members write them if they reach no coordinator that commits their save.
 
-A vote holds its voter's unacknowledged step records, so that the votes of all ranks, with the journal, hold
-every step up to the point.
+The following start makes a resume point of them (membership rules 10, 11 and 14). A vote contains its voter's
+unacknowledged step records. The votes of all ranks and the journal thus contain every step up to the point.
 """
 
 from __future__ import annotations
@@ -26,20 +25,23 @@ if TYPE_CHECKING:
     from orchestrator.resume.point_files import PointFiles
 
 VOTES, DECIDED = "votes", "DECIDED"
-COMPLETED, REMOVED = "completed", "removed"  # what DECIDED says
+COMPLETED, REMOVED = "completed", "removed"  # the possible contents of DECIDED
 _NAME = re.compile(r"\d{5,}\.json")
 
 
 def keep_vote(storage: Storage, vote: Vote, run_id: str) -> None:
     """Writes the vote beside its part, durably. A second call changes nothing. Raises `StorageError`."""
     path = f"{_folder(vote.key.point_name)}/{VOTES}/{vote.rank:05d}.json"
-    sums = {group: f"{found:032x}" for group, found in vote.sums.items()}  # 128 bits, which JSON has not
+    # 128 bits, more than a JSON number has
+    sums = {group: f"{found:032x}" for group, found in vote.sums.items()}
     storage.create(path, seal({"run_id": run_id, "vote": {**encode(vote), "sums": sums}}))
 
 
 def read_votes(storage: Storage, name: str, run_id: str) -> tuple[Vote, ...]:
-    """The votes of this run that lie with the save `name`, by rank. One that is not as it was written, or is
-    another save's, is none. Raises `LaterFormatError` for one that a later version wrote, and `StorageError`.
+    """Returns the votes of this run for the save `name`, by rank.
+
+    A vote that is not as it was written, or is another save's, is ignored. Raises `LaterFormatError` for one
+    that a later version wrote, and `StorageError`.
     """
     found: list[Vote] = []
     for file in storage.list(f"{_folder(name)}/{VOTES}"):
@@ -54,7 +56,8 @@ def read_votes(storage: Storage, name: str, run_id: str) -> tuple[Vote, ...]:
 
 
 def decides(storage: Storage, name: str, what: str) -> bool:
-    """Whether the save `name` is to be `what`, COMPLETED or REMOVED: who asks first decides it for all.
+    """Whether the save `name` is to be `what`, COMPLETED or REMOVED. The first call decides it for all.
+
     Raises as `read_votes` does.
     """
     path = f"{_folder(name)}/{DECIDED}"
@@ -62,7 +65,7 @@ def decides(storage: Storage, name: str, what: str) -> bool:
 
 
 def _unsealed(storage: Storage, path: str) -> Any:
-    """The content of a sealed file; None if it is not there, or not as it was written."""
+    """Returns the content of a sealed file; None if it does not exist, or is not as it was written."""
     try:
         return unseal(storage.read(path))
     except LaterSealError as error:
@@ -73,19 +76,19 @@ def _unsealed(storage: Storage, path: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Committable:
-    """A save that no coordinator committed, of which every rank's vote is there, and every step's record."""
+    """A save that no coordinator committed, with every rank's vote and every step's record."""
 
     votes: tuple[Vote, ...]
     parent: StateKey | None  # of its generation
 
     @property
     def key(self) -> StateKey:
-        """The state that it holds."""
+        """The key of the state that it holds."""
         return self.votes[0].key
 
     @property
     def records(self) -> tuple[StepRecord, ...]:
-        """What the journal may lack: the voters' unacknowledged records, each once, in order."""
+        """The records that the journal may lack: the voters' unacknowledged ones, each once, in order."""
         found = {record.key: record for vote in self.votes for record in vote.records}
         return tuple(found[key] for key in sorted(found))
 
@@ -93,8 +96,9 @@ class Committable:
 def committable(
     votes: Sequence[Vote], generations: Sequence[GenerationStart], journalled: Callable[[StateKey], bool]
 ) -> Committable | str:
-    """What the votes of one save make committable, or why they make nothing so. `generations` are the
-    journal's, `journalled` says whether it has the record of a step.
+    """Returns what the votes of one save make committable, or the reason why not.
+
+    `generations` are the journal's. `journalled` returns whether the journal has the record of a step.
     """
     if not votes:
         return "there is no vote"
@@ -120,12 +124,14 @@ def complete(
     run_id: str,
     fenced: Callable[[], bool],
 ) -> Point | None:
-    """Makes a resume point of it, for a start that has claimed its attempt and not written its parent file.
-    `config` is the flat configuration of the attempt that saved it; `fenced` says whether a newer claim
-    exists. None where that is so, where the save was removed meanwhile, or a file of it is surely absent.
+    """Makes a resume point of `found`, for a start that has claimed but not written its parent file.
 
-    The coordinator of the attempt that saved it may live, and commit at the same moment, and so may an older
-    start: all write the same documents, and one of them COMMIT. Raises `StorageError`.
+    `config` is the flat configuration of the attempt that saved it. `fenced` returns whether a newer claim
+    exists. Returns None if one exists, if the save was removed meanwhile, or if a file of it is surely
+    absent.
+
+    The coordinator of the attempt that saved it may still live and commit at the same moment, and so may an
+    older start. All write the same documents, and only one of them COMMIT. Raises `StorageError`.
     """
     name, storage = found.key.point_name, points.storage
     if fenced() or not decides(storage, name, COMPLETED):
@@ -152,7 +158,7 @@ def _commit(points: PointFiles, found: Committable, config: Mapping[str, Any], r
     try:
         points.commit_point(found.votes, config, rng, found.parent, 0.0, run_id, others_may=True)
     except StorageError:
-        if not points.committed([found.key.point_name]):  # somebody else has, meanwhile
+        if not points.committed([found.key.point_name]):  # another process has committed it meanwhile
             raise
 
 

@@ -1,8 +1,6 @@
-"""The layout of a run in storage, and `RunStore`, through which claims and resume points are read and
-written.
+"""The layout of a run in storage, and `RunStore`, which reads and writes claims and resume points.
 
-It knows names, contents and the order of writing; when something is committed, deleted or claimed is decided
-elsewhere.
+It defines names, contents and the order of writing.
 
     run.json                       sealed; RunFile: name, created, format, id, first_weights, identity
                                    (planning.identity.RunIdentity), forked_from
@@ -11,17 +9,17 @@ elsewhere.
                                    exclusively
     attempts/0003.parent.json      sealed; ClaimParent: attempt, parent, inherited, budgets, differences,
                                    encoders, origin; written after the claim
-    attempts/0003.heartbeat        grows by a byte while the attempt lives; its content means nothing.
-                                   0003.heartbeat-2, … in its place when a write has failed
+    attempts/0003.heartbeat        grows by a byte while the attempt lives; its content has no meaning.
+                                   0003.heartbeat-2, … instead, after a write has failed
     attempts/0003.end.json         sealed; AttemptEnd: attempt, outcome, reason, ended, run_id, by. Absent
                                    after a crash
-    points/00000480-a0003-g0007/   step, attempt, generation of the state that it holds
+    points/00000480-a0003-g0007/   step, attempt, generation of its state
         state/00003-of-00008.safetensors   the rows that a rank writes (`parts.part_file`), durable before it
                                    votes
         cursor.json                format, and Cursor: consumed_samples, consumed_tokens, target_tokens,
                                    sources {name: SourceCursor}
         config.json                format, and the flat configuration: dotted path -> value
-        rng.json                   format, rule, seed: all that a resume needs to know of random numbers
+        rng.json                   format, rule, seed: the random number settings that a resume needs
         parts.json                 format, layout {num_shards, num_replicas}, items [[group, name, dtype,
                                    shape, sharded]] (`parts.documents`)
         COMMIT                     sealed, created last; Commit: format, key {attempt, generation, step},
@@ -33,11 +31,11 @@ elsewhere.
     findings/000001.json           see history.finding_files
     journal/a0003/000001.jsonl     events and step records (history.journal)
 
-A sealed file is `{"content": …, "digest": blake3 of the canonical content}`; a changed byte anywhere in it is
-noticed. `files` lists every file of the point but COMMIT; the digest of a part is that of its header. A
-folder below points/ without COMMIT is no resume point. `run_id` is run.json's `id`; a piece with another one
-is not the run's. Names that contain `.tmp-` are files that never came to be. Nothing is written twice,
-nothing is renamed, nothing is a pickle.
+A sealed file is `{"content": …, "digest": blake3 of the canonical content}`, so that a changed byte anywhere
+in it is detected. `files` lists every file of the point except COMMIT. The digest of a part is that of its
+header. A folder below points/ without COMMIT is not a resume point. `run_id` is run.json's `id`; a file with
+another one does not belong to the run. Names that contain `.tmp-` are files whose writing did not finish.
+Nothing is written twice, nothing is renamed, and nothing is a pickle.
 """
 
 from __future__ import annotations
@@ -58,8 +56,9 @@ from orchestrator.storage.sealed import seal
 
 
 class RunStore(ClaimFiles, PointFiles, PinFiles):
-    """One run's files: run.json, claims (`ClaimFiles`), resume points (`PointFiles`) and who holds these
-    (`PinFiles`). Has no state; pickles as its storage does.
+    """One run's files: run.json, claims (`ClaimFiles`), resume points (`PointFiles`) and holds (`PinFiles`).
+
+    Has no state. Can be pickled if its storage can.
     """
 
     def create_run(
@@ -69,7 +68,7 @@ class RunStore(ClaimFiles, PointFiles, PinFiles):
         first_weights: str = "",
         forked_from: ForkedFrom | None = None,
     ) -> RunFile:
-        """Write run.json, once. Raises `BusyError` if it exists: then another start was quicker."""
+        """Writes run.json, once. Raises `BusyError` if it exists: another start was faster."""
         run = RunFile(
             format=FORMAT,
             name=name,
@@ -91,12 +90,13 @@ class RunStore(ClaimFiles, PointFiles, PinFiles):
         return read_run(self.storage)
 
     def pieces(self) -> list[str]:
-        """The folders in which something of a run lies, whether or not run.json does."""
+        """Returns the folders that contain parts of a run, whether or not run.json exists."""
         return [folder for folder in (ATTEMPTS, JOURNAL, POINTS) if self.storage.list(folder)]
 
     def why_not_mine(self, run_id: str) -> str:
-        """Why the folder is not that of the run `run_id` any more; empty if it is, as far as run.json says:
-        a run without an id is not missed here.
+        """Returns why the folder is no longer that of the run `run_id`; empty if it is.
+
+        This is decided by run.json. The absence of run.json is not reported for a run without an id.
         """
         run = self.read_run()
         if run is None:

@@ -1,6 +1,6 @@
-"""Carries out what the commit machine asks of storage and journal, and answers with events.
+"""Carries out the commit machine's actions on storage and journal, and answers with events.
 
-It decides nothing. Its calls block (they wait for disks), so a coordinator makes them in a thread.
+Its calls block (they wait for disks), so a coordinator makes them in a thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from orchestrator.resume.commit_events import (
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 
-# places of scripted faults: all votes are there, COMMIT is not sent; COMMIT is sent, nobody is answered
+# Places of scripted faults: all votes are there and COMMIT is not sent; COMMIT is sent and no rank is
+# answered.
 VOTES_COMPLETE, COMMIT_SENT = "votes_complete", "commit_sent"
 
 
@@ -46,9 +47,10 @@ def note_committed(
     peak_memory_bytes: Sequence[int] = (),
     mean_loss: float | None = None,
 ) -> None:
-    """Journals a committed point, with its cursor: that stays when the point is gone, and audits begin
-    there. `peak_memory_bytes`: of each rank that voted for it, by rank. `mean_loss` is that of the steps
-    since the point before, as far as this attempt trained them.
+    """Journals a committed point with its cursor, which stays when the point is deleted. Audits begin there.
+
+    `peak_memory_bytes`: of each rank that voted for it, by rank. `mean_loss` is that of the steps since the
+    previous point, as far as this attempt trained them.
     """
     journal.event(
         EventKind.POINT_COMMITTED,
@@ -63,14 +65,12 @@ def note_committed(
 
 
 def failure(action: StoreAction, error: Exception) -> Event | None:
-    """The answer to an action that came to no end, for whatever reason: whether it had an effect is
-    unknown.
-    """
+    """Returns the answer to an action that did not finish. Whether it had an effect is unknown."""
     match action:
         case VerifyPoint():
-            return Verified(name=action.name, healthy=False)  # cannot tell now; the next commit asks again
+            return Verified(name=action.name, healthy=False)  # unknown now; the next commit asks again
         case DeletePoints():
-            # what is gone is found gone the next time
+            # points that are gone are found gone the next time
             return Deleted(names=(), failed=action.names, reason=text_of(error))
         case DiscardSave():
             return None
@@ -79,8 +79,9 @@ def failure(action: StoreAction, error: Exception) -> Event | None:
 
 
 def failed(key: StateKey | None, error: Exception) -> Event | None:
-    """The answer to an action for the save of `key` that failed; one that concerns no save is left to the
-    next such action.
+    """Returns the answer to a failed action for the save of `key`.
+
+    A failure that concerns no save is left to the next such action.
     """
     return Failed(key=key, reason=text_of(error)) if key else None
 
@@ -88,9 +89,9 @@ def failed(key: StateKey | None, error: Exception) -> Event | None:
 class PointCommitter:
     """Performs the store actions of one attempt.
 
-    `config` (flat) and `rng` are the documents that each point gets; `run_id` is run.json's; `clock` is the
-    one of the machine's events; `fault` is called where a scripted fault may strike. One action after the
-    other, but for `VerifyPoint`, which may run beside them. A failure of storage is an answer too, never an
+    `config` (flat) and `rng` are the documents that each point gets. `run_id` is run.json's. `clock` is that
+    of the machine's events. `fault` is called where a scripted fault may strike. Actions run one after the
+    other, except `VerifyPoint`, which may run concurrently. A failure of storage is an answer, never an
     exception.
     """
 
@@ -108,18 +109,19 @@ class PointCommitter:
         self._store, self._journal, self._attempt, self._run_id = store, journal, attempt, run_id
         self._config, self._rng, self._clock, self._fault = config, rng, clock, fault
         self._damages: list[Damage] = []
-        self.last_loss: float | None = None  # the mean one of the steps that led to it
-        self.last_point: Point | None = None  # the one committed last; its vote may not be answered yet
-        self.last_took_s: float | None = None  # from the begin of its save, as the slowest voter saw it
+        self.last_loss: float | None = None  # the mean loss of the steps that led to the last point
+        # the point that was committed last; its votes may not be answered yet
+        self.last_point: Point | None = None
+        self.last_took_s: float | None = None  # from the begin of its save, as seen by the slowest voter
         self.last_peaks: list[int] = []  # peak_memory_bytes of the ranks that voted for it
 
     def take_damages(self) -> tuple[Damage, ...]:
-        """What `VerifyPoint` found wrong since the last call, for the caller to report."""
+        """Returns what `VerifyPoint` found wrong since the last call, for the caller to report."""
         found, self._damages = tuple(self._damages), []
         return found
 
     def perform(self, action: StoreAction) -> Event | None:
-        """Carry out `action`; its answer, or None where there is nothing to say."""
+        """Carries out `action`; returns its answer, or None if there is none."""
         match action:
             case FlushJournal():
                 return self._answered(action.key, lambda: self._flush(action))
@@ -136,7 +138,9 @@ class PointCommitter:
 
     @staticmethod
     def _answered(key: StateKey | None, act: Callable[[], Event | None]) -> Event | None:
-        """The answer of `act`. A failure that concerns no save (key None) is left to the next such action."""
+        """Returns the answer of `act`. A failure that concerns no save (key None) is left to the next such
+        action.
+        """
         try:
             return act()
         except OrchestratorError as error:
@@ -156,7 +160,7 @@ class PointCommitter:
         newer = self._store.next_claim_exists(self._attempt)
         lost = self._store.why_not_mine(self._run_id) or self._journal.why_lost()
         marked = None
-        with suppress(StorageError):  # only deleting needs to know: it keeps no save from its commit
+        with suppress(StorageError):  # only deletions need the marks; a failure must not prevent a commit
             marked = self._store.quarantined()
         return ClaimChecked(key=action.key, newer=newer, lost=lost, quarantined=marked)
 
@@ -179,7 +183,7 @@ class PointCommitter:
         try:
             damages = self._store.verify_point(action.name)
         except OrchestratorError:
-            return Verified(name=action.name, healthy=False)  # not known now; the next commit asks again
+            return Verified(name=action.name, healthy=False)  # unknown now; the next commit asks again
         self._damages += damages
         self._mark(action.name, damages)
         self._journal.event(
@@ -192,7 +196,7 @@ class PointCommitter:
         return Verified(name=action.name, healthy=not damages)
 
     def _mark(self, name: str, damages: Sequence[Damage]) -> None:
-        """Only those who look by sizes miss a mark that could not be made: that stops no training."""
+        """Makes a mark. A failure does not stop training: only commands that compare sizes miss the mark."""
         with suppress(StorageError):
             self._store.note_reading(name, damages, f"attempt {self._attempt}")
 
@@ -200,10 +204,10 @@ class PointCommitter:
         gone: list[str] = []
         try:
             names = [name for name in action.names if self._may_delete(name)]
-            # a claim since it was asked last may go back to one of these: see `pins`; their holds stay
+            # A later claim may go back to one of these: see `pins`. Their holds stay.
             if not names or self._store.next_claim_exists(self._attempt):
                 return Deleted(names=(), failed=action.names)
-            # a kill in the middle must not look as if points had vanished
+            # after a kill in the middle, it must not look as if points had vanished
             self._journal.event(EventKind.DELETING_POINTS, points=names)
             self._journal.flush()
         except StorageError as error:
@@ -212,7 +216,7 @@ class PointCommitter:
             try:
                 self._store.delete_point(name)
                 self._store.deleted(name)
-            except StorageError as error:  # the others are tried with it; the order, oldest first, is kept
+            except StorageError as error:  # the others are retried together with it, in order, oldest first
                 return self._not_deleted(action, gone, name, error)
             gone.append(name)
         return self._deleted(action, gone)
@@ -232,6 +236,8 @@ class PointCommitter:
         return Deleted(names=tuple(gone), failed=tuple(name for name in action.names if name not in gone))
 
     def _may_delete(self, name: str) -> bool:
-        """Whether nobody has pinned it: before the deletion is journalled, which a pin comes before."""
+        """Whether the point is not pinned. Called before the deletion is journalled; a pin takes
+        precedence.
+        """
         by = f"attempt {self._attempt}"
         return self._store.may_delete(name, by, "resume.keep_latest", self._run_id)

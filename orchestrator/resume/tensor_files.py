@@ -1,8 +1,4 @@
-"""Writes tensors into safetensors files as they come, one tensor in memory at a time, cut into shards as
-transformers cuts them.
-
-It knows names, forms and bytes; where they come from and what they mean, its caller knows.
-"""
+"""Writes tensors into safetensors files one at a time, split into shards as transformers does."""
 
 from __future__ import annotations
 
@@ -32,31 +28,32 @@ class Form:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Its size in bytes."""
         return num_bytes(self.dtype, self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Tensors that come together: `make` gives the bytes of each of `forms`, by name."""
+    """Tensors that are produced together: `make` returns the bytes of each of `forms`, by name."""
 
     forms: tuple[Form, ...]
     make: Callable[[], Mapping[str, Buffer]]
 
     @property
     def num_bytes(self) -> int:
-        """The size of them all."""
+        """Their total size in bytes."""
         return sum(form.num_bytes for form in self.forms)
 
 
 def write_tensors(
     storage: Storage, folder: str, pieces: Iterable[Piece], shard_bytes: int = SHARD_BYTES
 ) -> list[FileEntry]:
-    """New files in `folder`, durable afterwards: `model.safetensors`, or shards of at most `shard_bytes` (a
-    piece is not divided) and their index. Returns them, paths relative to `folder`. Raises `StorageError`,
-    and what `make` raises; files may be there then.
+    """Writes new files in `folder`: `model.safetensors`, or shards of at most `shard_bytes` and their index.
+
+    A piece is not split. The files are durable afterwards. Returns them, with paths relative to `folder`.
+    Raises `StorageError`, and what `make` raises; files may exist then.
     """
-    # what has larger numbers comes first: so every tensor lies at a multiple of its number's size
+    # Tensors with larger numbers come first, so that every tensor is at a multiple of its number's size.
     order = sorted(pieces, key=lambda p: (-SAFETENSORS[p.forms[0].dtype][1], p.forms[0].name))
     shards = _shards(order, shard_bytes)
     if len(shards) == 1:
@@ -75,7 +72,7 @@ def write_tensors(
 
 
 def write_file(storage: Storage, folder: str, name: str, data: bytes) -> FileEntry:
-    """A new file in `folder`, durable afterwards; the path in the answer is relative to `folder`."""
+    """Writes a new, durable file in `folder`; the returned path is relative to `folder`."""
     written = storage.write(f"{folder}/{name}" if folder else name, data)
     storage.sync(folder)
     return dataclasses.replace(written, path=name)
@@ -117,10 +114,10 @@ def _write_shard(storage: Storage, folder: str, name: str, shard: Sequence[Piece
 
 
 def _header(forms: Iterable[Form]) -> bytes:
-    """Its length, and the JSON that says where each tensor lies, filled up with spaces to a multiple of 8
-    bytes.
+    """Returns the header: its length, and JSON with each tensor's place, padded with spaces to a multiple of
+    8 bytes.
     """
-    content: dict[str, object] = {"__metadata__": {"format": "pt"}}  # what transformers asks for
+    content: dict[str, object] = {"__metadata__": {"format": "pt"}}  # required by transformers
     at = 0
     for form in forms:
         dtype = SAFETENSORS[form.dtype][0]

@@ -1,6 +1,6 @@
-"""Reads a point's files and compares every one with what was committed: the one place that says "damaged".
+"""Verifies a point's files against what was committed. This is the only module that decides what is damage.
 
-Only surely absent files and wrong bytes are damage; storage that cannot be read raises `StorageError`.
+Only surely absent files and wrong bytes are damage. Storage that cannot be read raises `StorageError`.
 Nothing it reads is ever executed.
 """
 
@@ -34,7 +34,7 @@ STRETCH_BYTES = 256 << 20
 
 
 class DamageError(Exception):
-    """Carries a damage from where it is found to where it is reported."""
+    """Carries a damage to the place where it is reported."""
 
     def __init__(self, point: str, file: str, reason: str) -> None:
         self.damage = Damage(point=point, file=file, reason=reason)
@@ -42,13 +42,14 @@ class DamageError(Exception):
 
 
 def point_path(name: str, file: str) -> str:
-    """Where a file of a point lies, relative to the run."""
+    """Returns the path of a point's file, relative to the run."""
     return f"{POINTS}/{name}/{file}"
 
 
 def read_commit(storage: Storage, name: str) -> Commit:
-    """The content of a point's COMMIT, checked in itself. Raises `DamageError`, and `OtherFormatError` where
-    another version wrote it.
+    """Returns the content of a point's COMMIT, after checking its consistency.
+
+    Raises `DamageError`, and `OtherFormatError` if another version wrote it.
     """
     assert points.parse_point_name(name) is not None, f"{name!r} is no point's name"
 
@@ -80,14 +81,14 @@ def read_commit(storage: Storage, name: str) -> Commit:
 
 
 def _parts_of(commit: Commit) -> set[str]:
-    """The files of tensors that a COMMIT must list."""
+    """Returns the tensor files that a COMMIT must list."""
     if commit.world_size != len(commit.files) - len(DOCUMENTS):
         return set()
     return {part_path(rank, commit.world_size) for rank in range(commit.world_size)}
 
 
 def _sum_of(commit: Commit) -> int:
-    """Of the model's rows; what is no sum gives one that no digest has."""
+    """Returns the sum of the model's rows; -1, which no digest has, if it is not a number."""
     try:
         return int(commit.state_sums.get(MODEL, "0"), 16)
     except ValueError:
@@ -96,8 +97,9 @@ def _sum_of(commit: Commit) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """A part of a file that is looked at by itself: the pieces that begin in [start, start + bytes); of a
-    document all of it.
+    """A part of a file that is checked by itself: the pieces that begin in [start, start + bytes).
+
+    For a document it is the whole file.
     """
 
     entry: FileEntry
@@ -106,12 +108,12 @@ class Stretch:
 
 
 def whole(entry: FileEntry) -> Stretch:
-    """All of a file."""
+    """Returns a stretch that covers a file."""
     return Stretch(entry=entry, start=0, bytes=entry.bytes)
 
 
 def stretches(commit: Commit, parts: Sequence[FileEntry]) -> list[Stretch]:
-    """These files of tensors of the point, so cut that several threads find work in one."""
+    """Splits these tensor files of the point, so that several threads can work on one file."""
     return [
         Stretch(entry=entry, start=start, bytes=min(STRETCH_BYTES, entry.bytes - start))
         for entry in parts
@@ -120,7 +122,7 @@ def stretches(commit: Commit, parts: Sequence[FileEntry]) -> list[Stretch]:
 
 
 def check_part(storage: Storage, name: str, reader: PointReader, stretch: Stretch) -> None:
-    """Raise `DamageError` unless the bytes of a file of tensors are those that were committed."""
+    """Raises `DamageError` unless the bytes of a tensor file are as committed."""
     try:
         reader.check(stretch.entry.path, stretch.start, stretch.start + stretch.bytes)
     except PartDamage as error:
@@ -128,7 +130,7 @@ def check_part(storage: Storage, name: str, reader: PointReader, stretch: Stretc
 
 
 def check_header(name: str, reader: PointReader, part: Stretch) -> None:
-    """Raise `DamageError` unless the header of a file of tensors is the one that was committed."""
+    """Raises `DamageError` unless the header of a tensor file is as committed."""
     try:
         reader.extents(part.entry.path)
     except PartDamage as error:
@@ -136,7 +138,7 @@ def check_header(name: str, reader: PointReader, part: Stretch) -> None:
 
 
 def check_sums(commit: Commit, reader: PointReader) -> None:
-    """Raise `DamageError` if the sums in COMMIT are not those of its parts: a writer's mistake."""
+    """Raises `DamageError` if the sums in COMMIT are not those of its parts, which is a writer's error."""
     name = commit.key.point_name
     try:
         found = {group: f"{total:032x}" for group, total in reader.sums().items()}
@@ -147,8 +149,9 @@ def check_sums(commit: Commit, reader: PointReader) -> None:
 
 
 def check_file(storage: Storage, name: str, entry: FileEntry, with_digest: bool) -> None:
-    """Raise `DamageError` unless the file has the committed size and, if asked for, digest (of all its
-    bytes: not for parts).
+    """Raises `DamageError` unless the file has the committed size and, with `with_digest`, the digest.
+
+    The digest is that of all its bytes; not to be used for parts.
     """
     while (reason := _wrong_with(storage, point_path(name, entry.path), entry, with_digest)) is not None:
         if not storage.elsewhere(point_path(name, entry.path)):
@@ -169,8 +172,9 @@ def _wrong_with(storage: Storage, path: str, entry: FileEntry, with_digest: bool
 
 
 def check_sizes(storage: Storage, name: str, entries: Sequence[FileEntry]) -> list[Damage]:
-    """Which of a point's files are missing or have another size. Where lists say sizes (`Traits`), one list
-    for each folder tells it. Raises `StorageError`.
+    """Returns which of a point's files are missing or have another size. Raises `StorageError`.
+
+    If lists include sizes (`Traits`), this takes one list request for each folder.
     """
     sizes: dict[str, int] = {}
     if storage.traits.lists_facts:
@@ -190,9 +194,10 @@ def check_sizes(storage: Storage, name: str, entries: Sequence[FileEntry]) -> li
 
 
 def read_document(storage: Storage, commit: Commit, file: str) -> dict[str, Any]:
-    """The JSON object that is a point's document, its digest checked; without the number of its format, which
-    older ones lack (but with that of parts.json). Raises `DamageError`, and `OtherFormatError` where another
-    version wrote it.
+    """Returns the JSON object of a point's document, after verifying its digest.
+
+    The format number, which older documents lack, is removed (except from parts.json). Raises `DamageError`,
+    and `OtherFormatError` if another version wrote it.
     """
     name = commit.key.point_name
     try:
@@ -209,8 +214,8 @@ def read_document(storage: Storage, commit: Commit, file: str) -> dict[str, Any]
 
 
 def read_listed(storage: Storage, commit: Commit, file: str) -> bytes:
-    """A file of a point, which must be one that COMMIT lists, and have the size and the digest that stand
-    there. Raises `DamageError`.
+    """Returns a file of a point, which must be listed in COMMIT with its size and digest. Raises
+    `DamageError`.
     """
     name = commit.key.point_name
     entry = next((entry for entry in commit.files if entry.path == file), None)
@@ -230,7 +235,7 @@ def read_listed(storage: Storage, commit: Commit, file: str) -> bytes:
 
 
 def read_manifest(storage: Storage, commit: Commit) -> Manifest:
-    """A point's tensors. Raises `DamageError`."""
+    """Returns a point's tensors. Raises `DamageError`."""
     name = commit.key.point_name
     try:
         return manifest_of(name, commit.files, read_document(storage, commit, PARTS))
@@ -239,8 +244,9 @@ def read_manifest(storage: Storage, commit: Commit) -> Manifest:
 
 
 def check_documents(storage: Storage, name: str, commit: Commit) -> Manifest:
-    """The point's manifest. Raises `DamageError` if the documents, each as committed, do not fit together: a
-    writer's mistake.
+    """Returns the point's manifest. Raises `DamageError` if the documents do not fit together.
+
+    Each document is as committed, so that this is a writer's error.
     """
     decoded(name, CURSOR, Cursor, read_document(storage, commit, CURSOR))
     for file in (CONFIG, RNG):
@@ -249,7 +255,7 @@ def check_documents(storage: Storage, name: str, commit: Commit) -> Manifest:
 
 
 def decoded(name: str, file: str, kind: type[Kind], content: Any) -> Kind:
-    """`content` as a record of `kind`. Raises `DamageError`."""
+    """Returns `content` as a record of `kind`. Raises `DamageError`."""
     try:
         return decode(kind, content, file)
     except OrchestratorError as error:

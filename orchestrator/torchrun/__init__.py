@@ -1,1 +1,1 @@
-"""The same run without Ray: the ranks that torchrun started are a group that never changes."""
+"""A run without Ray: the ranks that torchrun started are a group that never changes."""

@@ -1,6 +1,6 @@
-"""How long the ranks of a static group wait for one another's votes for a save: as long as its parts grow.
+"""Lets the ranks of a static group wait for one another's votes for a save as long as its parts grow.
 
-It knows torchrun's store; what is written, and what the votes mean, its users know.
+The progress is exchanged through torchrun's store.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ from torch._C._distributed_c10d import Store
 from orchestrator.records.steps import StateKey
 
 TELL_EVERY_S = 5.0
-_LOOKS = 20  # at what has grown, within the limit
-_FIRST_S, _MOST_S = 0.005, 0.5  # between two looks at what is waited for
+_LOOKS = 20  # checks for growth within the limit
+_FIRST_S, _MOST_S = 0.005, 0.5  # between two checks for the names
 
 
 def place_of(key: StateKey) -> str:
-    """Under which the ranks say in the store what becomes of the save of `key`."""
+    """Returns the prefix of the store's keys for the save of `key`."""
     return f"vote/{key.point_name}"
 
 
 class Growth:
-    """One rank says from time to time how much of its part of a save is written. For one thread."""
+    """Reports from time to time how much of one rank's part of a save is written. For use by one thread."""
 
     def __init__(self, store: Store, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds."""
+        """`clock` returns seconds."""
         self._store, self._rank, self._clock = store, rank, clock
         self._told_at = float("-inf")
 
     def tell(self, key: StateKey, progress: int) -> None:
-        """Every `TELL_EVERY_S` at most. Waits for nobody; a store that is gone shows where it is needed."""
+        """Reports progress, at most every `TELL_EVERY_S`. Never waits. A store that is gone shows where it is
+        needed.
+        """
         if self._clock() - self._told_at < TELL_EVERY_S:
             return
         self._told_at = self._clock()
@@ -49,12 +51,14 @@ def wait_while_growing(
     clock: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Returns when all names are in the store. Raises `TimeoutError` if they are not although no rank has
-    written more of its part of the save of `key` for `limit_s`, `RuntimeError` if the store is gone.
+    """Waits until all names are in the store.
+
+    Raises `TimeoutError` if they are not although no rank has written more of its part of the save of `key`
+    for `limit_s`, and `RuntimeError` if the store is gone.
     """
     grown, deadline = _grown(store, key, world_size), clock() + limit_s
     look_at, wait_s = clock() + limit_s / _LOOKS, _FIRST_S
-    while not store.check([*names]):  # torch warns of each of its own waits that ends without an answer
+    while not store.check([*names]):  # torch warns about each of its own waits that ends without an answer
         if clock() >= look_at:
             look_at, found = clock() + limit_s / _LOOKS, _grown(store, key, world_size)
             if found != grown:

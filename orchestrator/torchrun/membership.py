@@ -1,6 +1,6 @@
 """The membership of a group that never changes: the ranks that torchrun started, in one generation.
 
-It knows torchrun's store; claims, commits and journal are the recorder's, in rank 0's process.
+It uses torchrun's store. The recorder in rank 0's process handles claims, commits and journal.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from orchestrator.torchrun.store_rendezvous import StoreRendezvous
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """With what a static group begins: the claim's attempt, the only generation, and the state to continue
-    (see `GenerationView`).
+    """The beginning of a static group: the claim's attempt, the only generation, and the state to continue.
+
+    See `GenerationView`.
     """
 
     launch: str
@@ -50,7 +51,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PartFailed:
-    """What a rank says instead of its vote."""
+    """What a rank sends instead of its vote."""
 
     key: StateKey
     rank: int
@@ -58,54 +59,59 @@ class _PartFailed:
 
 
 class Recorder(Protocol):
-    """The coordinator's work (claim, commits, journal) for a static group; lives in rank 0's process. Called
-    from several threads.
+    """The coordinator's work (claim, commits, journal) for a static group. It runs in rank 0's process.
+
+    Called from several threads.
     """
 
     def begin(self, world_size: int) -> Start:
-        """Claims the run and journals the first generation. Raises whatever refuses the start."""
+        """Claims the run and journals the first generation. Raises what refuses the start."""
 
     def again(self, key: StateKey, cursor: Cursor | None) -> Start:
-        """Journals another generation of the same ranks, which all hold the state `key` at `cursor`. Raises
-        what has ended the recording.
+        """Journals another generation of the same ranks, which all hold the state `key` at `cursor`.
+
+        Raises what has ended the recording.
         """
 
     def loading(self, done_bytes: int, num_bytes: int) -> None:
-        """So many bytes of what rank 0 loads were read."""
+        """Reports how many bytes rank 0 has read of those that it loads."""
 
     def records(self, records: Sequence[StepRecord]) -> None:
-        """Journals them in the background; never blocks."""
+        """Journals records in the background; never blocks."""
 
     def digest(self, key: StateKey, weights_digest: str) -> None:
         """Journals the digest of the weights of `key` in the background; never blocks."""
 
     def acknowledged_step(self) -> int:
-        """The label up to which all records are durable; −1: none."""
+        """Returns the label up to which all records are durable; −1: none."""
 
     def asked(self) -> tuple[bool, bool]:
-        """Whether a save, and whether a stop, was asked for from outside."""
+        """Returns whether a save, and whether a stop, was requested from outside."""
 
     def ask_save(self, by: str) -> None:
-        """A signal asks for a save; never blocks."""
+        """Requests a save, for a signal; never blocks."""
 
     def vote(self, vote: Vote) -> Future[bool]:
-        """A rank's vote; True: committed, False: given up. The answer is the same for all ranks."""
+        """Takes a rank's vote. True: committed. False: given up. The answer is the same for all ranks."""
 
     def save_failed(self, key: StateKey, rank: int, world_size: int, reason: str) -> None:
-        """Instead of a rank's vote: it could not write its part. All votes for that save are answered
-        False.
+        """Takes, instead of a rank's vote, that it could not write its part.
+
+        All votes for that save are answered False.
         """
 
     def finished(self, key: StateKey, reason: str, stop_by: str = "") -> None:
-        """The run is over; called once. `stop_by`: who sent a signal to stop ("": nobody)."""
+        """Ends the run; called once. `stop_by`: the sender of a signal to stop ("": there was none)."""
 
 
 class StaticMembership:
-    """The group that torchrun started. The first failure ends it (torchrun starts all ranks again), except
-    that after a last save that was given up all form another generation and save under its name.
+    """The group that torchrun started.
 
-    `recorder` is needed on rank 0 only. `ask_stop` may be called from a signal handler; rank 0's counts. All
-    ranks' answers go through torchrun's store.
+    The first failure ends it, and torchrun starts all ranks again. The exception is a last save that was
+    given up: then all ranks form another generation and save under its name.
+
+    `recorder` is needed on rank 0 only. `ask_stop` may be called from a signal handler; only rank 0's call
+    has an effect. All ranks' answers go through torchrun's store.
     """
 
     def __init__(
@@ -114,8 +120,8 @@ class StaticMembership:
         """`vote_limit_s`: how long a vote may stay unanswered while no rank writes more of its part."""
         self.member = secrets.token_hex(6)
         self._rendezvous = rendezvous
-        # the group's store must stay free while votes wait. This one is opened now, because a new connection
-        # to a torchrun that is gone is tried for minutes
+        # The group's store must stay free while votes wait. This one is opened now, because a new connection
+        # to a torchrun that is gone is retried for minutes.
         self._voting = rendezvous.again()
         assert (recorder is not None) == (rendezvous.rank == 0), (
             f"rank 0 alone has a recorder; this is rank {rendezvous.rank}"
@@ -126,11 +132,11 @@ class StaticMembership:
         self._stop, self._stop_by = threading.Event(), ""
         self._num_generations = 0
         self._votes: queue.SimpleQueue[tuple[Vote | _PartFailed, Future[bool]]] = queue.SimpleQueue()
-        # a daemon, so that a process whose group came apart ends although a vote is unanswered
+        # A daemon, so that a process whose group came apart ends although a vote is unanswered.
         threading.Thread(target=self._exchange_votes, name="vote", daemon=True).start()
 
     def ask_stop(self, by: str = "") -> None:
-        """Save and stop at the next step boundary; `by` is who wants it."""
+        """Requests a save and stop at the next step boundary; `by` is the origin."""
         self._stop_by = self._stop_by or by
         self._stop.set()
 
@@ -140,13 +146,14 @@ class StaticMembership:
         return self._stop.is_set()
 
     def ask_save(self, by: str = "") -> None:
-        """Save at the next step boundary and train on, if this is rank 0; `by` is who wants it."""
+        """Requests a save at the next step boundary, if this is rank 0; `by` is the origin."""
         if self._recorder is not None:
             self._recorder.ask_save(by)
 
     def join(self, state: MemberState) -> GenerationView | None:
-        """See `Membership`; a second call raises `ElasticError`, unless the last save was given up, of which
-        all ranks know.
+        """See `Membership`. A second call raises `ElasticError`, unless the last save was given up.
+
+        All ranks know of a save that was given up.
         """
         rendezvous = self._rendezvous
         if self._num_generations and not state.unsaved:
@@ -183,7 +190,7 @@ class StaticMembership:
         )
 
     def _begin(self, recorder: Recorder, place: str, state: MemberState) -> Start:
-        """Rank 0's: the first generation, or another one of ranks that all hold one state."""
+        """Begins on rank 0: the first generation, or another one of ranks that all hold one state."""
         if self._num_generations == 1:
             return recorder.begin(self._rendezvous.world_size)
         assert state.key is not None, "a last state is one"
@@ -196,7 +203,7 @@ class StaticMembership:
         return recorder.again(state.key, state.cursor)
 
     def _told_at(self, place: str) -> list[tuple[str, list[HeldShard]]]:
-        """What each rank said when it came: its name, and what it holds."""
+        """Returns what each rank sent when it joined: its name, and what it holds."""
         store, world_size = self._rendezvous.store, self._rendezvous.world_size
         told = [json.loads(store.get(f"{place}/{rank}")) for rank in range(world_size)]
         return [(each["member"], [decode(HeldShard, held) for held in each["holds"]]) for each in told]
@@ -206,7 +213,7 @@ class StaticMembership:
         return PrefixStore(f"group/{view.launch}/{view.attempt}/{view.generation}", self._rendezvous.store)
 
     def control_requests(self, view: GenerationView) -> ControlRequests:
-        """See `Membership`: what is asked of rank 0."""
+        """See `Membership`: only rank 0 has requests."""
         del view
         save, stop, acknowledged = False, False, -1
         if self._recorder is not None:
@@ -217,13 +224,13 @@ class StaticMembership:
         )
 
     def when_ended(self, view: GenerationView, act: Callable[[], None]) -> None:
-        """See `Membership`: nobody ends a static group but a collective that fails."""
+        """See `Membership`: a static group ends only by a failing collective."""
 
     def step_limit(self, seconds: float) -> None:
-        """See `Membership`: nobody is waited for."""
+        """See `Membership`: no member is waited for."""
 
     def phase(self, name: str) -> None:
-        """See `Membership`: nobody is left out of a static group."""
+        """See `Membership`: no member is left out of a static group."""
 
     def loading(self, done_bytes: int, num_bytes: int) -> None:
         """See `Membership`: rank 0's share is shown."""
@@ -249,15 +256,16 @@ class StaticMembership:
         return answer
 
     def save_failed(self, view: GenerationView, key: StateKey, error: OrchestratorError) -> Future[bool]:
-        """See `Membership`: sent in the place of this rank's vote, for which the others wait."""
+        """See `Membership`: sent instead of this rank's vote, for which the others wait."""
         failed = _PartFailed(key=key, rank=view.rank, reason=str(error))
         answer: Future[bool] = Future()
         self._votes.put((failed, answer))
         return answer
 
     def is_given_up(self, view: GenerationView, key: StateKey, progress: Callable[[], int]) -> bool:
-        """See `Membership`: a save is decided when all ranks have written or failed, and not before. Who
-        waits for that hears that this rank writes on.
+        """See `Membership`: a save is decided only when all ranks have written or failed.
+
+        Reports to the waiting ranks that this rank is still writing.
         """
         del view
         self._growth.tell(key, progress())
@@ -269,19 +277,19 @@ class StaticMembership:
             self._recorder.finished(key, reason, self._stop_by)
 
     def _exchange_votes(self) -> None:
-        """The voting thread: one vote after the other."""
+        """Runs the voting thread: one vote after the other."""
         while True:
             vote, answer = self._votes.get()
             try:
                 answer.set_result(self._exchange(vote))
-            except (RuntimeError, TimeoutError) as error:  # what the store and a future raise
+            except (RuntimeError, TimeoutError) as error:  # raised by the store and by a future
                 unanswered = ElasticError(
                     f"the vote for {vote.key.point_name} had no answer ({type(error).__name__}: {error}; "
                     f"allowed while no rank writes more of its part: {self._limit_s:.0f} s); "
                     "start the same command again"
                 )
                 answer.set_exception(unanswered)
-            except Exception as error:  # noqa: BLE001  whoever waits for the answer raises it
+            except Exception as error:  # noqa: BLE001  the thread that waits for the answer raises it
                 answer.set_exception(error)
 
     def _exchange(self, vote: Vote | _PartFailed) -> bool:
@@ -310,14 +318,14 @@ class StaticMembership:
 
 
 def _live(held: Sequence[HeldShard], key: StateKey) -> HeldShard | None:
-    """The shard of the state `key` that a rank trains."""
+    """Returns the shard of the state `key` that a rank trains."""
     return next((each for each in held if each.source == Source.LIVE and each.key == key), None)
 
 
 def _sources(
     held: Sequence[Sequence[HeldShard]], key: StateKey | None
 ) -> tuple[tuple[ShardSource, ...], ...]:
-    """See `GenerationView.sources`; `held` by rank, all of which train the state `key`."""
+    """See `GenerationView.sources`. `held` is by rank; all ranks train the state `key`."""
     assert key is not None, "a generation that follows another one continues a state"
     shards = [each for of_one in held if (each := _live(of_one, key)) is not None]
     return tuple(

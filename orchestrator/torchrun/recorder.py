@@ -1,6 +1,6 @@
-"""The coordinator's work for a static group: journal, commits, sign of life, in threads of rank 0's process.
+"""The coordinator's work for a static group: journal, commits and heartbeat, in threads of rank 0's process.
 
-It drives the same commits as the coordinator does, without Ray; who trains is fixed, so it decides nothing.
+It drives the same commits as the coordinator, without Ray. The members are fixed, so it makes no decisions.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ if TYPE_CHECKING:
 FLUSH_EVERY_S = 0.5
 HEARTBEAT_EVERY_S = 2.0
 REQUESTS_EVERY_S = 1.0
-VOTE_LIMIT_S = 600.0  # how long a save of which votes are missing may stand still
-END_WRITTEN_S = 15.0  # how long the end of a group that failed is tried to be written down
-SETTLE_LIMIT_S = 300.0  # how long a run that is over waits for older points to be read or deleted
-TO_END_S = 5.0  # what a rank needs of its grace time to end
+VOTE_LIMIT_S = 600.0  # how long a save with missing votes may make no progress
+END_WRITTEN_S = 15.0  # how long writing the end of a failed group is retried
+SETTLE_LIMIT_S = 300.0  # how long a finished run waits for older points to be verified or deleted
+TO_END_S = 5.0  # the part of a rank's grace time that it needs to end
 
 
 class RankZeroRecorder:
     """`torchrun.membership.Recorder` of one claimed attempt.
 
     One thread writes: it takes votes, drives the commits, and keeps the journal durable meanwhile. Another
-    shows that the attempt lives, and waits for nothing else. If a newer attempt appears, or storage fails for
+    one writes the heartbeat, and waits for nothing else. If a newer attempt appears, or storage fails for
     longer than its limit, every vote is answered with that error, and the next call of `records` raises it.
     """
 
@@ -82,8 +82,9 @@ class RankZeroRecorder:
         fault_plan: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`say` tells the user what is no error of the run, but must not be silent. `clock` (seconds) tells
-        for how long saves have failed.
+        """`say` shows the user messages that are not errors of the run.
+
+        `clock` (seconds) measures how long saves have failed.
         """
         self._clock = clock
         self._store, self._attempt, self._job, self._say = store, attempt, job, say
@@ -110,10 +111,10 @@ class RankZeroRecorder:
         self._trouble = StorageTrouble()
         self._request_files = RequestFiles(store.storage, attempt.launch, attempt.run_id)
         self._pins = PinWatch(store)
-        self._requests = Requests(known=(SAVE, STOP))  # torchrun is who ends its ranks at once
+        self._requests = Requests(known=(SAVE, STOP))  # torchrun ends its ranks at once by itself
         self._wants_save = self._wants_stop = False
         self._stop_by = self._save_by = ""
-        self._given_up = ""  # the newest save that was, and why
+        self._given_up = ""  # the newest save that was given up, and why
         self._loop: asyncio.AbstractEventLoop | None = None  # of the writing thread, while it runs
         self._stopping, self._failed = asyncio.Event(), asyncio.Event()
         self._failure: Exception | None = None
@@ -151,8 +152,9 @@ class RankZeroRecorder:
         return self._start(attempt.parent, attempt.step_label, cursor, attempt.point)
 
     def again(self, key: StateKey, cursor: Cursor | None) -> Start:
-        """Journals another generation of the same ranks, durably: they hold the state `key`, which could not
-        be saved.
+        """Journals another generation of the same ranks, durably.
+
+        They hold the state `key`, which could not be saved.
         """
         assert self._loop is not None, "another generation follows the first"
         asyncio.run_coroutine_threadsafe(self._again(key, cursor or Cursor()), self._loop).result()
@@ -171,7 +173,7 @@ class RankZeroRecorder:
         self._say(sentences.group_change(change))
 
     def _note_generation(self, parent: StateKey | None, step: int, cursor: Cursor) -> GroupChange:
-        """Journals the generation at hand, which continues `parent`; what is said of it."""
+        """Journals the current generation, which continues `parent`; returns the change for reports."""
         attempt, world_size = self._attempt, self._world_size
         members = [str(rank) for rank in range(world_size)]
         layout = attempt.layout(world_size)
@@ -210,11 +212,13 @@ class RankZeroRecorder:
         )
 
     def loading(self, done_bytes: int, num_bytes: int) -> None:
-        """For `status`."""
+        """Stores the progress for `status`."""
         self._loading = done_bytes, num_bytes
 
     def records(self, records: Sequence[StepRecord]) -> None:
-        """Notes them; they are durable soon after. Raises what ended the recording, if it has ended."""
+        """Journals records, which are durable soon after. Raises the error that ended the
+        recording, if any.
+        """
         if self._failure is not None:
             raise self._failure
         for record in records:
@@ -224,7 +228,7 @@ class RankZeroRecorder:
             self._last_step = record
 
     def digest(self, key: StateKey, weights_digest: str) -> None:
-        """Notes what the weights of `key` are."""
+        """Journals the digest of the weights of `key`."""
         self._journal.event(
             EventKind.STATE_DIGEST,
             generation=key.generation,
@@ -233,19 +237,21 @@ class RankZeroRecorder:
         )
 
     def acknowledged_step(self) -> int:
-        """The label up to which all records are durable."""
+        """Returns the label up to which all records are durable."""
         return self._acknowledged
 
     def asked(self) -> tuple[bool, bool]:
-        """Whether a save, and whether a stop, was asked for from outside."""
+        """Returns whether a save, and whether a stop, was requested from outside."""
         return self._wants_save, self._wants_stop
 
     def ask_save(self, by: str) -> None:
-        """A signal asks for a save; takes no lock, for its handler may have interrupted the lock's holder."""
+        """Requests a save, for a signal. Takes no lock, because the handler may have interrupted the lock's
+        holder.
+        """
         self._save_by = by
 
     def vote(self, vote: Vote) -> Future[bool]:
-        """Hands it to the commit machine; True: the point is committed, False: the save was given up."""
+        """Passes a vote to the commit machine. True: the point is committed. False: the save was given up."""
         self._wants_save = False  # it has begun
         assert self._loop is not None, "a group votes after it has begun"
         if self._failure is None:
@@ -256,7 +262,9 @@ class RankZeroRecorder:
         return answer
 
     def save_failed(self, key: StateKey, rank: int, world_size: int, reason: str) -> None:
-        """A rank could not write its part of the save of `key`: it is given up, and its votes answered so."""
+        """Gives up the save of `key`, because a rank could not write its part. Its votes are answered
+        accordingly.
+        """
         self._wants_save = False  # it has begun
         failed = PartFailed(key=key, rank=rank, world_size=world_size, reason=reason, now_s=time.monotonic())
         assert self._loop is not None, "a group saves after it has begun"
@@ -264,9 +272,10 @@ class RankZeroRecorder:
             self._loop.call_soon_threadsafe(self._commits.notify_soon, failed)
 
     def finished(self, key: StateKey, reason: str, stop_by: str = "") -> None:
-        """Waits until all that was begun is written (older points deleted, too, for which there is
-        `SETTLE_LIMIT_S`), and ends the attempt. While storage fails it is tried again for `STORAGE_LIMIT_S`.
-        `stop_by`: who sent a signal to stop ("": nobody).
+        """Waits until all pending work is done, and ends the attempt.
+
+        The work includes deletions of older points, which may take `SETTLE_LIMIT_S`. Failing storage is
+        retried for `STORAGE_LIMIT_S`. `stop_by`: the sender of a signal to stop ("": there was none).
         """
         self._stop_writing()
         if self._failure is not None:
@@ -276,12 +285,13 @@ class RankZeroRecorder:
 
     # ---------------------------------------------------------------------- calls of who runs the group
     def failed(self, error: BaseException) -> None:
-        """The group ended with `error`; says so in the run, unless another launch has taken that over."""
+        """Records that the group ended with `error`, unless another launch has taken the run over."""
         self._stop_writing()
         if isinstance(error, FencedError) or isinstance(self._failure, FencedError):
             self._over.set()
             return
-        if self._commits.hangs_since is not None:  # who waited for it would never say why the group ended
+        # waiting for storage would prevent the report of why the group ended
+        if self._commits.hangs_since is not None:
             self._warn(
                 "the end of the run could not be written down: storage does not answer. Nothing that was "
                 "committed is lost"
@@ -290,13 +300,13 @@ class RankZeroRecorder:
             return
         reason = text_of(error)
         if isinstance(error, UnsavedError) and self._given_up:
-            reason = f"{reason}. Why: {self._given_up}"  # whoever asked for the stop reads no more than this
-        # where storage is what failed, `error` says so, and the end stays unsaid
+            reason = f"{reason}. Why: {self._given_up}"  # the origin of the stop reads no more than this
+        # if storage is what failed, `error` states it, and the end is not recorded
         with suppress(OrchestratorError):
             self._end("failed", reason, END_WRITTEN_S)
 
     def status(self) -> RunStatus:
-        """What is known now, for the progress line."""
+        """Returns what is known now, for the progress line."""
         newest = self._commits.newest
         return RunStatus(
             version=0,
@@ -325,7 +335,7 @@ class RankZeroRecorder:
             )
         finally:
             self._over.set()
-        with suppress(StorageError):  # all is durable
+        with suppress(StorageError):  # everything is durable
             self._journal.close()
         self._metrics.close()
 
@@ -333,21 +343,21 @@ class RankZeroRecorder:
         self._say(f"warning: {text}")
 
     def _beat(self) -> None:
-        # a hint for other starts, which watch the journal grow too
+        # a hint for other starts, which also watch the journal grow
         pulse = Pulse(self._store.heartbeat(self._attempt.number))
         pulse.beat()
         while not self._over.wait(HEARTBEAT_EVERY_S):
             pulse.beat()
 
     def _stop_writing(self) -> None:
-        """Returns when all that was begun has come to its end."""
+        """Waits until all pending work has ended."""
         if self._writer is not None and self._loop is not None:
             with suppress(RuntimeError):  # the loop has ended by itself
                 self._loop.call_soon_threadsafe(self._stopping.set)
             self._writer.join()
 
     async def _record(self, began: threading.Event) -> None:
-        """The writing thread: votes as they come, journal and time in between."""
+        """Runs the writing thread: votes as they arrive, journal and time in between."""
         self._loop = asyncio.get_running_loop()
         began.set()
         hearing = asyncio.create_task(self._hear_requests())
@@ -369,7 +379,7 @@ class RankZeroRecorder:
                     f"storage has not verified or deleted older points for {limit_s:.0f} s; "
                     "the run ends without waiting for it. Nothing that was committed is lost"
                 )
-        except Exception as error:  # noqa: BLE001  whatever it is, the votes must be answered
+        except Exception as error:  # noqa: BLE001  after any error the votes must be answered
             self._fail(error)
         hearing.cancel()
         if self._voting:
@@ -377,7 +387,7 @@ class RankZeroRecorder:
             await asyncio.wait(self._voting)
 
     async def _hear_requests(self) -> None:
-        """Looks for what is asked by files in storage; while that fails nothing can be asked."""
+        """Polls storage for request files. While that fails, requests are not received."""
         try:
             while True:
                 with suppress(StorageError):
@@ -391,7 +401,7 @@ class RankZeroRecorder:
                 again = self._commits.retries.due(time.monotonic())
                 self._wants_save = self._requests.wants_save(self._clock()) or again or self._wants_save
                 await asyncio.sleep(REQUESTS_EVERY_S)
-        except Exception as error:  # noqa: BLE001  nobody awaits it: requests would be lost in silence
+        except Exception as error:  # noqa: BLE001  no caller awaits it: requests would be lost silently
             self._fail(error)
 
     def _hear(self, request: Request) -> None:
@@ -427,12 +437,12 @@ class RankZeroRecorder:
                 task.cancel()
 
     async def _flush(self) -> bool:
-        """Whether all that was noted before is durable now."""
+        """Whether everything noted before is now durable."""
         began = time.monotonic()
         try:
             durable = await self._commits.on_disk(self._journal.flush)
         except StorageError as error:
-            began = min(began, self._commits.hangs_since or began)  # whoever met it first
+            began = min(began, self._commits.hangs_since or began)  # the call that met the failure first
             text = self._trouble.failed(str(error), began)
             if reason := self._trouble.verdict(time.monotonic()):
                 self._fail(StorageError(reason))
@@ -451,12 +461,13 @@ class RankZeroRecorder:
 
     # ---------------------------------------------------------------------- what the commits report
     async def committed(self, point: Point, newest: bool) -> None:
-        """See `CommitListener`: the next status says so."""
+        """See `CommitListener`: the next status includes it."""
         self._note_answers(self._requests.committed(point.key))
 
     async def gave_up(self, given_up: GiveUp, text: str) -> None:
-        """See `CommitListener`: the group trains on, unless its replicas differ. Then it ends, and torchrun's
-        next start of the group continues the newest resume point.
+        """See `CommitListener`: the group continues to train, unless its replicas differ.
+
+        If they differ, the group ends, and torchrun's next start of it continues the newest resume point.
         """
         if given_up.differ is not None:
             text = given_up.differ.given_up(given_up.key, self._worker)
@@ -467,7 +478,7 @@ class RankZeroRecorder:
         self._requests.save_given_up(self._clock())
 
     def _worker(self, rank: int) -> str:
-        """The process of this rank, with its machine where that is known."""
+        """Returns the process of this rank, with its machine if known."""
         found = next((each for each in self.members if each.rank == rank), None)
         return f"rank {rank} (pid {found.pid} on {found.host})" if found else f"rank {rank}"
 

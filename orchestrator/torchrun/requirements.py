@@ -1,7 +1,7 @@
-"""What a group under torchrun needs before it begins: a GPU for each rank, memory, a run's folder, one disk.
+"""Checks the requirements of a group under torchrun: GPUs, memory, the run's folder, one disk.
 
-Each machine's ranks look at their machine; what all ranks must agree on, rank 0 judges. Importing it loads no
-torch.
+Each machine's ranks check their machine. Rank 0 checks what all ranks must agree on. Importing this module
+loads no torch.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ def require_gpus() -> None:
 
 
 def require_memory(job: JobConfig) -> ParallelChoice:
-    """Into how many parts the state is cut, if the ranks on this machine have memory for it; each reads the
-    data itself, which is not counted. Raises `ResourceError`.
+    """Returns how the state is divided, if the ranks on this machine have memory for it. Raises
+    `ResourceError`.
+
+    Each rank reads the data itself, which is not counted.
     """
     from orchestrator.launch.capacity import (
         Workers,
@@ -48,7 +50,7 @@ def require_memory(job: JobConfig) -> ParallelChoice:
     from orchestrator.launch.known_shape import measured, with_known_shape
     from orchestrator.launch.machine_facts import machines_here
 
-    # one rank of a machine judges for all of it
+    # one rank of a machine measures for all of it
     judges = os.environ.get("LOCAL_RANK", "0") == "0"
     job = without_memory_points(measured(job, None, None)[0] if judges else with_known_shape(job))
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -62,7 +64,7 @@ def require_memory(job: JobConfig) -> ParallelChoice:
 
 
 def say_disk(rendezvous: StoreRendezvous, folder: str | None) -> None:
-    """Every rank: which disk it sees, for `require_group`."""
+    """Publishes which disk this rank sees, for `require_group`. Every rank calls it."""
     if folder is not None:
         try:
             said = [make_node(expanded(folder), "").id, ""]
@@ -74,7 +76,7 @@ def say_disk(rendezvous: StoreRendezvous, folder: str | None) -> None:
 def require_group(
     rendezvous: StoreRendezvous, job: JobConfig, store: RunStore, say: Callable[[str], None]
 ) -> None:
-    """Rank 0: raises what refuses the start before the run is looked at."""
+    """Rank 0: raises what refuses the start before the run is read."""
     if lacks := starting.check_writable(store.storage):
         say(f"note: {lacks}")
     _require_one_disk(rendezvous, job.resume.node_folder)
@@ -82,8 +84,8 @@ def require_group(
 
 
 def _require_one_disk(rendezvous: StoreRendezvous, folder: str | None) -> None:
-    """Rank 0: raises `RefusedError` where ranks have node folders of their own, for nobody here could reach
-    them all.
+    """Rank 0: raises `RefusedError` if ranks have different node folders, because no rank could reach them
+    all.
     """
     if folder is None:
         return

@@ -1,6 +1,6 @@
-"""A run under plain `torchrun`, without Ray: joins the stages as `run` does, for a group that is fixed.
+"""A run under plain `torchrun`, without Ray: runs the stages as `run` does, for a fixed group.
 
-The loop, the points and the journal are those of every run, so a run may go on here and there alternately.
+The loop, the points and the journal are those of every run, so a run may alternate between Ray and torchrun.
 The first failure ends the group, and the same command continues.
 """
 
@@ -60,16 +60,18 @@ if TYPE_CHECKING:
     from orchestrator.torchrun.store_rendezvous import StoreRendezvous
     from orchestrator.trainer.job import Outcome
 
-# torchrun passes SIGTERM and SIGINT on to its ranks; who ends a whole job sends them to the ranks, too
+# torchrun relays SIGTERM and SIGINT to its ranks; a system that ends a whole job also sends them to the ranks
 _RELAYED_S = 10.0
 _USAGE = "usage: torchrun --nproc-per-node N jobs/torchrun_train.py CONFIG [key=value ...]"
 
 
 def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str = "") -> Outcome | None:
-    """This rank's part of the run that torchrun started: begins it, or continues it at exactly the next
-    unread token. None: the stop was reached before.
+    """Runs this rank's part of the run that torchrun started.
 
-    `cluster.num_workers` means nothing here, the world is torchrun's; with `cluster.use_gpu` a rank takes the
+    It begins the run, or continues it at exactly the next unread token. Returns None if the stop was reached
+    before.
+
+    `cluster.num_workers` has no effect here: the world is torchrun's. With `cluster.use_gpu` a rank uses the
     GPU of its LOCAL_RANK. SIGTERM and Ctrl-C save and stop. Raises what refuses the start (on other ranks
     than 0: `ElasticError` with its text), and what ended the group. `fault_plan` is for tests.
     """
@@ -95,8 +97,10 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
 
 
 def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
-    """The entry point of a rank: ends the process with 0 done or stopped, 1 failure, 2 bad configuration or
-    refusal, 130 interrupted. torchrun itself ends with 1 whenever a rank did not end with 0.
+    """The entry point of a rank; ends the process with an exit code.
+
+    0: done or stopped; 1: failure; 2: bad configuration or refusal; 130: interrupted. torchrun itself ends
+    with 1 whenever a rank did not end with 0.
     """
     code = 0
     show_faults_as_data()
@@ -116,12 +120,15 @@ def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
         code = getattr(interrupt, "exit_code", 130)
     let_go(sys.stderr)
     if code:
-        # at once, whatever a thread may still be doing
+        # at once, even if a thread is still busy
         os._exit(code)
 
 
 def _command(config: str | Path, overrides: Sequence[str]) -> str:
-    """What continues the run in a shell, as far as torchrun tells its ranks how it was called itself."""
+    """Returns the shell command that continues the run.
+
+    It is complete as far as torchrun passes its own arguments to its ranks.
+    """
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     nodes = ["--nnodes", str(num_nodes)] if num_nodes > 1 else []
@@ -139,8 +146,9 @@ def _lead(
     command: str,
     parallel: ParallelChoice,
 ) -> Outcome | None:
-    """Rank 0: decides whether and how the run continues, claims it, and records it. Where the ranks find the
-    point damaged it claims again and continues an older one.
+    """Rank 0: decides whether and how the run continues, claims it, and records it.
+
+    If the ranks find the point damaged, it claims again and continues an older one.
     """
     store, group = RunStore(storage), rendezvous
     with rendezvous.reporting_failure("decision"):
@@ -166,7 +174,7 @@ def _lead(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _NotLoaded:
-    """The ranks found the point of an attempt damaged. `stopping`: a stop was asked for meanwhile."""
+    """The ranks found the point of an attempt damaged. `stopping`: a stop was requested meanwhile."""
 
     attempt: int
     damages: tuple[Damage, ...]
@@ -184,7 +192,7 @@ def _attempt(
     command: str,
     parallel: ParallelChoice,
 ) -> Outcome | _NotLoaded:
-    """Rank 0's part of one attempt, which it claims after `watched`."""
+    """Runs rank 0's part of one attempt, which it claims after `watched`."""
     storage = starting.run_storage(job)
     store = RunStore(storage)
     with (
@@ -237,12 +245,12 @@ def _attempt(
 
 
 def _tell_place(rendezvous: StoreRendezvous) -> None:
-    """Where this rank lives, for `_members`."""
+    """Publishes where this rank runs, for `_members`."""
     rendezvous.store.set(f"place/{rendezvous.rank}", json.dumps([socket.gethostname(), os.getpid()]))
 
 
 def _members(rendezvous: StoreRendezvous) -> list[GroupMember]:
-    """Where each rank lives, as it has said."""
+    """Returns where each rank runs, as published."""
     places = [json.loads(rendezvous.store.get(f"place/{rank}")) for rank in range(rendezvous.world_size)]
     return [GroupMember(rank=rank, host=host, pid=pid) for rank, (host, pid) in enumerate(places)]
 
@@ -259,9 +267,7 @@ def _say_end(
 
 
 def _follow(rendezvous: StoreRendezvous, job: JobConfig, storage: Storage, fault_plan: str) -> Outcome | None:
-    """The other ranks: of the decision they need budgets, encoders, lists and shards; the data are frozen by
-    then.
-    """
+    """Runs the other ranks: they receive budgets, encoders, lists and shards; the data are frozen by then."""
     group = rendezvous
     for number in itertools.count(1):
         decision = group.receive("decision")
@@ -291,7 +297,8 @@ def _follow(rendezvous: StoreRendezvous, job: JobConfig, storage: Storage, fault
 def _look(
     store: RunStore, job: JobConfig, storage: Storage, say: Callable[[str], None]
 ) -> tuple[DataSpec, ResumePlan, int]:
-    """The data, what a start would do with the run, and the attempt on which nobody is at work any more.
+    """Returns the data, the plan of a start, and the newest attempt, which no process works on any more.
+
     Raises `RefusedError`, also if the run is busy.
     """
     with busy_watch.watching(store, say) as watched:
@@ -318,7 +325,7 @@ def _train(
     fault_plan: str,
     num_shards: int | None,
 ) -> Outcome | _NotLoaded:
-    """This rank's part of an attempt."""
+    """Runs this rank's part of an attempt."""
     from orchestrator.data.feed.local_feed import InProcessFeed
     from orchestrator.trainer.job import TrainJob
 
@@ -341,7 +348,7 @@ def _train(
     membership = StaticMembership(rendezvous, recorder)
     feed = InProcessFeed(spec, job.data.replay_bytes)
     try:
-        # torchrun sends SIGTERM when another rank has failed: the end must be written nevertheless
+        # torchrun sends SIGTERM when another rank has failed; the end must be written nevertheless
         signals = stop_signals.stop_on_signals(
             membership.ask_stop, membership.ask_save, say, relayed_s=_RELAYED_S
         )
@@ -363,7 +370,7 @@ def _files(storage: Storage, folder: str | None) -> CommittedFiles:
 
 @contextmanager
 def _ending(recorder: RankZeroRecorder | None) -> Iterator[None]:
-    """Whatever goes wrong inside ends the attempt."""
+    """Ends the attempt after any error inside the block."""
     try:
         yield
     except BaseException as error:
@@ -374,9 +381,7 @@ def _ending(recorder: RankZeroRecorder | None) -> Iterator[None]:
 
 @contextmanager
 def _shown(progress: Progress, recorder: RankZeroRecorder, every_s: float) -> Iterator[None]:
-    """Shows the status every so often from a thread, and who holds the others up, as far as the ranks of this
-    machine go.
-    """
+    """Shows the status periodically from a thread, and on a stall the states of this machine's ranks."""
     over, stall_watch = threading.Event(), StallWatch()
 
     def show() -> None:

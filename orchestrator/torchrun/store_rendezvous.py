@@ -1,8 +1,4 @@
-"""How the ranks of a static group find each other in torchrun's store, and how rank 0 gives the others a
-value, or reports why it cannot.
-
-It knows torchrun's environment and store; what the values mean, its users know.
-"""
+"""Lets the ranks of a static group meet in torchrun's store, and rank 0 publish values or failures."""
 
 from __future__ import annotations
 
@@ -29,8 +25,10 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreRendezvous:
-    """The ranks of one start of the group have met. The keys of `store` belong to this start alone: nobody
-    reads what an older one wrote. A store serves one blocked caller at a time.
+    """The ranks of one start of the group, after they have met.
+
+    The keys of `store` belong to this start alone: values of an older start are never read. A store serves
+    one blocked caller at a time.
     """
 
     start: str
@@ -39,36 +37,39 @@ class StoreRendezvous:
     world_size: int
 
     def again(self) -> StoreRendezvous:
-        """The same over a connection of its own, for another thread."""
+        """Returns the same over a separate connection, for another thread."""
         store, _, _ = _connect(RENDEZVOUS_LIMIT_S)
         return replace(self, store=PrefixStore(self.start, store))
 
     def round(self, number: int) -> StoreRendezvous:
-        """The same ranks with keys of their own: for another attempt of this start."""
+        """Returns the same ranks with separate keys, for another attempt of this start."""
         return replace(self, start=f"{self.start}/{number}", store=PrefixStore(str(number), self.store))
 
     def publish(self, name: str, value: Any) -> None:
-        """Rank 0 gives the others the value, as JSON."""
+        """Rank 0 publishes a value to the others, as JSON."""
         self.store.set(name, json.dumps({"value": value}))
 
     @contextmanager
     def reporting_failure(self, name: str) -> Iterator[None]:
-        """An exception of rank 0 reaches the other ranks instead of leaving them waiting for `name`; it goes
-        on here when they have heard of it, or after `STORE_TIMEOUT_S`.
+        """Reports an exception of rank 0 to the other ranks, which would otherwise wait for `name`.
+
+        The exception propagates here once they have received it, or after `STORE_TIMEOUT_S`.
         """
         try:
             yield
         except BaseException as error:
             with suppress(RuntimeError):  # the store is gone
                 self.store.set(name, json.dumps({"error": text_of(error)}))
-                if isinstance(error, Exception):  # no Ctrl-C, which is every rank's
-                    # the store may end with this process: the others read it first, if they live
+                if isinstance(error, Exception):  # not Ctrl-C, which every rank gets
+                    # the store may end with this process: the live ranks read it first
                     received = [f"{name}/received/{rank}" for rank in range(1, self.world_size)]
                     self.store.wait(received, datetime.timedelta(seconds=STORE_TIMEOUT_S))
             raise
 
     def receive(self, name: str, limit: datetime.timedelta = default_pg_timeout) -> Any:
-        """What rank 0 published. `ElasticError` if it failed, or says nothing for `limit`."""
+        """Returns what rank 0 published. Raises `ElasticError` if it failed, or published nothing within
+        `limit`.
+        """
         try:
             self.store.wait([name], limit)
             answer = json.loads(self.store.get(name))
@@ -84,7 +85,7 @@ class StoreRendezvous:
 def meet(limit_s: float = RENDEZVOUS_LIMIT_S) -> StoreRendezvous:
     """Waits until all ranks of this start have met. Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
-    `ElasticError`: they have not after `limit_s`.
+    Raises `ElasticError` if they have not after `limit_s`.
     """
     try:
         store, rank, world_size = _connect(limit_s)
@@ -99,20 +100,21 @@ def meet(limit_s: float = RENDEZVOUS_LIMIT_S) -> StoreRendezvous:
 
 
 def _connect(limit_s: float) -> tuple[Store, int, int]:
-    """A connection, this rank, and the world size."""
+    """Returns a connection, this rank, and the world size."""
     store, rank, world_size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=limit_s)))
-    store.set_timeout(default_pg_timeout)  # of a key; `limit_s` was for the connection
+    store.set_timeout(default_pg_timeout)  # for a key; `limit_s` was for the connection
     return store, rank, world_size
 
 
 def _agree_on_start(store: Store, rank: int, world_size: int, limit_s: float) -> str:
-    """A random name of this start, the same on all ranks.
+    """Returns a random name of this start, the same on all ranks.
 
-    torchrun's store lives on over its restarts, and nothing in a rank's environment is the same for all ranks
-    of a start and new in each: every machine counts its own restarts. So a rank writes a random name of its
-    own over what an older process wrote in its place. Rank 0's is the start's: it is the answer under every
-    name that rank 0 finds, and the rank repeats it. When all have, nobody is of an older start, which cannot
-    know the name. (torchrun ends all ranks of a start before the next.)
+    torchrun's store survives its restarts. No variable in a rank's environment is the same for all ranks of a
+    start and new in each, because every machine counts its own restarts. Therefore each rank writes a random
+    name of its own over what an older process wrote in its place. Rank 0's name is the start's. Rank 0
+    publishes it as the answer under every name that it finds, and the rank repeats it. When all have done so,
+    no rank is of an older start, because such a rank cannot know the name. (torchrun ends all ranks of a
+    start before the next.)
     """
     own = secrets.token_hex(8)
     if rank != 0:

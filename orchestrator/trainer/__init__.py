@@ -1,1 +1,1 @@
-"""The worker's side of training: model, numerics, state, membership, and the loop that joins them."""
+"""The training code that runs in each worker: model, gradients, state, membership and the training loop."""

@@ -1,5 +1,6 @@
-"""Tries what tokens a model attends to, on a small model with weights: no logits depend on later tokens, and
-packed documents have the logits of each document alone.
+"""Checks which tokens a model attends to, on a small copy of the model with weights.
+
+No logits may depend on later tokens. Packed documents must have the logits of each document alone.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from orchestrator.trainer.router_loss import call_model
 from orchestrator.trainer.text_config import text_config
 
 NOT_CAUSAL, PADDING = "model.not_causal", "model.padding_id"
-LENGTH = 24  # tokens; longer than windows and chunks of `small_copy`
-_STRIDE = 5  # tokens between the borders of which those before and those after are compared
-_TOLERANCE = 1e-3  # of the largest change that is meant
+LENGTH = 24  # tokens; longer than the windows and chunks of `small_copy`
+_STRIDE = 5  # tokens between the tested borders; the logits before and after each border are compared
+_TOLERANCE = 1e-3  # relative to the largest expected change
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Trial:
-    """A model with samples that it can be called with: `ids` give `logits`, `others` are other ids."""
+    """A model and samples for it: `ids` produce `logits`; `others` are different ids."""
 
     model: nn.Module
     name: str
@@ -36,12 +37,12 @@ class _Trial:
 
 
 def require_attention(models: Iterable[nn.Module], name: str, seq_len: int, by_document: bool) -> bool:
-    """Tries the first of `models` that can be called with a sample of `seq_len` tokens, at most `LENGTH`;
-    returns whether there is one.
+    """Checks the first of `models` that accepts a sample of `seq_len` tokens (at most `LENGTH`).
 
-    Raises `ConfigError` if the logits at a position depend on later tokens, if a real token with the model's
-    padding id has no gradient, or, with `by_document`, if the logits of a packed document differ from those
-    of the document alone. `name` is the model's in messages.
+    Returns whether any model does. Raises `ConfigError` if the logits at a position depend on later tokens,
+    or if a real token with the model's padding id gets no gradient. With `by_document` it also raises
+    `ConfigError` if the logits of a packed document differ from those of the document alone. `name`
+    identifies the model in messages.
     """
     trial = next(filter(None, (_tried(model, name, min(seq_len, LENGTH)) for model in models)), None)
     if trial is None:
@@ -55,9 +56,9 @@ def require_attention(models: Iterable[nn.Module], name: str, seq_len: int, by_d
 
 
 def _tried(model: nn.Module, name: str, length: int) -> _Trial | None:
-    """None if the model cannot be called, or if its logits are not finite."""
+    """Returns None if the model cannot be called or its logits are not finite."""
     padding = _padding_id(model)
-    for num_ids in (32, 5):  # some models have few
+    for num_ids in (32, 5):  # some models have a small vocabulary
         usual = torch.tensor([number for number in range(2, num_ids) if number != padding])
         chosen = torch.randint(len(usual), (2, length), generator=torch.Generator().manual_seed(1))
         ids, others = usual[chosen], usual[(chosen + 1) % len(usual)]
@@ -91,7 +92,7 @@ def _require_documents(trial: _Trial) -> None:
     model, ids = trial.model, trial.ids
     first = max(1, ids.shape[1] * 2 // 5)
     spans = slice(0, first), slice(first, first + 1), slice(first + 1, ids.shape[1] * 5 // 6)
-    documents = torch.full_like(ids, -1)  # what is left is padding
+    documents = torch.full_like(ids, -1)  # the rest is padding
     for number, at in enumerate(spans):
         documents[:, at] = number
     packed = _logits(model, ids, **document_inputs(model, documents))
@@ -108,8 +109,9 @@ def _require_documents(trial: _Trial) -> None:
 
 
 def _require_gradient(trial: _Trial) -> None:
-    """Raises `ConfigError` if the input embedding of a token with the padding id, or after it, gets no
-    gradient.
+    """Raises `ConfigError` if a token with the padding id, or a later one, gets no gradient.
+
+    The gradient is that of the input embedding.
     """
     model, padding, middle = trial.model, _padding_id(trial.model), trial.ids.shape[1] // 2
     try:

@@ -1,7 +1,4 @@
-"""Which step follows a cursor, and which of those after it are announced to the feed.
-
-Pure: a job's budgets and sizes; it knows neither rank nor feed.
-"""
+"""Computes the step after a cursor, and the following steps that are announced to the feed."""
 
 from __future__ import annotations
 
@@ -10,13 +7,13 @@ from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
 from orchestrator.trainer.job import TrainJob
 
-# A feed is notified of so many coming steps, and fetches as many as it has room for: small steps are fetched
-# more at a time, for each answer has its price.
+# The number of upcoming steps that a feed is notified of. The feed fetches as many as it has room for. Small
+# steps are announced in larger numbers, because each reply has a fixed cost.
 STEPS_AHEAD, SMALL_STEPS_AHEAD, SMALL_STEPS_TOKENS = 8, 32, 1 << 23
 
 
 def next_range(job: TrainJob, cursor: Cursor) -> StepRange | None:
-    """The step that follows `cursor`; None: a stop is reached there. Where the data end is not known here."""
+    """The step after `cursor`; None if a stop is reached there. Does not consider the end of the data."""
     if job.stops_at(cursor):
         return None
     return batches.next_range(
@@ -30,7 +27,9 @@ def next_range(job: TrainJob, cursor: Cursor) -> StepRange | None:
 
 
 def coming_ranges(job: TrainJob, cursor: Cursor) -> list[StepRange]:
-    """The next steps after `cursor`, to the stop, as long as the data do not end; some of them."""
+    """The next steps after `cursor`, up to the stop and the announcement limit. Assumes that the data do not
+    end.
+    """
     found, num_tokens = list[StepRange](), 0
     while (step := next_range(job, cursor)) is not None:
         num_tokens += step.num_tokens

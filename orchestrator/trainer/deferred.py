@@ -1,8 +1,7 @@
-"""First weights that are made later, one at a time, and have the bits of a model that is built at once.
+"""Deferred weight initialization, one tensor at a time, bitwise equal to a model built at once.
 
-While a model is built, tensors that begin uninitialised lie on torch's meta device and what would have been
-written to them is noted: the operation, its arguments, and for random ones the generator's state before it.
-It knows no configuration, no shards and no ranks.
+While a model is built, uninitialized tensors are allocated on torch's meta device. Each write to them is
+recorded: the operation, its arguments, and for random operations the generator's state before it.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ _LEAD_AWAY = {"aten::resize_", "aten::resize_as_", "aten::set_"}  # to another s
 
 
 class DeferredModel:
-    """A model whose first weights can be made one by one.
+    """A model whose initial weights can be made one by one.
 
-    `model` is the module: parameters that were noted lie on the meta device, those that were made otherwise
-    (`torch.ones(…)`, an expression) hold their values, and all buffers do. `make` gives the first value of
-    any of its parameters; it may be called in any order, any number of times, and leaves the generator alone.
+    `model` is the module. Its recorded parameters are on the meta device. Parameters made in another way
+    (`torch.ones(…)`, an expression) and all buffers hold their values. `make` returns the initial value of
+    any parameter. It can be called in any order and any number of times, and leaves the generator unchanged.
     """
 
     def __init__(self, model: nn.Module, notes: _Notes) -> None:
@@ -46,27 +45,30 @@ class DeferredModel:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that lie in memory already: of parameters that were made otherwise, and of values that were
-        written to others.
+        """Bytes already in memory: parameters that were not recorded, and values that were written to
+        recorded ones.
         """
         real = sum(p.numel() * p.element_size() for p in self.model.parameters() if not p.is_meta)
         return real + self._notes.held_bytes()
 
     def make(self, parameter: Tensor) -> Tensor:
-        """The first value of one of the model's parameters, whole, on the CPU: a new tensor. Takes the memory
-        of this one tensor, and of those that it was made from.
+        """Returns the initial value of one of the model's parameters as a new, whole tensor on the CPU.
+
+        Takes the memory of this tensor and of the tensors that it is made from.
         """
         return self._notes.value_of(parameter) if parameter.is_meta else parameter.detach().clone()
 
 
 def defer(build: Callable[[], nn.Module]) -> DeferredModel:
-    """What `build` returns, its weights not made yet. `build` draws on the CPU from torch's default generator
-    (or one that it was given), which afterwards stands where it stands after `build()`.
+    """Returns the model that `build` returns, with its weights not yet made.
 
-    Random operations run as they would, on scratch memory: a model takes the time of its draws, and the
-    memory of its largest tensor. Where the build reads a value (`.item()`, a decomposition), that value is
-    made. Raises what `build` raises, and `NotImplementedError` where it does what cannot be noted: resizing
-    a tensor, or writing to several by one call.
+    `build` draws on the CPU from torch's default generator (or from one that it was passed). Afterwards this
+    generator has the state that it has after a plain `build()`.
+
+    Random operations run as usual, on scratch memory. Deferring a model therefore takes the time of its draws
+    and the memory of its largest tensor. Where the build reads a value (`.item()`, a decomposition), that
+    value is computed. Raises what `build` raises. Raises `NotImplementedError` for an operation that cannot
+    be recorded: resizing a tensor, or writing to several tensors in one call.
     """
     notes = _Notes()
     with notes, _LooksReal(notes):
@@ -81,18 +83,20 @@ def defer(build: Callable[[], nn.Module]) -> DeferredModel:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One operation that wrote to a storage. Tensors among its arguments are `_Ref`s, or clones of others."""
+    """One operation that wrote to a storage. Its tensor arguments are `_Ref`s, or clones of unrecorded
+    tensors.
+    """
 
     function: Any
     arguments: Sequence[Any]
     named: Mapping[str, Any]
-    generator: Any  # None: the default one
-    state: Tensor | None  # of the generator, before it; None: not a random operation
+    generator: Any  # None: the default generator
+    state: Tensor | None  # the generator's state before the operation; None: not a random operation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ref:
-    """A tensor as it stood after `steps` of its storage; `steps` None: after all before the present one."""
+    """A tensor as it was after `steps` of its storage. None: after all steps before the current one."""
 
     storage: _Storage
     steps: tuple[_Step, ...] | None
@@ -102,14 +106,17 @@ class _Ref:
     offset: int
 
     def of(self, made: Tensor) -> Tensor:
-        """The tensor in the storage of `made`."""
+        """Returns the tensor as a view of the storage of `made`."""
         found = torch.empty(0, dtype=self.dtype)
         return found.set_(made.untyped_storage(), self.offset, self.size, self.stride)
 
 
 @dataclass(slots=True, eq=False)
 class _Storage:
-    """A storage on the meta device and how it came to what it holds. `kept` keeps its address its own."""
+    """A storage on the meta device and the steps that produce its contents.
+
+    `kept` keeps the storage alive, so that its address is not reused.
+    """
 
     kept: torch.UntypedStorage
     steps: tuple[_Step, ...] = ()
@@ -130,8 +137,9 @@ class _Storage:
 
 
 class _LooksReal(TorchFunctionMode):
-    """Says of a tensor that is noted that it lies on the CPU: `torch.nn.init` leaves out those on the meta
-    device.
+    """Makes recorded tensors appear to be on the CPU.
+
+    Otherwise `torch.nn.init` would skip them, as it does for tensors on the meta device.
     """
 
     def __init__(self, notes: _Notes) -> None:
@@ -149,7 +157,7 @@ class _LooksReal(TorchFunctionMode):
 
 
 class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what is written to tensors that begin uninitialised; everything else is done as always."""
+    """Records writes to tensors that begin uninitialized. All other operations run as usual."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -168,7 +176,7 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(v.numel() * v.element_size() for v in values if isinstance(v, Tensor))
 
     def value_of(self, tensor: Tensor) -> Tensor:
-        """A new tensor with what `tensor` would hold now."""
+        """Returns a new tensor with the contents that `tensor` would have now."""
         with torch.no_grad():
             ref = self._ref(tensor)
             assert ref.steps is not None
@@ -186,7 +194,8 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._new(function(*args, **on_meta))
         if deferred and kind in _LEAD_AWAY:
             raise NotImplementedError(f"{kind} on a tensor whose values are not made yet")
-        if not deferred or torch.Tag.inplace_view in function.tags:  # such as `t_`: another view, no value
+        # such as `t_`: changes the view, not the values
+        if not deferred or torch.Tag.inplace_view in function.tags:
             return function(*args, **named)
         if kind in _COPIES and _stays_on_cpu((), named, deferred):
             made = self._new(function(*args, **{n: v for n, v in named.items() if n != "device"}))
@@ -257,7 +266,7 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage.steps = (step,) if overwrites else (*storage.steps, step)
 
     def _draw(self, function: Any, args: Sequence[Any], named: Mapping[str, Any], target: Tensor) -> None:
-        """Lets the generator go on as if the operation had been done."""
+        """Advances the generator as if the operation had run."""
 
         def on_scratch(value: Any) -> Any:
             if value is target:
@@ -269,7 +278,7 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _stays_on_cpu(args: Sequence[Any], named: Mapping[str, Any], deferred: bool) -> bool:
-    """Whether what an operation makes lies on the CPU, or would if its arguments did."""
+    """Whether an operation's result is on the CPU, or would be if its arguments were."""
     if named.get("device") is not None:
         return torch.device(named["device"]).type == "cpu"
     like = next((a for a in args if isinstance(a, Tensor)), None)
@@ -278,7 +287,7 @@ def _stays_on_cpu(args: Sequence[Any], named: Mapping[str, Any], deferred: bool)
 
 @contextmanager
 def _generator_at(generator: Any, state: Tensor | None) -> Iterator[None]:
-    """With the generator in this state, and as it was afterwards."""
+    """Runs the block with the generator in `state`, then restores the generator."""
     if state is None:
         yield
         return

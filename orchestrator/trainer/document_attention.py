@@ -1,7 +1,6 @@
-"""Attention within documents: what a model is called with so that tokens see their own document alone.
+"""Builds the model inputs that restrict attention to each token's own document.
 
-It knows document ids and how models take masks; nothing of steps, data or ranks. What it gives for a sample
-depends on that sample alone.
+The inputs of a sample depend on that sample alone.
 """
 
 from __future__ import annotations
@@ -23,8 +22,10 @@ _MASKED = {"full_attention"} | _WINDOWED
 
 
 def require_document_attention(model: nn.Module) -> None:
-    """Raises `ConfigError` if the model cannot be called with where documents begin, or has layers for which
-    there is no such mask. `attention_trial` tries what the others compute.
+    """Raises `ConfigError` if the model cannot attend within documents.
+
+    That is so if it cannot be called with document borders, or has layers without such a mask.
+    `attention_trial` checks what the accepted models compute.
     """
     if takes_document_ids(model):
         return
@@ -46,8 +47,9 @@ def require_document_attention(model: nn.Module) -> None:
 
 
 def has_windows(model: nn.Module, seq_len: int) -> bool:
-    """Whether layers attend to a window or a chunk of a sample of `seq_len` tokens, by the configuration of a
-    transformers model.
+    """Whether layers attend to a window or a chunk of a sample of `seq_len` tokens.
+
+    Reads the configuration of a transformers model.
     """
     config = text_config(model)
     types = getattr(config, "layer_types", None)
@@ -60,22 +62,22 @@ def has_windows(model: nn.Module, seq_len: int) -> bool:
 
 
 def takes_document_ids(model: nn.Module) -> bool:
-    """Whether the model masks by itself."""
+    """Whether the model takes document ids and masks by itself."""
     return _BY_ITSELF in inspect.signature(model.forward).parameters
 
 
 def input_names(model: nn.Module) -> tuple[str, ...]:
-    """The arguments that `document_inputs` gives."""
+    """The names of the arguments that `document_inputs` returns."""
     return (_BY_ITSELF,) if takes_document_ids(model) else _BY_MASK
 
 
 def document_inputs(model: nn.Module, document_ids: Tensor) -> dict[str, Tensor]:
-    """What the model is called with beside the input ids, for `document_ids` (samples, seq_len).
+    """Returns the model's inputs besides the input ids, for `document_ids` (samples, seq_len).
 
-    A model whose `forward` has `document_ids` gets these; any other position ids that begin anew with each
-    document, and a mask (samples, 1, seq_len, seq_len), added to the scores. A model with windows or chunks
-    gets no mask: transformers would take it for the mask of every layer, and without one it makes the mask of
-    each kind of layer from where positions begin anew.
+    A model whose `forward` takes `document_ids` gets these. Any other model gets position ids that restart
+    with each document, and a mask (samples, 1, seq_len, seq_len) that is added to the scores. A model with
+    windows or chunks gets no mask: transformers would use it as the mask of every layer. Without one,
+    transformers builds the mask of each kind of layer from the restarts of the positions.
     """
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     if takes_document_ids(inner):
@@ -87,8 +89,10 @@ def document_inputs(model: nn.Module, document_ids: Tensor) -> dict[str, Tensor]
 
 
 def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """(samples, 1, seq_len, seq_len): 0 where a position attends to another (itself, or an earlier one of its
-    document), else the least number. Padding (-1) is a document like any other, for softmax needs something.
+    """Returns the additive attention mask, (samples, 1, seq_len, seq_len).
+
+    It is 0 where a position attends to another (itself, or an earlier one of its document), else the dtype's
+    minimum. Padding (-1) is treated as a document, because softmax needs at least one position.
     """
     seq_len = document_ids.shape[1]
     same = document_ids[:, :, None] == document_ids[:, None, :]
@@ -98,7 +102,7 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def document_positions(document_ids: Tensor) -> Tensor:
-    """(samples, seq_len) int64: the position of each token in its document's part of the sample."""
+    """Returns the position of each token in its document's part of the sample, (samples, seq_len) int64."""
     at = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
@@ -106,7 +110,7 @@ def document_positions(document_ids: Tensor) -> Tensor:
 
 
 def not_by_document(reason: str) -> ConfigError:
-    """The error of a model that does not attend within documents."""
+    """Builds the error for a model that cannot attend within documents."""
     return ConfigError(
         f"pack.document_attention=true, but the model cannot attend within documents: {reason}; set "
         "pack.document_attention=false, or use another model",

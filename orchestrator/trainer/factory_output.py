@@ -1,6 +1,6 @@
-"""Examines a model before it is trained: the state that resume points must hold, and one forward pass.
+"""Checks a model before training: the state that resume points must hold, and one forward pass.
 
-What no run could work with raises `ConfigError` with the code `CODE`. It knows no configuration.
+A model that no run could use raises `ConfigError` with the code `CODE`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ _OTHER_DEVICES = r"\b(cuda|gpu|gpus|triton|hip|rocm|xpu|memory)\b|not implemente
 
 # ---------------------------------------------------------------------------------------------------- state
 def require_state(model: nn.Module, name: str) -> None:
-    """Raises `ConfigError` if no resume point can hold the model's state: other values than tensors, types of
-    numbers that files of a point do not have, tensors that share memory without being one tensor.
+    """Raises `ConfigError` if no resume point can hold the model's state.
+
+    Refused are values other than tensors, dtypes that point files do not support, and different tensors that
+    share memory.
     """
     held: Mapping[str, Any] = model.state_dict(keep_vars=True)
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -44,7 +46,7 @@ def require_state(model: nn.Module, name: str) -> None:
 
 
 def _unholdable(value: object, is_own: bool) -> str:
-    """Why; empty if a point can hold the value. `is_own`: it is one of the module's tensors."""
+    """Returns the reason; empty if a point can hold the value. `is_own`: it is the module's tensor."""
     if not isinstance(value, Tensor) or not is_own:
         return (
             f"is a {type(value).__name__} that is neither parameter nor buffer; remove the module's "
@@ -86,8 +88,9 @@ def _sharing_memory(held: Mapping[str, Tensor]) -> list[str]:
 # ------------------------------------------------------------------------------------------------- a forward
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forward:
-    """What one forward pass showed. `vocab`: the last dimension of its logits, None where it was not run;
-    `note` then says why.
+    """The result of one forward pass.
+
+    `vocab` is the last dimension of its logits, or None if it was not run; `note` then gives the reason.
     """
 
     vocab: int | None = None
@@ -97,11 +100,11 @@ class Forward:
 def try_forward(
     model: nn.Module, name: str, seq_len: int, by_document: bool, on_cpu: Callable[[], nn.Module | None]
 ) -> Forward:
-    """Calls `model`, which has no weights (meta device), once with (1, `seq_len`) ids as training does.
+    """Calls `model`, which has no weights (meta device), once with (1, `seq_len`) ids, as training does.
 
-    `on_cpu` returns the same model with weights, for a forward pass that needs values; None if it is too
-    large. Raises `ConfigError` if no training can use the model: it needs other arguments, takes no such
-    samples, or does not return logits (1, seq_len, vocabulary) that depend on its parameters.
+    `on_cpu` returns the same model with weights, for a forward pass that needs values. It returns None if the
+    model is too large. Raises `ConfigError` if training cannot use the model: it needs other arguments, does
+    not accept such samples, or does not return logits (1, seq_len, vocabulary) that depend on its parameters.
     """
     _require_arguments(model, name, by_document)
     model.train()
@@ -111,7 +114,7 @@ def try_forward(
         raise
     except BeyondTableError as error:
         raise _too_long(model, name, seq_len, by_document, error) from error
-    except Exception as error:  # noqa: BLE001  user code, or an operation that the meta device lacks
+    except Exception as error:  # noqa: BLE001  user code, or an operation that the meta device does not support
         if not _lacks_values(error) and _works(model, 1, by_document):
             raise _too_long(model, name, seq_len, by_document, error) from error
         reason = f"{type(error).__name__}: {_line(error)}"
@@ -141,7 +144,7 @@ def try_forward(
 
 
 def refused(text: str) -> ConfigError:
-    """The error of a model that no run could work with."""
+    """Builds the error for a model that no run could use."""
     return ConfigError(text, code=CODE)
 
 
@@ -152,7 +155,9 @@ def _call(model: nn.Module, seq_len: int, by_document: bool) -> Any:
 
 
 def _usual_id(model: nn.Module) -> int:
-    """An id that the model does not treat as padding: some count positions over the other ids only."""
+    """Returns an id that the model does not treat as padding. Some models count positions over other ids
+    only.
+    """
     padding = {each.padding_idx for each in model.modules() if isinstance(each, nn.Embedding)}
     padding.add(getattr(text_config(model), "pad_token_id", None))
     return next(number for number in range(len(padding) + 1) if number not in padding)
@@ -166,7 +171,7 @@ def _on_meta(model: nn.Module, name: str, seq_len: int, by_document: bool) -> in
 
 
 def _works(model: nn.Module, seq_len: int, by_document: bool) -> bool:
-    """Whether the forward pass ends, or gets to where it needs values."""
+    """Whether the forward pass finishes, or reaches an operation that needs values."""
     try:
         with without_weights():
             _call(model, seq_len, by_document)
@@ -176,7 +181,7 @@ def _works(model: nn.Module, seq_len: int, by_document: bool) -> bool:
 
 
 def _too_long(model: nn.Module, name: str, seq_len: int, by_document: bool, error: Exception) -> ConfigError:
-    """The error of a model that takes shorter samples only."""
+    """Builds the error for a model that accepts only shorter samples."""
     works, fails = 0, seq_len
     while fails - works > 1:
         middle = (works + fails) // 2
@@ -237,7 +242,7 @@ def _described(output: object) -> str:
 
 
 def _lacks_values(error: Exception) -> bool:
-    """Whether the meta device is the reason, not what the model computes."""
+    """Whether the error comes from the meta device and not from the model's computation."""
     return isinstance(error, UnknownValueError | NotImplementedError) or "unallocated storage" in str(error)
 
 

@@ -1,8 +1,8 @@
-"""The connections of gloo process groups, so that another thread can end what waits on them.
+"""Closes the connections of gloo process groups, so that another thread can interrupt blocked collectives.
 
-gloo has no way to be woken: a collective whose peer lost its power waits out its time-out, because a dead
-machine closes no connection. It does notice a connection that is closed here, as if the peer had closed it.
-It knows neither ranks nor members.
+gloo offers no way to interrupt a collective. If a peer loses power, the collective waits until its timeout,
+because a dead machine closes no connection. gloo does notice a connection that is shut down locally, and
+treats it as closed by the peer.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ _FDS, _FACTS = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
 
 
 class GlooSockets:
-    """Those of the groups that were made inside `watched`. Guarantee: no other connection of the process is
-    ever touched.
+    """The connections of the groups that were created inside `watched`.
 
-    A group's connections are those that an epoll watches which came with the group and watches a listening
-    socket, too. Linux only: elsewhere none are found, and what waits keeps its time-out.
+    Guarantee: no other connection of the process is ever touched.
+
+    A group's connections are found through the epolls that were created with the group and that also watch a
+    listening socket. Works on Linux only. On other systems no connections are found, and collectives wait
+    until their timeout.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[int, int] = {}  # file descriptor (which may be used again): the socket's inode
+        self._known: dict[int, int] = {}  # file descriptor (which can be reused) -> inode of the socket
         self._shut = False
 
     @property
     def num_known(self) -> int:
-        """How many connections would be shut."""
+        """The number of connections that would be shut down."""
         return len(self._known)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around the making of a process group, in one thread; its connections stand when it returns."""
+        """Wraps the creation of a process group, in one thread. Its connections exist when the block ends."""
         before = _epolls()
         yield
         found: dict[int, int] = {}
@@ -51,15 +53,17 @@ class GlooSockets:
                 self._shut_all()
 
     def shut(self) -> None:
-        """Whatever waits on them, now or later, fails at once; so it does at the peers that live. May be
-        called from any thread, at any time, and again.
+        """Shuts the connections down: collectives that wait on them, now or later, fail at once, here and at
+        live peers.
+
+        Can be called from any thread, at any time, and repeatedly.
         """
         with self._lock:
             self._shut = True
             self._shut_all()
 
     def forget(self) -> None:
-        """The groups are about to be destroyed: their connections are nobody's business any more."""
+        """Stops tracking the connections, because their groups are about to be destroyed."""
         with self._lock:
             self._known = {}
 
@@ -67,7 +71,7 @@ class GlooSockets:
         for fd, inode in self._known.items():
             with _copied(fd) as connection:
                 if connection is not None and _inode(connection) == inode:
-                    with suppress(OSError):  # the peer was quicker
+                    with suppress(OSError):  # the peer closed it first
                         connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -82,16 +86,19 @@ def _epolls() -> set[int]:
 
 
 def _connections(epoll: int) -> dict[int, int]:
-    """File descriptor and inode of each connection that `epoll` watches; none if it watches no listener."""
+    """Maps file descriptor to inode for each connection that `epoll` watches.
+
+    Empty if it watches no listener.
+    """
     listens, found = False, dict[int, int]()
     try:
         facts = (_FACTS / str(epoll)).read_text()
     except FileNotFoundError:
-        return {}  # another thread's, and closed by now
+        return {}  # it belonged to another thread, which has closed it
     for fd in re.findall(r"^tfd:\s*(\d+)", facts, re.MULTILINE):
         with _copied(int(fd)) as one:
             if one is None:
-                continue  # gloo also wakes its thread through a pipe
+                continue  # gloo also watches a pipe, to wake its thread
             if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 listens = True
             else:
@@ -101,8 +108,9 @@ def _connections(epoll: int) -> dict[int, int]:
 
 @contextmanager
 def _copied(fd: int) -> Iterator[socket.socket | None]:
-    """The socket behind `fd`, None if it is none, under a descriptor of our own: what that leads to cannot
-    change between a look and an act.
+    """Yields the socket behind `fd` under a new descriptor, or None if `fd` is not a socket.
+
+    The socket behind the new descriptor cannot change between a check and an action.
     """
     try:
         own = os.dup(fd)

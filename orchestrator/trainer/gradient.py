@@ -1,7 +1,4 @@
-"""Micro-batches, and what is asked of the two ways to combine their gradients: `invariant` and `fast`.
-
-It knows slices and shapes; nothing of collectives, the optimizer, membership or where samples come from.
-"""
+"""Micro-batches, and the interface of the two ways to combine their gradients: `invariant` and `fast`."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ from orchestrator.planning import batches
 from orchestrator.records.batches import BatchSlice
 from orchestrator.trainer.model import NO_LOSS
 
-_PIECE = 1 << 14  # elements whose squares are added in float32
+_PIECE = 1 << 14  # elements whose squares are summed in float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Samples of one rank that run through the model together; `number` counts micro-batches within the
+    """Samples of one rank that pass through the model together. `number` counts micro-batches within the
     step.
     """
 
@@ -31,7 +28,7 @@ class MicroBatch:
     first_sample: int
     input_ids: Tensor  # (samples, seq_len) int64
     labels: Tensor  # (samples, seq_len) int64, -100 = no loss
-    document_ids: Tensor | None = None  # (samples, seq_len) int64, where attention stays within documents
+    document_ids: Tensor | None = None  # (samples, seq_len) int64; set if attention stays within documents
     is_padding: Tensor | None = None  # (samples, seq_len) bool; None if no position is padding
 
 
@@ -43,7 +40,9 @@ def cut(
     device: torch.device,
     by_document: bool = False,
 ) -> list[MicroBatch]:
-    """The micro-batches of a rank's slice; the same for every world size, put together over the ranks.
+    """Cuts a rank's slice into micro-batches. The concatenation over all ranks is the same for every world
+    size.
+
     `by_document`: attention stays within documents.
     """
     step = batch.step
@@ -73,31 +72,33 @@ def cut(
 
 
 class Gradient(Protocol):
-    """Leaves the gradient of a step, summed over all ranks' micro-batches, in `.grad` of every parameter."""
+    """Computes the gradient of a step in `.grad` of every parameter, summed over all ranks."""
 
     def enter(self, rank: int, world_size: int) -> None:
-        """A new generation; its default process group exists."""
+        """Enters a new generation. Its default process group already exists."""
 
     def leave(self) -> None:
-        """The generation is over; nothing may refer to its process group any more."""
+        """Leaves the generation. Afterwards nothing may refer to its process group."""
 
     def reduce(self, micros: Sequence[MicroBatch], num_micro: int, targets: int) -> int | None:
-        """Runs this rank's `micros` of the step's `num_micro` and adds up the gradients of all ranks, divided
-        by `targets`.
+        """Runs this rank's micro-batches, and sums the gradients of all ranks divided by `targets`.
 
-        Returns this rank's summed loss in fixed point, None if it is not finite. Raises `GenerationEnded` if
-        a collective fails; an error of the model passes through.
+        `micros` are this rank's share of the step's `num_micro` micro-batches. Returns this rank's summed
+        loss in fixed point, or None if it is not finite. Raises `GenerationEnded` if a collective fails.
+        Errors of the model propagate.
         """
 
     def clip(self, max_norm: float | None) -> float:
-        """The 2-norm of the whole gradient, before it was scaled down to `max_norm` (None: not scaled). The
-        same on every rank.
+        """Scales the gradient down to `max_norm` (None: no scaling) and returns its 2-norm before scaling.
+
+        The norm is of the whole gradient and the same on every rank.
         """
 
 
 def empty_micro_batch(device: torch.device, by_document: bool) -> MicroBatch:
-    """A sample without targets, for a rank without a micro-batch: its loss and gradient are 0, but it takes
-    part in the collectives.
+    """Returns a sample without targets, for a rank without a micro-batch.
+
+    Its loss and gradient are 0. The rank uses it to take part in the collectives.
     """
     nothing = torch.zeros(1, 2, dtype=torch.int64, device=device)
     return MicroBatch(
@@ -110,20 +111,22 @@ def empty_micro_batch(device: torch.device, by_document: bool) -> MicroBatch:
 
 
 def forget(parameters: Sequence[nn.Parameter]) -> None:
-    """Drops what stands in `.grad`."""
+    """Clears `.grad` of all parameters."""
     for parameter in parameters:
         parameter.grad = None
 
 
 def add_losses(total: int | None, loss: int | None) -> int | None:
-    """The sum, None if one of them is."""
+    """Returns the sum, or None if either value is None."""
     return None if total is None or loss is None else total + loss
 
 
 def square_sum(gradients: Iterable[Tensor]) -> float:
-    """The sum of the squares of all elements, to 1e-7 of it: norms of short pieces, in float32, whose squares
-    are added without rounding, so that their order makes no difference. (torch's own norm of a float32 vector
-    on a CPU is 1.3 % too small at 124 million elements, and takes 40 times as long in float64.)
+    """Returns the sum of the squares of all elements, with a relative error of at most 1e-7.
+
+    Norms of short pieces are computed in float32, and their squares are summed without rounding, so that the
+    order makes no difference. (torch's own norm of a float32 vector on a CPU is 1.3 % too small at 124
+    million elements, and takes 40 times as long in float64.)
     """
     norms: list[Tensor] = []
     for gradient in gradients:
@@ -135,7 +138,7 @@ def square_sum(gradients: Iterable[Tensor]) -> float:
 
 
 def scale(gradients: Sequence[Tensor | None], norm: float, max_norm: float | None) -> None:
-    """Scales gradients, whose whole norm is `norm`, down to `max_norm` if it is larger."""
+    """Scales gradients with the total norm `norm` down to `max_norm` if it is larger."""
     if max_norm is None or norm <= max_norm:
         return
     for gradient in gradients:

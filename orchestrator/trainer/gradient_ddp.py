@@ -1,6 +1,6 @@
-"""Fast numerics: PyTorch's DDP; its sums overlap with backward, its last bits depend on the world size.
+"""Fast numerics: combines gradients with PyTorch's DDP.
 
-It knows model, ranks and collectives, nothing else.
+The all-reduce overlaps with backward. The last bits depend on the world size.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from orchestrator.trainer.step_summary import fixed_point
 
 
 class FastGradient:
-    """PyTorch's DDP: the all-reduce of each bucket overlaps with backward. The order of additions depends on
-    the world size.
+    """Combines gradients with PyTorch's DDP. The all-reduce of each bucket overlaps with backward.
 
-    Gradients are summed, not averaged, because they are divided by the global number of targets before. All
-    parameters must be used.
+    The order of additions depends on the world size. Gradients are summed, not averaged, because they are
+    already divided by the global number of targets. All parameters must be used.
     """
 
     def __init__(self, model: nn.Module, seed: int, precision: str, by_document: bool = False) -> None:
-        # DDP imports it at its first use, which takes a second that no generation should wait for
+        # DDP imports this at its first use. The import takes a second, which would delay a generation.
         import torch._dynamo  # noqa: F401
 
         self._model, self._seed, self._precision = model, seed, precision
@@ -49,8 +48,8 @@ class FastGradient:
             self._ddp = nn.parallel.DistributedDataParallel(
                 self._model, device_ids=devices, broadcast_buffers=False, init_sync=False
             )
-            # in place of DDP's own hook, which would divide by the world size; it refuses annotations that
-            # are strings
+            # Replaces DDP's default hook, which would divide by the world size. DDP rejects hooks with string
+            # annotations.
             self._ddp.register_comm_hook(self, lambda gradient, bucket: gradient.sum_bucket(bucket.buffer()))
 
     def leave(self) -> None:
@@ -82,7 +81,7 @@ class FastGradient:
         model: Any = self._model if self._ddp is None else self._ddp
         self._works.clear()
         try:
-            # DDP has collectives in the forward pass, too: in its second one it agrees on the buckets
+            # DDP also runs a collective in a forward pass: in the second one the ranks agree on the buckets.
             with nullcontext() if last or self._ddp is None else self._ddp.no_sync():
                 loss = self._loss(model, micro)
                 torch.autograd.backward(loss / max(1, targets))
@@ -99,7 +98,7 @@ class FastGradient:
         return loss_sum(model, *tokens, self._precision, micro.document_ids, micro.is_padding)
 
     def sum_bucket(self, bucket: Tensor) -> Any:
-        """Begins the sum of a bucket over the ranks; its future gives the bucket."""
+        """Starts the all-reduce of a bucket; the returned future yields the bucket."""
         work: Any = None
         try:
             work = dist.all_reduce(bucket, async_op=True)
@@ -109,7 +108,7 @@ class FastGradient:
 
 
 def _failed(work: Any) -> bool:
-    """Did this sum not even begin, or does it end with an error?"""
+    """Whether the all-reduce failed to start or ends with an error."""
     if work is None:
         return True
     try:

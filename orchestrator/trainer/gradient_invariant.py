@@ -1,6 +1,6 @@
-"""Invariant numerics: gradients combined over micro-batches in one fixed binary tree, whoever holds them.
+"""Invariant numerics: combines gradients over micro-batches in one fixed binary tree.
 
-The same bits for every division of a step among ranks. It knows model, ranks and collectives, nothing else.
+The result has the same bits for every division of a step among ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Node = tuple[int, int]  # (start, size) of an aligned interval of micro-batches,
 
 
 def tree_nodes(start: int, stop: int) -> list[Node]:
-    """The fewest aligned intervals that cover [start, stop) from left to right."""
+    """Returns the fewest aligned intervals that cover [start, stop), from left to right."""
     nodes = []
     while start < stop:
         size = start & -start or 1 << stop.bit_length()
@@ -34,8 +34,9 @@ def tree_nodes(start: int, stop: int) -> list[Node]:
 
 
 def finish_tree(values: dict[Node, Tensor], start: int, size: int) -> Tensor | None:
-    """The sum of the fixed tree below the node (start, size) from the nodes that are known; None beyond the
-    last micro-batch.
+    """Returns the sum of the fixed tree below the node (start, size), computed from the known nodes.
+
+    Returns None beyond the last micro-batch.
     """
     known = values.get((start, size))
     if known is not None or size == 1:
@@ -48,15 +49,16 @@ def finish_tree(values: dict[Node, Tensor], start: int, size: int) -> Tensor | N
 
 
 class TreeSum:
-    """Adds up tensors that come in the order of their numbers as a binary counter does; what is left are the
-    sums of `tree_nodes`.
+    """Sums tensors that arrive in the order of their numbers, as a binary counter does.
+
+    The remaining nodes are the sums of `tree_nodes`.
     """
 
     def __init__(self) -> None:
         self.nodes: list[tuple[int, int, Tensor]] = []
 
     def add(self, number: int, value: Tensor) -> None:
-        """The next tensor; it may be overwritten."""
+        """Adds the next tensor, which may be overwritten."""
         nodes = self.nodes
         nodes.append((number, 1, value))
         while len(nodes) > 1 and nodes[-1][1] == nodes[-2][1] and nodes[-2][0] % (2 * nodes[-1][1]) == 0:
@@ -65,12 +67,11 @@ class TreeSum:
 
 
 class InvariantGradient:
-    """Float32 gradients combined over micro-batches in one fixed binary tree, whoever holds them: no world
-    size changes a bit.
+    """Combines float32 gradients over micro-batches in one fixed binary tree. No world size changes a bit.
 
-    Each rank sums its run of micro-batches as far as the tree allows, then finishes the tree for its chunk of
-    the parameters (all-to-all of the nodes, all-gather of the sums). Costs a few copies of the gradient in
-    memory; nothing overlaps with backward.
+    Each rank sums its run of micro-batches as far as the tree allows. It then finishes the tree for its chunk
+    of the parameters (all-to-all of the nodes, all-gather of the sums). This takes the memory of a few copies
+    of the gradient. Nothing overlaps with backward.
     """
 
     def __init__(self, model: nn.Module, seed: int, precision: str) -> None:
@@ -89,7 +90,7 @@ class InvariantGradient:
 
     def reduce(self, micros: Sequence[MicroBatch], num_micro: int, targets: int) -> int | None:
         """See `Gradient`."""
-        forget(self._parameters)  # what the last step left
+        forget(self._parameters)  # the gradient of the previous step
         loss: int | None = 0
         tree = TreeSum()
         for micro in micros:
@@ -124,8 +125,9 @@ class InvariantGradient:
         return fixed_point(float(loss.detach()))
 
     def _take_flat(self) -> Tensor:
-        """The gradient of the micro-batch as one float32 vector; the parameters have none afterwards. One
-        never used counts as zero.
+        """Returns the gradient of the micro-batch as one float32 vector and clears `.grad`.
+
+        A parameter that was not used counts as zero.
         """
         parts = [
             torch.zeros(p.numel(), device=p.device) if p.grad is None else p.grad.flatten().float()

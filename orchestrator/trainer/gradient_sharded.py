@@ -1,8 +1,7 @@
-"""Gradients of a sharded model: FSDP2 gathers weights and sums gradients block by block, over the shards and
-for HSDP over the replicas.
+"""Gradients of a sharded model: FSDP2 gathers weights and reduces gradients block by block.
 
-It knows model, ranks and collectives, nothing else. Its last bits depend on the layout, as those of DDP do on
-the world size.
+Gradients are summed over the shards, and with HSDP also over the replicas. The last bits depend on the
+layout, as those of DDP depend on the world size.
 """
 
 from __future__ import annotations
@@ -23,27 +22,30 @@ from orchestrator.trainer.model import loss_sum, seed_micro_batch
 from orchestrator.trainer.sharded_state import ShardedState
 from orchestrator.trainer.step_summary import fixed_point
 
-_BARE_ROWS = "mixed torch.Tensor and DTensor"  # torch's words for rows that are computed with as they lie
+# torch's error text when rows that were not gathered are used in a computation
+_BARE_ROWS = "mixed torch.Tensor and DTensor"
 
 
 class ShardedGradient:
-    """Every rank runs the same number of micro-batches, empty ones at the end, because each has collectives
-    of its own. After each backward a rank keeps the sum of its own rows alone, so that the whole gradient
-    never exists.
+    """Combines the gradients of a sharded model. A rank keeps the sum of only its own rows.
 
-    Gradients are summed, not averaged, because they are divided by the global number of targets before. A
-    parameter must be used in a micro-batch by all ranks or by none; one that none uses counts as zero.
+    Every rank runs the same number of micro-batches, because each micro-batch runs collectives. Empty
+    micro-batches fill up the end. The whole gradient never exists on a rank.
+
+    Gradients are summed, not averaged, because they are already divided by the global number of targets. In a
+    micro-batch, a parameter must be used by all ranks or by none. If none uses it, its gradient counts as
+    zero.
     """
 
     def __init__(self, state: ShardedState, seed: int, precision: str, by_document: bool = False) -> None:
         self._state, self._seed, self._by_document = state, seed, by_document
-        # weights and what goes into blocks FSDP2 casts by itself; beside it autocast, for what meets buffers
-        # of float32, or was computed in it, is no bfloat16 any more
+        # FSDP2 casts weights and block inputs by itself. Autocast is needed in addition, because values that
+        # are combined with float32 buffers, or computed in float32, are no longer bfloat16.
         self._precision = precision
         self._world_size = 1
 
     def enter(self, rank: int, world_size: int) -> None:
-        """See `Gradient`; the state's model is of this generation."""
+        """See `Gradient`. The state's model must belong to this generation."""
         del rank
         self._world_size = world_size
 
@@ -51,7 +53,7 @@ class ShardedGradient:
         """See `Gradient`: nothing is held."""
 
     def reduce(self, micros: Sequence[MicroBatch], num_micro: int, targets: int) -> int | None:
-        """See `Gradient`. What it leaves are the rows that this rank holds."""
+        """See `Gradient`. Afterwards `.grad` has only the rows that this rank holds."""
         state = self._state
         state.forget_gradients()
         empty = empty_micro_batch(state.items()[0].tensor.device, self._by_document)
@@ -63,7 +65,9 @@ class ShardedGradient:
         return loss
 
     def clip(self, max_norm: float | None) -> float:
-        """See `Gradient`. One sum over the shards of a replica, of which all have the same gradient."""
+        """See `Gradient`. The squares are summed over the shards of one replica, because all replicas have
+        the same gradient.
+        """
         gradients = self._state.own_gradients()
         square = torch.tensor(square_sum(gradients), dtype=torch.float64, device=gradients[0].device)
         with collective("the norm of the gradient"):

@@ -1,7 +1,7 @@
-"""One generation's process group: formed within its own time-out, checked to be the same group on every
-member, left without a trace.
+"""The process group of one generation: its formation, its consistency check and its destruction.
 
-Every failure of a collective becomes `GenerationEnded`, and nothing else does. It knows no model and no data.
+The group forms within its own timeout. Every member checks that it is in the same group. Every failure of a
+collective becomes `GenerationEnded`, and nothing else does.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _ADVICE = re.compile(r"\s*This is typically caused by .*", re.DOTALL)
 
 
 class GenerationEnded(Exception):
-    """This generation is over; the member goes back to the rendezvous with its state. The text says why.
-    Never leaves the loop.
+    """The generation is over, and the member returns to the rendezvous with its state. The text gives the
+    reason.
+
+    The exception never leaves the loop.
     """
 
 
 class LastSaveFailed(GenerationEnded):
-    """The run is over, or is to stop, and the save of its last state was given up."""
+    """The run is over or is to stop, and the save of its last state was given up."""
 
 
 @contextmanager
 def collective(what: str) -> Iterator[None]:
-    """Around collectives and their store, and around nothing else: a RuntimeError inside means that the
-    generation is over.
-    """
+    """Wraps collectives and their store, and nothing else: a RuntimeError becomes `GenerationEnded`."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -59,16 +59,19 @@ def collective(what: str) -> Iterator[None]:
 
 
 def ended_by(what: str, error: RuntimeError) -> GenerationEnded:
-    """What a collective's error means. Of gloo's text what it knows is kept: the peer, and what became of the
-    connection; not its source's line, nor its advice.
+    """Converts a collective's error to `GenerationEnded`.
+
+    Of gloo's text it keeps the peer and the state of the connection. It removes the source location and the
+    advice.
     """
     return GenerationEnded(f"{what}: {_ADVICE.sub('', _PLACE.sub('', str(error))).rstrip('. ')}")
 
 
 def raised_by_collective(error: BaseException) -> bool:
-    """Whether an error out of a pass through a model comes from a collective inside, as DDP and FSDP2 begin
-    them, and not from the model: by its class, or because its innermost frame lies in torch's code for
-    collectives, or in ours around gloo's.
+    """Whether a model's error comes from a collective that DDP or FSDP2 started in a pass.
+
+    It does if its class says so, or if its innermost frame is in torch's code for collectives or in our
+    wrapper around gloo's.
     """
     if isinstance(error, dist.DistError):
         return True
@@ -80,8 +83,9 @@ def raised_by_collective(error: BaseException) -> bool:
 
 
 class Group:
-    """The process groups of one generation. Control goes over gloo on the CPU; with a GPU, tensors there go
-    over NCCL.
+    """The process groups of one generation.
+
+    Control messages use gloo on the CPU. On a GPU, tensors use NCCL.
     """
 
     def __init__(self, view: GenerationView, limit_s: float) -> None:
@@ -102,11 +106,11 @@ class Group:
         limit_s: float,
         called_off: Callable[[], bool],
     ) -> Iterator[Group]:
-        """All members meet and `compare` within `limit_s`, else `GenerationEnded`; see `allow` for the time
-        after that, and `assemble` for `called_off`.
+        """Forms the group: all members must meet and `compare` within `limit_s`, else it raises
+        `GenerationEnded`.
 
-        On leaving, however it comes, the group is destroyed: the others' collectives fail, so that they leave
-        too.
+        See `allow` for the timeout after that, and `assemble` for `called_off`. When the block ends, for any
+        reason, the group is destroyed. The other members' collectives then fail, so that they leave too.
         """
         if device.type == "cuda":
             # a failed NCCL collective must raise here, not end the process
@@ -125,7 +129,7 @@ class Group:
                 dist.destroy_process_group()
 
     def _form(self, store: Store, device: torch.device) -> None:
-        """The default group is that of the model's tensors."""
+        """Creates the groups. The default group is that of the model's tensors."""
         limit = datetime.timedelta(seconds=self._limit_s)
         self._waits.register()
         with self._sockets.watched():
@@ -140,19 +144,22 @@ class Group:
                 self._control = dist.new_group(backend=BACKEND, timeout=limit)
 
     def call_off(self) -> None:
-        """The generation is over: what waits in gloo, here and at the peers, fails at once, sums of gradients
-        included, and what gloo forgets all the same (`interruptible`) within a second. From any thread.
+        """Ends the generation: operations that wait in gloo fail at once, here and at the peers. Any thread
+        can call it.
 
-        NCCL's collectives are left alone, and wait out their time.
+        This includes gradient reductions. Operations that gloo forgets nevertheless (`interruptible`) fail
+        within a second. NCCL's collectives are not interrupted and wait until their timeout.
         """
         self._sockets.shut()
         self._waits.cut()
 
     def compare(self, config_digest: str, num_shards: int, own: Sequence[int]) -> list[list[int]]:
-        """The first collective: every member must see the same launch, generation, members, parent, step,
-        configuration, and number of shards of the group's state (which `train.parallel: auto` leaves open).
+        """Runs the first collective, which checks that all members agree.
 
-        Returns what each rank brought as `own`. Raises `GenerationEnded` naming the rank and what differs.
+        Every member must see the same launch, generation, members, parent, step, configuration, and number of
+        shards of the group's state (which `train.parallel: auto` leaves open).
+
+        Returns what each rank passed as `own`. Raises `GenerationEnded` naming the rank and the difference.
         """
         view = self.view
         facts = {
@@ -175,18 +182,18 @@ class Group:
                         f"rank {rank} has another {name} ({found}) than rank {view.rank} ({value}); "
                         "members of one group must have the same"
                     )
-        self.allow(PHASE_LIMITS_S[LOAD])  # a peer may load the state from storage now
+        self.allow(PHASE_LIMITS_S[LOAD])  # a peer may load the state from storage next
         return [row[len(facts) :] for row in rows]
 
     def allow(self, seconds: float) -> None:
-        """From now on a collective may wait so long for a peer that says nothing. The same on every rank."""
+        """Sets how long a collective may wait for a silent peer. Must be the same on every rank."""
         if seconds != self._limit_s:
             self._limit_s = seconds
             for group in (None, *([self._control] if self._control else []), *self._of_mesh):
                 _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
     def gather(self, values: Sequence[int], what: str) -> list[list[int]]:
-        """The integers of every rank, by rank."""
+        """Returns the integers of every rank, by rank."""
         mine = torch.tensor(list(values), dtype=torch.int64)
         rows = [torch.empty_like(mine) for _ in range(self.view.world_size)]
         with collective(what):
@@ -194,7 +201,7 @@ class Group:
         return [[int(v) for v in row.tolist()] for row in rows]
 
     def sum(self, vector: Tensor, what: str) -> Tensor:
-        """`vector` (int64, on the CPU) summed over the ranks, in place."""
+        """Sums `vector` (int64, on the CPU) over the ranks, in place."""
         with collective(what):
             dist.all_reduce(vector, group=self._control)
         return vector
@@ -204,8 +211,10 @@ class Group:
         return _work(dist.isend(buffer, rank, group=self._control))
 
     def mesh(self, layout: Layout, device: torch.device) -> DeviceMesh:
-        """The ranks as a mesh of the dimension "shard", with "replicate" before it where there are several
-        replicas; every rank must call it. `allow` and `call_off` hold for its groups, too.
+        """Builds a mesh of the ranks with the dimension "shard".
+
+        With several replicas, the dimension "replicate" precedes it. Every rank must call it. `allow` and
+        `call_off` also apply to its groups.
         """
         shards, replicas = layout.num_shards, layout.num_replicas
         if replicas == 1:
@@ -231,16 +240,17 @@ class Group:
 def assemble(view: GenerationView, store: Store, limit_s: float, called_off: Callable[[], bool]) -> None:
     """Returns on every member once all have reached the store, at most `limit_s` seconds later.
 
-    gloo's own rendezvous cannot be woken: it would wait out its time for a member that died on the way. Here
-    rank 0 ends the wait for all as soon as `called_off()` (the coordinator has left that member out), and its
-    death ends the store and with it the wait. Raises `GenerationEnded`, or `RuntimeError` of the store.
+    gloo's own rendezvous cannot be interrupted: it would wait until its timeout for a member that died on the
+    way. Here rank 0 ends the wait for all members as soon as `called_off()` is true (the coordinator has
+    excluded that member). If rank 0 dies, its store ends and so does the wait. Raises `GenerationEnded`, or
+    the store's `RuntimeError`.
     """
     if store.add("present", 1) == view.world_size:
         store.compare_set(_VERDICT, "", _ALL_HERE.decode())
     deadline = time.monotonic() + limit_s
     while view.rank == 0 and not store.check([_VERDICT]):
         if called_off() or time.monotonic() > deadline:
-            store.compare_set(_VERDICT, "", _CALLED_OFF.decode())  # whichever came first holds for all
+            store.compare_set(_VERDICT, "", _CALLED_OFF.decode())  # the first verdict holds for all
         time.sleep(_ASK_AGAIN_S)
     store.wait([_VERDICT], datetime.timedelta(seconds=limit_s))
     if store.get(_VERDICT) != _ALL_HERE:

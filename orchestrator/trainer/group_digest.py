@@ -1,4 +1,4 @@
-"""What the weights of a group are, in one digest, however its state is divided."""
+"""Computes the digest of a group's weights, independent of how its state is divided."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from orchestrator.trainer.state import TrainState
 
 
 def group_digest(group: Group, state: TrainState) -> str | None:
-    """The digest of the weights; None on a rank that need not know it. Every rank calls it: of a sharded
-    state each adds its rows up. Raises `GenerationEnded` as a collective does.
+    """Returns the digest of the weights; None on a rank that does not need it.
+
+    Every rank must call it: of a sharded state each rank contributes the sum of its rows. Raises
+    `GenerationEnded` as a collective does.
     """
     rank = group.view.rank
     if state.sharded:

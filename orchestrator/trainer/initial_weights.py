@@ -1,8 +1,8 @@
-"""The initial weights of a model, read from `model.init_from` (exported weights, or a resume point of another
-run) or from `model.pretrained`, in a folder or a bucket.
+"""Loads a model's initial weights from `model.init_from` or `model.pretrained`, in a folder or a bucket.
 
-The architecture is the job's own; names and shapes must match exactly. A worker that holds some rows of each
-tensor reads those alone where the files allow it (`fill_rows`).
+`model.init_from` is exported weights or a resume point of another run. The architecture is the job's own, and
+names and shapes must match exactly. A worker that holds some rows of each tensor reads only those rows where
+the files allow it (`fill_rows`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ _Shapes = dict[str, tuple[int, ...]]
 
 # ---- names and shapes
 def wanted_by(config: ModelConfig, model: nn.Module) -> _Shapes:
-    """Names and shapes that `model`, which may be one of shapes alone, needs of `model.init_from`:
-    transformers' own where that reads the folder, else the model's.
+    """Returns the names and shapes that `model` needs from `model.init_from`. `model` may be on the meta
+    device.
+
+    They are transformers' names where transformers reads the folder, else the model's.
     """
     own = dict(own_tensors(dict(model.state_dict(keep_vars=True))))
     if config.factory is not None or is_point(str(config.init_from)):
@@ -56,13 +58,14 @@ def wanted_by(config: ModelConfig, model: nn.Module) -> _Shapes:
 
 
 def require_fit(config: ModelConfig, model: nn.Module) -> None:
-    """Raises `ConfigError` naming every tensor that `model.init_from` lacks, has beside the model's, or has
-    in another shape.
+    """Raises `ConfigError` naming every tensor of `model.init_from` that does not fit.
+
+    A tensor may be missing, in excess, or of another shape.
     """
     where = str(config.init_from)
     wanted, held = wanted_by(config, model), held_in(where)
     if config.factory is None and not is_point(where):
-        # what is tied may be there twice: with other values it would not be tied (`stored_ties`)
+        # Tied tensors may be stored twice. With different values they would not be tied (`stored_ties`).
         held = {name: shape for name, shape in held.items() if name in wanted or name not in _aliases(model)}
     problems = [f"  missing: {name} {_shape(wanted[name])}" for name in sorted(set(wanted) - set(held))]
     problems += [f"  unexpected: {name} {_shape(held[name])}" for name in sorted(set(held) - set(wanted))]
@@ -81,7 +84,7 @@ def require_fit(config: ModelConfig, model: nn.Module) -> None:
 
 
 def _aliases(model: nn.Module) -> set[str]:
-    """Names of tensors of the state that come after another name of the same tensor."""
+    """Names in the state that are later names of a tensor already named."""
     held = dict(model.state_dict(keep_vars=True))
     return set(held) - {name for name, _ in own_tensors(held)}
 
@@ -94,15 +97,16 @@ def _shape(shape: tuple[int, ...]) -> str:
 def fill(
     config: ModelConfig, model: nn.Module, settings: Any, attention: str | None, dtype: torch.dtype
 ) -> nn.Module:
-    """A model with the weights of `model.init_from` as `dtype` (rounded as torch does, where they have more
-    bits). `model` is one of this job; `settings` and `attention` are transformers'. Raises `ConfigError`, and
-    `ResumePointError` for a point whose files are damaged.
+    """Returns a model with the weights of `model.init_from` as `dtype` (rounded as torch does).
+
+    `model` is a model of this job. `settings` and `attention` are arguments for transformers. Raises
+    `ConfigError`, and `ResumePointError` for a point whose files are damaged.
     """
     require_fit(config, model)
     if is_point(str(config.init_from)):
         try:
             _fill_whole_from_point(model, str(config.init_from))
-        except DamagedPointError as error:  # no point of this run: nothing older can take its place
+        except DamagedPointError as error:  # not a point of this run: there is no older one to fall back to
             raise ResumePointError(f"model.init_from={config.init_from}: {error}") from error
     elif config.factory is not None:
         _fill_from_files(model, str(config.init_from))
@@ -142,13 +146,14 @@ def _fill_from_files(model: nn.Module, where: str) -> None:
 def open_model(
     config: ModelConfig, where: str, settings: Any, attention: str | None, dtype: torch.dtype
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model that transformers makes of `settings` and of the weights at `where`, which is the config's
-    `init_from`, else its `pretrained`, as `dtype`; and what transformers says of tensors that were missing,
-    unexpected or mismatched, by its own words for them.
+    """Loads a model with transformers from `settings` and the stored weights, as `dtype`.
 
-    From a bucket the rows are read straight into the model where its tensors are, each by itself, those of
-    the files (see `fill_rows`); else all tensors of the files take memory of their own while transformers
-    makes the model's of them. Raises what transformers raises, `ConfigError`, `StorageError`.
+    `where` is the config's `init_from`, else its `pretrained`. Also returns transformers' loading report: the
+    tensors that were missing, unexpected or mismatched, in transformers' own words.
+
+    From a bucket, rows are read directly into the model if its tensors match those of the files one to one
+    (see `fill_rows`). Otherwise all tensors of the files are held in memory while transformers converts them.
+    Raises what transformers raises, `ConfigError`, `StorageError`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -178,8 +183,9 @@ def open_model(
 
 
 def read_whole(stored: StoredTensor) -> Tensor:
-    """A tensor of a file, in memory of its own. Raises `ConfigError` for numbers of a type that is not known
-    here, and if the file ends before it does, `StorageError`.
+    """Reads a tensor of a file into new memory.
+
+    Raises `ConfigError` for an unknown dtype, or if the file ends before the tensor does, and `StorageError`.
     """
     name = f"{stored.storage.root}/{stored.path}"
     if not stored.dtype:
@@ -196,12 +202,14 @@ def read_whole(stored: StoredTensor) -> Tensor:
 
 # ---- rows
 def fill_rows(config: ModelConfig, model: nn.Module, items: Sequence[Item]) -> bool:
-    """Fills the items of the group MODEL with their rows of `model.init_from`, else of `model.pretrained`, in
-    the type of the items (rounded as torch does). `model` is the job's, of shapes alone.
+    """Fills the items of the group MODEL with their rows of `model.init_from`, else of `model.pretrained`.
 
-    False, and nothing is written, where the tensors there are not, each by itself, those of the model: other
-    names, several in one, quantized, or adapters. transformers must load them then, whole. Takes 8 MiB, or a
-    row, and of a point in another type one item more. Raises `ConfigError` as `fill`,
+    Values are converted to the type of the items (rounded as torch does). Of `model`, the job's
+    model, only names, shapes and dtypes are used.
+
+    Returns False, and writes nothing, if the stored tensors do not match the model's one to one: other names,
+    several in one, quantized, or adapters. transformers must then load them as a whole. Takes 8 MiB, or the
+    memory of a row; for a point in another type also the memory of one item. Raises `ConfigError` as `fill`,
     `ResumePointError`, `StorageError`.
     """
     if config.init_from is not None:
@@ -230,10 +238,10 @@ def _fill_rows_from_point(where: str, items: Sequence[Item]) -> None:
 
 
 def _stored_tensors(config: ModelConfig, model: nn.Module) -> dict[str, StoredTensor] | None:
-    """To each tensor of the model the one in the files that has its values; None: see `fill_rows`."""
+    """Maps each tensor of the model to the stored tensor with its values; None: see `fill_rows`."""
     where = str(config.init_from or config.pretrained)
     storage = open_storage(where)
-    if storage.exists(SINGLE) == storage.exists(INDEX):  # with both, or none, transformers chooses
+    if storage.exists(SINGLE) == storage.exists(INDEX):  # with both or neither, transformers chooses
         return None
     if storage.exists("adapter_config.json"):
         return None
@@ -245,7 +253,7 @@ def _stored_tensors(config: ModelConfig, model: nn.Module) -> dict[str, StoredTe
         return None
     stored = stored_tensors(where)
     aliases = set(model.state_dict()) - set(names.values())
-    if aliases & set(stored):  # tied here, and two tensors there: which counts, transformers knows
+    if aliases & set(stored):  # tied here but stored as two tensors; only transformers knows which one counts
         return None
     found: dict[str, StoredTensor] = {}
     for name, tensor in own.items():
@@ -280,7 +288,7 @@ def _read(stored: StoredTensor, item: Item) -> None:
 
 
 def _row_ranges(item: Item, itemsize: int) -> Iterator[range]:
-    """The rows that this member holds, so many at a time as fit into the buffer; at least one."""
+    """Yields the rows that this member holds in ranges that fit into the buffer; at least one row each."""
     num_rows = len(item.tensor) if item.whole.shape else 1
     row_bytes = max(1, item.whole.row_bytes // item.whole.itemsize * itemsize)
     step = max(1, BUFFER_BYTES // row_bytes)

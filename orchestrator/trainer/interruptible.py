@@ -1,9 +1,9 @@
-"""gloo whose waits the end of a generation cuts short, whatever gloo does.
+"""A gloo backend whose waits end when the generation ends.
 
-Where a connection breaks in the middle of a message, gloo forgets the operation whose message it was and
-wakes nobody: whoever waits does so until the operation's time-out (`Pair::signalException` passes over `rx_`,
-and over the unbound buffers in `tx_`; gloo in torch 2.13). A giver that dies while it sends a part of the
-state, or of a gradient, would cost the receiver minutes. This knows neither ranks nor members.
+If a connection breaks in the middle of a message, gloo forgets the operation that the message belongs to. It
+wakes no thread, and a waiting thread blocks until the operation's timeout (`Pair::signalException` skips
+`rx_` and the unbound buffers in `tx_`; gloo in torch 2.13). Without this backend, a peer that dies while it
+sends a part of the state or of a gradient would block the receiver for minutes.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-BACKEND = "interruptible"  # by which torch knows `InterruptibleGloo`
-GRACE_S = 1.0  # for gloo, to fail by itself when its connections were shut, and to say which it was
+BACKEND = "interruptible"  # torch's name for `InterruptibleGloo`
+GRACE_S = 1.0  # time for gloo to fail by itself after its connections were shut down, and to report which one
 _CPU, _GLOO = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
 
 
 class Interruptible:
-    """The waits of one generation."""
+    """The pending waits of one generation."""
 
     def __init__(self) -> None:
         self._cut: Future[None] = Future()
 
     def cut(self) -> None:
-        """Whatever waits, now or later, raises soon. From any thread, and again."""
+        """Makes all current and later waits raise soon. Can be called from any thread, and repeatedly."""
         with suppress(InvalidStateError):
             self._cut.set_result(None)
 
     def end_of(self, ended: Future[Any]) -> Any:
-        """What came of an operation in the end. Raises what it raised, and `RuntimeError` if it goes on for
-        longer than `GRACE_S` after `cut`.
+        """Waits for an operation and returns its result.
+
+        Raises what the operation raised, and `RuntimeError` if it still runs `GRACE_S` after `cut`.
         """
         wait((ended, self._cut), return_when=FIRST_COMPLETED)
         wait((ended,), timeout=GRACE_S)
@@ -47,8 +48,9 @@ class Interruptible:
         return ended.result()
 
     def register(self) -> None:
-        """The groups that torch makes from now on as those of `BACKEND` wait like this, those that it makes
-        of them (`dist.new_group`) included.
+        """Makes the groups that torch creates for `BACKEND` from now on use these waits.
+
+        This includes the groups that torch creates from them (`dist.new_group`).
         """
 
         def made(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> InterruptibleGloo:
@@ -58,9 +60,7 @@ class Interruptible:
 
 
 class InterruptibleGloo(dist.ProcessGroup):
-    """`gloo`, of whose operations none is waited for longer than `waits` says. What is not named below goes
-    to gloo itself.
-    """
+    """`gloo` with waits that `waits` can end. Operations that are not named below use gloo directly."""
 
     def __init__(self, waits: Interruptible, gloo: dist.ProcessGroupGloo) -> None:
         super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]  # torch's stub lacks this one
@@ -69,7 +69,7 @@ class InterruptibleGloo(dist.ProcessGroup):
         self._register_backend(_CPU, _GLOO, gloo)
 
     def begin(self, operation: str, *asked: Any) -> _Work:
-        """One of gloo's operations, which it calls by this name."""
+        """Starts the gloo operation with this name."""
         kind = _Lone if operation in {"send", "recv", "_reduce_scatter_base"} else _Work
         return kind(self._waits, self._gloo, getattr(self._gloo, operation)(*asked), asked)
 
@@ -109,8 +109,11 @@ class InterruptibleGloo(dist.ProcessGroup):
 
 
 class _Work(dist.Work):
-    """An operation of `gloo`. One that is cut short goes on until gloo gives it up, and a thread of its own
-    keeps alive what gloo still knows: the connections, whose end would wait for it, and the message's memory.
+    """An operation of `gloo`.
+
+    An operation that is cut short runs until gloo gives it up. Until then a separate thread keeps alive what
+    gloo still uses: the connections, whose destructor would block on the operation, and the memory of the
+    message.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class _Work(dist.Work):
         self._ended: Future[Any] | None = None
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """See torch; the operation has its group's time-out."""
+        """See torch. The timeout is that of the operation's group."""
         del timeout
         self._value()
         return True
@@ -158,21 +161,23 @@ class _Work(dist.Work):
 
 
 class _Lone(_Work):
-    """One that has no future, and for which one thread may wait."""
+    """An operation that has no future and that only one thread may wait for."""
 
     def _awaited(self) -> Future[Any]:
         return carried_out(self._work.wait)
 
 
 def heard(future: torch.futures.Future[Any]) -> Future[Any]:
-    """What gloo's own thread says at the end of an operation; a thread for each would cost 0.2 ms of CPU."""
+    """Returns a future that gloo's own thread completes. One thread per operation would cost 0.2 ms
+    of CPU.
+    """
     ended: Future[Any] = Future()
     future.add_done_callback(lambda done: _settle(done.value, ended))
     return ended
 
 
 def carried_out(work: Callable[[], Any]) -> Future[Any]:
-    """`work`, which waits for gloo, in a thread of its own; what it gives or raises."""
+    """Runs `work`, which waits for gloo, in a thread of its own. The future has its result or its error."""
     ended: Future[Any] = Future()
     threading.Thread(target=_settle, args=(work, ended), name="collective", daemon=True).start()
     return ended
@@ -181,5 +186,5 @@ def carried_out(work: Callable[[], Any]) -> Future[Any]:
 def _settle(work: Callable[[], Any], ended: Future[Any]) -> None:
     try:
         ended.set_result(work())
-    except BaseException as error:  # noqa: BLE001  whoever waits raises it
+    except BaseException as error:  # noqa: BLE001  the waiting thread raises it
         ended.set_exception(error)

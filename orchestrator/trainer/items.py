@@ -1,4 +1,4 @@
-"""The tensors of a training state, by group and name, and the rows of each that a member holds."""
+"""The tensors of a training state, by group and name, with the rows of each that a member holds."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ STEPS = "steps"  # the item that counts optimizer steps
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """Rows of a tensor of the state, as themselves: who writes to `tensor` changes the state. Tied weights
-    are one item. `tensor` has the rows from `first_row` on that this member holds of `whole`: all of them
-    under replicate.
+    """The rows of a state tensor that this member holds.
+
+    `tensor` is the state itself, not a copy: writing to it changes the state. It holds the rows of `whole`
+    from `first_row` on (all rows under replicate). Tied weights are one item.
     """
 
     whole: StateTensor
@@ -37,7 +38,7 @@ class Item:
 
 
 def whole_item(group: str, name: str, tensor: Tensor, *, sharded: bool) -> Item:
-    """The item of a tensor that is held whole; `sharded`: its rows are divided where there are shards."""
+    """Builds the item of a tensor that is held whole. `sharded`: its rows are divided if there are shards."""
     whole = StateTensor(
         group=group,
         name=name,
@@ -49,13 +50,13 @@ def whole_item(group: str, name: str, tensor: Tensor, *, sharded: bool) -> Item:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's values as bytes, in order; a copy only where it lies on a GPU."""
+    """Returns the tensor's values as bytes, in order. Copies them only if the tensor is on a GPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 def own_tensors(held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers by name; of tied ones only the first name, the others are aliases."""
+    """Yields parameters and persistent buffers by name. Of tied tensors only the first name is yielded."""
     seen: set[int] = set()
     for name, tensor in held.items():
         if id(tensor) not in seen:

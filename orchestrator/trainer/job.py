@@ -1,6 +1,6 @@
-"""What the loop is given and how it ends, as values that pickle.
+"""The inputs and the outcome of the training loop, as values that can be pickled.
 
-No behaviour; it imports neither torch nor the configuration's module when it is loaded.
+Importing this module imports neither torch nor the configuration module.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ DONE, STOPPED, LEFT = "done", "stopped", "left"  # reasons of an outcome
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainJob:
-    """What the loop needs of a job; equal on every member (`config_digest` proves it). `device` is `cpu`,
-    `cuda` or `cuda:N`.
+    """The job settings that the loop uses. They are equal on every member (`config_digest` proves it).
 
-    `forming_limit_s`: how long a group may take to form. `collective_limit_s`: how long a collective waits at
-    the least for a peer that says nothing; five times the last step if that is more, and
-    `phases.PHASE_LIMITS_S` where a peer may be loading or saving, and in the very first step.
-    `document_attention`: tokens attend to their own document alone.
-    `num_shards`: into how many parts the state is cut (`planning.state_layout.layout_of`); 1: replicate.
-    `until_tokens`: the launch stops after the step that reaches so many, whatever the budgets allow.
+    `device`: `cpu`, `cuda` or `cuda:N`.
+    `forming_limit_s`: how long a group may take to form.
+    `collective_limit_s`: the shortest time that a collective waits for a silent peer. The limit is five times
+    the last step if that is longer, and `phases.PHASE_LIMITS_S` in the very first step and where a peer may
+    be loading or saving.
+    `document_attention`: tokens attend only to their own document.
+    `num_shards`: the number of parts of the state (`planning.state_layout.layout_of`); 1: replicate.
+    `until_tokens`: the launch stops after the step that reaches this many tokens, even if the budgets allow
+    more.
     """
 
     model: ModelConfig
@@ -48,21 +50,23 @@ class TrainJob:
 
     @property
     def invariant(self) -> bool:
-        """Whether `train.numerics` means the fixed tree: `auto` is invariant on a CPU, fast on a GPU and
-        where the state is sharded.
+        """Whether the gradient is combined in the fixed tree (`train.numerics`).
+
+        `auto` is invariant on a CPU, and fast on a GPU or where the state is sharded.
         """
         auto = self.train.numerics == "auto" and self.num_shards == 1
         return not self.device.startswith("cuda") if auto else self.train.numerics == "invariant"
 
     def stops_at(self, cursor: Cursor) -> bool:
-        """Whether the place is reached at which the launch was to stop."""
+        """Whether the cursor has reached the place at which the launch is to stop."""
         return self.until_tokens is not None and cursor.consumed_tokens >= self.until_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How the loop ended for this member: `done`, `stopped` (both: the state `key` is committed) or `left`
-    (the run was over for it).
+    """How the loop ended for this member.
+
+    `done` and `stopped`: the state `key` is committed. `left`: the run was over for this member.
     """
 
     reason: str

@@ -1,7 +1,7 @@
-"""The keys of a `model.config` that no model would read. transformers keeps any key as an attribute, so that
-with a misspelt width a model of the default width would be trained.
+"""Finds keys of a `model.config` that no model reads.
 
-It knows how transformers declares and reads its configurations, and no type of model by name.
+transformers stores any key as an attribute. With a misspelt width, it would silently train a model of the
+default width.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from orchestrator.config.text import Path, Problem, dotted
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.text_config import inner_settings
 
-# What any model reads or any published configuration says, though not every class declares it.
+# Keys that any model reads or any published configuration contains, though not every class declares them.
 _OF_ALL = frozenset(
     {"gradient_checkpointing", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}
 )
-_READ_BY_ALL = frozenset({"initializer_range"})  # by a model of this configuration, not of one inside it
+_READ_BY_ALL = frozenset({"initializer_range"})  # by the model of a configuration, not of a nested one
 _DTYPES = ("dtype", "torch_dtype")
-# How the code of a configuration or a model names a key that the class does not declare.
+# Patterns by which the code of a configuration or a model reads a key that the class does not declare.
 _READS = re.compile(r'\bconfig\.(\w+)|config, "(\w+)"|\bkwargs\.(?:get|pop)\("(\w+)"')
 
 
 def require_known_keys(shape: Mapping[str, Any], settings: Any, dtype: str) -> None:
-    """Raises `ConfigError`, naming all of them, if `model.config`, `shape`, has keys that the transformers
-    configuration made of it, `settings`, does not know: its class neither has nor translates them, and its
-    model does not ask for them. A `dtype` that is not the type of the weights, `dtype`, is refused as well.
-    Keys inside configurations within it count, too.
+    """Raises `ConfigError` naming all keys of `model.config` that transformers does not know.
+
+    `shape` is `model.config`, and `settings` is the transformers configuration made from it. A key is unknown
+    if the class of `settings` neither declares nor translates it and its model does not read it. A `dtype`
+    key that differs from the type of the weights, `dtype`, is also refused. Keys of nested configurations are
+    checked, too.
     """
     lines = [
         f"  {dotted(problem.path)} {problem.text}"
@@ -66,7 +68,7 @@ def _problems(settings: Any, shape: Mapping[str, Any], path: Path) -> Iterator[P
 
 
 def _other_dtypes(settings: Any, shape: Mapping[str, Any], path: Path, dtype: str) -> Iterator[Problem]:
-    """`train.precision` decides the type of the weights: another one here would have no effect."""
+    """`train.precision` decides the type of the weights. Another type here would have no effect."""
     for key in _DTYPES:
         if shape.get(key) is not None and str(shape[key]) != dtype:
             yield Problem(
@@ -80,8 +82,9 @@ def _other_dtypes(settings: Any, shape: Mapping[str, Any], path: Path, dtype: st
 
 
 def _unknown(settings: Any, shape: Mapping[str, Any], inner: Mapping[str, Any]) -> list[str]:
-    """Those that the class has only put aside, as an attribute of the same name; what it has another name
-    for, or translates, it has not.
+    """Returns the keys that the class has only stored as an attribute of the same name.
+
+    Keys that it renames or translates are not among them.
     """
     kind = type(settings)
     aside = [k for k in shape if k in vars(settings) and not hasattr(kind, k) and k not in _OF_ALL]
@@ -93,13 +96,13 @@ def _unknown(settings: Any, shape: Mapping[str, Any], inner: Mapping[str, Any]) 
         return []
     try:
         without = kind(**{key: value for key, value in shape.items() if key not in aside})
-    except Exception:  # noqa: BLE001  what it cannot be made without it does read
+    except Exception:  # noqa: BLE001  if it cannot be built without these keys, it reads them
         return []
     return [key for key in aside if key not in vars(without) and key not in without.to_dict()]
 
 
 def _read_by_code(kind: type) -> set[str]:
-    """The keys that the modules of a configuration's class and of its models ask for."""
+    """The keys that the modules of a configuration's class and of its models read."""
     found = set(_READ_BY_ALL)
     beside = kind.__module__.replace("configuration_", "modeling_")
     with suppress(ModuleNotFoundError):

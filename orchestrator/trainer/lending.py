@@ -1,8 +1,10 @@
-"""Buffers that processes of one machine lend each other: who keeps a copy of a memory point for a rank beside
-it reads that where its owner has it, in shared memory, which outlives the owner while somebody has it open.
+"""Buffers in shared memory that processes of one machine lend each other.
 
-Nothing is copied when it is lent. Before an owner writes to a buffer again it sets the buffer's mark, which
-lies in shared memory too: a copy is there as long as the mark is what it was.
+A process that keeps a copy of a memory point for another rank on its machine reads that copy from its owner's
+shared memory. The memory outlives the owner while another process has it open.
+
+Lending copies nothing. Before an owner writes to a buffer again, it changes the buffer's mark, which is also
+in shared memory. A lent copy is valid as long as the mark is unchanged.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from orchestrator.parts.part_job import shared_path
 
 _TOKEN_BYTES = 16
 _MARK = struct.Struct("=Q")
-_PIECE = 64 << 20  # bytes of one read, during which the GIL is free
+_PIECE = 64 << 20  # bytes of one read; the GIL is released meanwhile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """Where the marks and the buffers of a process are opened by another of the same user and machine.
-    `token`: how the marks begin, so that another process's file of the same name is not taken for them.
+    """The paths under which another process opens the marks and buffers of a process.
+
+    Both processes have the same user and machine. `token` is the first bytes of the marks. It distinguishes
+    them from another process's file of the same name.
     """
 
     marks: str
@@ -36,7 +40,7 @@ class Offer:
 
 
 class Marks:
-    """The owner's side: a number for each of its buffers, in shared memory."""
+    """The owner's side: one number per buffer, in shared memory."""
 
     def __init__(self, buffers: Sequence[str]) -> None:
         self._handle = os.memfd_create("orchestrator-marks", os.MFD_CLOEXEC)
@@ -45,21 +49,25 @@ class Marks:
         self.offer = Offer(marks=shared_path(self._handle), buffers=tuple(buffers), token=token)
 
     def renew(self, number: int) -> int:
-        """To be called before the buffer is written to: what was lent of it is gone from here on, in whatever
-        process it is asked for. The new mark, which holds for what is written now.
+        """Changes the mark of a buffer and returns the new one. Must be called before the buffer is written
+        to.
+
+        From then on, copies that were lent from the buffer are invalid in every process. The new mark
+        identifies what is written next.
         """
         mark = _mark(self._handle, number) + 1
         os.pwrite(self._handle, _MARK.pack(mark), _place(number))
         return mark
 
     def close(self) -> None:
-        """What is lent stays with whoever has it."""
+        """Closes the marks. Processes that have them open can still use lent copies."""
         os.close(self._handle)
 
 
 class Lender:
-    """A process of this machine that lends its buffers. Raises `OSError` if they cannot be opened from here,
-    or are another process's.
+    """A process of this machine that lends its buffers.
+
+    Raises `OSError` if the buffers cannot be opened, or belong to another process.
     """
 
     def __init__(self, offer: Offer) -> None:
@@ -74,19 +82,20 @@ class Lender:
             raise
 
     def copy(self, number: int, mark: int, num_bytes: int) -> LentCopy:
-        """What lies in one of its buffers since that has this mark."""
+        """Returns the copy that one of its buffers holds under this mark."""
         marks, buffer = self._handles[0], self._handles[1 + number]
         return LentCopy(os.dup(marks), os.dup(buffer), number, mark, num_bytes)
 
     def close(self) -> None:
-        """Copies of it stay."""
+        """Closes the handles. Copies stay valid."""
         while self._handles:
             os.close(self._handles.pop())
 
 
 class LentCopy:
-    """A copy in another process's buffer, which is there until that process writes to the buffer, and after
-    its end, until `close`.
+    """A copy in another process's buffer.
+
+    It exists until that process writes to the buffer. If that process ends, the copy stays until `close`.
     """
 
     def __init__(self, marks: int, buffer: int, number: int, mark: int, num_bytes: int) -> None:
@@ -95,24 +104,25 @@ class LentCopy:
 
     @property
     def is_there(self) -> bool:
-        """Whether its owner has not begun to write over it."""
+        """Whether its owner has not begun to overwrite it."""
         return _mark(self._marks, self._number) == self._mark
 
     def taken(self) -> Tensor | None:
-        """Its bytes, flat uint8, in memory of this process; None if its owner has begun to write over it, at
-        the latest while it was read.
+        """Reads the copy into memory of this process, flat uint8.
+
+        Returns None if the owner has begun to overwrite it, even during the read.
         """
         data = torch.empty(self._num_bytes, dtype=torch.uint8)
         view, at = memoryview(data.numpy()), 0  # type: ignore[arg-type]
         while at < self._num_bytes:
             count = os.preadv(self._buffer, [view[at : at + _PIECE]], at)
             if count == 0:
-                return None  # nothing that ends so early was lent
+                return None  # the buffer is shorter than any lent copy
             at += count
         return data if self.is_there else None
 
     def close(self) -> None:
-        """Gives it back."""
+        """Closes its handles."""
         for handle in (self._marks, self._buffer):
             with suppress(OSError):
                 os.close(handle)

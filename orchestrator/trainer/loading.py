@@ -1,7 +1,7 @@
-"""Tensors of a state into a point's files and back: this rank's part, as the layout of its group divides the
-state, and the rows that it holds, from a point of any layout and any format.
+"""Converts the tensors of a state to a point's files and back.
 
-No collective, no pickle. It knows nothing of steps, votes or commits.
+A rank saves the part that its group's layout assigns to it. It loads the rows that it holds, from a point of
+any layout and any format. This module uses no collectives and no pickle.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from orchestrator.trainer.items import MODEL, Item, tensor_bytes
 
 
 class StateFiles(Protocol):
-    """Where points lie; `resume.committed.CommittedFiles` is one."""
+    """The storage of points, for example `resume.committed.CommittedFiles`."""
 
     @property
     def storage(self) -> Storage:
-        """The run's, from which points are read."""
+        """The run's storage, from which points are read."""
 
     @property
     def parts(self) -> Storage:
-        """Where this rank's parts are written: the run's storage, or a folder of this node."""
+        """The storage that this rank's parts are written to: the run's, or a folder of this node."""
 
     @property
     def placed(self) -> Placed | None:
-        """What follows a part that is written into a folder of this node."""
+        """The callback after a part is written to a folder of this node."""
 
     def manifest(self, point: str) -> Manifest:
-        """The tensors of a committed point, as its COMMIT has them. Raises `ResumePointError` if it is
-        damaged, `StorageError` if that cannot be determined.
+        """Returns the tensors of a committed point, as listed in its COMMIT.
+
+        Raises `ResumePointError` if the point is damaged, `StorageError` if that cannot be determined.
         """
 
 
 # ---------------------------------------------------------------------------------------------------- saving
 def saved_tensors(items: Iterable[Item]) -> tuple[SavedTensor, ...]:
-    """What rank 0's vote lists: the tensors of the whole state."""
+    """The tensors of the whole state, as listed in rank 0's vote."""
     return tuple(
         SavedTensor(
             group=item.group,
@@ -62,7 +63,7 @@ def saved_tensors(items: Iterable[Item]) -> tuple[SavedTensor, ...]:
 
 
 def rows_of(item: Item, rows: range) -> PartRows:
-    """Rows of the whole tensor that this member holds, as a part has them."""
+    """Returns rows of the whole tensor, which this member holds, in the form of a part."""
     tensor = item.tensor
     if item.whole.shape:
         tensor = tensor[rows.start - item.first_row : rows.stop - item.first_row]
@@ -71,15 +72,17 @@ def rows_of(item: Item, rows: range) -> PartRows:
 
 # ---------------------------------------------------------------------------------------------------- digests
 def digest_of(items: Iterable[Item]) -> str:
-    """The `weights_digest` that a point of this state has, whichever layout saves it. `items` hold every
-    tensor whole.
+    """Returns the `weights_digest` of a point of this state, independent of the layout that saves it.
+
+    `items` must hold every tensor whole.
     """
     return weights_sum(sum_of(item) for item in items if item.group == MODEL)
 
 
 def share_sum(items: Sequence[Item], layout: Layout, rank: int) -> int:
-    """The sum over the rows of the model that this rank would write: those of all ranks add up to that of the
-    whole model (`weights_sum`).
+    """Returns the sum over the model rows that this rank would write.
+
+    The sums of all ranks add up to the sum of the whole model (`weights_sum`).
     """
     written = written_rows([item.whole for item in items], layout, rank)
     shares = [rows_of(item, rows) for item, rows in zip(items, written, strict=True) if rows]
@@ -87,25 +90,26 @@ def share_sum(items: Sequence[Item], layout: Layout, rank: int) -> int:
 
 
 def sum_of(item: Item) -> int:
-    """The sum of the rows that this member holds of a tensor (`planning.weights_sum`)."""
+    """Returns the sum of the rows of a tensor that this member holds (`planning.weights_sum`)."""
     return part_sum(rows_of(item, _held(item)))
 
 
 # ---------------------------------------------------------------------------------------------------- loading
 def load(items: Sequence[Item], point: str, files: StateFiles) -> None:
-    """Fills `items` with their rows of a point, of any layout, every byte compared with its
-    digest; `TrainState.filled` must follow.
+    """Fills `items` with their rows of a point of any layout and verifies every byte against its digest.
 
-    Beside the state it takes the buffers of a `PointReader` (pinned where tensors lie on a GPU). Raises
-    `ResumePointError` naming the file that is damaged, or the tensors that this model has and the point does
-    not (or the other way round); then items may hold anything: the state is blank.
+    The caller must call `TrainState.filled` afterwards. Besides the state this takes the memory of a
+    `PointReader`'s buffers (pinned if tensors are on a GPU). Raises `ResumePointError` naming the damaged
+    file, or the tensors that only the model or only the point has. After an error the items may hold
+    anything, and the state is blank.
     """
     fill_items(point_reader(items, point, files), point, items)
 
 
 def point_reader(items: Sequence[Item], point: str, files: StateFiles) -> PointReader:
-    """Of a point whose tensors have the names and forms of `items`. Raises `ResumePointError` naming those
-    that do not.
+    """Opens a reader for a point whose tensors match the names and forms of `items`.
+
+    Raises `ResumePointError` naming the tensors that do not match.
     """
     manifest = files.manifest(point)
     _check_form(manifest, items)
@@ -114,7 +118,7 @@ def point_reader(items: Sequence[Item], point: str, files: StateFiles) -> PointR
 
 
 def fill_items(reader: PointReader, point: str, items: Sequence[Item]) -> None:
-    """As `load`, of tensors whose names and forms were compared with the point's before."""
+    """Like `load`, but without comparing names and forms, which the caller has done before."""
     try:
         reader.read(wanted_of(items))
     except PartDamage as error:
@@ -122,7 +126,7 @@ def fill_items(reader: PointReader, point: str, items: Sequence[Item]) -> None:
 
 
 def wanted_of(items: Sequence[Item]) -> dict[Name, Wanted]:
-    """The rows of items, with the items themselves as targets."""
+    """Returns the rows of items, with the items themselves as targets."""
     return {(item.group, item.name): Wanted(rows=_held(item), target=_target(item.tensor)) for item in items}
 
 
@@ -137,7 +141,7 @@ def _target(tensor: Tensor) -> Target:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The same memory as bytes."""
+    """Returns the same memory as bytes."""
     assert tensor.is_contiguous(), f"a tensor of shape {tuple(tensor.shape)} does not lie in one piece"
     return tensor.detach().view(-1).view(torch.uint8)
 
@@ -147,16 +151,16 @@ def _buffer(num_bytes: int, pinned: bool) -> memoryview:
 
 
 class _Device:
-    """See `Target`: bytes of a tensor that lies elsewhere."""
+    """See `Target`: bytes of a tensor on another device."""
 
     def __init__(self, flat: Tensor) -> None:
         self._flat = flat
 
     def view(self, start: int, num_bytes: int) -> memoryview | None:
-        """They cannot be read to."""
+        """Returns None: bytes cannot be read directly into this memory."""
 
     def write(self, start: int, data: memoryview) -> None:
-        """Copies them there, and waits for it: `data` may be overwritten."""
+        """Copies `data` to the device and waits for the copy, so that `data` can be overwritten."""
         self._flat[start : start + len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
 
@@ -180,5 +184,5 @@ def _check_form(manifest: Manifest, items: Sequence[Item]) -> None:
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """Torch's name of a tensor's type of numbers."""
+    """Torch's name of a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")

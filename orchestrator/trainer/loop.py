@@ -1,6 +1,6 @@
-"""The worker's main loop: join, form the group, agree on state, train until the generation ends, and again.
+"""The worker's training loop: join a group, agree on the state, train until the generation ends, repeat.
 
-It is written against `Membership`, `Feed` and `StateFiles` and knows neither Ray nor who answers them.
+It uses the interfaces `Membership`, `Feed` and `StateFiles`.
 """
 
 from __future__ import annotations
@@ -44,24 +44,31 @@ _log = logging.getLogger(__name__)
 def train(
     job: TrainJob, membership: Membership, feed: Feed, files: StateFiles, faults: Hook = no_fault
 ) -> Outcome:
-    """Trains until budget or data are exhausted, a stop is requested, or the run is over for this member.
+    """Trains until the budget or data end, a stop is requested, or the run is over for this member.
 
-    `faults(place, step, rank)` is called at `connecting`, `resharding`, `state_half_sent`,
-    `state_half_received`, `joined` with the label of the last step done, and at `step_begin`,
-    `gradient_done`, `summary_received`, `applied` with that of the step that is made there; of a save at
-    `staging_begun`, `staged`, `save_part_written`, in threads beside the loop, with the step that is saved;
-    at those of `MemoryPoints`. Raises `TrainingError` if a step is wrong; it was not applied on any rank.
-    Errors of feed, membership and storage pass through.
+    `faults(place, step, rank)` is called at these places:
+    - `connecting`, `resharding`, `state_half_sent`, `state_half_received` and `joined`, with the label of the
+      last finished step;
+    - `step_begin`, `gradient_done`, `summary_received` and `applied`, with the label of the current step;
+    - `staging_begun`, `staged` and `save_part_written`, in the threads of a save, with the step that is
+      saved;
+    - the places of `MemoryPoints`.
+
+    Raises `TrainingError` if a step is wrong; no rank has applied that step. Errors of feed, membership and
+    storage propagate.
     """
     return _Trainer(job, membership, feed, files, faults).run()
 
 
-class _StepRefused(Exception):  # noqa: N818  the loop's own word from a step to the end of the run
-    """All ranks know from the step's summary that it must not be applied."""
+class _StepRefused(Exception):  # noqa: N818  ends the run from within a step; never leaves the loop
+    """The step must not be applied. All ranks learn this from the step's summary."""
 
 
 class _Trainer:
-    """One member's life. `_prepared`: the step whose summary is awaited. `_records`: not acknowledged yet."""
+    """One member's training.
+
+    `_prepared` is the step whose summary is awaited. `_records` are not yet acknowledged.
+    """
 
     def __init__(
         self, job: TrainJob, membership: Membership, feed: Feed, files: StateFiles, faults: Hook
@@ -70,7 +77,7 @@ class _Trainer:
         self._files, self._faults = files, faults
         self._device = pick_device(job.device)
         set_determinism(job.invariant, self._device)
-        with paused_gc():  # the model's code comes with it
+        with paused_gc():  # constructing the model imports its code
             self._state, self._gradient = state_and_gradient(job, self._device)
         writer = PartWriter(files.parts, _log.warning, placed=files.placed)
         self._saver = Saver(membership, writer, self._device, faults)
@@ -83,8 +90,8 @@ class _Trainer:
         self._has_stepped = False
         self._all_warm = False  # every member of the group has done a step in its process
         self._end_of_data = False
-        self._num_busy = 0  # ranks that held a save when the last step was made
-        self._waited_s = 0.0  # for the batch
+        self._num_busy = 0  # ranks that were saving at the last step
+        self._waited_s = 0.0  # for the batch of the current step
         self._step_began = time.monotonic()
         self._triggers = SaveTriggers(
             every_steps=job.resume.every_steps,
@@ -93,9 +100,7 @@ class _Trainer:
         )
 
     def run(self) -> Outcome:
-        """See `train`. Where it raises, threads may be left that wait for storage; they end with the
-        process.
-        """
+        """See `train`. If it raises, threads that wait for storage may remain; they end with the process."""
         outcome = self._run()
         self._saver.close()
         self._memory.close()
@@ -105,7 +110,7 @@ class _Trainer:
         leaves: tuple[int, int] | None = None
         reason, unsaved = "start", False
         while True:
-            self._saver.writable()  # who joins has staged what it saves
+            self._saver.writable()  # a member that joins has staged what it saves
             self._saver.poll(self._state)
             self._membership.phase(STEP)
             state, prepared = self._state, self._prepared
@@ -202,13 +207,14 @@ class _Trainer:
                 raise GenerationEnded("a re-form at a step boundary was requested")
 
     def _writable(self) -> None:
-        """Returns when nothing copies the state any more."""
+        """Waits until no thread copies the state any more."""
         self._saver.writable()
         self._memory.writable()
 
     def _allow(self, group: Group) -> None:
-        """How long the next collectives may wait for a peer, and the others for this member if the generation
-        ends meanwhile.
+        """Sets how long the next collectives may wait for a peer.
+
+        It also sets how long the other members wait for this one if the generation ends meanwhile.
         """
         known = self._all_warm and self._records
         limit_s = step_limit_s(
@@ -217,12 +223,13 @@ class _Trainer:
             may_compile=self._job.train.compile != "none",
         )
         group.allow(limit_s)
-        # whoever is still computing finds gloo closed; NCCL may be entered, and waits out its time
+        # A rank that is still computing finds gloo closed. An NCCL collective can still be entered, and waits
+        # until its timeout.
         self._membership.step_limit(limit_s if self._device.type == "cpu" else 2 * limit_s)
 
     # -------------------------------------------------------------------------------- a step
     def _slice(self, view: GenerationView, step: StepRange) -> BatchSlice:
-        """This rank's samples of the step; those of the next are fetched meanwhile."""
+        """Returns this rank's samples of the step. The feed fetches those of the next step meanwhile."""
         micro = self._job.train.micro_batch_size
         self._faults("step_begin", self._label, view.rank)
         began = time.monotonic()
@@ -237,8 +244,9 @@ class _Trainer:
         return batch
 
     def _step(self, group: Group, batch: BatchSlice) -> int:
-        """Trains and applies the step; gives the summary's control. `TrainingError`: it must not be
-        applied.
+        """Trains and applies the step; returns the control flags of the summary.
+
+        Raises `_StepRefused` if the step must not be applied.
         """
         view, job, label = group.view, self._job, self._label
         loss, norm = self._reduce(view, batch)
@@ -247,7 +255,7 @@ class _Trainer:
         key = StateKey(attempt=view.attempt, generation=view.generation, step=label)
         contribution = self._contribution(view, batch, loss, norm)
         self._step_began = time.monotonic()
-        # from here on the step may be in the history although this rank never hears of it
+        # From here on the step may become part of the history even if this rank does not receive the summary.
         self._prepared = Prepared(key=key, cursor=batch.cursor, lr=lr, num_targets=batch.step_targets)
         summary = StepSummary.unpack(
             group.sum(contribution.pack(view.rank, view.world_size), f"the summary of step {label}")
@@ -286,7 +294,7 @@ class _Trainer:
     def _contribution(
         self, view: GenerationView, batch: BatchSlice, loss: int | None, norm: float
     ) -> RankContribution:
-        """What this rank adds to the summary of the step."""
+        """Builds what this rank adds to the summary of the step."""
         control, acknowledged = self._control(view, self._label)
         return RankContribution(
             loss=loss,
@@ -307,7 +315,7 @@ class _Trainer:
         )
 
     def _keep(self, view: GenerationView, new: StepRecord, acknowledged: int) -> None:
-        """Keeps a record until it is acknowledged; rank 0 reports it."""
+        """Keeps a record until it is acknowledged. Rank 0 reports it."""
         durable = StateKey(attempt=view.attempt, generation=view.generation, step=acknowledged)
         if acknowledged >= view.step:
             self._records = [record for record in self._records if record.key > durable]
@@ -321,14 +329,14 @@ class _Trainer:
         return self._state.key.step + 1
 
     def _control(self, view: GenerationView, label: int) -> tuple[int, int]:
-        """The control and the acknowledged step for the summary; only rank 0's are used."""
+        """Returns the control flags and the acknowledged step for the summary. Only rank 0's are used."""
         wanted = self._membership.control_requests(view)
         due = self._triggers.due(label, time.monotonic())
         control = asked_for(wanted, due=due, is_free=self._saver.is_free, num_busy=self._num_busy)
         return control, wanted.acknowledged_step
 
     def _note_digest(self, group: Group) -> None:
-        """Rank 0 says what the weights are, every so many steps."""
+        """Rank 0 reports the digest of the weights every `digest_every_steps` steps."""
         key, every = self._state.key, self._job.digest_every_steps
         if key is None or every is None or key.step % every:
             return
@@ -338,7 +346,7 @@ class _Trainer:
 
     # -------------------------------------------------------------------------------- saves
     def _save(self, view: GenerationView) -> None:
-        """Begins the save of the state as it is; what becomes of it does not concern training."""
+        """Starts a save of the current state. Training does not depend on its outcome."""
         key = self._state.key
         assert key is not None, "a blank member has nothing to save"
         self._triggers = self._triggers.begun(key.step, time.monotonic())
@@ -352,8 +360,10 @@ class _Trainer:
         return Outcome(reason=reason, key=key, cursor=self._state.cursor)
 
     def _end_of(self, group: Group, problem: str) -> TrainingError:
-        """The error that ends the run, once the state before the step that was refused is saved: all ranks
-        know of the problem from the same summary. Raises what `_save_last` raises, but for `UnsavedError`.
+        """Saves the state before the refused step and returns the error that ends the run.
+
+        All ranks know the problem from the same summary. Raises what `_save_last` raises, except
+        `UnsavedError`.
         """
         key, code = self._state.key, "training.step_refused"
         assert key is not None, "a member that trains holds a state"
@@ -366,11 +376,11 @@ class _Trainer:
         return TrainingError(f"{problem}. The state before it is saved as resume point {point}", code=code)
 
     def _save_last(self, group: Group) -> StateKey:
-        """Waits for the save at hand, saves the last state unless a point holds it, and returns its key when
-        that is committed.
+        """Saves the last state and returns its key once it is committed.
 
-        Raises `LastSaveFailed` if the save was given up: the members meet again and save under a new name;
-        `UnsavedError` if that has gone on for too long.
+        It waits for the current save first, and saves the state unless a point holds it. Raises
+        `LastSaveFailed` if the save was given up; the members then meet again and save under a new name.
+        Raises `UnsavedError` if this has continued for too long.
         """
         state, saver = self._state, self._saver
         assert state.key is not None, "a member that trains holds a state"

@@ -1,15 +1,15 @@
-"""Whether an error out of torch's collectives says that a peer is lost, or that the collectives themselves do
-not fit together, which another group of the same processes would meet again.
+"""Distinguishes two causes of an error from torch's collectives: a lost peer, or mismatched collectives.
 
-Pure: it reads what an error says.
+Another group of the same processes would fail again on mismatched collectives. The decision uses only the
+text of the error.
 """
 
 from __future__ import annotations
 
-# What gloo and NCCL say to tensors that they cannot take, and torch where it puts buffers together for them.
-# gloo itself ends the process (SIGABRT) where ranks bring different sizes: nothing is raised then.
+# Messages of gloo and NCCL for tensors that they cannot accept, and of torch when it assembles buffers for
+# them. If ranks pass different sizes, gloo aborts the process (SIGABRT) and raises nothing.
 _MISMATCHES = (
-    "processgroupgloo::",  # gloo looks at what it is given
+    "processgroupgloo::",  # gloo checks its arguments
     "ncclInvalidArgument",
     "ncclInvalidUsage",
     "Detected mismatch between collectives",
@@ -23,7 +23,7 @@ _MISMATCHES = (
     "output tensor size must be equal to",
     "input tensor must be the same",
 )
-# What is said where a connection breaks or nobody answers in time, whatever else stands beside it.
+# Messages about a broken connection or a timeout. They take precedence over all others.
 _LOST = (
     "closed by peer",
     "reset by peer",
@@ -40,8 +40,9 @@ _LOST = (
 
 
 def is_mismatch(error: BaseException) -> bool:
-    """Whether all members would meet this error again in the next group. What is in doubt counts as a lost
-    peer: that ends one group, and the failure budget the run.
+    """Whether all members would meet this error again in the next group.
+
+    In doubt the error counts as a lost peer: that ends one group, and the failure budget ends the run.
     """
     text = str(error).lower()
     return any(mark.lower() in text for mark in _MISMATCHES) and not any(mark in text for mark in _LOST)

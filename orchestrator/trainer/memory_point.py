@@ -1,8 +1,8 @@
-"""Memory points: every so many steps each rank copies its shard of the state in memory, in a thread, and has
-a neighbour keep another copy, so that a lost rank costs at most the steps since (membership rule 5).
+"""Memory points: frequent copies of each rank's shard in memory, with a second copy at a neighbour.
 
-It carries out what `MemorySlots` decides; which of the copies the next generation continues, the rendezvous
-knows.
+Every few steps each rank copies its shard in a thread, and a neighbour keeps another copy. A lost rank then
+costs at most the steps since the last memory point (membership rule 5). This module carries out the decisions
+of `MemorySlots`. The rendezvous decides which copies the next generation continues from.
 """
 
 from __future__ import annotations
@@ -35,18 +35,21 @@ _log = logging.getLogger(__name__)
 
 
 class MemoryPoints:
-    """One member's memory points, one after every `every_steps`-th step that finds the last one sealed (None:
-    none), and one as soon as a generation has agreed on its state.
+    """The memory points of one member.
 
-    They are an optional copy, so that nothing that fails here ends a generation that could train without: a
-    rank that has no room, no port or no link says so once (`say`) and has no memory point whole, which none
-    seals then. It tries again in the next generation. A link that breaks after a point of its generation was
-    sealed ends the generation, so that the next one has memory points again.
+    A memory point is made after every `every_steps`-th step, if the previous one is sealed then (None:
+    never), and as soon as a generation has agreed on its state.
 
-    Memory: four times the largest shard of the group, on the CPU; twice where the neighbour is on the same
-    node, which lends what is kept for it (`lending`). In a group of one none are made. Between
-    `begin` and the end of its copy the state must not be written to: `writable` waits for that. `faults` is
-    called in threads at `memory_staged` and `neighbour_half_sent`, and at `sealed`, with the step copied.
+    Memory points are optional copies. No failure here ends a generation that could train without them. A rank
+    without memory, port or link reports this once (`say`) and never has a whole memory point, so that none is
+    sealed. It tries again in the next generation. A link that breaks after a point was sealed in its
+    generation ends the generation, so that the next one has memory points again.
+
+    Memory: four times the largest shard of the group, on the CPU. It is twice that shard if the neighbour is
+    on the same node, because the neighbour then lends its buffers (`lending`). A group of one makes no memory
+    points. Between `begin` and the end of its copy the state must not be written to; `writable` waits for
+    that. `faults` is called in threads at `memory_staged` and `neighbour_half_sent`, and at `sealed`, with
+    the copied step.
     """
 
     def __init__(
@@ -57,19 +60,19 @@ class MemoryPoints:
         say: Callable[[str], None] = _log.warning,
     ) -> None:
         self._every, self._device, self._faults, self._say = every_steps, device, faults, say
-        self._said = ""  # why there are none, as it was said last
+        self._said = ""  # the reason that was last reported
         self._own: tuple[StagingBuffer, ...] = ()
         self._marks: Marks | None = None
         if every_steps is not None:
             self._try(self._open)
         self._has_sealed = False  # in this generation
-        self._num_unlinked = 0  # steps in a row that were applied after the link had failed
-        # what is kept for a neighbour, in memory of this process or lent
+        self._num_unlinked = 0  # consecutive steps that were applied after the link had failed
+        # copies kept for a neighbour, in memory of this process or lent
         self._kept: list[Tensor | LentCopy] = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._lock = threading.Lock()
         self._slots = MemorySlots()  # under the lock
         self._tensors: Sequence[StateTensor] = ()
-        self._listener: socket.socket | None = None  # made with the first generation
+        self._listener: socket.socket | None = None  # created with the first generation
         self._address: Address | None = None
         self._view: GenerationView | None = None
         self._store: Store | None = None
@@ -78,7 +81,7 @@ class MemoryPoints:
 
     # ------------------------------------------------------------------------------ for the rendezvous
     def holdings(self) -> tuple[HeldShard, ...]:
-        """All copies that are whole, own and kept ones; to be asked between generations."""
+        """Returns all whole copies, own and kept. To be called between generations."""
         with self._lock:
             for number, kept in enumerate(self._kept):
                 if isinstance(kept, LentCopy) and not kept.is_there:
@@ -86,9 +89,10 @@ class MemoryPoints:
             return self._slots.holdings
 
     def copy_of(self, key: StateKey, shard: int) -> list[Tensor]:
-        """See `state_sync.Copies`. What was lent is this member's own from here on. Raises `GenerationEnded`
-        if its owner has begun to write over it since `holdings` was asked, as a rank does that was in a group
-        whose others fell out while it formed.
+        """See `state_sync.Copies`. A lent copy becomes this member's own.
+
+        Raises `GenerationEnded` if the owner has begun to overwrite it since `holdings` was called. An owner
+        does that if it was in a group whose other members dropped out while it formed.
         """
         with self._lock:
             source, number = self._slots.place_of(key, shard)
@@ -119,8 +123,10 @@ class MemoryPoints:
     # ------------------------------------------------------------------------------ a generation
     @contextmanager
     def within(self, view: GenerationView, store: Store) -> Iterator[None]:
-        """Around a generation, from before its members agree on their state: this rank says in the group's
-        store where it listens. When it is left, half copies end where they are, and whole ones stay.
+        """Wraps a generation, from before its members agree on their state.
+
+        This rank publishes its address in the group's store. When the block ends, incomplete copies stop
+        where they are, and whole ones stay.
         """
         self._view, self._store = view, store
         if self._every is not None and view.nodes:
@@ -133,7 +139,9 @@ class MemoryPoints:
             self._leave()
 
     def enter(self, state: TrainState) -> None:
-        """The group has agreed on its state: links to the neighbours and begins the first memory point."""
+        """Links to the neighbours and starts the first memory point. Called once the group has agreed on its
+        state.
+        """
         view, store = self._view, self._store
         assert view is not None, "a generation is entered within it"
         assert store is not None, "a generation is entered within it"
@@ -145,7 +153,7 @@ class MemoryPoints:
             return
         with collective("looking for the neighbour"):
             found = store.get(f"memory/{keeper[view.rank]}").decode()
-        if not found:  # it has said why
+        if not found:  # the neighbour has reported the reason
             return
         self._tensors = [item.whole for item in state.items()]
         beside = view.nodes[keeper[view.rank]] == view.nodes[view.rank]
@@ -155,14 +163,14 @@ class MemoryPoints:
 
     # ------------------------------------------------------------------------------ what may fail
     def _try(self, act: Callable[[], object]) -> None:
-        """What does not succeed leaves this rank without memory points, and is said."""
+        """Runs `act`. If it fails, this rank has no memory points, and the failure is reported."""
         try:
             act()
         except (OSError, RuntimeError, MemoryError, StorageError) as error:  # of the system, threads, torch
             self._go_without(f"{type(error).__name__}: {error}")
 
     def _go_without(self, reason: str) -> None:
-        """Said once for a reason."""
+        """Reports a reason once."""
         if reason != self._said:
             self._said = reason
             self._say(
@@ -202,13 +210,13 @@ class MemoryPoints:
 
     def _leave(self) -> None:
         if self._staging is not None:
-            self._staging.done.exception()  # waits: the slot is the machine's again
+            self._staging.done.exception()  # waits: afterwards the slot belongs to the machine again
         if self._link is not None:
             self._link.close()
         self._link = self._view = self._store = self._staging = self._address = None
 
     def close(self) -> None:
-        """Gives all memory back."""
+        """Releases all memory."""
         self._leave()
         if self._listener is not None:
             self._listener.close()
@@ -221,19 +229,20 @@ class MemoryPoints:
 
     # ------------------------------------------------------------------------------ steps
     def writable(self) -> None:
-        """Returns when the state may be written to: nothing copies it any more."""
+        """Waits until the state may be written to: no thread copies it any more."""
         if self._staging is not None:
             self._staging.wait()
 
     @property
     def is_whole(self) -> bool:
-        """What this rank says in the step's summary."""
+        """The value that this rank reports in the step's summary."""
         with self._lock:
             return self._slots.is_whole
 
     def applied(self, state: TrainState, sealed: bool) -> None:
-        """A step was applied. `sealed`: its summary said that every rank has the memory point whole. Begins
-        the next one where it is due, and none where copies do not get through (`check`).
+        """Handles an applied step. `sealed`: by its summary, every rank has the whole memory point.
+
+        Starts the next memory point if it is due, and none if copies do not get through (`check`).
         """
         link, view = self._link, self._view
         if link is None or view is None:
@@ -247,7 +256,7 @@ class MemoryPoints:
             self._fault("sealed", key)
         if link.failure:
             self._num_unlinked += 1
-            # once may be the end of the generation, of which this rank has not heard
+            # a single failure can be the end of the generation, which this rank may not know yet
             if self._num_unlinked > 1:
                 self._go_without(link.failure)
             return
@@ -263,11 +272,14 @@ class MemoryPoints:
             self._begin(state)
 
     def check(self) -> None:
-        """Raises `GenerationEnded` if the copies do not get through any more, which they did in this
-        generation: the next one may have memory points again. Where they never did it would not.
+        """Raises `GenerationEnded` if copies got through in this generation and no longer do.
 
-        To be asked when a step begins: what the summary of the one before asked for comes first, and after a
-        re-form at a step boundary some ranks have closed their links while others still apply that step.
+        The next generation may have memory points again. If copies never got through, a new generation would
+        not help.
+
+        To be called when a step begins, for two reasons. Requests in the summary of the previous step come
+        first. After a re-form at a step boundary, some ranks have closed their links while others still apply
+        that step.
         """
         if self._has_sealed and self._link is not None and self._link.failure:
             raise GenerationEnded(f"memory points do not reach their neighbours: {self._link.failure}")
@@ -311,7 +323,9 @@ class MemoryPoints:
             self._link.send(header, memoryview(buffer.memory.numpy())[: header.num_bytes])  # type: ignore[arg-type]
 
     def room(self, header: CopyHeader) -> memoryview:
-        """See `neighbour.Receiver`: the old copy is off the list before its first byte is overwritten."""
+        """See `neighbour.Receiver`: the old copy is removed from the list before its first byte is
+        overwritten.
+        """
         number = self._arriving(header)
         kept = self._kept[number]
         if isinstance(kept, LentCopy) or kept.numel() < header.num_bytes:
@@ -347,7 +361,7 @@ class MemoryPoints:
 
 
 def _listening() -> socket.socket:
-    """A port of this machine, under all its addresses."""
+    """Listens on a free port of this machine, on all its addresses."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", 0), family=family, backlog=16, dualstack_ipv6=both)

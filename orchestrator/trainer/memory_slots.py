@@ -1,7 +1,7 @@
-"""Which buffer a memory point is copied to, when it counts as held, and when a buffer may be used again: a
-pure machine, one on each rank (membership rule 5).
+"""The state machine for the buffers of memory points, one on each rank (membership rule 5).
 
-It knows buffers by number, and neither tensors nor sockets.
+It decides which buffer a memory point is copied to, when a copy counts as held, and when a buffer may be
+reused. It identifies buffers by number.
 """
 
 from __future__ import annotations
@@ -14,42 +14,45 @@ from orchestrator.records.steps import StateKey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """A buffer: the copy that it holds, or that is on its way into it (`whole` is False then)."""
+    """A buffer and its copy. `whole` is False while the copy is still being written."""
 
     copy: HeldShard | None = None
     whole: bool = False
 
     @property
     def age(self) -> tuple[bool, StateKey | None]:
-        """By which the oldest whole copy comes after all that are not whole, and before the others."""
+        """Sort key: buffers without a whole copy first, then whole copies from oldest to newest."""
         return self.whole, self.copy.key if self.whole and self.copy is not None else None
 
     def holds(self, key: StateKey) -> bool:
-        """Whether all of the copy of `key` is there."""
+        """Whether it holds the whole copy of `key`."""
         return self.whole and self.copy is not None and self.copy.key == key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemorySlots:
     """One member's buffers: two for copies of its own shard, two for those that it keeps for a neighbour.
+
     With fewer, a loss while a buffer is written leaves no complete state (tests/elastic/memory_point_model.py
     tries every order of copies, summaries, steps and losses).
 
     `keep` is the newest memory point that is known to be whole on every rank, or that was complete among the
-    members when the generation was formed: no buffer that holds it is ever chosen. `making` is the one under
-    way, which every rank of the generation began after the same step; the next is begun when it is sealed.
+    members when the generation was formed. A buffer that holds it is never chosen. `making` is the memory
+    point in progress, which every rank of the generation began after the same step. The next one begins when
+    it is sealed.
     """
 
     own: tuple[Slot, ...] = (Slot(), Slot())
     kept: tuple[Slot, ...] = (Slot(), Slot())
     keep: StateKey | None = None
     making: StateKey | None = None
-    has_neighbour: bool = False  # somebody's copies are kept here
+    has_neighbour: bool = False  # this member keeps copies for another rank
 
     # ---- a generation
     def entered(self, keep: StateKey | None, has_neighbour: bool) -> MemorySlots:
-        """A new generation was formed; nothing is written to any buffer. `keep` is its view's. Half copies
-        are nobody's any more; whole ones can be given until they are overwritten.
+        """Enters a new generation, while nothing is written to any buffer. `keep` is its view's.
+
+        Incomplete copies are dropped. Whole ones can be given until they are overwritten.
         """
         return replace(
             self,
@@ -63,11 +66,14 @@ class MemorySlots:
     # ---- the own shard
     @property
     def is_free(self) -> bool:
-        """Whether a memory point may begin; the same on every rank after each step."""
+        """Whether a memory point may begin. The same on every rank after each step."""
         return self.making is None
 
     def begun(self, copy: HeldShard) -> tuple[MemorySlots, int]:
-        """The own shard is about to be copied; the number of its buffer, which is off the list from here."""
+        """Begins a copy of the own shard; returns the number of its buffer.
+
+        The buffer is no longer on the list.
+        """
         assert self.making is None, f"{copy.key} begins while {self.making} is not sealed"
         number = self.choose(self.own, self.keep)
         return replace(self, own=_put(self.own, number, Slot(copy=copy)), making=copy.key), number
@@ -79,50 +85,53 @@ class MemorySlots:
 
     # ---- the neighbour's
     def arriving(self, copy: HeldShard, keep: StateKey | None) -> tuple[MemorySlots, int]:
-        """A neighbour's copy begins to come; the number of its buffer. `keep` is what the sender knows to be
-        whole: it may have heard a summary that this rank has not, never the other way round, for no rank
-        seals what this one has not received.
+        """A neighbour's copy begins to arrive; returns the number of its buffer.
+
+        `keep` is what the sender knows to be whole. The sender may have received a summary that this rank has
+        not. The reverse cannot happen, because no rank seals a point that this rank has not received.
         """
         number = self.choose(self.kept, keep)
         return replace(self, kept=_put(self.kept, number, Slot(copy=copy))), number
 
     def arrived(self, key: StateKey) -> MemorySlots:
-        """All of it has come, and its digest is the sender's."""
+        """The whole copy has arrived, and its digest equals the sender's."""
         return replace(self, kept=_ended(self.kept, key))
 
     def overwritten(self, number: int) -> MemorySlots:
-        """What was kept there was lent, and its owner has begun to write over it."""
+        """The copy in this buffer was lent, and its owner has begun to overwrite it."""
         return replace(self, kept=_put(self.kept, number, Slot()))
 
     # ---- all ranks
     @property
     def is_whole(self) -> bool:
-        """What this rank says in a step's summary: the memory point under way is whole here, the copy of the
-        neighbour's shard included.
+        """The value that this rank reports in a step's summary.
+
+        True if the memory point in progress is whole here, including the copy of the neighbour's shard.
         """
         if self.making is None or not any(slot.holds(self.making) for slot in self.own):
             return False
         return not self.has_neighbour or any(slot.holds(self.making) for slot in self.kept)
 
     def sealed(self) -> MemorySlots:
-        """A step's summary said that every rank has the memory point whole."""
+        """A step's summary reported that every rank has the whole memory point."""
         assert self.is_whole, f"{self.making} was sealed, and is not whole here: {self}"
         return replace(self, keep=self.making, making=None)
 
     @property
     def holdings(self) -> tuple[HeldShard, ...]:
-        """All that can be given."""
+        """All copies that can be given."""
         return tuple(slot.copy for slot in (*self.own, *self.kept) if slot.copy is not None and slot.whole)
 
     def choose(self, slots: tuple[Slot, ...], keep: StateKey | None) -> int:
-        """The buffer for the next copy: of those without `keep` one that holds nothing whole, else the one
-        with the oldest copy.
+        """Chooses the buffer for the next copy, among those that do not hold `keep`.
+
+        Prefers a buffer without a whole copy, else takes the one with the oldest copy.
         """
         free = [n for n, slot in enumerate(slots) if keep is None or not slot.holds(keep)]
         return min(free, key=lambda n: slots[n].age)
 
     def place_of(self, key: StateKey, shard: int) -> tuple[Source, int]:
-        """Where a shard that is on the list lies: the own buffers first, and the buffer's number."""
+        """Returns where a listed shard is: the source, own buffers first, and the buffer's number."""
         for source, slots in ((Source.STAGED, self.own), (Source.NEIGHBOUR, self.kept)):
             for number, slot in enumerate(slots):
                 if slot.holds(key) and slot.copy is not None and slot.copy.shard == shard:

@@ -1,7 +1,7 @@
-"""A forward pass without weights: tensors on torch's meta device, small integers as real values.
+"""A forward pass without weights: tensors on torch's meta device, small integer tensors with real values.
 
-Positions, masks and ids are computed for real, so that indices beyond a table are found although the table
-has no values. It knows no configuration and no model.
+Positions, masks and ids are computed for real. Indices beyond the end of a table are thus found although the
+table has no values.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class BeyondTableError(Exception):
 
 
 class UnknownValueError(Exception):
-    """The forward pass needs a value that is not computed here."""
+    """The forward pass needs a value that is not computed."""
 
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Within the block, operations with a meta tensor run on the meta device, also if other arguments are CPU
-    tensors; operations on CPU tensors alone run for real if what they return is small.
+    """Runs operations with meta tensors on the meta device, also if other arguments are CPU tensors.
 
-    Raises `BeyondTableError` if a known index is beyond what it selects from, and in most cases
-    `UnknownValueError` where a value is needed that is not known. Leaves torch's generator as it was.
+    Operations on CPU tensors alone run for real if their result is small. Raises `BeyondTableError` if a
+    known index is beyond what it selects from. In most cases it raises `UnknownValueError` where an unknown
+    value is needed. Leaves torch's generator as it was.
     """
     with torch.random.fork_rng(devices=[]), _WithoutWeights():  # type: ignore[no-untyped-call]
         yield
@@ -62,13 +62,13 @@ class _WithoutWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function(*args, **named)
 
     def _if_small(self, function: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
-        """What the operation returns for real, or on the meta device if that is large."""
+        """Runs the operation for real, or on the meta device if its result is large."""
         if _needs_values(function) or _writes(function):
             return function(*args, **named)
         on_meta = _on_meta(named) | ({"device": _META} if "device" in named or not _tensors(args) else {})
         try:
             shapes = function(*_on_meta(args), **on_meta)
-        except (NotImplementedError, TypeError):  # it has no form for the meta device, or takes no device
+        except (NotImplementedError, TypeError):  # no meta form, or no device argument
             return function(*args, **named)
         if sum(each.numel() for each in _tensors(shapes)) > MAX_KNOWN:
             return shapes
@@ -76,8 +76,9 @@ class _WithoutWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _grouped(function: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
-    """The operation on meta tensors. torch's products of groups take bfloat16 alone there, other types on a
-    CPU.
+    """Runs the operation on meta tensors.
+
+    torch's grouped matrix products accept only bfloat16 on the meta device, but other types on a CPU.
     """
     if function._schema.name != "aten::_grouped_mm" or args[0].dtype != args[1].dtype:
         return function(*args, **named)
@@ -85,7 +86,7 @@ def _grouped(function: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
     return function(one.bfloat16(), other.bfloat16(), *rest, **named).to(one.dtype)
 
 
-# What positions and masks are made from
+# operations that make positions and masks
 _COUNTING = {"aten::arange", "aten::ones", "aten::full"}
 _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
@@ -136,7 +137,7 @@ def _rows(table: Tensor, index: Any, *_: Any) -> _Selected:
 
 
 def _at(table: Tensor, indices: Sequence[Any], *_: Any) -> _Selected:
-    """Those of `table[i, j, …]`; a mask takes as many dimensions as it has."""
+    """Yields the dimensions that `table[i, j, …]` indexes. A mask takes as many dimensions as it has."""
     dim = 0
     for index in indices:
         if dim < table.ndim:

@@ -1,8 +1,6 @@
-"""The model of a job, its loss, and the random numbers that both use: the same bits in every process that
-asks.
+"""A job's model, its loss, and the random numbers that both use.
 
-It knows the configuration and torch, of ranks only which GPU is theirs, and of storage only that a pretrained
-model may lie in a bucket; nothing of steps or data.
+Every process gets the same bits.
 """
 
 from __future__ import annotations
@@ -31,15 +29,15 @@ from orchestrator.trainer.transformers_model import naming_model, transformers_s
 if TYPE_CHECKING:
     from orchestrator.config.train_sections import ModelConfig
 
-NO_LOSS = -100  # the label of a position that is no target
+NO_LOSS = -100  # the label of a position without a target
 _NAMED = 10
 
 
 def pick_device(device: str) -> torch.device:
-    """`cpu`, or for `cuda` the GPU of this process (LOCAL_RANK where torchrun set it); a numbered one
-    (`cuda:1`) is taken as it is.
+    """Returns `cpu`, or for `cuda` the GPU of this process (LOCAL_RANK if torchrun set it).
 
-    Raises `ConfigError` if a GPU is asked for and there is none, `ResourceError` as `own_gpu` does.
+    A numbered GPU (`cuda:1`) is used as it is. Raises `ConfigError` if a GPU is requested and there is none,
+    and `ResourceError` as `own_gpu` does.
     """
     wanted = torch.device(device)
     if wanted.type != "cuda":
@@ -57,8 +55,9 @@ def pick_device(device: str) -> torch.device:
 
 
 def own_gpu(local_rank: int, num_gpus: int) -> int:
-    """Which of the `num_gpus` that torch sees here is that of the rank `local_rank` on this machine: no two
-    ranks share one. Raises `ResourceError` if there are too few.
+    """Returns the GPU of the rank `local_rank` on this machine, of the `num_gpus` that torch sees.
+
+    No two ranks share a GPU. Raises `ResourceError` if there are too few.
     """
     if local_rank >= num_gpus:
         raise ResourceError(
@@ -72,13 +71,14 @@ def own_gpu(local_rank: int, num_gpus: int) -> int:
 def build_model(
     config: ModelConfig, precision: str, seed: int, device: torch.device, invariant: bool
 ) -> nn.Module:
-    """The model with first weights of its own (not those of `model.init_from`, see `first_model`), in
-    training mode, on `device`: a pure function of (`config`, `seed`) and of the weights' type, which is
-    float32 for every `precision` but `pure_bf16`.
+    """Builds the model with its own initial weights, in training mode, on `device`.
+
+    The weights of `model.init_from` are not read (see `first_model`). The result is a pure function of
+    (`config`, `seed`) and of the weights' type, which is float32 for every `precision` except `pure_bf16`.
 
     Weights are drawn on the CPU, so that they are the same on every kind of device. A transformers model is
-    called without a cache. Raises `ConfigError` if the factory or the pretrained folder does not give a
-    model, if the folder lacks tensors of it, and if no resume point can hold what the factory returned.
+    called without a cache. Raises `ConfigError` if the factory or the pretrained folder does not yield a
+    model, if the folder lacks some of its tensors, or if no resume point can hold the factory's model.
     """
     torch.manual_seed(seed)
     dtype = weights_dtype(precision)
@@ -94,17 +94,19 @@ def build_model(
 
 
 def bare_model(config: ModelConfig, precision: str, seed: int, device: torch.device) -> nn.Module:
-    """`build_model` without reading the weights of `model.pretrained`: they are drawn instead."""
+    """`build_model` with drawn weights instead of those of `model.pretrained`, which are not read."""
     if config.pretrained is not None:
-        config = config.model_copy(update={"init_from": config.pretrained})  # whose reader overwrites them
+        # the reader of `init_from` overwrites the drawn weights
+        config = config.model_copy(update={"init_from": config.pretrained})
     return build_model(config, precision, seed, device, invariant=False)
 
 
 def first_model(
     config: ModelConfig, precision: str, seed: int, device: torch.device, invariant: bool
 ) -> nn.Module:
-    """`build_model` with the weights of `model.init_from`, where that is given. Raises `ConfigError`, naming
-    every tensor that does not fit.
+    """`build_model` with the weights of `model.init_from`, if that is set.
+
+    Raises `ConfigError` naming every tensor that does not fit.
     """
     if config.init_from is None:
         return build_model(config, precision, seed, device, invariant)
@@ -118,18 +120,19 @@ def first_model(
 
 
 def weights_dtype(precision: str) -> torch.dtype:
-    """Of the weights, and so of their gradients and moments, under a `train.precision`."""
+    """The dtype of the weights, their gradients and moments under a `train.precision`."""
     return torch.bfloat16 if precision == "pure_bf16" else torch.float32
 
 
 def find_factory(config: ModelConfig) -> Callable[..., Any]:
-    """The function of `model.factory`. Raises `ConfigError` if it is not there, or does not take
-    `model.factory_args`.
+    """Imports the function of `model.factory`.
+
+    Raises `ConfigError` if it does not exist, or does not accept `model.factory_args`.
     """
     module, _, name = str(config.factory).partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
-        with suppress(ValueError):  # some that are written in C do not say their arguments
+        with suppress(ValueError):  # some functions written in C have no signature
             inspect.signature(function).bind(**config.factory_args)
     except (ImportError, AttributeError, TypeError) as error:
         raise _not_callable(config, error) from error
@@ -137,7 +140,7 @@ def find_factory(config: ModelConfig) -> Callable[..., Any]:
 
 
 def made_by_factory(config: ModelConfig, model: object) -> nn.Module:
-    """What the factory returned. Raises `ConfigError` if that is no module."""
+    """Returns the factory's model. Raises `ConfigError` if it is not a module."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model.factory={config.factory} returned {type(model).__name__}; "
@@ -156,11 +159,10 @@ def _from_factory(config: ModelConfig) -> nn.Module:
 
 
 def cast_state(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the parameters and persistent buffers that are real floating-point numbers, in place; what is
-    tied stays tied.
+    """Casts real floating-point parameters and persistent buffers in place. Tied tensors stay tied.
 
-    Complex tensors keep their type, which `Module.to` would make real, and so do buffers outside the state
-    (`persistent=False`): tables such as rotary frequencies are computed in more bits than weights have.
+    Complex tensors keep their type, which `Module.to` would make real. Buffers outside the state
+    (`persistent=False`) also keep theirs: tables such as rotary frequencies need more bits than weights.
     """
     modules = list(model.modules())
     for parameter in model.parameters():
@@ -172,7 +174,7 @@ def cast_state(model: nn.Module, dtype: torch.dtype) -> None:
         is_state = name not in module._non_persistent_buffers_set
         if is_state and buffer.is_floating_point() and buffer.dtype != dtype:
             cast.setdefault(id(buffer), buffer.to(dtype))
-    for module, name, buffer in buffers:  # one that is shared is replaced under all its names
+    for module, name, buffer in buffers:  # a shared buffer is replaced under all its names
         module._buffers[name] = cast.get(id(buffer), buffer)
 
 
@@ -180,7 +182,7 @@ def train_padding_rows(model: nn.Module) -> None:
     """Clears `padding_idx` of every embedding, which would keep the gradient of that row at zero.
 
     In a sample any id can be a real token. Positions that the packer pads have no target and come last, so
-    that they bring no gradient of the cross-entropy to the row.
+    that the cross-entropy gives their row no gradient.
     """
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -188,7 +190,7 @@ def train_padding_rows(model: nn.Module) -> None:
 
 
 def _moved(model: nn.Module, to: torch.device) -> nn.Module:
-    """The same model there; what is tied stays tied."""
+    """Moves the model to a device. Tied tensors stay tied."""
     with shared_buffers_kept(model):
         return model.to(to)
 
@@ -210,12 +212,12 @@ def _from_transformers(
     with naming_model(config):
         if config.pretrained is not None and config.init_from is None:
             model, info = open_model(config, config.pretrained, settings, attention, dtype)
-            missing = info.get("missing_keys", ())  # what is tied to others is not among them
+            missing = info.get("missing_keys", ())  # tied tensors are not among them
         else:
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 settings, dtype=dtype, attn_implementation=attention
             )
-    if config.init_from is not None:  # what the files will make of it
+    if config.init_from is not None:  # as the files will define it
         keep_in_float32(model, dtype)
         follow_files(config, model)
     if missing:
@@ -242,15 +244,16 @@ def loss_sum(
     document_ids: Tensor | None = None,
     is_padding: Tensor | None = None,
 ) -> Tensor:
-    """The training loss (nats) summed over the targets of `labels` (samples, seq_len), computed in float32; 0
-    where there is no target. It is the cross-entropy, and where the model returns a router's balancing loss,
-    that loss times the model's coefficient and the number of targets (see `router_loss`).
+    """The training loss (nats) summed over the targets of `labels` (samples, seq_len), computed in float32.
 
-    `model(input_ids)` gives logits (samples, seq_len, vocabulary), or an object that has them as `.logits`;
-    with `document_ids`, each token sees its own document alone (`document_attention`). Labels are already
-    shifted. `is_padding` (samples, seq_len), None if no position is, counts for the router's loss only. Under
-    `bf16` the forward pass runs in autocast: products in bfloat16, of weights that stay float32 and whose
-    gradients are float32; the cross-entropy is computed outside of it.
+    It is 0 if there is no target. It is the cross-entropy. If the model returns a router's balancing loss,
+    that loss times the model's coefficient and the number of targets is added (see `router_loss`).
+
+    `model(input_ids)` returns logits (samples, seq_len, vocabulary), or an object that has them as `.logits`.
+    With `document_ids`, each token attends only to its own document (`document_attention`). Labels are
+    already shifted. `is_padding` (samples, seq_len), None if no position is padding, affects only the
+    router's loss. Under `bf16` the forward pass runs in autocast: products are computed in bfloat16, while
+    weights and their gradients stay float32. The cross-entropy is computed outside of autocast.
     """
     kind = input_ids.device.type
     with torch.autocast(kind, torch.bfloat16) if precision == "bf16" else nullcontext():
@@ -263,25 +266,25 @@ def loss_sum(
     )
     balancing = balancing_loss(model, output)
     num_targets = 0 if balancing is None else int((targets != NO_LOSS).sum())
-    if balancing is None or not num_targets:  # of padding alone the balancing loss is 0/0
+    if balancing is None or not num_targets:  # for padding alone the balancing loss is 0/0
         return loss
     return loss + num_targets * balancing.float()
 
 
 def seed_micro_batch(seed: int, first_sample: int) -> None:
-    """Set torch's random numbers (dropout) for the micro-batch whose first sample has this index in the run.
+    """Seeds torch's random numbers (dropout) for a micro-batch, given the run's index of its first sample.
 
-    So they depend neither on ranks nor on what ran before: no state of a generator has to be saved. The
-    `rng.json` of every point states this rule.
+    The numbers depend neither on ranks nor on earlier computation, so that no generator state has to be
+    saved. The `rng.json` of every point states this rule.
     """
     torch.manual_seed(int.from_bytes(blake3(f"{seed}:{first_sample}".encode()).digest()[:8], "little") >> 1)
 
 
 def set_determinism(invariant: bool, device: torch.device) -> None:
-    """Under invariant numerics: one thread for a CPU's sums (another number is another order of additions),
-    deterministic kernels on a GPU.
+    """Under invariant numerics, sets one thread for CPU sums and deterministic kernels on a GPU.
 
-    It holds for the whole process. Different kinds of processors may still give different bits.
+    Another number of CPU threads is another order of additions. The setting applies to the whole process.
+    Different kinds of processors may still produce different bits.
     """
     if not invariant:
         return

@@ -1,8 +1,8 @@
-"""Copies of memory points over sockets of their own: to the rank that keeps this one's, from the rank whose
-copies are kept here. One link for each generation, two threads. Where both are on one machine nothing is sent
-but where the copy lies: it is lent (`lending`).
+"""Sends copies of memory points between neighbours, over their own sockets.
 
-It knows bytes and headers; which buffer a copy goes to, and what a failure means, its owner knows.
+A link sends this rank's copies to its keeper, and receives the copies that are kept here for another rank.
+There is one link per generation, with two threads. If both ranks are on one machine, only the location of the
+copy is sent: the copy is lent (`lending`).
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from orchestrator.trainer.lending import Lender, LentCopy, Offer
 
 _log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("!I")
-_BORROWS, _RECEIVES = b"b", b"r"  # what a keeper answers to an offer
+_BORROWS, _RECEIVES = b"b", b"r"  # a keeper's reply to an offer
 _TOKEN_BYTES, _DIGEST_BYTES = 16, 16
-_PIECE = 4 << 20  # bytes of one send or receive, during which the GIL is free
-CONNECT_LIMIT_S = 60.0  # how long a neighbour is tried to be reached
-_TRY_S = 5.0  # each try
-_LOOK_S = 0.2  # how often a thread that waits for a connection looks whether the link is closed
+_PIECE = 4 << 20  # bytes of one send or receive; the GIL is released meanwhile
+CONNECT_LIMIT_S = 60.0  # total time to connect to a neighbour
+_TRY_S = 5.0  # timeout of each attempt
+_LOOK_S = 0.2  # interval in which a thread that waits for a connection checks whether the link is closed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyHeader:
-    """What goes before the bytes of a copy. `keep`: the memory point that the sender knows to be whole on
-    every rank; the receiver may not have heard of it yet, and must not overwrite it. `buffer` and `mark` say
-    where a copy lies that is lent; no bytes come after it then.
+    """The header that precedes the bytes of a copy.
+
+    `keep` is the memory point that the sender knows to be whole on every rank. The receiver may not know this
+    yet, and must not overwrite it. `buffer` and `mark` locate a copy that is lent; no bytes follow then.
     """
 
     copy: HeldShard
@@ -53,42 +54,44 @@ class CopyHeader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Where a rank listens, and what whoever connects says first: a stranger does not know it."""
+    """The address that a rank listens on, and the token that a peer must send first."""
 
     host: str
     port: int
     token: str
 
     def to_json(self) -> str:
-        """For the group's store."""
+        """Encodes the address for the group's store."""
         return json.dumps(encode(self))
 
     @classmethod
     def from_json(cls, text: str) -> Address:
-        """What `to_json` gave."""
+        """Decodes the output of `to_json`."""
         return decode(cls, json.loads(text))
 
 
 class Receiver(Protocol):
-    """What a link does with what comes; called in its thread."""
+    """Handles the copies that a link receives. Called in the link's thread."""
 
     def room(self, header: CopyHeader) -> memoryview:
-        """Memory for the bytes of a copy, which is nobody's from now on."""
+        """Returns memory for the bytes of a copy. Its old contents are given up."""
 
     def arrived(self, header: CopyHeader) -> None:
-        """All bytes are there, and their digest is the sender's."""
+        """All bytes have arrived, and their digest equals the sender's."""
 
     def lent(self, header: CopyHeader, copy: LentCopy) -> None:
-        """The copy lies in its owner's buffer, whole; it is the receiver's to close."""
+        """The whole copy is in its owner's buffer. The receiver must close it."""
 
 
 class NeighbourLink:
-    """Sends this rank's copies to `keeper` and receives those of one other, until `close`. `failure` says
-    what went wrong: after it nothing arrives any more. `offer`: where a keeper on this machine finds the
-    buffers that the copies lie in (None: it is on another). A keeper that cannot open them is sent the bytes.
+    """Sends this rank's copies to `keeper` and receives those of one other rank, until `close`.
 
-    Each copy that is sent is followed by the xxh3_128 of its bytes, which both sides compute: a check against
-    accidents.
+    After a failure nothing arrives any more; `failure` has the reason. `offer` describes the buffers that the
+    copies are in, for a keeper on this machine (None: it is on another). If the keeper cannot open them, the
+    bytes are sent.
+
+    Each sent copy is followed by the xxh3_128 digest of its bytes. Both sides compute it, to detect
+    accidental corruption.
     """
 
     def __init__(
@@ -115,25 +118,23 @@ class NeighbourLink:
                 thread = threading.Thread(target=self._guarded, args=(name, target), daemon=True, name=name)
                 thread.start()
                 self._threads.append(thread)
-        except RuntimeError:  # the machine lets this process have no more threads
+        except RuntimeError:  # this process may start no more threads
             self.close()
             raise
 
     def send(self, header: CopyHeader, data: memoryview) -> None:
-        """Hands a copy to the sending thread; `data` stays as it is until the next copy was sent, or
-        `close`.
-        """
+        """Queues a copy for sending. `data` must not change until the next copy was sent, or `close`."""
         self._jobs.put((header, data))
 
     def close(self) -> None:
-        """Ends both threads, wherever they are. Afterwards nothing is read or written by them."""
+        """Ends both threads, at any point. Afterwards they read and write nothing."""
         with self._lock:
             self._closed.set()
             sockets = list(self._sockets)
         self._jobs.put(None)
         for each in sockets:
             with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # wakes a thread that blocks in it
+                each.shutdown(socket.SHUT_RDWR)  # wakes a thread that blocks on the socket
         for thread in self._threads:
             thread.join()
         for each in sockets:
@@ -143,13 +144,13 @@ class NeighbourLink:
     def _guarded(self, name: str, run: Callable[[], None]) -> None:
         try:
             run()
-        except Exception as error:  # noqa: BLE001  the owner hears of it in `failure`
+        except Exception as error:  # noqa: BLE001  the owner reads it in `failure`
             if not self._closed.is_set():
                 self.failure = self.failure or f"{name}: {type(error).__name__}: {error}"
             with self._lock:
                 for each in self._sockets:
                     with suppress(OSError):
-                        each.shutdown(socket.SHUT_RDWR)  # the neighbours hear of it, too
+                        each.shutdown(socket.SHUT_RDWR)  # the neighbours detect it, too
 
     def _opened(self, made: socket.socket) -> socket.socket:
         with self._lock:
@@ -226,8 +227,9 @@ class NeighbourLink:
         self._receiver.arrived(header)
 
     def _accepted(self) -> socket.socket:
-        """The neighbour's connection; one that does not know the token, as of an older generation, is
-        closed.
+        """Accepts the neighbour's connection.
+
+        Connections without the token, such as those of an older generation, are closed.
         """
         token = bytes.fromhex(self._own.token)
         while True:
@@ -238,7 +240,7 @@ class NeighbourLink:
                 if self._closed.is_set():
                     raise
                 continue
-            self._opened(came).settimeout(CONNECT_LIMIT_S)  # `close` wakes the reading
+            self._opened(came).settimeout(CONNECT_LIMIT_S)  # `close` wakes a blocked read
             with suppress(OSError):
                 if secrets.compare_digest(_read(came, _TOKEN_BYTES), token):
                     came.settimeout(None)
@@ -249,12 +251,15 @@ class NeighbourLink:
 
 
 def new_token() -> str:
-    """A token for one generation of one rank."""
+    """Creates a token for one generation of one rank."""
     return secrets.token_hex(_TOKEN_BYTES)
 
 
 def _lender(offer: Offer) -> Lender | None:
-    """None: its buffers cannot be opened here, as from another container of the machine."""
+    """Opens the buffers of `offer`.
+
+    None if that fails, for example from another container of the machine.
+    """
     try:
         return Lender(offer)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The state and the gradient of a job, by who is to hold the state and by its numerics."""
+"""Builds a job's state and gradient, according to its sharding and numerics."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from orchestrator.trainer.state import TrainState
 
 
 def state_and_gradient(job: TrainJob, device: torch.device) -> tuple[TrainState, Gradient]:
-    """Both of one member, before its first generation. Raises `ConfigError` where the model cannot be built,
-    or cannot attend within documents as the job asks.
+    """Builds both for one member, before its first generation.
+
+    Raises `ConfigError` if the model cannot be built, or cannot attend within documents although the job
+    requires it.
     """
     seed, precision, by_document = job.train.seed, job.train.precision, job.document_attention
     if job.num_shards != 1:

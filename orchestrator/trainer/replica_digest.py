@@ -1,15 +1,17 @@
 """Digests of the rows that a rank holds together with other ranks, for comparing replicas at each save.
 
 Under `replicate` and HSDP several ranks hold the same rows, and only one of them writes each row to a point.
-A bit that flipped in the memory of another rank would stay unnoticed. So each rank sums its rows while it
-copies its part of the save, and sends the digest with its vote; `resume.points.differing_replicas` compares.
+A bit that flipped in the memory of another rank would stay unnoticed. Each rank therefore sums its rows while
+it copies its part of the save, and sends the digest with its vote. `resume.points.differing_replicas`
+compares the digests.
 
     rows of a tensor     |---- 64 KiB ----|---- 64 KiB ----|-- rest --|
     sums (int64, mod 2^64)       s0               s1            s2
     digest               blake3 over the sums of all tensors, in the order of the state's items
 
-A sum of integers changes with every single flipped bit and does not depend on the order of its addition, so
-a GPU and a CPU agree. It reads each byte once: 6 GB/s on one CPU core, and at memory speed on a GPU.
+A sum of integers changes with every single flipped bit and does not depend on the order of addition. A GPU
+and a CPU thus compute the same sum. Each byte is read once: 6 GB/s on one CPU core, and memory speed on a
+GPU.
 """
 
 from __future__ import annotations
@@ -31,20 +33,24 @@ _WORD_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedRows:
-    """The tensors that other ranks hold, too: `of_shard` by the ranks with the same shard, `of_all` by every
-    rank. Either is empty where no other rank holds them.
+    """The tensors that other ranks hold, too.
+
+    `of_shard` are held by the ranks with the same shard, `of_all` by every rank. Either is empty if no other
+    rank holds them.
     """
 
     of_shard: tuple[Tensor, ...]
     of_all: tuple[Tensor, ...]
 
     def sums(self) -> tuple[Tensor, Tensor]:
-        """The block sums of both, int64 on the tensors' device. Work is queued on the current stream."""
+        """Returns the block sums of both, int64 on the tensors' device. Work is queued on the
+        current stream.
+        """
         return block_sums(self.of_shard), block_sums(self.of_all)
 
 
 def shared_rows(items: Sequence[Item], layout: Layout) -> SharedRows:
-    """The rows of `items`, as one rank holds them, of which other ranks of `layout` hold a copy."""
+    """Returns the rows of `items`, as one rank holds them, that other ranks of `layout` also hold."""
     replicated = layout.num_replicas > 1
     return SharedRows(
         of_shard=tuple(item.tensor for item in items if item.whole.sharded and replicated),
@@ -53,8 +59,10 @@ def shared_rows(items: Sequence[Item], layout: Layout) -> SharedRows:
 
 
 def block_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """The sums modulo 2^64 of blocks of `BLOCK_BYTES` bytes of each tensor, read as little-endian words of 8
-    bytes, and of the bytes after the last whole block. Shape (num_sums,), int64; empty for no tensors.
+    """Sums each block of `BLOCK_BYTES` bytes of each tensor, and the bytes after the last whole block.
+
+    Blocks are read as little-endian words of 8 bytes and summed modulo 2^64. Shape (num_sums,), int64; empty
+    for no tensors.
     """
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
@@ -74,7 +82,7 @@ def _sums_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def replica_digests(sums: tuple[Tensor, Tensor]) -> ReplicaDigests:
-    """The digests of `SharedRows.sums`, which are copied to the CPU."""
+    """Computes the digests of `SharedRows.sums`, which are copied to the CPU."""
     of_shard, of_all = (
         blake3(each.cpu().numpy().tobytes()).hexdigest(length=16) if each.numel() else "" for each in sums
     )

@@ -1,7 +1,6 @@
-"""The state of a group moved into the tensors of the next: every rank gives what it holds of the old shards
-and gets the rows of its new one.
+"""Resharding: moves the state of one group into the tensors of the next.
 
-It knows bytes and ranks; not which state it is, where a giver has its shard from, or what a failure means.
+Every rank sends what it holds of the old shards and receives the rows of its new shard.
 """
 
 from __future__ import annotations
@@ -20,37 +19,40 @@ from orchestrator.planning.state_moves import Move, Transfer, moves, transfers
 MESSAGE_BYTES = 32 << 20
 _DIGEST_BYTES = 16
 
-# The bytes of each tensor of an old shard, in the order of the tensors: those that `held_rows` says.
+# Returns the bytes of each tensor of an old shard, in the order of the tensors: the rows of `held_rows`.
 OldShard = Callable[[int], Sequence[Tensor]]
 
 
 class Pending(Protocol):
-    """A message on its way."""
+    """A message that is being sent or received."""
 
     def wait(self) -> object:
-        """Returns when its buffer may be used again."""
+        """Waits until its buffer may be used again."""
 
 
 class Peers(Protocol):
-    """Messages between the ranks of a group. Those of one rank to another arrive in their order; a message is
-    taken with the size with which it was given.
+    """Messages between the ranks of a group.
+
+    Messages from one rank to another arrive in order. The receiver must use the size that the sender used.
     """
 
     def give(self, buffer: Tensor, rank: int) -> Pending:
         """Sends `buffer` (uint8, on the CPU) to `rank`."""
 
     def take(self, buffer: Tensor, rank: int) -> Pending:
-        """Receives a message of `rank` into `buffer`."""
+        """Receives a message from `rank` into `buffer`."""
 
 
 class DigestError(Exception):
-    """What came is not what was sent."""
+    """The received bytes differ from the sent ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parcel:
-    """What one rank gives to another, `peer` of this one: `moves` from or to `tensors`, the bytes of each
-    tensor here. Both sides have the same moves.
+    """The data that one rank sends to another, with `peer` as the other side.
+
+    `moves` read from or write to `tensors`, the bytes of each tensor on this rank. Both sides have the same
+    moves.
     """
 
     peer: int
@@ -65,12 +67,15 @@ def exchange(
     taken: Iterable[Parcel],
     half: Callable[[bool], None] = lambda gives: None,
 ) -> int:
-    """Gives and takes these parcels, in their order, one message each way at a time; the bytes that were
-    taken. `half(gives)` is called when half of a parcel was given, or taken.
+    """Sends and receives these parcels; returns the number of bytes received.
 
-    In messages of at most 32 MiB, so that it needs 64 MiB. Where all call it in rounds, in round d rank r to
-    give to rank r + d and to take from rank r - d, nobody waits for ever: whoever is in the earliest round
-    and message has partners that have been there. Raises as `Resharding.carry_out`.
+    Parcels are exchanged in order, one message in each direction at a time. `half(gives)` is called when half
+    of a parcel was sent (True) or received (False). Messages have at most 32 MiB, so that the exchange takes
+    64 MiB.
+
+    If all ranks call it in rounds, where in round d rank r sends to rank r + d and receives from rank r - d,
+    there is no deadlock: a rank in the earliest round and message has partners that have reached it. Raises
+    as `Resharding.carry_out`.
     """
     received = 0
 
@@ -92,8 +97,10 @@ def exchange(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resharding:
-    """One rank's part in moving a state into `layout`. `holders[s]` are the ranks that have shard s of the
-    old state, the same list on every rank. `half` as in `exchange`.
+    """One rank's part in moving a state into `layout`.
+
+    `holders[s]` are the ranks that have shard s of the old state. The list is the same on every rank. `half`
+    as in `exchange`.
     """
 
     tensors: Sequence[StateTensor]
@@ -103,12 +110,14 @@ class Resharding:
     half: Callable[[bool], None] = lambda gives: None
 
     def carry_out(self, peers: Peers, old: OldShard, new: Sequence[Tensor]) -> int:
-        """Writes this rank's shard of the state into `new`, the bytes of each tensor, and gives others what
-        they lack. Every rank of the group must call it. The bytes that were received.
+        """Writes this rank's shard of the state into `new`, and sends other ranks what they lack.
 
-        `old(shard)` is asked for shards that this rank holds. Where an old tensor and a new one are the same
-        memory nothing is copied. Takes 64 MiB beside both shards (`exchange`). Raises `DigestError` if what
-        lies in `new` is not what a giver had, and what `peers` raises; then `new` holds nothing of use.
+        `new` is the bytes of each tensor. Every rank of the group must call it. Returns the number of bytes
+        received.
+
+        `old(shard)` is called for shards that this rank holds. If an old and a new tensor share memory,
+        nothing is copied. Takes 64 MiB besides both shards (`exchange`). Raises `DigestError` if the bytes in
+        `new` differ from the sender's, and what `peers` raises. The contents of `new` are unusable then.
         """
         world, received = self.layout.world_size, 0
         rounds: dict[int, tuple[list[Transfer], list[Transfer]]] = {}
@@ -136,7 +145,7 @@ class Resharding:
 
 
 def _give(given: Iterable[Parcel], peers: Peers, half: Callable[[bool], None]) -> Iterator[Pending]:
-    """Sends, message by message, each of which is on its way before the next one takes its memory."""
+    """Sends message by message. Each message is on its way before the next one reuses its memory."""
     memory = torch.empty(0, dtype=torch.uint8)
     for parcel in given:
         total, cut = xxh3_128(), list(messages(parcel.moves))
@@ -155,7 +164,7 @@ def _give(given: Iterable[Parcel], peers: Peers, half: Callable[[bool], None]) -
 def _take(
     taken: Iterable[Parcel], peers: Peers, rank: int, half: Callable[[bool], None]
 ) -> Iterator[Pending]:
-    """Receives, message by message, and compares what lies in the tensors at the end."""
+    """Receives message by message, and compares the final contents of the tensors with the digest."""
     memory = torch.empty(0, dtype=torch.uint8)
     for parcel in taken:
         cut = list(messages(parcel.moves))
@@ -181,8 +190,10 @@ def _take(
 
 
 def messages(of_parcel: Iterable[Move]) -> Iterator[list[tuple[int, Move]]]:
-    """The moves of a parcel cut into messages, each a list of (offset in the message, move): both sides cut
-    alike. At most `MESSAGE_BYTES` each, and at least two where there are two bytes.
+    """Cuts the moves of a parcel into messages, each a list of (offset in the message, move).
+
+    Both sides cut alike. Each message has at most `MESSAGE_BYTES`. There are at least two messages if there
+    are two bytes.
     """
     all_moves = list(of_parcel)
     total = sum(move.num_bytes for move in all_moves)
@@ -204,7 +215,7 @@ def messages(of_parcel: Iterable[Move]) -> Iterator[list[tuple[int, Move]]]:
 
 
 def tensor_as_bytes(tensor: Tensor) -> Tensor:
-    """The values of a contiguous tensor as a flat uint8 tensor that shares its memory."""
+    """Returns the values of a contiguous tensor as a flat uint8 tensor that shares its memory."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
@@ -213,8 +224,9 @@ def _part(tensors: Sequence[Tensor], move: Move, at: int) -> Tensor:
 
 
 def _room(message: list[tuple[int, Move]], memory: Tensor) -> tuple[Tensor, Tensor]:
-    """`memory`, or a larger one in its place, and as much of it as the message has bytes. Fresh memory for
-    each message would cost more than copying to it.
+    """Returns `memory`, or a larger replacement, and a view of it with the size of the message.
+
+    Allocating memory for each message would cost more than copying to it.
     """
     at, last = message[-1]
     size = at + last.num_bytes

@@ -1,8 +1,9 @@
 """The balancing loss of a router (mixture of experts), as the model itself computes it.
 
-A transformers model returns it as `aux_loss` if its configuration has `output_router_logits: true`. Its own
-loss is the cross-entropy plus a coefficient times that. The value is no mean over tokens: it depends on which
-samples run through the model together, so that `train.micro_batch_size` is part of its definition.
+A transformers model returns it as `aux_loss` if its configuration has `output_router_logits: true`. The
+model's own loss is the cross-entropy plus a coefficient times this value. The value is not a mean over
+tokens: it depends on which samples pass through the model together. `train.micro_batch_size` is thus part of
+its definition.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ from orchestrator.errors import ConfigError
 from orchestrator.trainer.text_config import settings_of
 
 CODE = "model.router_loss"
-_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # what models of transformers call it
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # its names in transformers models
 _MASK = "attention_mask"
 # Other terms of a model's own loss in transformers. They are 0 unless the configuration sets them.
 _OTHER_TERMS = ("z_loss_coefficient",)
 
 
 def is_balanced(model: nn.Module) -> bool:
-    """Whether the model's configuration asks for a router's loss."""
+    """Whether the model's configuration requests a router's loss."""
     return any(getattr(each, "output_router_logits", False) for each in settings_of(model))
 
 
 def call_model(
     model: nn.Module, input_ids: Tensor, within: Mapping[str, Tensor], is_padding: Tensor | None
 ) -> Any:
-    """`model(input_ids, **within)`. The router's loss leaves out the positions of `is_padding`.
+    """Calls `model(input_ids, **within)`. The router's loss ignores the positions of `is_padding`.
 
-    transformers computes that loss from the mask that it masks attention with, and takes one of the shape
-    (samples, seq_len) only. So the model gets the mask of real tokens, and its decoder that of `within`.
+    transformers computes that loss from the attention mask, and accepts only a mask of the shape (samples,
+    seq_len) for it. The model therefore gets the mask of real tokens, and its decoder gets the mask of
+    `within`.
     """
     if not is_balanced(model) or (is_padding is None and _MASK not in within):
         return model(input_ids, **within)
@@ -44,8 +46,9 @@ def call_model(
 
 
 def balancing_loss(model: nn.Module, output: Any) -> Tensor | None:
-    """What the model adds to its mean cross-entropy: the balancing loss of `output` times its coefficient.
-    None if it adds nothing.
+    """Returns the term that the model adds to its mean cross-entropy, or None if it adds nothing.
+
+    It is the balancing loss of `output` times its coefficient.
     """
     found = getattr(output, "aux_loss", None)
     if not isinstance(found, Tensor):
@@ -57,6 +60,7 @@ def balancing_loss(model: nn.Module, output: Any) -> Tensor | None:
 
 def require_router_loss(model: nn.Module, output: Any, name: str) -> None:
     """Raises `ConfigError` if training would leave out a part of the loss that the model is configured with.
+
     `output` is what the model called `name` returned.
     """
     for config in settings_of(model):
@@ -80,14 +84,14 @@ def require_router_loss(model: nn.Module, output: Any, name: str) -> None:
 
 
 def _coefficient(model: nn.Module) -> float | None:
-    nested = settings_of(model)[1:]  # where some models read it for their own loss
+    nested = settings_of(model)[1:]  # some models read it from there for their own loss
     values = [getattr(each, name, None) for each in (_inner(model), *nested) for name in _COEFFICIENTS]
     return next((float(value) for value in values if isinstance(value, int | float)), None)
 
 
 @contextmanager
 def _decoder_mask(model: nn.Module, mask: Tensor | None) -> Iterator[None]:
-    """Within the block the decoder inside the model is called with `mask`."""
+    """Within the block, the decoder inside the model is called with `mask`."""
 
     def replace(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

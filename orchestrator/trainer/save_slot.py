@@ -1,7 +1,7 @@
-"""What one member does about its save: a pure machine from events to actions. It holds one save at a time,
-from the step boundary at which that begins until the vote or the report about it is answered.
+"""The state machine for one member's save, from events to actions.
 
-It does no input or output and knows neither tensors nor threads; `saver.Saver` carries its actions out.
+It holds one save at a time, from the step boundary at which it begins until its vote or report is answered.
+`saver.Saver` carries its actions out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from orchestrator.records.steps import StateKey
 
 
 class Stage(Enum):
-    """How far the save has come. Until it is VOTED or REPORTING the staging buffer belongs to it."""
+    """The stage of a save. Before VOTED and REPORTING, the save uses the staging buffer."""
 
     FREE = "there is no save"
     STAGING = "the state is copied into the staging buffer"
@@ -26,7 +26,7 @@ class Stage(Enum):
 # ---------------------------------------------------------------------- events
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begin:
-    """All ranks begin the save of `key` after this step. Only a slot that is free may be told so."""
+    """All ranks begin the save of `key` after this step. Requires a free slot."""
 
     key: StateKey
 
@@ -47,7 +47,7 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stopped:
-    """The part is not copied or written any more, because that failed or was called off; `reason` says it."""
+    """The part is no longer copied or written: that failed or was cancelled, as `reason` states."""
 
     key: StateKey
     reason: str
@@ -55,8 +55,9 @@ class Stopped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallOff:
-    """The save of `key` will not be committed, or is not wanted any more: `reason`. Of another save, or of
-    one that nothing is written for any more, it says nothing.
+    """The save of `key` will not be committed, or is no longer wanted, because of `reason`.
+
+    It is ignored for another save, and for one that writes nothing any more.
     """
 
     key: StateKey
@@ -76,21 +77,21 @@ Event = Begin | Staged | Written | Stopped | CallOff | Answered
 # ---------------------------------------------------------------------- actions
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """Copy the state into the staging buffer, then say `Staged`, or `Stopped`."""
+    """Copy the state into the staging buffer. `Staged` or `Stopped` follows."""
 
     key: StateKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Write:
-    """Hash and write the staging buffer, then say `Written`, or `Stopped`."""
+    """Hash and write the staging buffer. `Written` or `Stopped` follows."""
 
     key: StateKey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopWriting:
-    """Have the writing end soon. Its answer is still that of `Write`: it may have come to its end before."""
+    """End the writing soon. The result of `Write` still follows, and can be a success."""
 
     key: StateKey
 
@@ -104,7 +105,7 @@ class CastVote:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Report that this rank has no part of the save, and writes none any more; `Answered` follows."""
+    """Report that this rank has no part of the save and will not write one; `Answered` follows."""
 
     key: StateKey
     reason: str
@@ -115,14 +116,15 @@ Action = Copy | Write | StopWriting | CastVote | Report
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveSlot:
-    """The one save of a member. `on` returns the next state and what to do.
+    """The one save of a member. `on` returns the next state and the actions to carry out.
 
-    `called_off` is why the save is to be stopped, "" if it is not.
+    `called_off` is the reason for stopping the save, "" if it is not to be stopped.
 
-    Guarantees, where the state is not written to while `copies`, and a save is begun only when `is_free`: the
-    staging buffer is written to by one save, and by nobody else until that has stopped reading it; each save
-    that is begun is answered for by exactly one vote or one report, unless the process dies; a member that
-    reports writes no more. So there is one undecided save and one buffer, however slow the storage is.
+    The guarantees require that the state is not written to while `copies`, and that a save begins only when
+    `is_free`. Only one save writes to the staging buffer, and nothing else does until the save has stopped
+    reading it. Each begun save is answered for by exactly one vote or one report, unless the process dies. A
+    member that reports does not write any more. So there is one undecided save and one buffer, however slow
+    the storage is.
     """
 
     stage: Stage = Stage.FREE
@@ -136,11 +138,11 @@ class SaveSlot:
 
     @property
     def copies(self) -> bool:
-        """Whether the state is being copied: nobody may write to it."""
+        """Whether the state is being copied and must not be written to."""
         return self.stage is Stage.STAGING
 
     def on(self, event: Event) -> tuple[SaveSlot, tuple[Action, ...]]:
-        """The state after `event` and the actions it calls for, in order."""
+        """Returns the state after `event` and the resulting actions, in order."""
         match event:
             case Begin():
                 assert self.is_free, f"a save of {event.key} is begun while {self.stage.value}: {self.key}"
@@ -166,7 +168,7 @@ class SaveSlot:
         if event.key != self.key or self.called_off or self.stage not in (Stage.STAGING, Stage.WRITING):
             return self, ()
         after = dataclasses.replace(self, called_off=event.reason)
-        # a copy is short: it is awaited, and then nothing is written
+        # A copy is short: it is awaited, and then nothing is written.
         return after, (StopWriting(key=event.key),) if self.stage is Stage.WRITING else ()
 
     def _report(self, reason: str) -> tuple[SaveSlot, tuple[Action, ...]]:

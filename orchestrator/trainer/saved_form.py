@@ -1,8 +1,8 @@
-"""The form in which transformers saves a model: the names of its tensors there, those that are divided or put
-together on the way, and the configuration files beside them.
+"""The form in which transformers saves a model.
 
-It asks transformers itself, with a model of shapes alone (torch's meta device); it reads and writes no
-weights.
+It consists of the tensors' names in the files, the tensors that are split or merged on the way, and the
+configuration files beside them. The form is computed by transformers itself, with a model on torch's meta
+device. No weights are read or written.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from orchestrator.trainer.transformers_model import (
 if TYPE_CHECKING:
     from orchestrator.config.train_sections import ModelConfig
 
-Shapes = Mapping[str, tuple[str, tuple[int, ...]]]  # name → (torch's name of the type, shape)
+Shapes = Mapping[str, tuple[str, tuple[int, ...]]]  # name → (torch's name of the dtype, shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedGroup:
-    """Tensors of the model that become tensors of the files together: `names`, as the model has them, and
-    what they become, each with its type and shape.
+    """Tensors of the model that become tensors of the files together.
+
+    `names` are as the model has them. `becomes` has the name, type and shape of each resulting tensor.
     """
 
     names: tuple[str, ...]
@@ -48,11 +49,11 @@ class SavedGroup:
 
 
 class SavedForm:
-    """How the model of `config` is saved with its floating-point numbers as `dtype` (None: as they are).
+    """The saved form of the model of `config`, with floating-point numbers as `dtype` (None: unchanged).
 
-    `groups` are made of `tensors`, those of a point. `files` are config.json and generation_config.json.
-    Raises `ResumePointError` if the installed transformers makes a model of other tensors, `ConfigError` if
-    it makes none.
+    `groups` are built from `tensors`, those of a point. `files` are config.json and generation_config.json.
+    Raises `ResumePointError` if the installed transformers builds a model with other tensors, `ConfigError`
+    if it cannot build one.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class SavedForm:
         dtype: str | None,
         special_ids: Mapping[str, int | None] | None = None,
     ) -> None:
-        """`special_ids`: `bos_token_id` and `eos_token_id` of the tokenizer (None: it has none), for a
-        `model.config` that does not say them: transformers would take those of some other tokenizer.
+        """`special_ids`: the tokenizer's `bos_token_id` and `eos_token_id` (None: it has none).
+
+        They are used for a `model.config` that does not set them. transformers would otherwise use those of
+        some other tokenizer.
         """
         self._dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
         with torch.device("meta"):
@@ -79,7 +82,7 @@ class SavedForm:
     def make(
         self, group: SavedGroup, data: Mapping[str, tuple[bytearray, str, tuple[int, ...]]]
     ) -> dict[str, Any]:
-        """The bytes of what a group becomes, by name. `data`: bytes, type and shape of each name."""
+        """Returns the bytes of what a group becomes, by name. `data`: bytes, type and shape of each name."""
         found = {self._saved_names[name]: _tensor(*data[name]) for name in group.names}
         made = {name: self._cast(name, tensor) for name, tensor in self._converted(found).items()}
         return {name: tensor_bytes(tensor) for name, tensor in made.items()}
@@ -99,8 +102,10 @@ class SavedForm:
 
     # ------------------------------------------------------------------------------------------------ inside
     def _names(self, tensors: Shapes) -> dict[str, str]:
-        """A point has each tensor once, under the first of its names; here is the name under which
-        transformers saves it. What it does not save is left out.
+        """Maps each tensor of a point to the name under which transformers saves it.
+
+        A point has each tensor once, under the first of its names. Tensors that transformers does not save
+        are left out.
         """
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -123,8 +128,8 @@ class SavedForm:
         return {name: kept[id(tensor)] for name, tensor in own.items() if id(tensor) in kept}
 
     def _changes_any(self, tensors: Shapes) -> bool:
-        """Whether transformers saves any tensor in another form. Most models have none, and each question
-        costs a walk through all modules.
+        """Whether transformers saves any tensor in another form. Most models have none, and each conversion
+        walks all modules.
         """
         meta = _meta(tensors)
         held = {saved: meta[own] for own, saved in self._saved_names.items()}
@@ -132,7 +137,7 @@ class SavedForm:
         return made.keys() != held.keys() or any(made[name] is not tensor for name, tensor in held.items())
 
     def _grouped(self, tensors: Shapes) -> tuple[SavedGroup, ...]:
-        """As small groups as give the same as all at once."""
+        """Finds the smallest groups that yield the same tensors as all tensors at once."""
         meta = _meta({own: tensors[own] for own in self._saved_names})
         whole = self._form_of(meta, tuple(meta))
         by: Sequence[Callable[[str], str]] = (str, _layer_of, lambda name: "")
@@ -157,12 +162,12 @@ class SavedForm:
         )
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """`cast`, but for what transformers keeps in float32."""
+        """`cast`, except for tensors that transformers keeps in float32."""
         return tensor if self._is_kept(name) else cast(tensor, self._dtype)
 
     def _converted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What transformers makes of them when it saves: some architectures are saved in another cut than
-        they have in memory.
+        """Converts tensors as transformers does when it saves. Some architectures are split differently in
+        files.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -184,7 +189,7 @@ class SavedForm:
             if config.pretrained is None and name not in given
         }
         for name, number in missing.items():
-            with suppress(Exception):  # some types of configurations require a number: theirs stays
+            with suppress(Exception):  # some types of configurations require a number and keep theirs
                 setattr(model.config, name, number)
             if getattr(model, "generation_config", None) is not None:
                 setattr(model.generation_config, name, number)
@@ -204,7 +209,7 @@ class SavedForm:
 
 
 def main_dtype(tensors: Shapes) -> str:
-    """The floating-point type that most numbers of these tensors have, the first by name of several."""
+    """Returns the floating-point type of most numbers in these tensors; of several, the first by name."""
     sizes: dict[str, int] = {}
     for dtype, shape in tensors.values():
         if getattr(torch, dtype).is_floating_point:
@@ -213,27 +218,28 @@ def main_dtype(tensors: Shapes) -> str:
 
 
 def shapes_of(model: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of each tensor of the model's state, by name."""
+    """Returns type and shape of each tensor of the model's state, by name."""
     own = own_tensors(dict(model.state_dict(keep_vars=True)))
     return {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in own}
 
 
 def renames(config: ModelConfig, own: Mapping[str, Tensor]) -> dict[str, str] | None:
-    """To each of the tensors `own` of a model, in whatever form, the name of the tensor of its files that has
-    the same values in the same order. None where some are saved in another form: divided, put together,
-    turned, or not at all. Raises as `SavedForm`.
+    """Maps the tensors `own` of a model to the names of the equal tensors in its files.
+
+    Equal tensors have the same values in the same order. `own` may be in any form. Returns None if some are
+    saved in another form: split, merged, transposed, or not at all. Raises as `SavedForm`.
     """
     shapes = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in own.items()}
     return SavedForm(config, shapes, None).renames(shapes)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Floating-point numbers as `dtype`, rounded as torch does; others as they are."""
+    """Casts floating-point numbers to `dtype`, rounded as torch does. Others stay unchanged."""
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def cast_name(dtype: str, wanted: str) -> str:
-    """The type that numbers of `dtype` have after `cast` to `wanted`."""
+    """Returns the type that numbers of `dtype` have after `cast` to `wanted`."""
     return wanted if getattr(torch, dtype).is_floating_point else dtype
 
 
@@ -244,7 +250,7 @@ def cast_bytes(data: bytearray, dtype: str, wanted: str) -> memoryview:
 
 
 def _meta(tensors: Shapes) -> dict[str, Tensor]:
-    """Tensors without values."""
+    """Returns tensors without values."""
     return {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         for name, (dtype, shape) in tensors.items()
@@ -252,12 +258,12 @@ def _meta(tensors: Shapes) -> dict[str, Tensor]:
 
 
 def _tensor(data: bytearray, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """The tensor of these bytes, which it shares."""
+    """Returns a tensor that shares the memory of these bytes."""
     kind = getattr(torch, dtype)
     return torch.frombuffer(data, dtype=kind).reshape(shape) if data else torch.empty(shape, dtype=kind)
 
 
 def _layer_of(name: str) -> str:
-    """The part of a tensor's name up to the number of its layer; empty without one."""
+    """Returns the part of a tensor's name up to its layer number; empty without one."""
     found = re.match(r".*?\.\d+(?=\.)", name)
     return found[0] if found else ""

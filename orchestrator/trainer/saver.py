@@ -1,7 +1,6 @@
-"""Saves of one member while it trains: the staging buffer, the writer of its part and the vote, as `SaveSlot`
-asks for them.
+"""Carries out a member's saves while it trains: the staging buffer, the writing of its part, and the vote.
 
-It knows neither the other members nor why a save is made; whether a point is committed, the answer says.
+`SaveSlot` decides what to do.
 """
 
 from __future__ import annotations
@@ -48,13 +47,14 @@ from orchestrator.trainer.save_slot import (
 from orchestrator.trainer.staging import Copies, Staging, StagingBuffer
 from orchestrator.trainer.state import TrainState
 
-STOP_LIMIT_S = 900.0  # how long the writing of a part that is not wanted any more may take to end
+STOP_LIMIT_S = 900.0  # how long the writing of a part may take to end after its save was given up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """What a rank saves of a generation's state: the rows that it writes and where they are staged. `tensors`
-    are those of the whole state, for rank 0's vote.
+    """The rows of a generation's state that a rank writes, and where they are staged.
+
+    `tensors` are those of the whole state, for rank 0's vote.
     """
 
     layout: Layout
@@ -67,10 +67,10 @@ class _Plan:
 
 @dataclass(kw_only=True, slots=True)
 class _Save:
-    """The save at hand, and what its vote says beside the files."""
+    """The current save, and the contents of its vote besides the files."""
 
     view: GenerationView
-    vote: Vote  # without its file, sums and nodes, until these are written
+    vote: Vote  # without its file, sums and nodes until they are written
     job: PartJob
     copies: Copies
     shared: SharedRows | None  # until it was read
@@ -79,11 +79,11 @@ class _Save:
 
 
 class Saver:
-    """One member's saves, one at a time; `begin` returns at once, and the rest happens in threads.
+    """One member's saves, one at a time. `begin` returns at once, and the rest happens in threads.
 
-    Between a save's begin and the end of its copy the state must not be written to: `writable` waits for
-    that, and for nothing else. Memory: the staging buffer, as large as the largest part so far, and no more
-    however slow the storage is.
+    Between a save's begin and the end of its copy the state must not be written to. `writable` waits for
+    that, and for nothing else. Memory: the staging buffer, as large as the largest part so far, however slow
+    the storage is.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class Saver:
         faults: Hook,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` gives seconds."""
+        """`clock` returns seconds."""
         self._membership, self._writer, self._faults, self._clock = membership, writer, faults, clock
         self._buffer = StagingBuffer(device)
         self._changed = threading.Condition(threading.RLock())
         self._plan: _Plan | None = None  # of the generation
-        self._slot = SaveSlot()  # under the lock, as all below it
+        self._slot = SaveSlot()  # under the lock, as all fields below
         self._save: _Save | None = None
         self._staging: Staging | None = None
         self._error: BaseException | None = None
@@ -126,9 +126,10 @@ class Saver:
         return self._begun
 
     def prepare(self, state: TrainState, rank: int) -> None:
-        """A generation has its state: decides what this rank saves of it, and makes the staging buffer large
-        enough, so that no save has to. While an older save is written the buffer stays as it is until the
-        next one begins.
+        """Prepares the saves of a generation, once it has its state.
+
+        Decides what this rank saves, and enlarges the staging buffer so that no save has to. While an older
+        save is being written, the buffer stays unchanged until the next one begins.
         """
         items = state.items()
         part = flat_part([item.whole for item in items], state.layout, rank)
@@ -148,7 +149,7 @@ class Saver:
     def begin(
         self, state: TrainState, view: GenerationView, records: Sequence[StepRecord], peak_memory_bytes: int
     ) -> None:
-        """Begins the save of the state as it is now; only while `is_free`, after `prepare`."""
+        """Begins a save of the current state. Requires `is_free` and an earlier `prepare`."""
         began, plan = time.monotonic(), self._plan
         assert state.key is not None, "a blank member has nothing to save"
         assert plan is not None, "a generation is prepared before it saves"
@@ -182,7 +183,7 @@ class Saver:
             self._blocked(time.monotonic() - began)
 
     def writable(self) -> None:
-        """Returns when the state may be written to: nothing copies it any more."""
+        """Waits until the state may be written to: no thread copies it any more."""
         staging = self._staging
         if staging is None:
             return
@@ -193,15 +194,16 @@ class Saver:
             self._blocked(time.monotonic() - began)
 
     def take_blocked_s(self) -> float:
-        """For how long `begin` and `writable` have kept training since this was asked last."""
+        """Returns how long `begin` and `writable` have blocked training since the last call."""
         with self._changed:
             waited_s, self._blocked_s = self._blocked_s, 0.0
         return waited_s
 
     def poll(self, state: TrainState) -> None:
-        """Notes in `state` whether it is committed, and hears whether the save at hand is given up. Raises
-        the error that answered a vote, and `StorageError` where a part that is not wanted any more is still
-        being written after `STOP_LIMIT_S`: until it ends the group makes no save.
+        """Updates `state.committed`, and checks whether the current save is given up.
+
+        Raises the error that answered a vote. Raises `StorageError` if a part is still being written
+        `STOP_LIMIT_S` after its save was given up: until that ends the group makes no save.
         """
         with self._changed:
             if self._error is not None:
@@ -224,8 +226,10 @@ class Saver:
             self.call_off(save.vote.key, "the save was given up")
 
     def call_off(self, key: StateKey, reason: str) -> None:
-        """The save of `key` is not wanted any more: if it is still written, that ends soon and is reported.
-        Its vote, if it was cast, stands.
+        """The save of `key` is no longer wanted. If it is still being written, that ends soon and is
+        reported.
+
+        A vote that was already cast remains valid.
         """
         with self._changed:
             if not self._slot.called_off:
@@ -233,13 +237,13 @@ class Saver:
             self._on(CallOff(key=key, reason=reason))
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when the save at hand has gone on, or has ended; or after a while."""
+        """Waits until the current save has advanced or ended, or until the timeout."""
         with self._changed:
             if not self._slot.is_free and self._error is None:
                 self._changed.wait(timeout_s)
 
     def close(self) -> None:
-        """Gives the memory back. What is still written is not wanted any more; it ends by itself, or with the
+        """Releases the memory. A write that still runs is cancelled; it ends by itself, or with the
         process.
         """
         if not self.is_free:
@@ -258,7 +262,7 @@ class Saver:
         with self._changed:
             try:
                 self._on(event)
-            except BaseException as error:  # noqa: BLE001  a thread has nobody to raise it to
+            except BaseException as error:  # noqa: BLE001  a thread has no caller to raise it to
                 self._ends_with(error)
 
     def _ends_with(self, error: BaseException) -> None:
@@ -300,7 +304,7 @@ class Saver:
         error = done.exception()
         with self._changed:
             if self._save is not None:
-                # the state may be another one before this save has ended
+                # the state may already be another one before this save ends
                 self._save.copies, self._save.shared = (), None
                 if error is None:
                     of_shard, of_all = staging.beside
@@ -319,7 +323,7 @@ class Saver:
             self._tell(Written(key=key))
 
     def _stopped(self, key: StateKey, error: BaseException) -> Stopped:
-        if not isinstance(error, OrchestratorError):  # an error of ours: it ends the member, too
+        if not isinstance(error, OrchestratorError):  # an internal error: it also ends the member
             self._ends_with(error)
         return Stopped(key=key, reason=text_of(error))
 
@@ -337,6 +341,6 @@ class Saver:
 
 
 def _rows(item: Item, rows: range) -> Tensor:
-    """Those rows of it; a scalar is one row."""
+    """Returns these rows of the item. A scalar is one row."""
     tensor = item.tensor
     return tensor[rows.start - item.first_row : rows.stop - item.first_row] if tensor.ndim else tensor

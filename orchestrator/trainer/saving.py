@@ -1,6 +1,6 @@
-"""How a group ends its saves before it leaves: all ranks wait for each other, and try again for a while.
+"""Completes a group's saves before the group ends.
 
-It knows no storage; whether a point is committed is decided by whoever collects the votes.
+All ranks wait for each other. A failed last save is retried for a limited time.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from orchestrator.trainer.saver import Saver
 from orchestrator.trainer.state import TrainState
 
 _ASK_AGAIN_S = 0.05
-LAST_SAVE_LIMIT_S = 300.0  # how long the last state of a run is tried to be saved
+LAST_SAVE_LIMIT_S = 300.0  # how long saving the last state of a run is retried
 
 
 def await_saves(
     group: Group, membership: Membership, saver: Saver, state: TrainState, settled: Callable[[], bool]
 ) -> bool:
-    """Waits until every rank's saves are `settled`; True if `state` is in a committed point then.
+    """Waits until every rank's saves are `settled`; returns whether `state` is in a committed point then.
 
-    The ranks ask each other, so that one that dies, or hears that the generation is over, ends the wait for
-    all: `GenerationEnded`. A rank that knows of the commit needs nobody any more and returns. An error that
-    answers a vote is raised.
+    The ranks exchange their status. If one dies, or learns that the generation is over, the wait ends on all
+    ranks with `GenerationEnded`. A rank that knows of the commit needs no other rank and returns. An error
+    that answers a vote is raised.
     """
     while True:
         if not settled():
             saver.wait(_ASK_AGAIN_S)
-        done = settled()  # before it is asked how it ended
+        done = settled()  # before its outcome is checked
         saver.poll(state)
         if membership.control_requests(group.view).ended and not (done and state.committed):
             raise GenerationEnded("the membership ended it while votes were unanswered")
@@ -48,7 +48,7 @@ def await_saves(
 
 
 class Unsaved:
-    """Paces and bounds the tries to save the last state of a run."""
+    """Paces and limits the attempts to save the last state of a run."""
 
     def __init__(self, limit_s: float = LAST_SAVE_LIMIT_S) -> None:
         self._limit_s = limit_s
@@ -56,8 +56,9 @@ class Unsaved:
         self._wait_s = 0.1
 
     def again(self, point: str) -> float:
-        """A save was given up: waits a little before the next, longer each time. For how many seconds more
-        it is tried. Raises `UnsavedError` when the limit is reached.
+        """Waits before the next attempt, longer each time; returns the seconds left for retries.
+
+        Called after a save was given up. Raises `UnsavedError` when the limit is reached.
         """
         now = time.monotonic()
         self._since = now if self._since is None else self._since

@@ -1,7 +1,6 @@
-"""A model of which each rank holds rows: its skeleton without weights, and FSDP2 around a copy of that, once
-for each generation.
+"""Sharded models: a skeleton without weights, and FSDP2 around a copy of it, once per generation.
 
-It knows modules and meshes; nothing of optimizers, steps, configuration or storage.
+Each rank holds some rows of the model.
 """
 
 from __future__ import annotations
@@ -23,9 +22,11 @@ from orchestrator.trainer.ties import shared_buffers_kept
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wrapping:
-    """How blocks are wrapped. `bf16`: computed in bfloat16, of weights that stay as they are, and whose
-    gradients are summed in float32. `compiled`: each block by `torch.compile`. `recomputed`: activations
-    within a block are computed again in backward.
+    """How blocks are wrapped.
+
+    `bf16`: blocks compute in bfloat16. Their weights keep their type, and gradients are summed in float32.
+    `compiled`: each block is compiled by `torch.compile`.
+    `recomputed`: activations within a block are recomputed in backward.
     """
 
     bf16: bool = False
@@ -34,8 +35,9 @@ class Wrapping:
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:
-    """The same modules with all parameters on the meta device and buffers as they are; what is tied stays
-    tied. The model is used up: it is not copied, and its parameters are lost.
+    """Moves all parameters to the meta device and keeps the buffers. Tied parameters stay tied.
+
+    The model itself is changed, not copied, and its parameters are lost.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -48,15 +50,17 @@ def skeleton_of(model: nn.Module) -> nn.Module:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """What is gathered and reduced at a time, beside the rest: the children of the `nn.ModuleList` that has
-    most parameters, and in place of a child that only holds modules (a list of lists) those. None where there
-    is no such list, or where one of its blocks shares a parameter with another or with the rest.
+    """The blocks that are gathered and reduced one at a time; the rest is gathered and reduced together.
+
+    They are the children of the `nn.ModuleList` with the most parameters. A child that only holds modules (a
+    list of lists) is replaced by these. Returns an empty list if there is no such list, or if a block shares
+    a parameter with another block or with the rest.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     largest = max(lists, key=_num_elements, default=None)
     if largest is None or not _num_elements(largest):
         return []
-    once = dict.fromkeys(_computed(largest))  # a block may stand in the list several times
+    once = dict.fromkeys(_computed(largest))  # a block may occur several times in the list
     blocks = [block for block in once if next(block.parameters(), None) is not None]
     owners: dict[int, set[int]] = {}
     inside = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
@@ -67,11 +71,11 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def shard_model(skeleton: nn.Module, mesh: DeviceMesh, device: torch.device, how: Wrapping) -> nn.Module:
-    """A copy of `skeleton` with FSDP2 on `mesh` around each of its blocks and around the rest; its parameters
-    hold this rank's rows, with any values. `mesh` has the dimension "shard", and before it "replicate" for
-    HSDP.
+    """Copies `skeleton` and wraps each of its blocks, and the rest, in FSDP2 on `mesh`.
 
-    Gradients are summed over the ranks, not averaged. A collective, where FSDP2 makes groups of its own.
+    The parameters hold this rank's rows, with undefined values. `mesh` has the dimension "shard", after
+    "replicate" for HSDP. Gradients are summed over the ranks, not averaged. This is a collective where FSDP2
+    creates groups of its own.
     """
     model = copy.deepcopy(skeleton)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if how.bf16 else MixedPrecisionPolicy()
@@ -81,7 +85,7 @@ def shard_model(skeleton: nn.Module, mesh: DeviceMesh, device: torch.device, how
         shard(module)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with shared_buffers_kept(model):
-        model.to_empty(device=device)  # any values in the buffers, too
+        model.to_empty(device=device)  # the values of the buffers become undefined, too
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
@@ -95,8 +99,10 @@ def shard_model(skeleton: nn.Module, mesh: DeviceMesh, device: torch.device, how
 def _shard_other_types(
     module: nn.Module, dtype: torch.dtype | None, shard: Callable[[nn.Module], Any]
 ) -> None:
-    """FSDP2 around the modules inside of `module` whose parameters are not of `dtype`: what is gathered at a
-    time must be of one type, and transformers keeps some parameters in float32.
+    """Wraps the modules inside `module` whose parameters are not of `dtype` in FSDP2.
+
+    Parameters that are gathered together must have one type, and transformers keeps some parameters in
+    float32.
     """
     for child in module.children():
         if isinstance(child, FSDPModule) or {p.dtype for p in _not_sharded(child)} <= {dtype}:
@@ -109,8 +115,10 @@ def _shard_other_types(
 
 
 def _type_beside(module: nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The type of the module's own parameters; of a module without any `dtype`, if something in it is of that
-    type, else its most frequent one.
+    """Returns the type of the module's own parameters.
+
+    For a module without any it is `dtype`, if some parameter inside has that type, else the most frequent
+    type inside.
     """
     own = [p.dtype for p in module.parameters(recurse=False)] or [p.dtype for p in _not_sharded(module)]
     if dtype in own or not own:
@@ -119,7 +127,7 @@ def _type_beside(module: nn.Module, dtype: torch.dtype | None) -> torch.dtype | 
 
 
 def _not_sharded(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters in a module that no `FSDPModule` inside of it holds."""
+    """Yields the parameters in a module that no `FSDPModule` inside it holds."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if not isinstance(child, FSDPModule):
@@ -127,12 +135,15 @@ def _not_sharded(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def wrapped_blocks(model: nn.Module, how: Wrapping) -> Sequence[nn.Module]:
-    """The blocks of `model`, in place, recomputed and compiled as asked; their names stay the same."""
+    """Wraps the blocks of `model` in place, recomputed and compiled as configured. Their names stay
+    the same.
+    """
     blocks = blocks_of(model)
     for block in blocks:
         forward: Any = block.forward
         if how.compiled:
-            # not the block itself: FSDP2's hooks stay outside of what is compiled, and so does `checkpoint`
+            # Compiles the forward pass and not the block itself, so that FSDP2's hooks and `checkpoint` stay
+            # outside.
             forward = torch.compile(forward)
         if how.recomputed:
             forward = partial(checkpoint, forward, use_reentrant=False)
@@ -141,14 +152,14 @@ def wrapped_blocks(model: nn.Module, how: Wrapping) -> Sequence[nn.Module]:
 
 
 def local_rows(parameter: Tensor) -> Tensor:
-    """The rows that this rank holds of a sharded parameter or gradient, as themselves: they share memory."""
-    with torch.no_grad():  # else it would be a view that autograd knows
+    """Returns the rows of a sharded parameter or gradient that this rank holds. They share its memory."""
+    with torch.no_grad():  # otherwise it would be a view that autograd tracks
         rows: Tensor = parameter.to_local()  # type: ignore[attr-defined]
     return rows
 
 
 def _computed(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """The modules that are called: a container without a forward pass is not, what is in it is."""
+    """Yields the modules that are called. A container without a forward pass is replaced by its children."""
     for module in modules:
         if type(module).forward is not nn.Module.forward:
             yield module

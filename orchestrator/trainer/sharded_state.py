@@ -1,8 +1,7 @@
-"""The training state of one member of a sharded group: its rows of weights and moments, in one generation
-after the other.
+"""The training state of one member of a sharded group: its rows of weights and moments, across generations.
 
-The model of a generation is FSDP2's and ends with it; AdamW works on plain tensors that share memory with
-FSDP2's shards, and these stay. It knows no files and moves nothing between members.
+FSDP2's model is made for a generation and ends with it. AdamW uses plain tensors that share memory with
+FSDP2's shards, and these persist.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ _CPU = torch.device("cpu")
 
 
 class ShardedState(TrainState):
-    """As `TrainState`, of which each member holds the rows that `layout` gives its rank. Blank until its
-    first generation is formed and its items are written; before it has no items.
+    """A `TrainState` of which each member holds the rows that `layout` assigns to its rank.
 
+    It is blank until its first generation is formed and its items are written. Before that it has no items.
     `model` is FSDP2's within a generation, else a skeleton without weights. `num_shards` as in `layout_of`.
     """
 
@@ -74,8 +73,8 @@ class ShardedState(TrainState):
         return layout_of(world_size, self._num_shards)
 
     def form(self, group: Group) -> None:
-        """See `TrainState`: the new tensors are blank, always."""
-        gc.collect()  # FSDP2's modules of the generation before hold one another, and their rows
+        """See `TrainState`: the new tensors are always blank."""
+        gc.collect()  # FSDP2's modules of the previous generation reference each other and their rows
         self._before = None if self.key is None else (self._layout, self._rank, self._rows)
         view, self._group = group.view, group
         layout = self.layout_on(view.world_size)
@@ -86,7 +85,8 @@ class ShardedState(TrainState):
         self._untouched = False
 
     def before(self) -> tuple[Layout, int, list[Item]] | None:
-        """Between `form` and `formed`: the layout and the rank of before, and the items with their values;
+        """Between `form` and `formed`: the previous layout and rank, and the items with their values.
+
         None if this member held nothing.
         """
         if self._before is None:
@@ -100,22 +100,23 @@ class ShardedState(TrainState):
         self._before = None
 
     def leave(self) -> None:
-        """See `TrainState`. The gradients of a step that is prepared stay, too. Before `formed` the tensors
-        from before are the state again.
+        """See `TrainState`. The gradients of a prepared step stay, too.
+
+        Before `formed`, the previous tensors become the state again.
         """
         self.model, self._mesh = self._skeleton, None
         if self._before is not None:
             (self._layout, self._rank, self._rows), self._before = self._before, None
         if self._group is not None:
-            # an error on its way through FSDP2's frames keeps the groups alive, and so their connections,
-            # on which other members may be waiting
+            # An exception that passes through FSDP2's frames keeps the groups alive. Their connections then
+            # stay open, and other members may be waiting on them.
             self._group.call_off()
             self._group = None
         gc.collect()
 
     @property
     def mesh(self) -> DeviceMesh:
-        """That of the generation: dimensions "replicate" (for HSDP) and "shard"."""
+        """The mesh of the generation, with the dimensions "replicate" (for HSDP) and "shard"."""
         assert self._mesh is not None, "there is a mesh within a generation"
         return self._mesh
 
@@ -137,9 +138,7 @@ class ShardedState(TrainState):
 
     # ------------------------------------------------------------------------------------------------- steps
     def take_gradients(self) -> None:
-        """What FSDP2 has reduced becomes the gradient of this member's rows: zero where the model did not use
-        a parameter.
-        """
+        """Moves FSDP2's reduced gradients to this member's rows; zero for unused parameters."""
         held: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
         for name, item in self._rows.trained.items():
             parameter, rows = held[name], item.tensor
@@ -151,20 +150,21 @@ class ShardedState(TrainState):
             parameter.grad = None
 
     def own_gradients(self) -> list[Tensor]:
-        """Those of this member's rows, after `take_gradients`."""
+        """Returns the gradients of this member's rows, after `take_gradients`."""
         gradients = [item.tensor.grad for item in self._rows.trained.values()]
         return [gradient for gradient in gradients if gradient is not None]
 
     def forget_gradients(self) -> None:
-        """Drops all gradients."""
+        """Clears all gradients."""
         for parameter in self.model.parameters():
             parameter.grad = None
         for item in self._rows.trained.values():
             item.tensor.grad = None
 
     def _replaced(self) -> list[str]:
-        """Buffers only: FSDP2 itself puts other parameters in place. Nothing after the generation, when a
-        prepared step is applied.
+        """Checks buffers only, because FSDP2 itself replaces parameters.
+
+        Returns nothing after the generation, when a prepared step is applied.
         """
         if self._mesh is None:
             return []
@@ -173,10 +173,11 @@ class ShardedState(TrainState):
 
     # ----------------------------------------------------------------------------------------- first weights
     def initialise(self) -> None:
-        """See `TrainState`. A weight of which this member has no row is not made; each takes the memory of
-        the whole tensor for a moment. Of `model.pretrained` and `model.init_from` each member reads its own
-        rows. What `fill_rows` cannot read so, and a factory that `defer` does not take, are built whole in
-        the machine's memory first.
+        """See `TrainState`. A weight of which this member has no row is not made.
+
+        Each weight briefly takes the memory of the whole tensor. Each member reads only its own rows of
+        `model.pretrained` and `model.init_from`. Weights that `fill_rows` cannot read in this way, and a
+        factory that `defer` does not support, are first built whole in the machine's memory.
         """
         if self._untouched:
             return
@@ -203,7 +204,7 @@ class ShardedState(TrainState):
         self._later = None
 
     def _first_values(self) -> Callable[[str], Tensor]:
-        """What gives the first value of a tensor of the model, whole."""
+        """Returns a function that maps a tensor's name to its whole initial value."""
         if self._config.pretrained is None and self._config.init_from is None:
             later = self._later or self._defer()
             if later is not None:
@@ -217,12 +218,14 @@ class ShardedState(TrainState):
         return bare_model(self._config, self._train.precision, self._train.seed, _CPU)
 
     def _defer(self) -> DeferredModel | None:
-        """None: a model whose weights cannot be made one by one, also if it fails while they are deferred
-        (`parameter.data = …`): an error of the model's own is raised again where it is built whole.
+        """Returns None for a model whose weights cannot be made one by one.
+
+        This includes a model that fails while its weights are deferred (`parameter.data = …`). An error of
+        the model's own is raised again when it is built whole.
         """
         try:
             return defer(self._bare)
-        except Exception:  # noqa: BLE001  user code meets tensors without values
+        except Exception:  # noqa: BLE001  user code receives tensors without values
             return None
 
 

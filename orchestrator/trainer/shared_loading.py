@@ -1,7 +1,6 @@
-"""A point that several members need at once: those that hold the same rows read and verify a part of them
-each, and give one another the rest.
+"""Loads a point on several members together.
 
-It knows groups and files; which state it is, and who needs it, its caller says.
+Members that hold the same rows each read and verify a part of them, and send each other the rest.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ from orchestrator.trainer.items import Item
 from orchestrator.trainer.loading import StateFiles, point_reader, wanted_of
 from orchestrator.trainer.reshard import DigestError, Parcel, exchange, tensor_as_bytes
 
-# the errors of one member that all of them raise; of several kinds the first one here counts
+# The errors of one member that all members raise. If there are several kinds, the first one listed here is
+# raised.
 _TOLD = (DamagedPointError, ResumePointError, StorageError)
 _TOLD_BYTES = 2000
 
-Loading = Callable[[int, int], None]  # bytes that were read, and all that are to be
+Loading = Callable[[int, int], None]  # bytes read so far, and bytes to read in total
 
 
 def load_together(
@@ -41,19 +41,21 @@ def load_together(
     half: Callable[[bool], None],
     loading: Loading = lambda done_bytes, num_bytes: None,
 ) -> None:
-    """Fills the `items` of the ranks `needy` with their rows of a point, as `loading.load` does;
-    `TrainState.filled` must follow. A collective: every rank of the group calls it.
+    """Fills the `items` of the ranks `needy` with their rows of a point, as `loading.load` does.
 
-    Those of one shard that have their files from afar read the m-th part of its pieces each, to within a
-    piece of 64 MiB, and the headers of all its files. From a bucket these are all; from a file system one on
-    each machine, while others there find what it has read in memory, which takes half the CPU time of having
-    it given by a peer. What they give one another is compared with xxh3_128 digests. Beside the state it
-    takes what a `PointReader` does, and then 64 MiB for messages. `half` as in `reshard.exchange`;
-    `loading` is called with the bytes that this rank has read, and all that it reads.
+    This is a collective: every rank of the group must call it. `TrainState.filled` must be called afterwards.
 
-    Where one of them finds damage, or cannot read, the others hear of it before anything is given: all raise
-    `DamagedPointError` with what all have found, `ResumePointError` or `StorageError` with its text. Raises
-    `GenerationEnded` if a member is lost. Then items may hold anything.
+    The members of one shard that read their files remotely each read one part of its pieces, equal to within
+    a piece of 64 MiB, and the headers of all its files. From a bucket all members are such readers. From a
+    file system there is one on each machine. The others on that machine find the data in memory, which takes
+    half the CPU time of receiving it from a peer. Data that members send each other is compared with xxh3_128
+    digests. Besides the state this takes the memory of a `PointReader`, and then 64 MiB for messages. `half`
+    as in `reshard.exchange`. `loading` is called with the bytes that this rank has read, and the total that
+    it reads.
+
+    If a member finds damage or cannot read, all members learn this before any data is sent. All then raise
+    `DamagedPointError` with everything that was found, or `ResumePointError` or `StorageError` with its text.
+    Raises `GenerationEnded` if a member is lost. After an error the items may hold anything.
     """
     rank, shard = group.view.rank, layout.shard_of(group.view.rank)
     runs: list[list[Piece]] = []
@@ -73,11 +75,12 @@ def load_together(
 
 
 def _machine(rank: int, files: StateFiles) -> int:
-    """A number that ranks share whose files lie in one memory when they have been read."""
+    """Returns a number that is equal on ranks whose page cache is shared."""
     if not files.storage.traits.cached_by_machine:
         return rank
     try:
-        booted = Path("/proc/sys/kernel/random/boot_id").read_bytes()  # names a kernel, whatever is in it
+        # identifies a kernel, also across containers
+        booted = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
         booted = socket.gethostname().encode()
     return -1 - int.from_bytes(blake3(booted).digest()[:7], "little")
@@ -86,7 +89,10 @@ def _machine(rank: int, files: StateFiles) -> int:
 def _read_own(
     items: Sequence[Item], num_sharing: int, own: int, point: str, files: StateFiles, loading: Loading
 ) -> list[list[Piece]]:
-    """What each of those who share the reading has to read, of which this member has read its own."""
+    """Splits the pieces among the members that share the reading and reads this member's part.
+
+    Returns the pieces of every member.
+    """
     reader = point_reader(items, point, files)
     try:
         pieces = reader.pieces(wanted_of(items))
@@ -112,7 +118,10 @@ def _exchange(
     runs: Sequence[Sequence[Piece]],
     half: Callable[[bool], None],
 ) -> None:
-    """In round d each gives its run to the d-th after it, and takes that of the d-th before it."""
+    """Exchanges the runs in rounds.
+
+    In round d each member sends its run to the d-th member after it, and receives that of the d-th before it.
+    """
     numbers = {(item.group, item.name): number for number, item in enumerate(items)}
     tensors = [tensor_as_bytes(item.tensor) for item in items]
     own, num = sharing.index(group.view.rank), len(sharing)
@@ -134,7 +143,7 @@ def _exchange(
 
 
 def _hear_of(group: Group, problem: OrchestratorError | None) -> None:
-    """Raises the same kind of error on every rank where some have a problem."""
+    """Raises the same kind of error on every rank if any rank has a problem."""
     kind = next((n for n, each in enumerate(_TOLD, 1) if isinstance(problem, each)), 0)
     said = _said(problem)
     rows = group.gather([kind, len(said)], "whether all could read the point")
@@ -157,7 +166,7 @@ def _hear_of(group: Group, problem: OrchestratorError | None) -> None:
 
 
 def _said(problem: OrchestratorError | None) -> bytes:
-    """The text for the others; of a damage the point, the file and the reason, a line each."""
+    """The text for the other ranks. For damage it has the point, the file and the reason, one line each."""
     if isinstance(problem, DamagedPointError) and problem.damages:
         first = problem.damages[0]
         return "\n".join((first.point, first.file, first.reason)).encode()[:_TOLD_BYTES]

@@ -1,7 +1,6 @@
-"""A small model with the behaviour of a large one: the same code and settings, with smaller sizes and drawn
-weights.
+"""Makes a small copy of a large model: same code and settings, smaller sizes, drawn weights.
 
-What tokens a model attends to does not depend on its sizes, so that it can be tried on such a copy.
+Which tokens a model attends to does not depend on its sizes, so that such a copy can be tested instead.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ VOCABULARY = 128
 WINDOW = 8  # tokens, of a window or chunk that is shorter than a sample
 MAX_PARAMETERS = 1 << 25
 _WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")
-_OF_ONE_LAYER = "per_layer_config"  # values of single layers, by the layer's number
-_SHARING = "num_kv_shared_layers"  # the last layers, which use keys and values of earlier ones
+_OF_ONE_LAYER = "per_layer_config"  # values of single layers, by layer number
+_SHARING = "num_kv_shared_layers"  # the number of last layers that use keys and values of earlier ones
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-# The sizes of transformers' configurations by their names there
+# The names of sizes in transformers' configurations, with the size that a copy uses
 _SIZES: Mapping[str, int] = {
     name: size
     for size, names in (
@@ -44,8 +43,10 @@ _SIZES: Mapping[str, int] = {
 
 
 def small_copies(settings: Any, attention: str | None, seq_len: int) -> Iterator[nn.Module]:
-    """Models of the transformers configuration `settings`, the smallest first, for samples of some tens of
-    tokens. Empty if none can be made. A window shorter than `seq_len` becomes one of `WINDOW` tokens.
+    """Yields small models of the transformers configuration `settings`, the smallest first.
+
+    They are for samples of some tens of tokens. Yields nothing if no model can be made. A window shorter than
+    `seq_len` is reduced to `WINDOW` tokens.
     """
     from transformers import AutoModelForCausalLM
 
@@ -67,7 +68,7 @@ def small_copies(settings: Any, attention: str | None, seq_len: int) -> Iterator
 
     made: list[nn.Module] = []
     for changes in (windows, small, few):
-        with suppress(Exception):  # these sizes do not fit the type
+        with suppress(Exception):  # these sizes do not fit the model type
             changed = type(settings)(**_changed(settings, changes))
             with torch.device("meta"):
                 empty: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -87,8 +88,10 @@ def small_copies(settings: Any, attention: str | None, seq_len: int) -> Iterator
 
 
 def draw_weights(model: nn.Module) -> None:
-    """Gives the model weights with which each of its parts changes the logits: matrices keep the size of what
-    goes through them, and vectors of zeros, which may switch a part off, become small.
+    """Draws weights with which every part of the model changes the logits.
+
+    Matrices preserve the scale of their inputs. Vectors of zeros, which may switch a part off, get small
+    values.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -103,7 +106,7 @@ def draw_weights(model: nn.Module) -> None:
 
 
 def _changed(settings: Any, changes: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-    """The values of a configuration with `changes` to it and to each configuration inside it."""
+    """Applies `changes` to the values of a configuration and of each configuration inside it."""
     inner = {name: _changed(each, changes) for name, each in inner_settings(settings).items()}
     return {**settings.to_dict(), **changes(settings), **inner}
 
@@ -122,7 +125,7 @@ def _smaller_sizes(settings: Any) -> dict[str, Any]:
 
 
 def _smallest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of one layer in its place."""
+    """Reduces the sizes of one layer."""
     return {
         name: min(value, _SIZES.get(name, value)) if isinstance(value, int) else value
         for name, value in values.items()
@@ -130,7 +133,7 @@ def _smallest(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _few_layers(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The first layer of each kind, and two layers at least."""
+    """Keeps the first layer of each kind, and at least two layers."""
     name = next((each for each in _LAYERS if isinstance(given.get(each), int)), None)
     if name is None:
         return {}
@@ -157,7 +160,7 @@ def _few_layers(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fewer_ids(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of each table of ids, and special ids that its rows still have."""
+    """Shrinks each vocabulary table, and moves special ids into the remaining rows."""
     numbers = {name: value for name, value in given.items() if isinstance(value, int) and value >= VOCABULARY}
     tables = {name: VOCABULARY for name in numbers if name.startswith("vocab_size")}
     special = {name: VOCABULARY - 1 for name in numbers if name.endswith("_token_id")}

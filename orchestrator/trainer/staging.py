@@ -1,7 +1,7 @@
-"""The buffer into which a rank copies what it saves, so that training goes on while that is hashed and
-written: shared memory that another process can read, allocated once and reused.
+"""A buffer for copies of the training state.
 
-It knows tensors and places, not what they are saved for; when the buffer is free, its caller knows.
+A rank copies into it what it saves, so that training continues while the copy is hashed and written. The
+buffer is shared memory that another process can read. It is allocated once and reused.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from orchestrator.planning.state_layout import Place
 _log = logging.getLogger(__name__)
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
 
-Copies = Sequence[tuple[Place, Tensor]]  # where in the buffer, and the rows that go there
+Copies = Sequence[tuple[Place, Tensor]]  # places in the buffer, each with the rows that are copied there
 
 
 class Staging:
-    """A copy under way. `done` is answered when the buffer holds all of it, or raises what went wrong."""
+    """A copy in progress. `done` completes when the buffer holds all of it, or with the error."""
 
     def __init__(self) -> None:
         self.done: Future[None] = Future()
-        self.read = threading.Event()  # nothing of the source is read on the CPU's side any more
-        self.copied: torch.cuda.Event | None = None  # nor on the GPU's
-        self.beside: tuple[Tensor, ...] = ()  # what `StagingBuffer.stage` computed beside the copy
+        self.read = threading.Event()  # the CPU no longer reads the source
+        self.copied: torch.cuda.Event | None = None  # the GPU no longer reads it
+        self.beside: tuple[Tensor, ...] = ()  # the result of `beside`, see `StagingBuffer.stage`
 
     def wait(self) -> None:
-        """Returns when the source may be written to: on a GPU by what the current stream does from here on,
-        which waits for the copy while the CPU goes on.
+        """Returns when the source may be written to.
+
+        On a GPU, later work in the current stream waits for the copy, while the CPU continues.
         """
         self.read.wait()
         if self.copied is not None:
@@ -48,8 +49,9 @@ class Staging:
 class StagingBuffer:
     """One flat buffer in shared memory, as large as the largest part that was `reserve`d.
 
-    On a GPU it is pinned: copies run beside the computation, on a stream of their own. Where the driver does
-    not pin shared memory, a second buffer of the same size is, and the CPU copies from one to the other.
+    On a GPU it is pinned, and copies run on their own stream, concurrently with the computation. If the
+    driver cannot pin shared memory, a second buffer of the same size is pinned, and the CPU copies from it to
+    the shared one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,29 +61,30 @@ class StagingBuffer:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # one thread, which alone touches the memory: what is warmed is warm before it is copied to
+        # Only this one thread touches the memory, so that pages are warm before data is copied to them.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
         self._shared = self._pinned = torch.empty(0, dtype=torch.uint8)
 
     @property
     def path(self) -> str:
-        """Under which a process of this user opens it."""
+        """The path under which a process of the same user opens it."""
         return shared_path(self._handle)
 
     @property
     def num_bytes(self) -> int:
-        """How much it holds."""
+        """Its size in bytes."""
         return self._reserved
 
     @property
     def memory(self) -> Tensor:
-        """The buffer itself, flat uint8 on the CPU: what was staged lies in it once that is `done`."""
+        """The buffer itself, flat uint8 on the CPU. It holds the staged data once that is `done`."""
         return self._shared
 
     def reserve(self, num_bytes: int) -> None:
-        """Makes room for so many bytes and has each page of it written to, in the thread, so that the first
-        copy costs what every other does. Only while nobody reads the buffer. Where the machine has no room,
-        what is staged next tries once more, and fails if there is none then.
+        """Enlarges the buffer to `num_bytes` and touches each page, in the thread.
+
+        The first copy is then as fast as later ones. Must only be called while no process reads the buffer.
+        If the machine has no room, the next `stage` tries again, and fails if there is still none.
         """
         if num_bytes > self._reserved:
             self._reserved = num_bytes
@@ -94,10 +97,11 @@ class StagingBuffer:
         ended: Callable[[], None],
         beside: Callable[[], tuple[Tensor, ...]] = tuple,
     ) -> Staging:
-        """Begins to copy into the buffer, and returns. `begun` is called in the thread before the first byte
-        is copied, `ended` after the last. `beside` reads the sources after the copy, in the same stream; its
-        result is `Staging.beside` once the copy is `done`. Until `Staging.wait` nobody may write to the
-        sources, nor to the buffer until `done`.
+        """Starts copying into the buffer and returns.
+
+        `begun` is called in the thread before the first byte is copied, `ended` after the last. `beside`
+        reads the sources after the copy, in the same stream. Its result is `Staging.beside` once the copy is
+        `done`. The sources must not be written to until `Staging.wait` returns, nor the buffer until `done`.
         """
         staging = Staging()
         ready = None
@@ -108,7 +112,7 @@ class StagingBuffer:
         return staging
 
     def close(self) -> None:
-        """Gives the memory back, when what is under way has ended."""
+        """Releases the memory once the current work has ended."""
         self._thread.submit(self._release)
         self._thread.shutdown(wait=True)
         os.close(self._handle)
@@ -117,7 +121,7 @@ class StagingBuffer:
     def _make(self, num_bytes: int) -> None:
         self._release()
         os.ftruncate(self._handle, num_bytes)
-        # where there is no room it fails here; a page that cannot be had is a SIGBUS later
+        # If there is no room, this call fails. Without it, a missing page would be a SIGBUS later.
         os.posix_fallocate(self._handle, 0, num_bytes)
         memory = mmap.mmap(self._handle, num_bytes, mmap.MAP_SHARED)
         self._shared = self._pinned = torch.frombuffer(memory, dtype=torch.uint8).zero_()
@@ -133,12 +137,12 @@ class StagingBuffer:
             self._pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def _make_again(self) -> None:
-        """If there was no room before."""
+        """Retries `_make` if there was no room before."""
         if self._shared.numel() >= self._reserved:
             return
         try:
             self._make(self._reserved)
-        except (OSError, RuntimeError, MemoryError) as error:  # of the system, of torch
+        except (OSError, RuntimeError, MemoryError) as error:  # raised by the system or by torch
             raise StorageError(
                 f"there is no room for a staging buffer of {self._reserved} bytes in shared memory "
                 f"({error}); give the workers more memory"
@@ -168,7 +172,7 @@ class StagingBuffer:
                 if self._pinned is not self._shared:
                     self._shared.copy_(self._pinned)
             ended()
-        except BaseException as error:  # noqa: BLE001  whoever waits for the copy hears of it
+        except BaseException as error:  # noqa: BLE001  the thread that waits for the copy receives it
             staging.read.set()
             staging.done.set_exception(error)
         else:
@@ -184,7 +188,7 @@ class StagingBuffer:
     ) -> None:
         if self._stream is None or ready is None:
             if targets:
-                torch._foreach_copy_(targets, sources)  # one call, which holds no GIL
+                torch._foreach_copy_(targets, sources)  # one call, which releases the GIL
             staging.beside = beside()
             return
         with torch.cuda.stream(self._stream):
@@ -202,6 +206,6 @@ def _cuda_runtime() -> Any:
 
 
 def _view(buffer: Tensor, place: Place, like: Tensor) -> Tensor:
-    """The bytes of `place` as a tensor of the form of `like`."""
+    """Returns the bytes of `place` as a tensor with the dtype and shape of `like`."""
     flat = buffer[place.offset : place.offset + place.num_bytes]
     return flat.view(like.dtype).view(like.shape)

@@ -1,7 +1,6 @@
-"""The training state of one member: weights, optimizer, step, cursor, and the key that says which state it
-is.
+"""The training state of one member: weights, optimizer, step, cursor, and the key that identifies the state.
 
-One list of items serves both copying to blank members and saving. It knows no files and no other member.
+One list of items serves both copying to blank members and saving.
 """
 
 from __future__ import annotations
@@ -33,7 +32,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Received:
-    """What was whole when a generation ended, before this member heard whether all had theirs."""
+    """A state that this member had received when a generation ended.
+
+    It is whole, but this member did not know whether all members had theirs.
+    """
 
     key: StateKey
     cursor: Cursor
@@ -51,19 +53,19 @@ class _Received:
 
 
 def _at_once() -> None:
-    """Nobody copies the state in the background."""
+    """Returns at once: nothing copies the state in the background."""
 
 
 class OwnRows:
-    """The rows that one member holds of every tensor of a state, AdamW over them, and the count of its steps.
+    """The rows that one member holds of every tensor of a state, AdamW over them, and its step count.
 
     Weight decay applies to tensors of two and more dimensions, as is usual (not to biases and norms). AdamW
-    works element by element, so that rows of a tensor get the bits that the whole tensor would.
+    works element by element, so that rows of a tensor get the same bits as in the whole tensor.
     """
 
     def __init__(self, items: Sequence[Item], train: TrainConfig, device: torch.device) -> None:
-        """`items` of the group MODEL; those whose tensor is an `nn.Parameter` that requires a gradient are
-        trained.
+        """`items` are of the group MODEL. Those whose tensor is an `nn.Parameter` that requires a gradient
+        are trained.
         """
         self._model = list(items)
         self.trained = {
@@ -84,7 +86,7 @@ class OwnRows:
             eps=train.eps,
             fused=True,
         )
-        # made here rather than at the first step, so that a state always has the same items
+        # created here rather than at the first step, so that a state always has the same items
         for tensor in tensors:
             self._optimizer.state[tensor] = {
                 "step": torch.zeros((), dtype=torch.float32, device=device),
@@ -97,11 +99,11 @@ class OwnRows:
 
     @property
     def optimizer_steps(self) -> int:
-        """How often AdamW has stepped."""
+        """The number of AdamW's steps."""
         return int(self._steps)
 
     def items(self) -> list[Item]:
-        """All of them, in an order that is the same for every member."""
+        """Returns all items, in an order that is the same for every member."""
         items = [replace(item, tensor=item.tensor.detach()) for item in self._model]
         items.append(whole_item(OPTIMIZER, STEPS, self._steps, sharded=False))
         for name, item in self.trained.items():
@@ -112,21 +114,21 @@ class OwnRows:
         return items
 
     def note_buffers(self) -> None:
-        """From here on `changed_buffers` counts."""
+        """Records the buffers' current versions, which `changed_buffers` compares with."""
         self._versions = {name: t._version for name, t in self.buffers.items()}
 
     def changed_buffers(self) -> list[str]:
-        """Names of the buffers that were written to since `note_buffers`."""
+        """Returns the names of the buffers that were written to since `note_buffers`."""
         return [name for name, t in self.buffers.items() if t._version != self._versions[name]]
 
     def filled(self) -> None:
-        """Must follow whatever wrote to the items: the optimizer's own counts are set from them."""
+        """Must be called after the items were written: sets the optimizer's own counts from them."""
         for item in self.trained.values():
             self._optimizer.state[item.tensor]["step"].fill_(float(self._steps))
         self.note_buffers()
 
     def step(self, lr: float) -> None:
-        """One step of AdamW with the gradients that stand in `.grad`."""
+        """Runs one step of AdamW with the gradients in `.grad`."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
@@ -134,10 +136,10 @@ class OwnRows:
 
 
 class TrainState:
-    """Model, AdamW and their place in the run; every member holds all of it (`replicate`).
+    """Model, AdamW and their position in the run. Every member holds all of it (`replicate`).
 
-    `key` is None while the member is blank: then nothing in here may be used or sent. `committed` says that a
-    committed resume point holds this very state. Whoever writes to the items calls `writable` before;
+    `key` is None while the member is blank: its contents must then not be used or sent. `committed`: a
+    committed resume point holds this very state. Code that writes to the items must call `writable` before;
     `apply` and `initialise` do.
     """
 
@@ -147,7 +149,7 @@ class TrainState:
         self._begin_blank()
         self._first = partial(first_model, model, train.precision, train.seed, device, invariant)
         self.model: nn.Module = build_model(model, train.precision, train.seed, device, invariant)
-        # holds the first weights; those of another folder are read only by who needs them
+        # holds the initial weights; those of another folder are read only by a member that needs them
         self._untouched = model.init_from is None
         self._held = dict(self.model.state_dict(keep_vars=True))  # the tensors themselves, under all names
         items = []
@@ -157,7 +159,7 @@ class TrainState:
         self._rows = OwnRows(items, train, device)
 
     def _begin_blank(self) -> None:
-        # returns when the tensors may be written to: who copies them in the background sets it
+        # Returns when the tensors may be written to. Code that copies them in the background replaces it.
         self.writable: Callable[[], None] = _at_once
         self.key: StateKey | None = None
         self.cursor = Cursor()
@@ -167,35 +169,39 @@ class TrainState:
 
     @property
     def optimizer_steps(self) -> int:
-        """How often the optimizer has stepped; part of the state, never re-based."""
+        """The number of optimizer steps. It is part of the state and never reset to another base."""
         return self._rows.optimizer_steps
 
     @property
     def layout(self) -> Layout:
-        """That of the tensors that `items` gives."""
+        """The layout of the tensors that `items` returns."""
         return self._layout
 
     def layout_on(self, world_size: int) -> Layout:
-        """That of a group of so many members."""
+        """Returns the layout of a group of `world_size` members."""
         return Layout(num_shards=1, num_replicas=world_size)
 
     def form(self, group: Group) -> None:
-        """A new generation: afterwards `items` are the tensors for its layout. Where that needs others than
-        there were, these are blank, and those from before stay readable as `before` until `formed`; here
-        they stay the same. A collective: every member calls it, after `Group.compare`. Raises
-        `GenerationEnded` if one of them is lost.
+        """Starts a new generation: afterwards `items` are the tensors for its layout.
+
+        If the layout needs other tensors, the new ones are blank, and the previous ones stay readable as
+        `before` until `formed`. In this class they stay the same. This is a collective: every member calls
+        it, after `Group.compare`. Raises `GenerationEnded` if a member is lost.
         """
         self._layout = self.layout_on(group.view.world_size)
 
     def before(self) -> tuple[Layout, int, list[Item]] | None:
-        """Between `form` and `formed`: the layout and the rank of before, and the items with their values;
+        """Between `form` and `formed`: the previous layout and rank, and the items with their values.
+
         None if this member held nothing.
         """
         return None if self.key is None else (self._layout, 0, self.items())
 
     def holdings(self, prepared: StateKey | None) -> tuple[HeldShard, ...]:
-        """What this member can give of the state that it trains, of the step whose gradient it keeps, and of
-        what it `received`; nothing where it is blank.
+        """Returns what this member can give to others; nothing if it is blank.
+
+        It can give its part of the state that it trains, of the step whose gradient it keeps, and of what it
+        `received`.
         """
         held: list[HeldShard] = []
         shard, num = self._layout.shard_of(self._rank), self._layout.num_shards
@@ -211,9 +217,10 @@ class TrainState:
         return tuple(held)
 
     def received(self, key: StateKey, cursor: Cursor, committed: bool) -> None:
-        """Between `form` and `formed`: the items are whole, and are this member's part of the state `key`. It
-        keeps them until the next view, beside those from before: others may not have theirs, or they may, and
-        have heard that all do, and have dropped what they had.
+        """Between `form` and `formed`: the items are whole, and are this member's part of the state `key`.
+
+        The member keeps them until the next view, besides the previous ones. Other members may not have their
+        parts. Or they may have them, know that all members do, and have dropped their previous ones.
         """
         self._received = _Received(
             key=key,
@@ -225,39 +232,40 @@ class TrainState:
         )
 
     def take_received(self, parent: StateKey | None) -> None:
-        """What was `received`, and not `formed`, is the state if it is `parent`; else it is dropped."""
+        """Makes what was `received`, but not `formed`, the state if it is `parent`; else drops it."""
         coming, self._received = self._received, None
         if coming is not None and coming.key == parent:
             self._layout, self._rank, self._rows = coming.layout, coming.rank, coming.rows
             self.key, self.cursor, self.committed = coming.key, coming.cursor, coming.committed
 
     def formed(self) -> None:
-        """All members have what they need of what was before: it is dropped."""
+        """Drops the previous tensors: all members have what they need of them."""
         self._received = None
 
     def leave(self) -> None:
-        """The generation is over: nothing refers to its process group any more. The tensors stay."""
+        """Ends the generation: nothing refers to its process group any more. The tensors stay."""
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Around a generation: `leave` follows, however it ends."""
+        """Wraps a generation: calls `leave` however it ends."""
         try:
             yield
         finally:
             self.leave()
 
     def items(self) -> list[Item]:
-        """Every tensor that makes up the state, in an order that is the same for every member."""
+        """Returns every tensor of the state, in an order that is the same for every member."""
         return self._rows.items()
 
     def filled(self) -> None:
-        """Must follow whatever wrote to the items."""
+        """Must be called after the items were written."""
         self._untouched = False
         self._rows.filled()
 
     def digest(self) -> bytes:
-        """32 bytes (blake3) that two states share if, and only if, all their items are equal to the last
-        bit.
+        """Returns 32 bytes (blake3) that identify the state.
+
+        They are equal for two states if and only if all their items are bitwise equal.
         """
         total = blake3()
         for item in self.items():
@@ -267,12 +275,12 @@ class TrainState:
         return total.digest()
 
     def apply(self, lr: float, num_targets: int) -> None:
-        """One optimizer step with the gradients in `.grad`, of a step with `num_targets` target tokens.
+        """Runs one optimizer step with the gradients in `.grad`, for a step with `num_targets` target tokens.
 
-        Without targets there is no gradient and the optimizer does not move: its momentum and its weight
-        decay would change the weights by a step that teaches nothing. Raises `TrainingError` if the forward
-        pass has changed a buffer, for then the ranks hold different ones, or has put another tensor in the
-        place of one of the state, which would neither be trained nor saved.
+        Without targets there is no gradient, and the optimizer makes no step: momentum and weight decay would
+        change the weights although nothing is learned. Raises `TrainingError` if the forward pass has changed
+        a buffer, because the ranks then hold different ones. Raises it also if the forward pass has replaced
+        a tensor of the state, because the new tensor would be neither trained nor saved.
         """
         changed = sorted({*self._rows.changed_buffers(), *self._replaced()})
         if changed:
@@ -286,12 +294,12 @@ class TrainState:
             self._rows.step(lr)
 
     def _replaced(self) -> list[str]:
-        """Names of tensors that came, went or were replaced since the state was made."""
+        """Returns the names of tensors that were added, removed or replaced since the state was made."""
         now = self.model.state_dict(keep_vars=True)
         return [name for name in {**self._held, **now} if self._held.get(name) is not now.get(name)]
 
     def initialise(self) -> None:
-        """Back to the first weights and an optimizer that has not stepped, whatever was there."""
+        """Resets the state to the initial weights and an optimizer without steps."""
         if self._untouched:
             return
         self.writable()

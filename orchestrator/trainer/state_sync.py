@@ -1,7 +1,7 @@
-"""Agreeing on state at the begin of a generation: who keeps its own, who receives which rows from whom, who
-loads a point (membership rules 1 to 5, 19).
+"""Agrees on the state at the start of a generation (membership rules 1 to 5, 19).
 
-It moves state between members of one group; who is a member, and which state is the parent, the view says.
+It decides which members keep their own state, which receive rows from others, and which load a point. The
+view defines the members and the parent state.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from orchestrator.trainer.state import TrainState
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """A step whose every collective but the summary succeeded; its whole gradient stands in `.grad`. `key` is
-    that of the state it leads to, `num_targets` counts the target tokens of the whole step.
+    """A step whose every collective but the summary succeeded, with its whole gradient in `.grad`.
+
+    `key` is that of the resulting state. `num_targets` counts the target tokens of the whole step.
     """
 
     key: StateKey
@@ -43,10 +44,11 @@ def apply_prepared(state: TrainState, prepared: Prepared) -> None:
 
 
 def settle(state: TrainState, view: GenerationView, prepared: Prepared | None) -> bool:
-    """Whether this member holds the parent's state by itself, if need be by applying its prepared step, or by
-    taking the rows that it had received when the generation before ended.
+    """Whether this member holds the parent's state without receiving data.
 
-    Needs no collective: that these belong to the history was decided before the view was given.
+    If needed, it applies its prepared step, or takes the rows that it had received when the previous
+    generation ended. Needs no collective, because the view was made after it was decided that these belong to
+    the history.
     """
     state.take_received(view.parent)
     if prepared is not None and prepared.key == view.parent:
@@ -61,10 +63,10 @@ def settle(state: TrainState, view: GenerationView, prepared: Prepared | None) -
 
 
 class Copies(Protocol):
-    """Shards of older states that this member keeps in memory beside the one it trains."""
+    """Shards of older states that this member keeps in memory besides the one it trains."""
 
     def copy_of(self, key: StateKey, shard: int) -> Sequence[Tensor]:
-        """The bytes of each tensor of a shard that this member said it holds."""
+        """Returns the bytes of each tensor of a shard that this member has listed as held."""
 
 
 def agree(
@@ -78,14 +80,17 @@ def agree(
     copies: Copies | None = None,
     loading: Loading = lambda done_bytes, num_bytes: None,
 ) -> bool:
-    """All members hold their rows of the parent's state afterwards, under the key (attempt, generation,
-    label) of this generation. `warm`: this member has done a step before; the answer: all have. `copies`: the
-    memory points of this member, if it keeps any. `loading` as in `load_together`.
+    """Gives all members their rows of the parent's state, under this generation's key.
 
-    Raises `GenerationEnded` if a collective fails or a copy is not equal to its source; a member keeps the
-    key it came with then, and the tensors of it, or is blank if it was about to receive in their place.
-    Raises `ResumePointError` if the point is damaged and `StorageError` if it cannot be read, on every rank
-    whoever found it.
+    The key is (attempt, generation, label).
+
+    `warm`: this member has done a step before. Returns whether all members have. `copies`: the memory points
+    of this member, if it keeps any. `loading` as in `load_together`.
+
+    Raises `GenerationEnded` if a collective fails or a copy differs from its source. The member then keeps
+    its previous key and tensors, or is blank if it was about to receive into these tensors. Raises
+    `ResumePointError` if the point is damaged and `StorageError` if it cannot be read, on every rank,
+    whichever rank found it.
     """
     view = group.view
     holds = settle(state, view, prepared)
@@ -98,13 +103,13 @@ def agree(
         _receive(group, state, holds, copies, faults)
     else:
         committed = view.point is not None
-        # who holds a shard holds one of what nobody can put together
+        # a member that holds a shard here holds one of a state that cannot be put together
         needy = [rank for rank, row in enumerate(rows) if state.sharded or not row[0]]
         _from_storage(group, state, needy, files, faults, loading)
     key = StateKey(attempt=view.attempt, generation=view.generation, step=view.step)
     cursor = state.cursor if view.cursor is None else view.cursor
-    # who falls out before this still has its old key, or none, and learns what to do from the next view; as
-    # with a step's summary it may be that others pass, who drop what they had
+    # A member that fails before this point still has its old key, or none, and learns from the next view what
+    # to do. As with a step's summary, other members may get past this point and drop what they had.
     state.received(key, cursor, committed)
     warms = group.gather([int(warm)], "agreeing on the state")
     faults("state_agreed", view.step, view.rank)
@@ -114,7 +119,7 @@ def agree(
 
 
 def own_shard(view: GenerationView) -> int | None:
-    """The shard of the parent that this member trains, if it does."""
+    """Returns the shard of the parent that this member trains, or None."""
     for shard, sources in enumerate(view.sources):
         if any(s.rank == view.rank and s.source.is_own for s in sources):
             return shard
@@ -122,7 +127,7 @@ def own_shard(view: GenerationView) -> int | None:
 
 
 def _check_holders(view: GenerationView, holds: Sequence[bool]) -> None:
-    """What the members found of themselves is what the view says of them."""
+    """Checks that the members hold what the view expects of them."""
     live = {s.rank for of_one in view.sources for s in of_one if s.source.is_own}
     for rank, found in enumerate(holds):
         if found != (rank in live):
@@ -152,7 +157,8 @@ def _from_storage(
             state.filled()
     elif blank:
         state.initialise()
-        state.cursor = Cursor()  # of whoever has trained before, and lost its part of the state
+        # the old one is of a member that trained before and lost its part of the state
+        state.cursor = Cursor()
 
 
 def _half(view: GenerationView, faults: Hook) -> Callable[[bool], None]:
@@ -163,12 +169,12 @@ def _half(view: GenerationView, faults: Hook) -> Callable[[bool], None]:
 
 
 def _receive(group: Group, state: TrainState, holds: bool, copies: Copies | None, faults: Hook) -> None:
-    """Rows of the parent's state from who holds them to who needs them."""
+    """Moves rows of the parent's state from the members that hold them to those that need them."""
     view = group.view
     state.writable()
     live, before = own_shard(view), state.before()
     if not (holds or state.sharded):
-        state.key = None  # from before the first byte until the digests have been compared
+        state.key = None  # blank from the first byte until the digests have been compared
 
     def old(shard: int) -> Sequence[Tensor]:
         if shard == live:

@@ -1,8 +1,7 @@
-"""The summary of a step: one int64 vector, summed over the ranks by the step's last collective, from which
-all learn the same.
+"""The summary of a step: one int64 vector, summed over the ranks by the step's last collective.
 
-Integer sums depend on no order and no division. It knows what the slots mean; who applies the step on it is
-decided in `loop`.
+All ranks receive the same result, because integer sums depend on no order and no division. `loop` decides
+whether the step is applied.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from orchestrator.records.batches import BatchSlice
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StateKey, StepRecord
 
-FRACTION_BITS = 24  # of the loss in fixed point
-_LOSS_LIMIT = 1 << 61  # of a micro-batch; a larger sum is taken for a broken one
-# every rank adds to these
+FRACTION_BITS = 24  # fraction bits of the loss in fixed point
+_LOSS_LIMIT = 1 << 61  # of a micro-batch; a larger loss is treated as not finite
+# every rank adds to these slots
 _RANKS, _NOT_FINITE, _LOSS, _TARGETS, _SAMPLES, _DIGEST, _WAIT_US, _BLOCKED_US, _BUSY, _WHOLE = range(10)
 _CONTROL, _ACKNOWLEDGED, _GRAD_NORM, _STEP_S = range(10, 14)  # rank 0 alone
-NUM_SLOTS = 14  # and one for each rank, which it fills alone: its peak memory
+NUM_SLOTS = 14  # followed by one slot per rank, which that rank alone fills: its peak memory
 _MASK = (1 << 64) - 1
 
 
 def fixed_point(loss: float) -> int | None:
-    """A micro-batch's summed loss in fixed point, None if it is not finite or absurdly large.
+    """Converts a micro-batch's summed loss to fixed point; None if it is not finite or absurdly large.
 
     NaN would become −2^63, so it never enters the summary: its rank adds 0 and counts itself as not finite.
     """
@@ -39,12 +38,15 @@ def fixed_point(loss: float) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankContribution:
-    """What one rank adds. `loss` in fixed point over its micro-batches, None if one was not finite; `digest`
-    of its samples (unsigned); `busy`: it holds a save whose vote or report is not answered, so that no other
-    can begin; `whole`: it has its copies of the memory point under way.
+    """The values that one rank adds to the summary.
 
+    `loss`: in fixed point over its micro-batches, None if one was not finite.
+    `digest`: of its samples (unsigned).
+    `busy`: it holds a save whose vote or report is not answered, so that no other can begin.
+    `whole`: it has its copies of the memory point in progress.
     `control`, `acknowledged` (the newest durable step of this generation, −1: none), `grad_norm` and `step_s`
-    count for rank 0 only. `peak_memory_bytes`: see `trainer.peak_memory`.
+    are used of rank 0 only.
+    `peak_memory_bytes`: see `trainer.peak_memory`.
     """
 
     loss: int | None
@@ -62,9 +64,9 @@ class RankContribution:
     peak_memory_bytes: int = 0
 
     def pack(self, rank: int, world_size: int) -> Tensor:
-        """The vector (NUM_SLOTS + world_size,) int64 that `rank` brings to the sum of `world_size`.
+        """Returns the vector (NUM_SLOTS + world_size,) int64 that `rank` adds to the sum of `world_size`.
 
-        A loss with which that sum could wrap counts as one that is not finite.
+        A loss that could overflow that sum counts as not finite.
         """
         loss = self.loss
         if loss is not None and abs(loss) * world_size >= 1 << 63:
@@ -92,9 +94,11 @@ class RankContribution:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSummary:
-    """The sum, the same on every rank that has it. `loss` is the sum over targets (nats), times are means
-    over the ranks (seconds), `num_busy` ranks hold an undecided save, `num_whole` have their copies of the
-    memory point under way, `peak_memory_bytes` is the greatest.
+    """The summed vector, unpacked. It is the same on every rank that has it.
+
+    `loss` is the sum over targets (nats). Times are means over the ranks (seconds). `num_busy` ranks hold an
+    undecided save. `num_whole` ranks have their copies of the memory point in progress. `peak_memory_bytes`
+    is the maximum.
     """
 
     ranks: int
@@ -115,7 +119,7 @@ class StepSummary:
 
     @classmethod
     def unpack(cls, vector: Tensor) -> StepSummary:
-        """From the summed vector (NUM_SLOTS + world_size,) int64."""
+        """Unpacks the summed vector (NUM_SLOTS + world_size,) int64."""
         values = [int(value) for value in vector.tolist()]
         ranks = max(1, values[_RANKS])
         return cls(
@@ -137,8 +141,9 @@ class StepSummary:
         )
 
     def problem(self, world_size: int, batch: BatchSlice) -> str | None:
-        """Why this step must not be applied, with both values; None if it may. `batch` says what the feed
-        announced for the step.
+        """Returns why this step must not be applied, with both values; None if it may be applied.
+
+        `batch` has what the feed announced for the step.
         """
         if self.ranks != world_size:
             return f"{self.ranks} ranks took part in a group of {world_size}"
@@ -159,8 +164,9 @@ class StepSummary:
         return None
 
     def record(self, key: StateKey, cursor: Cursor, lr: float, ended: float) -> StepRecord:
-        """The step's record, the same on every rank but for `ended`, when this one had applied the step.
-        `key` and `cursor` are those after it.
+        """Builds the step's record. `key` and `cursor` are those after the step.
+
+        It is the same on every rank except for `ended`, the time at which this rank had applied the step.
         """
         return StepRecord(
             attempt=key.attempt,
@@ -186,7 +192,10 @@ def _signed(unsigned: int) -> int:
 
 
 def _bits(number: float) -> int:
-    """A float's 64 bits as an integer: it survives a sum in which all others add 0, whatever it is."""
+    """Returns a float's 64 bits as an integer.
+
+    Any value survives a sum in which all other ranks add 0.
+    """
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 

@@ -1,7 +1,7 @@
-"""Ties of a transformers model follow the weights that it gets, not only its configuration.
+"""Ties of a transformers model follow the stored weights, not only the configuration.
 
-A folder may say `tie_word_embeddings: true` and hold a head of its own, as a merged adapter does.
-transformers then trains two tensors, and so does every layout here. It decides names; it fills no weights.
+A folder may have `tie_word_embeddings: true` and nevertheless contain a separate head, as a merged adapter
+does. transformers then trains two tensors, and so does every layout here.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _BUFFER_BYTES = 8 << 20
 
 
 def follow_files(config: ModelConfig, model: Any) -> None:
-    """Unties what `model.init_from`, else `model.pretrained`, holds as two tensors. Where it holds no files
-    of weights the configuration decides. Raises `ConfigError`, `StorageError`.
+    """Unties tensors that `model.init_from`, else `model.pretrained`, stores as two.
+
+    If it has no weight files, the configuration decides. Raises `ConfigError`, `StorageError`.
     """
     where = config.init_from or config.pretrained
     if where is None or not getattr(model, "all_tied_weights_keys", None):
@@ -44,7 +45,7 @@ def follow_files(config: ModelConfig, model: Any) -> None:
 
 
 def follow_names(model: Any, names: Collection[str]) -> None:
-    """Unties what a state with tensors of these names holds as two."""
+    """Unties tensors that a state with tensors of these names holds as two."""
     held: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
     first: dict[int, str] = {}
     aliases = [name for name, tensor in held.items() if first.setdefault(id(tensor), name) != name]
@@ -52,7 +53,7 @@ def follow_names(model: Any, names: Collection[str]) -> None:
 
 
 def untie(model: Any, names: Sequence[str]) -> None:
-    """Gives each of these tied tensors memory of its own, with the same values."""
+    """Gives each of these tied tensors its own memory, with the same values."""
     if not names:
         return
     for name in names:
@@ -71,7 +72,10 @@ def untie(model: Any, names: Sequence[str]) -> None:
 
 
 def note_ties(model: Any) -> None:
-    """Says in the configuration of a model, which is saved with it, that no words are tied if none are."""
+    """Sets `tie_word_embeddings` to false in the model's configuration if nothing is tied.
+
+    The configuration is saved with the model.
+    """
     if getattr(model, "all_tied_weights_keys", None):
         return
     for module in model.modules():
@@ -81,8 +85,9 @@ def note_ties(model: Any) -> None:
 
 
 def kept_in_float32(model: Any, dtype: torch.dtype | None) -> Callable[[str], bool]:
-    """Whether transformers keeps a tensor in float32 when it loads the model as `dtype`, by the tensor's
-    name.
+    """Returns a predicate: whether transformers keeps the tensor of a name in float32.
+
+    This applies when transformers loads the model as `dtype`.
     """
     plan = model._get_dtype_plan(dtype) if dtype is not None and hasattr(model, "_get_dtype_plan") else {}
     if not plan:
@@ -101,8 +106,9 @@ def keep_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 # ---------------------------------------------------------------------------------------------------- inside
 def _separate(model: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
-    """The tied names that files hold beside the tensor that they are tied to, with other values: those that
-    transformers does not tie (`PreTrainedModel.tie_weights`).
+    """Returns the tied names that files store separately, with other values.
+
+    These are the tensors that transformers does not tie (`PreTrainedModel.tie_weights`).
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -125,7 +131,7 @@ def _separate(model: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
 
 
 def _equal(one: StoredTensor, other: StoredTensor, dtype: torch.dtype) -> bool:
-    """Whether two tensors of files have the same values as `dtype`; 8 MiB of each are read at a time."""
+    """Whether two stored tensors have the same values as `dtype`. Reads 8 MiB of each at a time."""
     if one.shape != other.shape or not one.dtype or not other.dtype:
         return False
     size, step = math.prod(one.shape), _BUFFER_BYTES // 8

@@ -1,7 +1,7 @@
 """The configuration of the language model inside a transformers model.
 
-A model that also reads images or sound nests it (`text_config`). Windows, ids and sizes of the language model
-are then there, and not in the model's own configuration.
+A model that also reads images or sound nests it (`text_config`). The language model's windows, ids and sizes
+are then in the nested configuration.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ if TYPE_CHECKING:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The configuration of the language model inside `model`, under DDP too; None if the model has none."""
+    """Returns the configuration of the language model inside `model`, also under DDP; None if it has none."""
     return text_settings(getattr(_inner(model), "config", None))
 
 
 def text_settings(settings: Any) -> Any:
-    """The configuration of the language model inside a transformers configuration: often itself."""
+    """Returns the configuration of the language model inside a transformers configuration, often itself."""
     with suppress(Exception):  # a factory's model may have a configuration of another kind
         return settings.get_text_config(decoder=True)
     return settings
 
 
 def inner_settings(settings: Any) -> dict[str, Any]:
-    """The configurations directly inside a transformers configuration, by the key of each."""
+    """Returns the configurations directly inside a transformers configuration, by key."""
     names = getattr(settings, "sub_configs", {})
     return {name: inner for name in names if (inner := getattr(settings, name, None)) is not None}
 
 
 def settings_of(model: nn.Module) -> list[Any]:
-    """The model's own configuration and, where that is another, the one of its language model. Empty if the
-    model has none.
+    """Returns the model's own configuration, and that of its language model if it is another.
+
+    Empty if the model has none.
     """
     own = getattr(_inner(model), "config", None)
     if own is None:
@@ -43,7 +44,7 @@ def settings_of(model: nn.Module) -> list[Any]:
 
 
 def without_cache(model: nn.Module) -> None:
-    """Makes a transformers model compute no cache of keys and values, for which training has no use."""
+    """Disables the cache of keys and values of a transformers model, which training does not use."""
     for settings in settings_of(model):
         settings.use_cache = False
 

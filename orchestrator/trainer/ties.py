@@ -1,7 +1,4 @@
-"""Buffers that several modules share stay one tensor when a model is moved or made.
-
-It knows modules and tensors, nothing else.
-"""
+"""Keeps buffers that several modules share one tensor when a model is moved or made."""
 
 from __future__ import annotations
 
@@ -13,12 +10,14 @@ from torch import Tensor, nn
 
 @contextmanager
 def shared_buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Around what may put other buffers into the modules of `model`: those that were one tensor before are
-    one afterwards, the one under the first name. torch keeps parameters tied when a model goes to another
-    device or type, and makes a tensor for each name of a buffer: the state would have other names there.
+    """Wraps code that may replace buffers in the modules of `model`, and keeps shared buffers shared.
+
+    Buffers that were one tensor before are one afterwards: the one under the first name. When torch moves a
+    model to another device or type, it keeps parameters tied, but makes one tensor per name of a buffer. The
+    state would then have other names.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
-    kept: list[Tensor] = []  # an address is its own as long as the tensor lives
+    kept: list[Tensor] = []  # an address is unique only while its tensor lives
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -1,4 +1,4 @@
-"""The transformers model of a job: its configuration, its attention, and the model without weights."""
+"""Builds a job's transformers model: configuration, attention, and the model without weights."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ _READ_ONLY = re.compile(r"property '(\w+)' of '\w+' object has no setter")
 
 
 def transformers_settings(config: ModelConfig, device_type: str, invariant: bool) -> tuple[Any, str | None]:
-    """The transformers configuration of `model.config` or `model.pretrained`, and how it computes attention
-    (None: as transformers does by itself). Raises `ConfigError` if there is none.
+    """Returns a job's transformers configuration and attention implementation.
+
+    The configuration is from `model.config` or `model.pretrained`. None: transformers chooses the
+    implementation. Raises `ConfigError` if there is no configuration.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -55,8 +57,8 @@ def transformers_settings(config: ModelConfig, device_type: str, invariant: bool
                 code="model.attn_implementation",
             )
         return settings, chosen
-    # The fused attention of a GPU adds up its gradients in any order; on a CPU it gives the same bits each
-    # time, and needs less memory.
+    # The fused attention of a GPU sums its gradients in any order. On a CPU it gives the same bits each time,
+    # and needs less memory.
     if invariant and device_type == "cuda":
         return settings, "eager"
     classes = model if isinstance(model, tuple) else (model,)
@@ -64,8 +66,10 @@ def transformers_settings(config: ModelConfig, device_type: str, invariant: bool
 
 
 def _chosen_attention(config: ModelConfig, settings: Any) -> str | None:
-    """How attention is computed by `model.attn_implementation` or by a key of the transformers configuration;
-    None if neither names it. Raises `ConfigError` if they contradict each other.
+    """Returns the configured attention implementation.
+
+    It is set by `model.attn_implementation` or in the transformers configuration. None if neither sets it.
+    Raises `ConfigError` if they contradict each other.
     """
     field, of_settings = config.attn_implementation, settings._attn_implementation
     if of_settings is None or (field != "auto" and config.pretrained is not None):
@@ -81,8 +85,10 @@ def _chosen_attention(config: ModelConfig, settings: Any) -> str | None:
 
 
 def settings_folder(pretrained: str) -> str:
-    """`model.pretrained` as transformers can read its settings: itself, or of a bucket a folder of this
-    machine with these alone. Raises `FileNotFoundError` if it has none, `ConfigError`, `StorageError`.
+    """Returns a folder with the settings of `model.pretrained`, which transformers can read.
+
+    It is `model.pretrained` itself, or for a bucket a local folder with only the settings. Raises
+    `FileNotFoundError` if it has none, `ConfigError`, `StorageError`.
     """
     if not is_uri(pretrained):
         return pretrained
@@ -94,14 +100,12 @@ def settings_folder(pretrained: str) -> str:
 
 @contextmanager
 def naming_model(config: ModelConfig) -> Iterator[None]:
-    """Whatever goes wrong inside, as a `ConfigError` that names the field; storage that cannot be read stays
-    what it is.
-    """
+    """Converts errors inside the block to a `ConfigError` that names the field. `StorageError` propagates."""
     try:
         yield
     except StorageError:
         raise
-    except Exception as error:  # transformers has no common base for what a wrong configuration raises
+    except Exception as error:  # transformers has no common base class for errors of a wrong configuration
         what = (
             f"model.pretrained={config.pretrained}"
             if config.pretrained is not None
@@ -111,7 +115,7 @@ def naming_model(config: ModelConfig) -> Iterator[None]:
 
 
 def _plain(error: BaseException) -> str:
-    """The reason on one line, without the frame that a validator of configurations puts around it."""
+    """Returns the reason on one line, without the wrapper that a validator of configurations adds."""
     while error.__cause__ is not None and type(error).__module__.startswith("huggingface_hub"):
         error = error.__cause__
     if isinstance(error, AttributeError) and (match := _READ_ONLY.match(str(error))):
@@ -122,9 +126,10 @@ def _plain(error: BaseException) -> str:
 def shape_only(
     config: ModelConfig, settings: Any, attention: str | None, names: Collection[str] | None = None
 ) -> nn.Module:
-    """A transformers model without its weights, for torch's meta device. It is tied as a state is that has
-    tensors of these names, else as the files of weights are that it begins with. Raises `ConfigError`, also
-    if `model.pretrained` has no safetensors.
+    """Builds a transformers model without its weights, for torch's meta device.
+
+    It is tied like a state with tensors of these names; without names, like the weight files that it starts
+    from. Raises `ConfigError`, also if `model.pretrained` has no safetensors.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,8 +1,7 @@
-"""The model of a job on torch's meta device, before anything is started: shapes without weights, and one
-forward pass.
+"""Tests a job's model before anything is started: builds it on torch's meta device and runs one forward pass.
 
-It says what no start can work with; it knows neither cluster nor run. Neither importing it nor trying a model
-loads torch where it is not loaded.
+It reports problems that every start would have. Neither importing this module nor testing a model loads torch
+into a process that has not loaded it.
 """
 
 from __future__ import annotations
@@ -28,23 +27,27 @@ if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
     from orchestrator.planning.resume_plan import ResumePlan
 
-# Importing transformers takes seconds, a model on the meta device less than one.
+# Importing transformers takes seconds; building a model on the meta device takes less than one.
 _LIMIT_S = 300.0
-# The weights of a model, and its logits, up to which a forward pass is run with weights
+# The largest size of a model's weights, and of its logits, for which a forward pass is run with weights
 _SMALL_BYTES = 512 << 20
-# Beside what the process of a trial has when it begins: more is not allocated, whatever a factory asks for
+# The memory that a trial process may allocate in addition to what it has at its start
 _MEMORY_BYTES = 4 << 30
-# What the code itself is the reason of, not the machine
+# Errors that the code itself causes, not the machine
 _MISTAKES = (TypeError, NameError, AttributeError, IndexError, ZeroDivisionError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """What a model was found to be. `num_embeddings`: how many ids it embeds, None where it does not say
-    (`get_input_embeddings`); `largest_table`: rows of the largest `torch.nn.Embedding` of such a one, None
-    if it has none. `num_logits`: how many ids its logits are of, None where no forward pass was run.
-    `scalars` names parameters without dimensions. `size`: None where it was not built. `note`, if any, is for
-    the user: what could not be tried.
+    """The facts that were found about a model.
+
+    `num_embeddings`: the number of ids it embeds, None if the model does not provide it
+    (`get_input_embeddings`).
+    `largest_table`: for such a model, the rows of the largest `torch.nn.Embedding`, None if it has none.
+    `num_logits`: the number of ids its logits cover, None if no forward pass was run.
+    `scalars`: the names of parameters without dimensions.
+    `size`: None if the model was not built.
+    `note`: a text for the user about what could not be tried, empty if there is none.
     """
 
     num_embeddings: int | None = None
@@ -58,9 +61,11 @@ class ModelFacts:
 def require_model(
     job: JobConfig, plan: ResumePlan, vocab_size: int, facts: ModelFacts | None = None
 ) -> tuple[str, ...]:
-    """Raises `ConfigError` if no start can build the job's model, or the tokenizer, with its `vocab_size`,
-    has ids that it does not embed; returns notes. What the run's point was made with is not tried again.
-    `facts`: what trying it has found, if that was done.
+    """Raises `ConfigError` if no start can use the job's model with its tokenizer.
+
+    That is so if no start can build the model, or if the tokenizer has ids that it does not embed. The
+    tokenizer has `vocab_size` ids. Returns notes. A model that the run's point was made with is not tried
+    again. `facts`: the result of an earlier trial, if there was one.
     """
     if not is_to_try(plan):
         return ()
@@ -83,7 +88,9 @@ def require_model(
 
 
 def is_to_try(plan: ResumePlan) -> bool:
-    """Whether a start tries the model: it, or its code, is not what the run's point was made with."""
+    """Whether a start tries the model: the model or its code differs from what the run's point was
+    made with.
+    """
     return plan.point is None or plan.code_changed or any(
         d.field.startswith(("model.", "pack.document_attention", "pack.seq_len", "train.parallel"))
         for d in plan.differences
@@ -91,31 +98,34 @@ def is_to_try(plan: ResumePlan) -> bool:
 
 
 def try_model(job: JobConfig) -> ModelFacts:
-    """Builds the job's model on the meta device and calls it once with a sample of `pack.seq_len`. Raises
-    `ConfigError` if that is impossible, if `model.config` has keys that no model would read, and if no
+    """Builds the job's model on the meta device and calls it once with a sample of `pack.seq_len`.
+
+    Raises `ConfigError` if that is impossible, if `model.config` has keys that no model would read, and if no
     training can use the model (`factory_output.CODE`).
 
-    What does not work on the meta device is built on this machine's CPU if it is small; else it is left to
-    the workers, and `note` says so. Pretrained weights are not read, but looked for.
+    A model that does not work on the meta device is built on this machine's CPU if it is small. Otherwise it
+    is left to the workers, and `note` reports that. Pretrained weights are not read, but their existence is
+    checked.
     """
     use_gpu = job.cluster.use_gpu
     task: dict[str, Any] = {
         "device_type": "cuda" if use_gpu else "cpu",
         "invariant": not job.train.is_fast(use_gpu),
-        # of samples of this length tokens attend to their own document alone; None: to the whole sample
+        # samples of this length have attention within documents; None: attention to the whole sample
         "within": job.pack.seq_len if job.pack.attends_by_document else None,
         "seq_len": job.pack.seq_len,
         "precision": job.train.precision,
     }
-    # A factory's module is imported anew each time, for a notebook's user may have fixed it.
+    # A factory's module is imported again each time, because a notebook user may have fixed it.
     if job.model.factory is None and "torch" in sys.modules:
         return _build(job.model, **task)
     return _build_elsewhere({"model": job.model.model_dump(mode="json"), **task})
 
 
 def require_vocabulary(facts: ModelFacts, job: JobConfig, vocab_size: int) -> None:
-    """Raises `ConfigError` if the tokenizer has ids, `vocab_size` of them, that the model does not embed, or
-    of which it gives no logits.
+    """Raises `ConfigError` if the tokenizer has more ids than the model embeds, or than its logits cover.
+
+    `vocab_size` is the number of the tokenizer's ids.
     """
     if facts.num_embeddings is not None and facts.num_embeddings < vocab_size:
         raise ConfigError(
@@ -139,7 +149,7 @@ def _where(job: JobConfig) -> str:
 
 
 def require_rows(facts: ModelFacts, job: JobConfig) -> None:
-    """Raises `ConfigError` if the state is to be sharded, and a parameter has no rows to divide."""
+    """Raises `ConfigError` if the state is to be sharded and a parameter has no rows to divide."""
     if facts.scalars and job.train.parallel not in ("auto", "replicate"):
         more = f" and {len(facts.scalars) - 1} more" if len(facts.scalars) > 1 else ""
         raise ConfigError(
@@ -149,8 +159,11 @@ def require_rows(facts: ModelFacts, job: JobConfig) -> None:
 
 
 def _build_elsewhere(task: dict[str, Any]) -> ModelFacts:
-    """In a process of its own, for torch and transformers take 250 MB that a driver has no other use for."""
-    # it finds what this process finds, and what lies in the current directory, as Ray's workers do
+    """Builds the model in another process.
+
+    torch and transformers take 250 MB that a driver does not need.
+    """
+    # it imports what this process can import, and from the current directory, as Ray's workers do
     places = [*(path for path in sys.path if path), os.getcwd()]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     command = [sys.executable, "-P", "-m", "orchestrator.trainer.trial"]
@@ -247,10 +260,10 @@ def _build(
 
 
 def _built(on_cpu: Callable[[], Any]) -> Iterator[Any]:
-    """The job's own model, if it is small enough to be built here."""
+    """Yields the job's own model, if it is small enough to be built here."""
     from orchestrator.trainer.small_copy import draw_weights
 
-    with suppress(Exception):  # what is wrong with it `try_forward` has said
+    with suppress(Exception):  # `try_forward` has reported its errors
         if (model := on_cpu()) is not None:
             draw_weights(model.float())
             yield model
@@ -271,7 +284,7 @@ def _require_attention(
 
 
 def _require_export(config: ModelConfig, model: Any) -> None:
-    """Raises `ConfigError` if what is trained could not be exported."""
+    """Raises `ConfigError` if the trained model could not be exported."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from orchestrator.trainer.saved_form import SavedForm, shapes_of
@@ -287,7 +300,7 @@ def _require_export(config: ModelConfig, model: Any) -> None:
         SavedForm(config, shapes_of(model), None, {"bos_token_id": None, "eos_token_id": None})
     except StorageError:
         raise
-    except Exception as error:  # transformers has no common base for what it raises
+    except Exception as error:  # transformers has no common base class for its errors
         raise ConfigError(
             f"{_name(config)} can be trained, but not exported: {type(error).__name__}: {error}; the "
             "installed transformers has no form of it in files: take another model or version",
@@ -296,8 +309,9 @@ def _require_export(config: ModelConfig, model: Any) -> None:
 
 
 def _from_factory(config: ModelConfig, precision: str) -> tuple[Any, str]:
-    """The factory's model without its weights, or with them where it needs values; None where it cannot be
-    built here, with a note that says why.
+    """Builds the factory's model without its weights, or with them if it needs values.
+
+    Returns None and a note with the reason if it cannot be built here.
     """
     import torch
 
@@ -308,7 +322,7 @@ def _from_factory(config: ModelConfig, precision: str) -> tuple[Any, str]:
     try:
         with torch.device("meta"):
             made = function(**config.factory_args)
-    except Exception as error:  # noqa: BLE001  it may well work on a real device
+    except Exception as error:  # noqa: BLE001  it may work on a real device
         reason = f"{type(error).__name__}: {error}"
         try:
             made = function(**config.factory_args)
@@ -326,7 +340,7 @@ def _from_factory(config: ModelConfig, precision: str) -> tuple[Any, str]:
 
 
 def _name(config: ModelConfig) -> str:
-    """The model's field of the configuration, for messages."""
+    """Returns the model's configuration field, for messages."""
     for field in ("factory", "pretrained"):
         if (value := getattr(config, field)) is not None:
             return f"model.{field}={value}"
@@ -344,8 +358,9 @@ def _scalars(model: Any) -> tuple[str, ...]:
 
 
 def _size(model: Any) -> ModelSize:
-    """With the blocks that are gathered one after the other; what the model does not say counts as nothing:
-    how wide its blocks are, and whether it makes logits.
+    """Returns the model's size, with the blocks that are gathered one after the other.
+
+    The width of the blocks and the number of logits are 0 if the model does not provide them.
     """
     from orchestrator.trainer.sharded_model import blocks_of
     from orchestrator.trainer.text_config import text_config
@@ -378,14 +393,16 @@ def _num_embeddings(model: Any) -> int | None:
 
 
 def _main() -> None:
-    """The other process: a task on stdin; prints the facts, or what is refused, as the last line."""
+    """Runs the trial process: reads a task from stdin, and prints the facts or the refusal as the
+    last line.
+    """
     given = json.load(sys.stdin)
     try:
         config = ModelConfig.model_validate_json(json.dumps(given.pop("model")))
         with paused_gc():
-            import torch  # what it takes itself does not count
+            import torch  # its own memory does not count
 
-            torch.set_num_threads(1)  # each would take memory for its stack
+            torch.set_num_threads(1)  # each thread would take memory for its stack
             _limit_memory()
             answer = asdict(_build(config, **given))
     except OrchestratorError as error:
@@ -394,7 +411,10 @@ def _main() -> None:
 
 
 def _limit_memory() -> None:
-    """From here on larger allocations fail with a Python error, where the system can say what is used now."""
+    """Limits the memory of this process: larger allocations fail with a Python error.
+
+    Has no effect if the system does not report the current usage.
+    """
     with suppress(OSError, ValueError, StopIteration):
         with open("/proc/self/status") as status:
             used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))

@@ -1,7 +1,6 @@
-"""Stored weights, exported or in a resume point, in a folder or a bucket: which tensors are there, and where
-the bytes of each lie.
+"""Reads the headers of stored weights, exported or in a resume point, in a folder or a bucket.
 
-Only headers and manifests are read; torch is not needed.
+It lists the tensors and the place of each one's bytes. torch is not needed.
 """
 
 from __future__ import annotations
@@ -32,8 +31,10 @@ _TORCH_NAMES = {stored: name for name, (stored, _) in SAFETENSORS.items()} | {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A tensor in a safetensors file of `storage`; its bytes begin at `start`. `dtype` is torch's name of its
-    numbers, empty where none is known here; `made_for` is the library that the file says it is of.
+    """A tensor in a safetensors file of `storage`. Its bytes begin at `start`.
+
+    `dtype` is torch's name of its type, empty if the type is unknown. `made_for` is the library that the file
+    names.
     """
 
     storage: Storage
@@ -45,15 +46,17 @@ class StoredTensor:
 
 
 def is_point(where: str) -> bool:
-    """Whether a resume point lies at this folder or URI (else exported weights). Raises as `open_storage`,
-    and `StorageError`.
+    """Whether a resume point is at this folder or URI (else exported weights).
+
+    Raises as `open_storage`, and `StorageError`.
     """
     return open_storage(where).exists(PARTS)
 
 
 def weight_files(where: str) -> list[str]:
-    """The names of the files of weights in a folder, or below a URI. Raises `ConfigError` if there are none,
-    `StorageError`.
+    """Returns the names of the weight files in a folder, or below a URI.
+
+    Raises `ConfigError` if there are none, `StorageError`.
     """
     storage = open_storage(where)
     try:
@@ -73,15 +76,16 @@ def weight_files(where: str) -> list[str]:
 
 
 def stored_tensors(where: str) -> dict[str, StoredTensor]:
-    """All tensors of the files of weights there, by their names; a header is read of each file. Raises
-    `ConfigError` naming a file that is not as its header says, `StorageError`.
+    """Returns all tensors of the weight files there, by name. Reads the header of each file.
+
+    Raises `ConfigError` naming a file that does not match its header, `StorageError`.
     """
     storage = open_storage(where)
     return {name: each for path in weight_files(where) for name, each in _tensors_in(storage, path).items()}
 
 
 def held_in(where: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights that lie there. Raises `ConfigError` if there are none to read."""
+    """Returns names and shapes of the weights there. Raises `ConfigError` if there are none to read."""
     if is_point(where):
         _, manifest = open_point(where)
         return {name: each.shape for (group, name), each in manifest.tensors.items() if group == MODEL}
@@ -92,8 +96,9 @@ def held_in(where: str) -> dict[str, tuple[int, ...]]:
 
 
 def open_point(where: str) -> tuple[Storage, Manifest]:
-    """The storage of the run whose point lies at `where`, and the point's tensors. Raises `ResumePointError`,
-    `StorageError`.
+    """Opens the storage of the run whose point is at `where`, and returns it with the point's tensors.
+
+    Raises `ResumePointError`, `StorageError`.
     """
     points, name = split(absolute(where))
     storage = run_storage(split(points)[0])
