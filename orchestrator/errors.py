@@ -1,7 +1,7 @@
-"""The exception tree: the class says who acts (the user, the operator, or us), the text says what is wrong,
-both values, what to do.
+"""The exception tree of the package.
 
-It knows nothing of Ray, torch or storage. Every class pickles, because errors cross process borders.
+The class says who acts (the user, the operator, or us). The text says what is wrong, both values, and what to
+do. Every class pickles, because errors cross process borders.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class OrchestratorError(Exception):
             self.code = code
 
     def __str__(self) -> str:
-        """The text for people: what it repeats of a run's texts and names is `visible`."""
+        """The text for people. Texts and names of a run in it are `visible`."""
         return visible(super().__str__())
 
 
@@ -139,20 +139,20 @@ class FencedError(OrchestratorError):
 
 
 class ElasticError(OrchestratorError):
-    """The training group cannot go on (too few workers, the same step failed again and again); names the
+    """The training group cannot continue (too few workers, the same step failed again and again); names the
     reason.
     """
 
 
 class CoordinatorSilentError(ElasticError):
-    """The coordinator does not answer, and nothing brings it back."""
+    """The coordinator does not answer, and nothing restarts it."""
 
     code = "launch.coordinator_silent"
 
 
 class UnsavedError(ElasticError):
-    """The last state of a run could not be saved in the time there is for it; whoever collects the votes
-    knows why.
+    """The last state of a run could not be saved in time. The reason is known to the collector of the
+    votes.
     """
 
 
@@ -182,9 +182,7 @@ def report_of(error: BaseException) -> tuple[str, str, bool]:
 
 
 def text_of(error: BaseException) -> str:
-    """An error as people read it: one of ours says in its text all that there is to say; of any other, which
-    nobody wrote for them, the class belongs to it.
-    """
+    """An error as people read it. The text of one of ours is complete; any other is shown with its class."""
     if isinstance(error, KeyboardInterrupt):
         return str(error) or "interrupted"
     return str(error) if isinstance(error, OrchestratorError) else visible(f"{type(error).__name__}: {error}")

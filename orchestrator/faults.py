@@ -1,8 +1,7 @@
-"""Scripted faults: a plan says at which named place, step and rank a process dies, freezes, hangs or fails;
-used by the tests and the fault campaigns.
+"""Scripted faults for the tests and the fault campaigns.
 
-It knows no stage: the stages call a hook at their named places, which does nothing unless a launch was given
-a plan.
+A plan says at which named place, step and rank a process dies, freezes, hangs or fails. The stages call a
+hook at their named places. Without a plan, the hook does nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ KILL, FREEZE, HANG, FAIL = "kill", "freeze", "hang", "fail"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What happens to whoever reaches `place` at `step` with `rank` (-1: any), once the fault with the number
-    `after` has struck (-1: at once). It strikes once.
+    """The fault that strikes a process at `place`, `step` and `rank` (-1: any), once fault number `after` has
+    struck (-1: at once). It strikes once.
 
-    `kill`: SIGKILL of the process. `freeze`: SIGSTOP, until somebody sends SIGCONT. `hang`: this thread waits
+    `kill`: SIGKILL of the process. `freeze`: SIGSTOP, until it receives SIGCONT. `hang`: this thread waits
     for ever. `fail`: a `RuntimeError`, as when the network does not answer.
     """
 
@@ -36,7 +35,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultPlan:
-    """Faults of one test, with a folder in which each leaves a mark when it strikes, so that it never strikes
+    """The faults of one test. Each leaves a mark in a folder when it strikes, so that it never strikes
     twice.
     """
 
@@ -44,16 +43,16 @@ class FaultPlan:
     faults: tuple[Fault, ...] = ()
 
     def kill(self, place: str, *, step: int = -1, rank: int = -1, after: int = -1) -> FaultPlan:
-        """The plan with a SIGKILL more."""
+        """Returns the plan with one more SIGKILL."""
         return self.add(KILL, place, step=step, rank=rank, after=after)
 
     def add(self, action: str, place: str, *, step: int = -1, rank: int = -1, after: int = -1) -> FaultPlan:
-        """The plan with one fault more; see `Fault`."""
+        """Returns the plan with one more fault; see `Fault`."""
         fault = Fault(action=action, place=place, step=step, rank=rank, after=after)
         return replace(self, faults=(*self.faults, fault))
 
     def to_json(self) -> str:
-        """For the way into another process."""
+        """The plan as text for another process."""
         return json.dumps({"folder": self.folder, "faults": [asdict(f) for f in self.faults]})
 
     def struck(self) -> list[int]:
@@ -61,7 +60,7 @@ class FaultPlan:
         return [n for n in range(len(self.faults)) if os.path.exists(self._mark(n))]
 
     def step_struck(self, number: int) -> int:
-        """At which step the fault `number` struck (-1: at none). Raises `OSError` if it has not."""
+        """The step at which fault `number` struck (-1: none). Raises `OSError` if it has not struck."""
         with open(self._mark(number)) as mark:
             return int(mark.read())
 
@@ -69,7 +68,7 @@ class FaultPlan:
         return os.path.join(self.folder, f"fault-{number}")
 
     def strike(self, place: str, step: int, rank: int) -> None:
-        """Carries out the fault of the plan that waits for exactly this, if there is one."""
+        """Carries out the plan's fault for exactly this place, step and rank, if there is one."""
         for number, fault in enumerate(self.faults):
             if fault.place != place or fault.step not in (-1, step) or fault.rank not in (-1, rank):
                 continue
@@ -89,7 +88,7 @@ def _strike(fault: Fault) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "freeze":
             # to this thread, which takes it before its next step; one to the process is taken by the main
-            # thread, and this one goes on until that is awake
+            # thread, and this one would continue until that is awake
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         case "hang":
             threading.Event().wait()
@@ -98,7 +97,7 @@ def _strike(fault: Fault) -> None:
 
 
 def hook(plan_json: str) -> Hook:
-    """The hook of a process: of the plan, or one that does nothing where there is none ("")."""
+    """The hook of a process: that of the plan, or one that does nothing if there is none ("")."""
     if not plan_json:
         return no_fault
     plan = json.loads(plan_json)
@@ -106,4 +105,4 @@ def hook(plan_json: str) -> Hook:
 
 
 def no_fault(place: str, step: int, rank: int) -> None:
-    """The hook of every run that is no test."""
+    """The hook of every run that is not a test."""

@@ -1,7 +1,6 @@
 """Small static HTML for notebooks: facts and tables, every text escaped.
 
-It says how values look, and knows none of them. Nothing of it needs a script or the network, so a saved
-notebook shows it as it was.
+It needs no script and no network, so a saved notebook keeps its look.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ _MUTED = "opacity:.65"
 
 
 def page(title: str, *parts: str) -> str:
-    """A heading and what stands below it; `parts` are HTML already."""
+    """A heading and the content below it; `parts` are HTML already."""
     return f"<div><p style='margin:4px 0'><b>{escape(title)}</b></p>{''.join(parts)}</div>"
 
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> str:
-    """A line per (name, value); without those whose value is None or empty."""
+    """A line per (name, value), without those whose value is None or empty."""
     rows = "".join(
         f"<tr><td style='{_CELL};{_MUTED}'>{escape(name)}</td><td style='{_CELL}'>{_text(value)}</td></tr>"
         for name, value in pairs
@@ -30,7 +29,7 @@ def facts(pairs: Iterable[tuple[str, Any]]) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A head and a row per item; nothing where there is no row."""
+    """A head and a row per item; empty if there is no row."""
     head = "".join(f"<th style='{_CELL};{_MUTED};font-weight:normal'>{escape(name)}</th>" for name in columns)
     body = "".join(
         "<tr>" + "".join(f"<td style='{_CELL}'>{_text(value)}</td>" for value in row) + "</tr>"

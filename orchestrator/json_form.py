@@ -1,6 +1,7 @@
-"""Dataclasses as JSON and back, by their type hints: how records lie in storage and in the journal.
+"""Converts dataclasses to JSON and back, by their type hints.
 
-It knows no record. What is unknown, missing or of another type is refused, by the name of its field.
+Records have this form in storage and in the journal. A field that is unknown, missing or of another type is
+refused by name.
 """
 
 from __future__ import annotations
@@ -60,14 +61,15 @@ def decode(kind: type[Record], value: Any, where: str = "") -> Record:
 
 
 _SCALARS = frozenset({bool, int, float, str})
-_Decoder = Callable[[Any, str], Any]  # of (value, where it stands)
+_Decoder = Callable[[Any, str], Any]  # of (value, its place)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layout:
-    """How a dataclass is decoded: made of its type hints once, for reading them takes longer than decoding.
+    """The decoding of a dataclass. It is made of the type hints once, because reading them takes longer than
+    decoding.
 
-    `scalars` has the fields that a JSON value of exactly this type is taken for as it is.
+    `scalars` has the fields that take a JSON value of exactly this type unchanged.
     """
 
     decoders: dict[str, _Decoder]
@@ -91,7 +93,7 @@ def _layout(kind: Any) -> _Layout:
 
 @functools.cache
 def _field_names(kind: type) -> tuple[str, ...] | None:
-    """None for what is no dataclass."""
+    """None if it is no dataclass."""
     return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
@@ -123,7 +125,7 @@ def _tuple_decoder(args: tuple[Any, ...]) -> _Decoder:
 
 
 def _container(kind: Any, name: str, value: Any, where: str, length: int | None = None) -> Any:
-    """`value`, if it is a container of this kind and length."""
+    """Returns `value`, if it is a container of this kind and length."""
     if not isinstance(value, kind):
         raise OrchestratorError(f"{where}: expected {name}, found {value!r}")
     if length is not None and len(value) != length:

@@ -1,7 +1,7 @@
-"""Loads large libraries at less cost: Python's garbage collector rests meanwhile.
+"""Loads large libraries faster: Python's garbage collector is paused meanwhile.
 
-Loading makes hundreds of thousands of objects and hardly any garbage, and the collector walks through all of
-them again and again: a third of the time that torch and transformers take. For processes of our own only.
+Loading makes hundreds of thousands of objects and hardly any garbage. The collector would scan all of them
+repeatedly: a third of the time that torch and transformers take. For processes of our own only.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Around imports and what is made once for the life of the process.
+    """Wraps imports and the creation of objects that live as long as the process.
 
-    The collector never looks at it again, which makes each later full collection 0.3 s shorter, and never
-    frees it should it become a cycle of garbage.
+    The collector never scans these objects again. That makes each later full collection 0.3 s shorter. It
+    also never frees them if they become a cycle of garbage.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,9 +1,9 @@
-"""Text of a run as it may be shown on a terminal: control characters become visible escapes.
+"""Makes text of a run safe for a terminal: control characters become visible escapes.
 
-Documents, file names, journal lines, pins and the errors of workers are data that somebody else wrote. A
-terminal executes their control characters: it changes its title, its clipboard and lines that are already
-shown. Every text for people passes `visible` before it is written to a terminal or a log file; `--json`
-escapes by JSON's own rules.
+Documents, file names, journal lines, pins and the errors of workers are data from others. A terminal executes
+their control characters: it changes its title, its clipboard and lines that are already shown. Every text for
+people passes `visible` before it is written to a terminal or a log file; `--json` escapes by JSON's own
+rules.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _FOUND = re.compile("[" + "".join(f"{chr(b)}-{chr(e - 1)}" for b, e in _REPLACED
 
 
 def visible(text: str) -> str:
-    r"""`text` with every control character as an escape of Python (`\x1b`, `\u202e`).
+    r"""Returns `text` with every control character as an escape of Python (`\x1b`, `\u202e`).
 
-    Line feeds and tabs stay, and so does a backslash: the result is for people and is not read back.
+    Line feeds, tabs and backslashes stay: the result is for people and is not read back.
     """
     return text.translate(_ESCAPES) if _FOUND.search(text) else text
 
 
 def visible_lines(lines: Iterable[str]) -> str:
-    """The lines, each `visible` and ended by a line feed. What follows a line feed within one is indented, so
+    """The lines, each `visible` and ended by a line feed. Text after a line feed within one is indented, so
     that no text of a run looks like a line of ours.
     """
     return "".join(visible(line).replace("\n", "\n    ") + "\n" for line in lines)
 
 
 def visible_json(document: str) -> str:
-    r"""A JSON document in which the control characters that JSON itself leaves as they are (DEL, C1, those
-    that change the direction of text) are escaped as JSON does (`\u202e`): it means the same.
+    r"""Escapes the control characters that JSON leaves unchanged (DEL, C1, those that change the direction of
+    text), in JSON's way (`\u202e`). The document's meaning stays the same.
     """
     return _FOUND.sub(_as_json, document) if _FOUND.search(document) else document
 

@@ -1,4 +1,4 @@
-"""How far `audit` is: a bar on a terminal, a line now and then elsewhere; on stderr."""
+"""The progress of `audit` on stderr: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MANY = 1e6
 
 
 class _Lines:
-    """A line now and then; none for what is done before the first is due."""
+    """Prints a line now and then; none for what is done before the first is due."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -45,9 +45,7 @@ class _Lines:
 
 @contextmanager
 def shown(quiet: bool = False) -> Iterator[AuditProgress]:
-    """What `audit` tells its progress to. `quiet`: no lines, for whoever reads JSON; a terminal has its
-    bar.
-    """
+    """The receiver of `audit`'s progress. `quiet`: no lines, for readers of JSON; a terminal has its bar."""
     if not sys.stderr.isatty():
         yield NoAuditProgress() if quiet else _Lines()
         return
@@ -64,7 +62,7 @@ def shown(quiet: bool = False) -> Iterator[AuditProgress]:
         task = bar.add_task("reading the journal", total=None)
 
         class Bar:
-            """The bar of the half at hand."""
+            """The bar of the current half."""
 
             def begin(self, what: str, unit: str, total: int) -> None:
                 """See `AuditProgress`."""

@@ -1,4 +1,4 @@
-"""The commands that make another history of a run's points: `rewind`, `fork`. Nothing is decided here."""
+"""The commands that make another history of a run's points: `rewind`, `fork`."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ REFUSED = 2
 
 
 class Plan(Protocol):
-    """What a command shows before it acts."""
+    """A plan that a command shows before it acts."""
 
     @property
     def done(self) -> bool:
-        """Whether it is carried out."""
+        """Whether it was carried out."""
 
     @property
     def stands_there(self) -> bool:
-        """Whether it was before, so that nothing is to be done."""
+        """Whether its result existed before, so that nothing is left to do."""
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The plan for people."""
 
     def outcome(self) -> str:
-        """For people, once it is carried out."""
+        """The result for people, once it is carried out."""
 
     def to_json(self) -> dict[str, object]:
-        """As a JSON document."""
+        """The plan as a JSON document."""
 
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
@@ -95,7 +95,7 @@ def fork(
 
 
 def _asking(sure: bool, json: bool, what: str) -> Callable[[AnyPlan], bool]:
-    """Shows the plan and asks on the terminal; without one the answer is no."""
+    """Shows the plan and asks on the terminal. Without a terminal the answer is no."""
 
     def agree(plan: AnyPlan) -> bool:
         if not json:
@@ -115,7 +115,7 @@ def _asking(sure: bool, json: bool, what: str) -> Callable[[AnyPlan], bool]:
 
 
 def _report(plan: AnyPlan, json: bool) -> None:
-    """What became of it; a no ends with 2."""
+    """Prints the result; a no ends with 2."""
     if json:
         print_json(plan.to_json())
     elif plan.done and not plan.stands_there:

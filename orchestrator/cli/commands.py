@@ -1,7 +1,7 @@
-"""The program `orchestrator`: all its commands, and what holds for each of them.
+"""The program `orchestrator`: all its commands, and the rules for every one of them.
 
-A command parses arguments, calls one function, prints its result for people or as one JSON document, and
-sets the exit code.
+A command parses arguments, calls one function, prints its result for people or as one JSON document, and sets
+the exit code.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if error_file:
                 Path(error_file).write_text(json.dumps(error_document(error)), encoding="utf-8")
             sys.exit(error.exit_code)
-        except Exception:  # noqa: BLE001  a fault of ours; what it quotes of a run is made visible as well
+        except Exception:  # noqa: BLE001  a fault of ours; texts of the run in it are made visible as well
             say(traceback.format_exc().rstrip())
             sys.exit(1)
         finally:

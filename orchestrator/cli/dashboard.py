@@ -1,4 +1,4 @@
-"""The command `dashboard`. It loads a web server, when it is called; no other command does."""
+"""The command `dashboard`. Only this command loads a web server, and only when it is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `doctor`: what a machine, its storage and a cluster lack for a run. Nothing is decided here."""
+"""The command `doctor`: what a machine, its storage and a cluster lack for a run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def doctor(
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:
-    """A line for each check, one more for what to do, and how many there are of each state."""
+    """A line for each check, another one for what to do, and the number of checks in each state."""
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:

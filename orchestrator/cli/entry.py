@@ -1,4 +1,4 @@
-"""Where the program `orchestrator` begins: an interruption while it loads ends it as one does later."""
+"""The entry of the program `orchestrator`: an interruption while it loads ends it as a later one does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One or two examples for each command, as `--help` shows them; their order is that of the commands' list."""
+"""One or two examples for each command, as `--help` shows them, in the order of the commands' list."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 
 def add_examples(app: typer.Typer) -> None:
-    """To the help of each command; and the list of commands gets its order."""
+    """Adds the examples to the help of each command, and sets the order of the commands' list."""
     order = list(EXAMPLES)
     for command in app.registered_commands:
         name = name_of(command)
@@ -59,6 +59,6 @@ def add_examples(app: typer.Typer) -> None:
 
 
 def name_of(command: typer.models.CommandInfo) -> str:
-    """As it is typed."""
+    """The command's name as it is typed."""
     assert command.callback is not None, "a command is a function"
     return command.name or command.callback.__name__.replace("_", "-")

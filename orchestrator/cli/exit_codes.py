@@ -1,4 +1,4 @@
-"""What the exit codes of each command mean, as `--help` and docs/reference.md show them."""
+"""The meaning of each command's exit codes, for `--help` and docs/reference.md."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def exit_codes(command: str) -> dict[int, str]:
 
 
 def add_exit_codes(app: typer.Typer) -> None:
-    """To the end of each command's help."""
+    """Adds the codes to the end of each command's help."""
     for command in app.registered_commands:
         assert command.callback is not None, "a command is a function"
         name = command.name or command.callback.__name__.replace("_", "-")

@@ -1,4 +1,4 @@
-"""The commands that follow a run: `watch`, `logs`. Nothing is decided here."""
+"""The commands that follow a run: `watch`, `logs`."""
 
 from __future__ import annotations
 

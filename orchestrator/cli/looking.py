@@ -1,4 +1,4 @@
-"""The commands that read a run: `points`, `verify`, `audit`, `samples`, `status`. Nothing is decided here."""
+"""The commands that read a run: `points`, `verify`, `audit`, `samples`, `status`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def leave_finding(run: Run, what: str, result: dict[str, Any], seconds: float) -> None:
-    """For whoever looks at the run later; a reader that may not write there says so, and goes on."""
+    """Stores the result for later readers. If this process may not write there, it reports that and
+    continues.
+    """
     try:
         run.note_finding(what, result, seconds)
     except StorageError as error:
@@ -210,7 +212,7 @@ def status(
             from orchestrator.monitor.view_text import status_lines
 
             if watch and sys.stdout.isatty():
-                sys.stdout.write("\x1b[H\x1b[J")  # in place of the look before it
+                sys.stdout.write("\x1b[H\x1b[J")  # replaces the look before it
             print_lines(status_lines(seen))
     if seen.is_broken:
         raise typer.Exit(1)

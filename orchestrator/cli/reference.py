@@ -1,7 +1,7 @@
-"""docs/reference.md: every command with its arguments, options and exit codes, and every public name of the
-package, both from the code that declares them.
+"""Generates docs/reference.md from the code: all commands and all public names of the package.
 
-`python -m orchestrator.cli.reference` prints it; a test compares.
+Commands have their arguments, options and exit codes. `python -m orchestrator.cli.reference` prints the
+document; a test compares it with the file.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _annotation(kind: type, field: str) -> str:
 
 
 def _signature(function: Any) -> str:
-    """As it is called: without `self`, and `…` for a default that is no plain value."""
+    """The call of a function: without `self`, and `…` for a default that is no plain value."""
     signature, words = inspect.signature(function), []
     for name, parameter in signature.parameters.items():
         if name == "self":

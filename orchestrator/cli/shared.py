@@ -1,4 +1,4 @@
-"""What all commands share: the program itself, the arguments that recur, and how a result is printed.
+"""The common parts of all commands: the program, the shared arguments, and the printing of results.
 
 Exit codes: 0 done, 1 failure, 2 bad configuration or refusal, 130 interrupted. Logs and errors go to stderr.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from orchestrator.planning.resume_plan import ResumePlan
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-# what an interrupted command leaves, where there is something to say
+# what an interrupted command leaves behind, for those that leave something
 LEAVES = {
     "watch": "the run is as it was",
     "status": "the run is as it was",
@@ -39,17 +39,17 @@ LEAVES = {
 }
 
 
-# The commands that begin with a run's folder. This process imports no code that the run names; `audit` and
-# `samples` call a run's transforms in processes of their own.
+# The commands whose first argument is a run's folder. This process imports no code that the run names.
+# `audit` and `samples` call a run's transforms in processes of their own.
 _READING = ("points", "verify", "audit", "samples", "status", "watch", "logs", "export")
 _STEERING = ("pin", "unpin", "save", "stop", "rewind", "fork")
 
 
 class Commands(TyperGroup):
-    """The commands; each that Ctrl-C ends says so in a line and ends with 130."""
+    """The group of commands. One that Ctrl-C ends reports that in a line and ends with 130."""
 
     def invoke(self, ctx: Any) -> Any:
-        """See the class. A command that has more to say of its own has said it."""
+        """Runs a command; see the class. A command with more to report has already done so."""
         try:
             return super().invoke(ctx)
         except TyperException as error:
@@ -123,7 +123,7 @@ def require_one(options: Mapping[str, object]) -> None:
 
 
 def print_plan(found: ResumePlan, json: bool) -> None:
-    """For people, or as JSON; a refusal ends with 2."""
+    """Prints the plan for people, or as JSON. A refusal ends with 2."""
     if json:
         print_json(found.to_json())
     else:
@@ -135,7 +135,7 @@ def print_plan(found: ResumePlan, json: bool) -> None:
 
 
 def print_reply(reply: Reply, json: bool) -> None:
-    """What became of a request; a refusal ends with 2, a failure with 1."""
+    """Prints the result of a request. A refusal ends with 2, a failure with 1."""
     if json:
         print_json(reply.to_json())
     else:
@@ -144,12 +144,13 @@ def print_reply(reply: Reply, json: bool) -> None:
         raise typer.Exit(2 if reply.outcome == "refused" else 1)
 
 
-# How many documents this process has printed: the one of an error is printed where there is none yet.
+# The number of documents that this process has printed. The error's document is printed only if there is none
+# yet.
 _printed = 0
 
 
 def print_json(value: Any, lines: bool = False) -> None:
-    """One document on stdout, indented, or on one line."""
+    """Prints one document on stdout, indented, or on one line."""
     global _printed  # noqa: PLW0603  of the process, as stdout is
     _printed += 1
     sys.stdout.write(json_text(value, lines))
@@ -163,7 +164,7 @@ def json_text(value: Any, lines: bool = False) -> str:
 
 @contextmanager
 def errors_as_json(arguments: Sequence[str]) -> Iterator[None]:
-    """An error of ours that ends a command with `--json` is its document, if it has printed none."""
+    """Prints an error of ours that ends a command with `--json` as its document, if it has printed none."""
     before = _printed
     try:
         yield
@@ -175,11 +176,11 @@ def errors_as_json(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def print_lines(lines: list[str]) -> None:
-    """Lines for people on stdout."""
+    """Prints lines for people on stdout."""
     sys.stdout.write(visible_lines(lines))
     sys.stdout.flush()
 
 
 def say(text: str) -> None:
-    """A message for people on stderr."""
+    """Prints a message for people on stderr."""
     Screen(sys.stderr).say(text)

@@ -1,4 +1,4 @@
-"""The commands that act on a run from outside: `pin`, `unpin`, `save`, `stop`. Nothing is decided here."""
+"""The commands that act on a run from outside: `pin`, `unpin`, `save`, `stop`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `submit`: a run as a job of a Ray cluster. Nothing is decided here."""
+"""The command `submit`: a run as a job of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def submit(
 
 
 def _show_to_the_end(server: JobServer, job: Submitted) -> None:
-    """What the job prints, until it has ended; Ctrl-C leaves it running."""
+    """Shows what the job prints, until it has ended. Ctrl-C leaves it running."""
     import asyncio
 
     try:

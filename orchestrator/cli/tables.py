@@ -1,4 +1,4 @@
-"""What the commands print for people: tables and sentences from the documents that `--json` prints."""
+"""The text of commands for people: tables and sentences from the documents that `--json` prints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.terminal_text import visible
 
 
 def plan_lines(plan: ResumePlan) -> list[str]:
-    """What `train` would do; why it would refuse stands first."""
+    """Tells what `train` would do. A refusal's reason comes first."""
     lines = [f"refused: {text}" for text in plan.refusals]
     if plan.point is None:
         lines.append(f"{plan.headline}: the run has no resume point")
@@ -62,8 +62,8 @@ _COUNTS = {
 
 
 def points_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A table of resume points, one row each, as wide as it has to be: nothing is cut, what is not known is
-    `-`. Below it a line for each damaged point says why.
+    """A table of resume points, one row each. It is as wide as needed: nothing is cut, and `-` means unknown.
+    Below it a line for each damaged point gives the reason.
     """
     table = [["point", "state", *_COUNTS, "layout", "MiB", "save s", "weights"], *map(_point_row, rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -79,7 +79,7 @@ def points_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _trouble(row: Mapping[str, Any]) -> str:
-    """What is wrong with a point; empty if nothing is."""
+    """The fault of a point; empty if there is none."""
     if row["away"]:
         return f"{row['name']}: not looked at: {row['away']}"
     if row["healthy"] is False:
@@ -99,7 +99,7 @@ def _point_row(row: Mapping[str, Any]) -> list[str]:
 
 
 def _layout(row: Mapping[str, Any]) -> str:
-    """How the state lay on the group: `shard:2x3` are two shards, and three times all of them."""
+    """The layout of the state on the group: `shard:2x3` means two shards, and three copies of all of them."""
     shards, replicas = row["num_shards"], row["num_replicas"]
     if shards is None:
         return "-"
@@ -109,7 +109,7 @@ def _layout(row: Mapping[str, Any]) -> str:
 
 
 def pruned_lines(pruned: Sequence[Pruned]) -> list[str]:
-    """What `points --prune` did or would do, a line for each point that may go."""
+    """What `points --prune` did or would do, a line for each point that may be deleted."""
     if not pruned:
         return ["nothing may go: every resume point belongs to the history, and retention keeps it"]
     return [f"{each.point}: {_fate(each)}  ({each.why})" for each in pruned]
@@ -131,7 +131,7 @@ def verify_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def samples_lines(found: Mapping[str, Any]) -> list[str]:
-    """A line for each sample and for each document in it; then whether the journal agrees."""
+    """A line for each sample and each document in it, then whether the journal agrees."""
     lines = list[str]()
     for sample in found["samples"]:
         lines.append(f"sample {sample['index']:,}  {sample['source']}  {sample['tokens']:,} tokens")
@@ -197,7 +197,7 @@ def audit_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def _reference_lines(found: Mapping[str, Any] | None) -> list[str]:
-    """What another encoder said of the documents, if it was asked."""
+    """Another encoder's result for the documents, if there is one."""
     if found is None:
         return []
     known, others = found["documents_journalled"], found["documents_not_journalled"]

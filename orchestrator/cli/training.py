@@ -1,4 +1,4 @@
-"""The commands that train, and that look ahead: `train`, `plan`, `sample-corpus`. Nothing is decided here."""
+"""The commands that train or prepare training: `train`, `plan`, `sample-corpus`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far `verify` is: a bar on a terminal, a line per point elsewhere; on stderr."""
+"""The progress of `verify` on stderr: a bar on a terminal, elsewhere a line per point."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.resume.reading_progress import ReadingProgress
 
 
 class _Lines:
-    """A line per point, where there is more than one, and every few seconds one with the bytes read."""
+    """Prints a line per point, if there is more than one, and every few seconds one with the bytes read."""
 
     def __init__(self) -> None:
         self._num_points, self._done, self._since = 0, 0, time.monotonic()
@@ -42,7 +42,7 @@ class _Lines:
 
 @contextmanager
 def shown() -> Iterator[Progress]:
-    """What `verify` tells its progress to."""
+    """The receiver of `verify`'s progress."""
     if not sys.stderr.isatty():
         yield _Lines()
         return

@@ -1,6 +1,4 @@
-"""The commands that take weights out of a run, and make them again: `export`, `replay`. Nothing is decided
-here.
-"""
+"""The commands that take weights out of a run, and make them again: `export`, `replay`."""
 
 from __future__ import annotations
 
@@ -87,7 +85,7 @@ def replay(
 
 
 def replay_lines(found: Replayed) -> list[str]:
-    """What came out, for people."""
+    """The result for people."""
     verdict = {
         True: "equal to what the run recorded",
         False: f"NOT equal: the run recorded {found.expected_digest}",

@@ -1,6 +1,6 @@
-"""The back end of our Ray Train runs: none, but a worker of it may be replaced alone.
+"""The back end of our Ray Train runs: it does nothing, but lets a worker be replaced alone.
 
-Ray Train hands it to the workers, so it stands apart from what only the controller's side loads.
+Ray Train sends it to the workers, so this file is apart from code that only the controller's side loads.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class _InPlaceBackend(Backend):
     has_replica_groups = True
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """See Ray's `Backend`; what it executes runs in the main thread of each worker."""
+        """See Ray's `Backend`. What this executes runs in the main thread of each worker."""
         del backend_config
         worker_group.execute(outlive_sigterm)
 
 
 class InPlaceConfig(BackendConfig):
-    """Ray asks for the class of the backend here."""
+    """Ray reads the class of the backend here."""
 
     backend_cls = property(lambda self: _InPlaceBackend)
     backend = "none"  # Ray's trainer for torch asks which process group to set up

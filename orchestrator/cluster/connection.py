@@ -1,7 +1,7 @@
-"""The Ray cluster as the driver sees it: connect to one or start one on this machine, and what it has to
-offer.
+"""The driver's connection to a Ray cluster, and the resources of that cluster.
 
-It decides nothing: the facts go to `elastic.policy`. It shuts down only what it started.
+It connects to a cluster or starts one on this machine. It shuts down only what it started. The facts go to
+`elastic.policy`, which decides.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CONNECT_S = 5.0
 SLOW_START_S = 10.0  # a local Ray that takes longer to start is reported
 SHUTDOWN_S = 20.0  # how long Ray may take to let this process go
 _SHUTDOWN = "ray shutdown"  # the thread that waits for it
-_KILLED_S = 2.0  # and what is left of that, when its processes are killed
+_KILLED_S = 2.0  # the rest of that time, once its processes are killed
 # Ray calls a dead node dead after 13.6 s by default; with these after 2 to 3 s. They must be set where a node
 # is started, so they hold for a cluster that we start ourselves; docs/howto/clusters.md has them for others.
 HEALTH_CHECKS = {
@@ -59,8 +59,8 @@ _HELPERS = (ray_inventory.LOG_MONITOR, ray_inventory.MONITOR, ray_inventory.API_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """A live node: what is free on it now, and what it has in all. Bytes are 0 where Ray does not tell.
-    `grace_s`: it is about to be taken away in so many seconds (inf: when it is idle); None: it stays.
+    """A live node: its free resources now, and its total. Bytes are 0 if Ray does not report them. `grace_s`:
+    the seconds until it is taken away (inf: when it is idle); None: it stays.
     """
 
     node_id: str
@@ -76,8 +76,10 @@ class Node:
 
 
 def token_for_local_ray(environment: Mapping[str, str], home: Path) -> dict[str, str]:
-    """What to set in the environment so that a local Ray starts: `ray.init` wants a token in the user's home,
-    and makes one. A new token where it cannot make one, because the home is read-only; else nothing.
+    """The environment variables that let a local Ray start.
+
+    `ray.init` wants a token in the user's home, and makes one. Where it cannot, because the home is
+    read-only, this returns a new token; else nothing.
     """
     if any(name in environment for name in (AUTH_MODE, TOKEN, TOKEN_PATH)):
         return {}
@@ -102,10 +104,12 @@ class ClusterConnection:
         else starts a local one.
 
         A local one gets as many logical CPUs as the job needs, if the machine has fewer cores: they are
-        shares, not cores. What Ray would print meanwhile is given to `heard` instead, and what a Ray that is
-        not the tested one lacks; `say` hears that a local one takes long. Raises `ResourceError` within
-        seconds if nothing answers at the address, /dev/shm is too small for a local one, or no run can do
-        without what is lacking, and `ElasticError` if a local one does not start.
+        shares, not cores. `heard` receives what Ray would print meanwhile, and what a Ray other than the
+        tested one lacks. `say` receives a message if a local one takes long to start.
+
+        Raises `ResourceError` within seconds if nothing answers at the address, /dev/shm is too small for a
+        local one, or a part that every run needs is missing. Raises `ElasticError` if a local one does not
+        start.
         """
         import ray
 
@@ -149,7 +153,7 @@ class ClusterConnection:
             raise
 
     def close(self) -> None:
-        """Disconnects, within about `SHUTDOWN_S`; a Ray that was started here ends."""
+        """Disconnects, within about `SHUTDOWN_S`. A Ray that was started here ends."""
         if self.started:
             _shut_down()
         if self._heard is not None:
@@ -164,8 +168,10 @@ class ClusterConnection:
 
 @contextmanager
 def _starting(say: Callable[[str], None]) -> Iterator[None]:
-    """While a local Ray starts: says so once if that takes long, and what went wrong in one sentence. Ray
-    itself waits 30 s for its node, and raises whatever it likes.
+    """Wraps the start of a local Ray. It reports once if that takes long, and explains a failure in one
+    sentence.
+
+    Ray itself waits 30 s for its node, and raises errors of many kinds.
     """
     began = time.monotonic()
     slow = threading.Timer(
@@ -188,9 +194,10 @@ def _starting(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _shut_down() -> None:
-    """`ray.shutdown`, which waits as long as the cluster's GCS stands still: where it takes too long, a Ray
-    of our own is killed, and another one is left without a word. A Ray without the private parts for this is
-    left to itself.
+    """Calls `ray.shutdown`, which waits as long as the cluster's GCS does not answer.
+
+    If it takes too long, a Ray of our own is killed, and another one is left without a message. A Ray without
+    the private parts for this is not touched.
     """
     import ray
 
@@ -213,9 +220,10 @@ def _shut_down() -> None:
 
 @contextmanager
 def leaving_ray_behind() -> Iterator[None]:
-    """For a whole command: its `sys.exit` ends the process at once if Ray still shuts down in a thread, for
-    the interpreter's own end would pull Ray's libraries away from under it (SIGSEGV instead of the code).
-    Standard streams must have been flushed.
+    """Wraps a whole command: its `sys.exit` ends the process at once if Ray still shuts down in a thread.
+
+    The interpreter's own end would unload Ray's libraries while they are in use (SIGSEGV instead of the
+    code). Standard streams must have been flushed.
     """
     try:
         yield
@@ -226,7 +234,7 @@ def leaving_ray_behind() -> Iterator[None]:
 
 
 class _RayHeard(logging.Handler):
-    """Until `end`, Ray's messages to this process go to a function: errors of its cluster, which Ray 2.60
+    """Until `end`, gives a function Ray's messages to this process: errors of its cluster, which Ray 2.60
     prints to stdout, and its loggers' errors.
     """
 
@@ -243,7 +251,7 @@ class _RayHeard(logging.Handler):
         self._heard(self.format(record))
 
     def end(self) -> None:
-        """Ray prints as before."""
+        """Lets Ray print as before."""
         self._undo()
         self._logger.handlers, self._logger.propagate = self._handlers, self._propagates
 
@@ -253,7 +261,7 @@ class _RayHeard(logging.Handler):
 
 @contextmanager
 def _without_helpers() -> Iterator[None]:
-    """Within it Ray starts without `_HELPERS`; its own methods come back afterwards."""
+    """Within it Ray starts without `_HELPERS`. Ray's own methods are restored afterwards."""
     undo = [replace(helper, [lambda *_, **__: None]) for helper in _HELPERS]
     try:
         yield
@@ -264,7 +272,9 @@ def _without_helpers() -> Iterator[None]:
 
 @contextmanager
 def _without_its_handler() -> Iterator[None]:
-    """Within it Ray does not take SIGTERM over, so a launch that is stopped while it connects says so."""
+    """Within it Ray does not replace the SIGTERM handler, so a launch that is stopped while it connects
+    reports that.
+    """
     undo = replace(ray_inventory.SIGTERM_HANDLER, [lambda _: None])
     try:
         yield
@@ -283,7 +293,7 @@ def nodes() -> tuple[Node, ...]:
     import ray
 
     head = ray_inventory.HEAD_NODE.found()
-    draining = _draining()  # first: once a node is dead, Ray knows of no drain of it
+    draining = _draining()  # first: once a node is dead, Ray has no drain of it any more
     rows = [row for row in ray.nodes() if row["Alive"]]  # type: ignore[no-untyped-call]
     free = _free([(row["NodeID"], row["Resources"]) for row in rows])
     found = [
@@ -305,8 +315,8 @@ def nodes() -> tuple[Node, ...]:
 
 
 def _draining() -> dict[str, float]:
-    """The nodes that are about to be taken away, each with how long it stays (inf: until it is idle). Their
-    deadline is by the clock of whoever drains them; it is compared with this machine's.
+    """The nodes that will be taken away, each with its remaining time (inf: until it is idle). The deadline
+    is by the clock of the draining machine. It is compared with this machine's clock.
     """
     found = ray_inventory.DRAINING_NODES.found()
     deadlines: Mapping[str, int] = found[0]() if found is not None else {}
@@ -317,8 +327,8 @@ def _draining() -> dict[str, float]:
 
 
 def _free(nodes: list[tuple[str, Mapping[str, float]]]) -> Mapping[str, Mapping[str, float]]:
-    """What is free on each node (id, resources in all). Without Ray's private table at most what the node has
-    and what the cluster has free: right for one node.
+    """The free resources of each node (id, resources in all). Without Ray's private table, the smaller of the
+    node's total and the cluster's free amount: exact for one node.
     """
     import ray
 
@@ -334,13 +344,13 @@ def _free(nodes: list[tuple[str, Mapping[str, float]]]) -> Mapping[str, Mapping[
 
 
 def address_of(config: JobConfig) -> str:
-    """Where the cluster is that a connection would join; empty: nowhere."""
+    """The address of the cluster that a connection would join; empty if there is none."""
     return config.cluster.address or os.environ.get("RAY_ADDRESS", "")
 
 
 def _local_object_store(needed_bytes: int) -> int:
-    """Token chunks are a few MB each and few are in flight: 256 MiB is plenty for most jobs; less than that
-    free in /dev/shm would make Ray slow.
+    """The object store of a local Ray. Token chunks are a few MB each and few are in flight, so 256 MiB is
+    enough for most jobs. With less than that free in /dev/shm, Ray would be slow.
     """
     wanted, free = max(256 * 2**20, needed_bytes), shared_memory_bytes()
     if free is not None and free < wanted:
@@ -354,7 +364,7 @@ def _local_object_store(needed_bytes: int) -> int:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself would wait for a minute or more before it says that nobody is there."""
+    """Fails fast if nothing answers. Ray itself would wait for a minute or more."""
     if address in ("auto", "local") or "://" in address:
         return
     host, _, port = address.rpartition(":")

@@ -1,8 +1,8 @@
-"""What Ray Data gets of the cluster, and which of its helpers it does without, in the feeder's process.
+"""Sets Ray Data's share of the cluster, and removes helpers of it, in the feeder's process.
 
-It replaces private functions of Ray 2.60 and knows nothing of our data. Ray Data's own way to its share is an
-actor that deals out what Ray Train's runs and other datasets leave, and counts those that died in the last
-three minutes as alive. The launch has counted the tokenizers' CPUs before it began, so they are ours.
+It replaces private functions of Ray 2.60. By default, an actor gives Ray Data what Ray Train's runs and other
+datasets leave, and counts those that died in the last three minutes as alive. The launch has counted the
+tokenizers' CPUs before it began, so they are ours.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from orchestrator.cluster.ray_inventory import LOOKS, OWN_SHARE, PLACES, STATIST
 
 # Credits bound what lies in the object store (`Feeder.slot`, `Feeder.room`), so no share of it is dealt out.
 _OBJECT_STORE_BYTES = 1 << 50
-# Ray Data reads these when it is loaded. The first: its other way hands a block on a round of its loop
-# (0.1 s) later; the second: a helper process less while everything starts.
+# Ray Data reads these when it is loaded. Without the first, it passes on a block one round of its loop (0.1
+# s) later. The second saves a helper process at start.
 _ENVIRONMENT = {"RAY_DATA_METADATA_PREFETCH_ON_THREAD": "0", "RAY_DATA_USAGE_DISABLED": "1"}
 
 _LOOKS_S = 0.01
 
 
 def before_loading() -> None:
-    """To be called in the feeder's process before anything of Ray Data is imported."""
+    """Must be called in the feeder's process before anything of Ray Data is imported."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def take_own_share(num_cpus: float) -> None:
-    """From now on every dataset of this process has `num_cpus` CPUs, and starts no process for statistics
-    (they would feed a page of Ray's dashboard) or for actors' places: each costs 1 to 2 CPU seconds and up to
-    200 MB. What of this a Ray does not let replace goes its own way.
+    """Gives every later dataset of this process `num_cpus` CPUs, and no process for statistics or for actors'
+    places.
+
+    Statistics would only serve a page of Ray's dashboard. Each process costs 1 to 2 CPU seconds and up to 200
+    MB. Parts that this Ray does not let us replace stay as they are.
     """
     statistics, places = NullActor(uuid.uuid4().hex), NullActor({})
     found = OWN_SHARE.found()
@@ -49,8 +51,10 @@ def take_own_share(num_cpus: float) -> None:
 
 @contextmanager
 def looking_often() -> Iterator[None]:
-    """Ray Data gives a tokenizer that is done its next slot when all of them have something to give, or after
-    0.1 s. Within this, while a chunk is waited for, it looks more often; a look costs it a millisecond.
+    """Within this, while a chunk is waited for, Ray Data looks for finished tokenizers more often.
+
+    By default it gives a finished tokenizer its next slot when all of them have results, or after 0.1 s. A
+    look costs it a millisecond.
     """
     own = _rays_looks()  # known before: a pipeline that ends may overlap with the next one
     replace(LOOKS, [_LOOKS_S])
@@ -67,7 +71,7 @@ def _rays_looks() -> Any:
 
 
 def _own_share(num_cpus: float, autoscaler: Any, resources: Any) -> Any:
-    """A `ClusterAutoscaler` of Ray Data's: `num_cpus` CPUs, whatever others want; asks for nothing more."""
+    """A `ClusterAutoscaler` for Ray Data: always `num_cpus` CPUs. It asks for no more."""
     total = resources(
         cpu=num_cpus, gpu=0, object_store_memory=_OBJECT_STORE_BYTES, memory=_OBJECT_STORE_BYTES
     )

@@ -1,6 +1,6 @@
-"""The memory of this machine's GPUs, as NVIDIA's driver has it: without torch, and without a context on them.
+"""The memory of this machine's GPUs, from NVIDIA's driver.
 
-It decides nothing.
+It needs no torch, and makes no context on the GPUs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ _NONE = ("", "-1", "NoDevFiles")  # CUDA_VISIBLE_DEVICES where none are to be se
 
 
 def gpu_rows(*fields: str) -> list[list[str]]:
-    """These fields of `nvidia-smi --query-gpu` for each GPU, those in $CUDA_VISIBLE_DEVICES where it names
-    some; none where there is no driver, or it does not answer within 5 s.
+    """These fields of `nvidia-smi --query-gpu` for each GPU, or for those in $CUDA_VISIBLE_DEVICES if it
+    names some. Empty if there is no driver, or it does not answer within 5 s.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     chosen = [] if visible in _NONE else [f"--id={visible}"]
@@ -33,5 +33,7 @@ def gpu_rows(*fields: str) -> list[list[str]]:
 
 
 def gpu_memory_here() -> tuple[int, ...]:
-    """Bytes of each GPU in all, whoever uses them now; 0 where the driver does not say (a part of a GPU)."""
+    """Total bytes of each GPU, including memory in use; 0 if the driver does not report them (a part of a
+    GPU).
+    """
     return tuple(int(text) << 20 if text.isdecimal() else 0 for (text,) in gpu_rows("memory.total"))

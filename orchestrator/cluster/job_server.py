@@ -1,6 +1,6 @@
-"""A Ray cluster's job server: submit a job, see which ones run, follow one.
+"""A Ray cluster's job server: submits a job, lists jobs, and follows one.
 
-It knows nothing of runs and configurations, decides nothing, and starts no Ray here.
+It starts no Ray here.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from urllib.parse import urlsplit
 from orchestrator.errors import ResourceError
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # in a job's environment: what it has between SIGTERM and SIGKILL
-SERVER = "RAY_API_SERVER_ADDRESS"  # of this process's environment: what Ray's own commands take
-# what is set while a job's working directory is copied
+STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # in a job's environment: its time between SIGTERM and SIGKILL
+SERVER = "RAY_API_SERVER_ADDRESS"  # in this process's environment: the address that Ray's own commands use
+# set while a job's working directory is copied
 COPY_ENVIRONMENT = {"RAY_RUNTIME_ENV_IGNORE_GITIGNORE": "1"}
 _CONNECT_S = 5.0
-_OVERRIDES = (SERVER, "RAY_ADDRESS")  # Ray would take these instead of the address that it is given
+_OVERRIDES = (SERVER, "RAY_ADDRESS")  # Ray would take these instead of the given address
 
 
 def job_stop_s() -> float:
-    """How long this process has between SIGTERM and SIGKILL, where it is a Ray job's (inf: it is not, or
-    nobody set that).
+    """The time between SIGTERM and SIGKILL of this process, if it is a Ray job (inf: it is not, or that is
+    not set).
     """
     wait_s = os.environ.get(STOP_WAIT, "")
     return float(wait_s) if wait_s.isdecimal() else math.inf
@@ -37,8 +37,8 @@ def job_stop_s() -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobStatus:
-    """One submitted job. `status` is PENDING, RUNNING, SUCCEEDED, STOPPED or FAILED, `exit_code` that of its
-    command, None while it runs or where it did not begin.
+    """One submitted job. `status` is PENDING, RUNNING, SUCCEEDED, STOPPED or FAILED. `exit_code` is that of
+    its command; None while it runs or if it did not begin.
     """
 
     id: str
@@ -49,7 +49,7 @@ class JobStatus:
 
     @property
     def is_over(self) -> bool:
-        """Nothing will change any more."""
+        """Returns whether the job has ended."""
         return self.status in ("SUCCEEDED", "STOPPED", "FAILED")
 
 
@@ -68,11 +68,11 @@ class JobServer:
             from ray.job_submission import JobSubmissionClient
 
             for name in ("ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk"):
-                logging.getLogger(name).setLevel(logging.WARNING)  # else it tells of uploads on stdout
+                logging.getLogger(name).setLevel(logging.WARNING)  # else it reports uploads on stdout
             self._client = JobSubmissionClient(self.address)
 
     def jobs(self) -> list[JobStatus]:
-        """All jobs that were submitted to the cluster and are remembered there."""
+        """All jobs that the cluster has a record of."""
         with _explained(self.address):
             return [_status(details) for details in self._client.list_jobs() if details.submission_id]
 
@@ -105,13 +105,13 @@ class JobServer:
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
 
     def status(self, job_id: str) -> JobStatus:
-        """One job's. Raises `ResourceError`."""
+        """The status of one job. Raises `ResourceError`."""
         with _explained(self.address):
             return _status(self._client.get_job_info(job_id))
 
     async def output(self, job_id: str) -> AsyncIterator[str]:
-        """What the job's command prints, from its beginning, piece by piece, until it has ended. Raises
-        `ResourceError` if the server goes away.
+        """What the job's command prints, from its beginning, piece by piece, until its end. Raises
+        `ResourceError` if the server becomes unreachable.
         """
         with _explained(self.address):
             async for text in self._client.tail_job_logs(job_id):
@@ -129,7 +129,7 @@ def _status(details: Any) -> JobStatus:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself waits for a connection without a limit."""
+    """Fails fast if nothing answers. Ray itself waits for a connection without a limit."""
     url = urlsplit(address)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ResourceError(
@@ -149,7 +149,7 @@ def _check_reachable(address: str) -> None:
 
 @contextmanager
 def _address_heeded() -> Iterator[None]:
-    """Meanwhile Ray does not take another address than the one that it is given."""
+    """Within it Ray uses the given address and no other."""
     held = {name: os.environ.pop(name) for name in _OVERRIDES if name in os.environ}
     try:
         yield
@@ -159,7 +159,7 @@ def _address_heeded() -> Iterator[None]:
 
 @contextmanager
 def _explained(address: str) -> Iterator[None]:
-    """What Ray raises, as an error of ours that says what to do."""
+    """Converts what Ray raises to an error of ours that says what to do."""
     import requests
     from ray.exceptions import AuthenticationError
 

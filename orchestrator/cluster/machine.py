@@ -1,6 +1,6 @@
-"""What this machine has: memory, shared memory, disk, processes.
+"""Facts about this machine: memory, shared memory, disk, processes.
 
-It decides nothing and knows nothing of jobs; a figure that cannot be found is None.
+A figure that cannot be found is None.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _PROC_CGROUP, _CGROUPS = _PROC / "self" / "cgroup", Path("/sys/fs/cgroup")
 
 
 def memory_bytes() -> int | None:
-    """The memory that this process and its children may use in all, whoever uses it now: that of the machine,
-    or the limit of a container (cgroup) around them if that is smaller.
+    """The total memory that this process and its children may use, including memory in use: that of the
+    machine, or the limit of a container (cgroup) around them if that is smaller.
     """
     try:
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -56,8 +56,8 @@ def cgroup_limit_bytes(membership: Path, mount: Path) -> int | None:
 
 
 def cpu_limit(membership: Path = _PROC_CGROUP, mount: Path = _CGROUPS) -> float:
-    """How many CPUs' time this process and its children may take: those that it may run on, or the smallest
-    quota of the cgroups around it if that is less. Version 1 and 2; see `cgroup_limit_bytes`.
+    """The CPUs' time that this process and its children may take: the CPUs that it may run on, or the
+    smallest quota of the cgroups around it if that is less. Version 1 and 2; see `cgroup_limit_bytes`.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
@@ -77,8 +77,8 @@ def cpu_limit(membership: Path = _PROC_CGROUP, mount: Path = _CGROUPS) -> float:
 
 
 def machine_id() -> str:
-    """Names this boot of this machine, and the table of processes that is seen here: only where it is equal
-    does a pid of another process's mean the same. Empty where the system does not tell (no Linux).
+    """Identifies this boot of this machine and the table of processes seen here. A pid of another process
+    means the same only where this id is equal. Empty if the system does not tell (no Linux).
     """
     try:
         boot = (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
@@ -88,7 +88,7 @@ def machine_id() -> str:
 
 
 class Process(NamedTuple):
-    """A process of one machine since it was booted, which no other one is taken for; see `machine_id` and
+    """A process of one machine since its boot. It cannot be confused with another one; see `machine_id` and
     `process_start`.
     """
 
@@ -98,15 +98,17 @@ class Process(NamedTuple):
 
 
 def this_process() -> Process:
-    """The one that asks."""
+    """The calling process."""
     pid = os.getpid()
     return Process(machine_id(), pid, process_start(pid) or "")
 
 
 def process_start(pid: int) -> str | None:
-    """When a process of this machine began, as the system counts it: another process that gets its pid later
-    has another one. Empty if there is none, or it has ended and only waits to be collected; None if the
-    system does not tell (no Linux, or it hides the processes of others).
+    """When a process of this machine began, by the system's count. A later process with the same pid has
+    another value.
+
+    Empty if there is none, or if it has ended and only waits to be collected. None if the system does not
+    tell (no Linux, or it hides the processes of others).
     """
     try:
         state, *fields = (_PROC / str(pid) / "stat").read_text().rpartition(") ")[2].split()
@@ -122,8 +124,8 @@ def process_start(pid: int) -> str | None:
 
 
 def descendants(parents: Iterable[int]) -> list[Process]:
-    """The processes of this machine that `parents` started, and those that these started, without `parents`;
-    empty where the system does not tell.
+    """The processes of this machine that `parents` started, and those that these started, without `parents`.
+    Empty if the system does not tell.
     """
     children: dict[int, list[Process]] = {}
     machine = machine_id()
@@ -140,8 +142,8 @@ def descendants(parents: Iterable[int]) -> list[Process]:
 
 
 def _limits(root: Path, path: str, name: str) -> Iterator[int]:
-    """What the files `name` from `path` up to `root` say; `max`, and a cgroup that is not seen here, say
-    nothing.
+    """The values in the files `name` from `path` up to `root`. `max`, and a cgroup that is not visible here,
+    have no value.
     """
     for text in _texts(root, path, name):
         with suppress(ValueError):
@@ -149,7 +151,7 @@ def _limits(root: Path, path: str, name: str) -> Iterator[int]:
 
 
 def _texts(root: Path, path: str, name: str) -> Iterator[str]:
-    """The files `name` from `path` up to `root`, as far as they are seen here."""
+    """The files `name` from `path` up to `root` that are visible here."""
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for depth in range(len(parts), -1, -1):
         with suppress(OSError):
@@ -157,13 +159,13 @@ def _texts(root: Path, path: str, name: str) -> Iterator[str]:
 
 
 def shared_memory_bytes() -> int | None:
-    """What is free in /dev/shm of this machine; None where there is none (macOS)."""
+    """Free bytes in /dev/shm of this machine; None if there is none (macOS)."""
     folder = "/dev/shm"  # noqa: S108  nothing is written there
     return shutil.disk_usage(folder).free if sys.platform == "linux" and os.path.isdir(folder) else None
 
 
 def open_file_limit() -> int | None:
-    """How many files a process may have open; None where the system has no such limit."""
+    """The number of files a process may have open; None if the system has no such limit."""
     try:
         import resource
     except ImportError:
@@ -181,8 +183,8 @@ def free_disk_bytes(folder: str) -> int:
 
 
 def process_state(pid: int) -> str:
-    """What a process of this machine does, as Linux has it: `R` runs, `S` sleeps, `T` is stopped, `D` waits
-    for a disk, `Z` is dead; "" where there is no such process, "?" where the system does not tell.
+    """The state of a process of this machine, as Linux reports it: `R` runs, `S` sleeps, `T` is stopped, `D`
+    waits for a disk, `Z` is dead; "" if there is no such process, "?" if the system does not tell.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

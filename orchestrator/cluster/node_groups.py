@@ -1,9 +1,8 @@
-"""Node groups: one Ray Train run per node, called from an agent actor on that node, so that a node's death
-ends only its own group.
+"""Node groups: one Ray Train run per node, in an agent actor on that node.
 
-It starts and stops processes and knows nothing of training: which function the workers run is handed in. Ray
-replaces a dead worker of a group in place because the backend says `has_replica_groups`; who trains with whom
-is decided by the rendezvous, not here.
+So a node's death ends only its own group. The caller supplies the function that the workers run. Ray replaces
+a dead worker of a group in place because the backend says `has_replica_groups`. The rendezvous decides who
+trains with whom.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from orchestrator.cluster.shield import end_without_raylet, outlive_sigterm
 from orchestrator.cluster.starvation import ProcessLook, look_at_process
 from orchestrator.paused_gc import paused_gc
 
-# Ray Train's controller polls its workers this often: it decides how soon a dead worker's replacement is
-# started.
+# Interval at which Ray Train's controller polls its workers. It determines how soon a dead worker's
+# replacement is started.
 _CONTROLLER_POLL_S = "0.2"
 _TRAIN_ENVIRONMENT = {
     "RAY_TRAIN_V2_ENABLED": "1",
@@ -42,8 +41,8 @@ _TRAIN_ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSpec:
-    """What a node group is: `num_workers` processes with `resources_per_worker` on `node_id`; `name` is
-    unique within the storage folder.
+    """A node group: `num_workers` processes with `resources_per_worker` on `node_id`. `name` is unique within
+    the storage folder.
     """
 
     name: str
@@ -60,7 +59,7 @@ class NodeAgent:
         self, spec: GroupSpec, train_function: Callable[[dict[str, Any]], None], config: dict[str, Any]
     ) -> None:
         """Runs the group until all its workers' functions returned. Raises what Ray Train raises when the
-        group cannot go on.
+        group cannot continue.
         """
         outlive_sigterm()
         is_done = threading.Event()
@@ -98,20 +97,20 @@ class NodeAgent:
         return {pid: process_state(pid) for pid in pids}
 
     def cpu_time_of(self, pids: Sequence[int]) -> dict[int, ProcessLook | None]:
-        """How long each of these processes of this node has run and waited for a CPU by now."""
+        """The time that each of these processes of this node has run and waited for a CPU so far."""
         return {pid: look_at_process(pid, time.monotonic()) for pid in pids}
 
 
 @cache
 def _agent_class() -> Any:
-    """One for all groups: Ray hands each class that it has not seen yet to its GCS and waits for that, which
-    a group that is started later must not.
+    """The agent's class, one for all groups. Ray sends each new class to its GCS and waits for that, which
+    must not delay a group that is started later.
     """
     return ray.remote(num_cpus=0)(NodeAgent)
 
 
 class NodeGroup:
-    """A started group, seen from the supervisor: its agent and the end that it will come to."""
+    """A started group, seen from the supervisor: its agent and its future end."""
 
     def __init__(
         self, spec: GroupSpec, train_function: Callable[[dict[str, Any]], None], config: dict[str, Any]
@@ -152,11 +151,12 @@ class NodeGroup:
 
 
 def remove_orphaned_placement_groups() -> int:
-    """Removes this job's placement groups whose creator (a Ray Train controller) is dead; returns how many.
+    """Removes this job's placement groups whose creator (a Ray Train controller) is dead. Returns their
+    number.
 
-    Ray removes them only when the whole job ends (2.60: a placement group goes when creator *and* job are
-    dead), so a stopped or lost node group would keep its CPUs till then; so it is where Ray's table of them,
-    the only one with creators, is missing.
+    Ray removes them only when the whole job ends (2.60: once creator *and* job are dead), so a stopped or
+    lost node group would keep its CPUs until then. That also happens if Ray's table of them, the only one
+    with creators, is missing.
     """
     from ray.util.placement_group import PlacementGroup, remove_placement_group
 

@@ -1,7 +1,8 @@
-"""A stand-in for Ray actors that we do without. Ray's libraries start some for every run, each a process of
-100 to 200 MB and 1 to 2 CPU seconds, and call them for things that we never ask for.
+"""A stand-in for handles of Ray actors that we do without.
 
-It is what those libraries get in place of the actor's handle. Ray is imported when it is used only.
+Ray's libraries start some for every run, each a process of 100 to 200 MB and 1 to 2 CPU seconds, and call
+them for features that we do not use. They get this in place of the actor's handle. Ray is imported only on
+use.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 
 class NullActor:
-    """Every call of every method is answered with `answer`. It pickles."""
+    """An actor whose methods all return `answer`. It pickles."""
 
     def __init__(self, answer: Any = None) -> None:
         self._answer = answer
@@ -21,7 +22,7 @@ class NullActor:
         return self
 
     def remote(self, *_: Any, **__: Any) -> Any:
-        """As an actor's method answers."""
+        """Answers as an actor's method does."""
         import ray
 
         return ray.put(self._answer)

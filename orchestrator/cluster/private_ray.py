@@ -1,7 +1,8 @@
-"""How a private part of Ray is reached: it is looked up when it is used, and where a new Ray has renamed,
-removed or changed it, its user goes the plain way, and one sentence says so.
+"""Access to private parts of Ray, with a fallback.
 
-Which parts there are stands in `ray_inventory`. Ray is imported only when something is looked up.
+A part is looked up when it is used. If a new Ray has renamed, removed or changed it, its user takes the plain
+way, and one sentence reports that. `ray_inventory` lists the parts. Ray is imported only when something is
+looked up.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PrivatePart:
-    """Private names of Ray's which are of use together only, and what a run loses without them.
+    """Private names of Ray's which are useful only together, and what a run loses without them.
 
-    `names`: "module:attribute.attribute", each with the function of Ray's that has to use it ("": any), for
-    replacing what nobody uses changes nothing. `texts`: what a file of Ray's has to contain: the name of a
-    variable that it reads. `shape`: whether the named objects are still what we take them for.
+    `names`: "module:attribute.attribute", each with the function of Ray's that has to use it ("": any),
+    because replacing an unused name changes nothing. `texts`: what a file of Ray's has to contain: the name
+    of a variable that it reads. `shape`: whether the named objects still have the form that we expect.
     """
 
     names: dict[str, str] = field(default_factory=dict)
@@ -37,7 +38,7 @@ class PrivatePart:
     lost: str
 
     def found(self) -> tuple[Any, ...] | None:
-        """The named objects; None where this Ray lacks the part, which this process's log says once."""
+        """The named objects; None if this Ray lacks the part. This process's log reports that once."""
         gone = self.gone()
         if gone:
             self.tell(_log.warning)
@@ -45,7 +46,7 @@ class PrivatePart:
         return tuple(_named(name) for name in self.names)
 
     def gone(self) -> str:
-        """What this Ray lacks of it; "" if nothing."""
+        """What this Ray lacks of the part; "" if nothing."""
         for name, user in self.names.items():
             try:
                 _named(name)
@@ -62,7 +63,7 @@ class PrivatePart:
         return ""
 
     def sentence(self) -> str:
-        """What is gone, and what it means for the run; "" where nothing is."""
+        """A sentence on what is missing and what that means for the run; "" if nothing is."""
         import ray
 
         gone = self.gone()
@@ -76,7 +77,7 @@ class PrivatePart:
             say(sentence)
 
     def require(self) -> None:
-        """Raises `ResourceError` where this Ray lacks the part: for what has no plain way."""
+        """Raises `ResourceError` if this Ray lacks the part. For parts without a plain way."""
         sentence = self.sentence()
         if sentence:
             raise ResourceError(f'{sentence}; install "ray[train,data]=={TESTED}.*" on all nodes')
@@ -86,8 +87,8 @@ _told: set[PrivatePart] = set()
 
 
 def replace(part: PrivatePart, values: Sequence[Any]) -> Callable[[], None]:
-    """Puts `values` in the places of the part's first names, where it is found; the function that is returned
-    puts Ray's own back.
+    """Puts `values` in the places of the part's first names, if it is found. Returns a function that restores
+    Ray's own.
     """
     places: list[tuple[Any, str, Any]] = []
     if part.found() is not None:
@@ -117,7 +118,7 @@ def _named(name: str) -> Any:
 
 
 def _words(code: CodeType) -> set[str]:
-    """The global names and attributes that a function uses, those of functions inside it, too."""
+    """The global names and attributes that a function uses, including those of functions inside it."""
     inner = (_words(each) for each in code.co_consts if isinstance(each, CodeType))
     return set(code.co_names).union(*inner)
 

@@ -1,7 +1,7 @@
-"""What Ray would read of this process's environment, without Ray: its token, its health checks; and what
-answers at a cluster's address.
+"""Ray's settings in this process's environment, and what answers at a cluster's address.
 
-It decides nothing. A token itself is read by nobody here and sent to nobody.
+The settings are its token and its health checks. This needs no Ray. It neither reads nor sends a token
+itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The private parts of Ray that `cluster/` reaches, and what a run loses without each of them.
+"""The private parts of Ray that `cluster/` uses, and what a run loses without each of them.
 
-A list only: who uses a part goes the plain way where it is missing. It loads no Ray before `check`.
+It is only a list: the user of a missing part takes the plain way. It loads no Ray before `check`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from orchestrator.cluster.private_ray import TESTED, PrivatePart
 
 JOB_COPIES = "working_dir_files"  # Ray unpacks a job's working directory in a folder of this one's
-DATASET_THREADS = "StreamingExecutor"  # what Ray Data's threads are called
+DATASET_THREADS = "StreamingExecutor"  # name of Ray Data's threads
 
 _HELPER_COSTS = "with 1 to 2 CPU seconds at the start and up to 200 MB"
 
@@ -317,11 +317,11 @@ OF_LIBRARIES = (
 
 
 def check(say: Callable[[str], None]) -> None:
-    """Says what this Ray lacks, a sentence for each part, before anything is started. Raises `ResourceError`
-    for what no run can do without.
+    """Reports what this Ray lacks, a sentence for each part, before anything is started. Raises
+    `ResourceError` if a part that every run needs is missing.
 
-    The parts of Ray Train and Ray Data, which are loaded by processes of theirs alone, are looked at only
-    where this is not the tested Ray: it takes seconds.
+    The parts of Ray Train and Ray Data are loaded only by processes of their own. They are checked only if
+    this is not the tested Ray, because that takes seconds.
     """
     import ray
 

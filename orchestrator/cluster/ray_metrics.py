@@ -1,7 +1,4 @@
-"""Metrics by way of Ray: each node's agent shows them to Prometheus, with `ray_` before the name.
-
-It knows names, kinds and numbers, and no meaning of any.
-"""
+"""Publishes metrics through Ray: each node's agent shows them to Prometheus, with `ray_` before the name."""
 
 from __future__ import annotations
 
@@ -11,14 +8,14 @@ from typing import Any
 
 
 def in_a_cluster() -> bool:
-    """Whether this process belongs to a Ray cluster; loads no Ray."""
+    """Returns whether this process belongs to a Ray cluster. Loads no Ray."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
 
 
 class RayMetrics:
-    """Gauges and counters of this process. A value that Ray does not take is left out: no number, or a
-    counter that does not grow.
+    """Gauges and counters of this process. A value that Ray does not take is left out: one that is no number,
+    or a counter that does not grow.
     """
 
     def __init__(self, declared: Iterable[tuple[str, str, str]], tags: Mapping[str, str]) -> None:
@@ -33,7 +30,7 @@ class RayMetrics:
             self._metrics[name] = made
 
     def set(self, name: str, value: float) -> None:
-        """A gauge's new value, or by how much a counter grows."""
+        """Sets a gauge's new value, or adds to a counter."""
         metric = self._metrics[name]
         if hasattr(metric, "inc"):
             if value > 0:

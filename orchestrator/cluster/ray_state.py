@@ -1,4 +1,4 @@
-"""What Ray knows of actors: whether one is dead, and why, as far as Ray can tell."""
+"""Ray's knowledge of actors: whether one is dead, and why."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ NODE_DIED = "its node died"
 
 
 def cause_of_death(row: Mapping[str, Any] | None) -> str:
-    """Why an actor died, by its row in Ray's table (`DeathCause`). Ray knows neither signals nor exit codes,
-    so what it cannot tell apart is not told apart.
+    """Why an actor died, by its row in Ray's table (`DeathCause`). Ray has neither signals nor exit codes, so
+    some causes cannot be distinguished.
     """
     text = str((row or {}).get("DeathCause") or "")
     if "oom_context" in text or "NODE_OUT_OF_MEMORY" in text:
@@ -37,8 +37,8 @@ def cause_of_death(row: Mapping[str, Any] | None) -> str:
 
 
 def why_not_created(error: RayActorError) -> str | None:
-    """What an actor's constructor raised, as `type: text`; None where that is not what the actor died of. Ray
-    starts no such actor again, also where it was one that Ray had started again.
+    """What an actor's constructor raised, as `type: text`; None if the actor died of something else. Ray does
+    not start such an actor again, even after an earlier restart.
     """
     if not error.actor_init_failed:
         return None
@@ -49,8 +49,10 @@ def why_not_created(error: RayActorError) -> str | None:
 
 
 def ray_says(info: MemberInfo) -> str | None:
-    """How the member's process ended, as Ray says; None if it lives. Also where Ray says nothing: a GCS that
-    does not answer, or has forgotten the actor, knows of nobody's death, and a Ray without this table.
+    """How the member's process ended, as Ray says; None if it lives.
+
+    Also None if Ray says nothing: a GCS that does not answer, or has forgotten the actor, or a Ray without
+    this table.
     """
     table = ACTOR_TABLE.found()  # the public state API needs the dashboard process
     row = table[0](info.actor_id) if table else None
@@ -58,15 +60,15 @@ def ray_says(info: MemberInfo) -> str | None:
 
 
 def is_death_of(row: Mapping[str, Any] | None, text: str) -> bool:
-    """Whether a message of Ray's says that the process of the actor of this row has died. Ray names the
-    process only.
+    """Returns whether a message of Ray's says that the process of the actor of this row has died. Ray names
+    only the process.
     """
     pid, node = (row or {}).get("Pid"), ((row or {}).get("Address") or {}).get("NodeID")
     return bool(pid and node) and f"Worker PID: {pid} " in text and f"Node ID: {node} " in text
 
 
 def told_of(actor: Any, text: str) -> bool:
-    """`is_death_of` for a handle; False where nobody can know."""
+    """`is_death_of` for a handle; False if that is unknown."""
     table = ACTOR_TABLE.found()
     if table is None or not ACTOR_IDS.found():
         return False

@@ -1,11 +1,12 @@
-"""Keeps the signals that mean a launch away from the Ray that the launch starts, and keeps a launch's
-processes alive on another Ray that is ended by them.
+"""Keeps the stop signals of a launch away from the Ray that it starts.
+
+It also keeps a launch's processes alive on another Ray that is ended by such signals.
 
 A batch system, systemd or a container runtime sends SIGTERM to every process of a job at once. Ray's servers
 end at once then, and with them the workers, which hold the state that the driver wants to save. A process
 that starts with a signal blocked never receives it, and neither do the processes that it starts: the mask of
-blocked signals survives fork and exec, a handler or an ignored signal does not (Ray's servers set handlers
-of their own).
+blocked signals survives fork and exec. A handler or an ignored signal does not (Ray's servers set handlers of
+their own).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _shield = _Shield()
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Processes that this thread starts within the block, and all that those start, never receive `SIGNALS`;
+    """Processes that this thread starts within the block, and all their descendants, never receive `SIGNALS`;
     this process does. It covers `subprocess.Popen` with a `preexec_fn`, with which Ray starts its servers.
 
     The terminal's SIGHUP is ignored there, too, if this is the main thread.
@@ -67,7 +68,7 @@ def _block() -> None:
 
 @cache
 def expose_forks() -> None:
-    """Processes that this one forks from now on receive `SIGNALS` again: code of the user ends its own
+    """Lets processes that this one forks later receive `SIGNALS` again: code of the user ends its own
     processes with SIGTERM (`multiprocessing.Pool`). Those of `subprocess` are not covered.
     """
     unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, SIGNALS)
@@ -75,9 +76,10 @@ def expose_forks() -> None:
 
 
 def outlive_sigterm() -> None:
-    """SIGTERM no longer ends this process, which Ray started: who ends a whole job sends it to the driver,
-    too, and that has the run save and stop. What the process starts later is ended by it as ever, unless this
-    is called in another thread than the main one.
+    """Keeps SIGTERM from ending this process, which Ray started. A whole job's SIGTERM reaches the driver,
+    too, and the driver lets the run save and stop.
+
+    Processes that are started later are ended by it as before, unless this is called outside the main thread.
     """
     here = os.getpid()
 
@@ -96,7 +98,7 @@ def outlive_sigterm() -> None:
 
 def end_without_raylet(is_done: Callable[[], bool], limit_s: float = ORPHANED_S) -> Callable[[], bool]:
     """Ends this process once the raylet that started it is gone and it `is_done`, or `limit_s` after the
-    raylet: nobody else would. Returns what says whether the raylet is gone.
+    raylet: nobody else would end it. Returns a function that says whether the raylet is gone.
     """
     raylet = os.getppid()
 
@@ -115,8 +117,8 @@ def end_without_raylet(is_done: Callable[[], bool], limit_s: float = ORPHANED_S)
 
 
 def killing(kill: Callable[..., None], node: Any) -> Callable[..., None]:
-    """`kill`, which ends the servers of a Ray `node`, for one that was started under the shield: servers that
-    receive no SIGTERM are killed, and what they started is killed after them.
+    """Wraps `kill`, which ends the servers of a Ray `node` that was started under the shield. Servers that
+    receive no SIGTERM are killed, and the processes they started are killed after them.
     """
 
     def killed(**how: Any) -> None:

@@ -1,4 +1,4 @@
-"""How long a process has been silent although it could have run and its judge could have heard it.
+"""Measures how long a process was silent although it could run and its judge could hear it.
 
 A process on a busy host is late for everything and has failed at nothing. Linux counts for each thread how
 long it ran and how long it waited for a CPU (`/proc/<pid>/task/<tid>/schedstat`), also under a CPU quota.
@@ -41,7 +41,7 @@ class ProcessLook:
 
 
 def look_at_process(pid: int, now: float, root: Path = _PROC) -> ProcessLook | None:
-    """The process at this moment; None where the system does not tell, and for no `pid` (0)."""
+    """The process at this moment; None if the system does not tell, or there is no `pid` (0)."""
     if not pid or not (root / "self" / "schedstat").exists():
         return None
     threads = dict[int, Thread]()
@@ -72,7 +72,7 @@ def starved_share(before: ProcessLook, after: ProcessLook) -> float:
         # Linux adds a wait when it ends
         waited += passed_s if never_ran else max(0.0, now.waited_s - then.waited_s)
     if (before.is_stopped or after.is_stopped) and ran > 0:
-        return 1.0  # something stops and continues it again and again
+        return 1.0  # it is stopped and continued repeatedly
     return waited / (ran + waited) if waited else 0.0
 
 
@@ -87,13 +87,13 @@ def _pairs(before: ProcessLook, after: ProcessLook) -> list[tuple[Thread, Thread
 
 
 class Silence:
-    """The silence of one process. `lasts_s` is how long it lasts, `counted_s` the same without the time in
-    which the process was starved or the judge was late. All times are seconds of one monotonic clock.
+    """The silence of one process. `lasts_s` is its duration. `counted_s` leaves out the time in which the
+    process was starved or the judge was late. All times are seconds of one monotonic clock.
     """
 
     def __init__(self, now: float, look_every_s: float, process: ProcessLook | None = None) -> None:
-        """It begins `now`. The judge means to look every `look_every_s` seconds; `process` is its first
-        look.
+        """Starts the silence `now`. The judge means to look every `look_every_s` seconds; `process` is its
+        first look.
         """
         self.counted_s = self.lasts_s = 0.0
         self._every_s, self._last = look_every_s, now
@@ -101,7 +101,7 @@ class Silence:
         self._idle_s = 0.0  # counted since the process was seen at work
 
     def look(self, now: float, process: ProcessLook | None = None) -> float:
-        """The process is still silent. Returns `counted_s`."""
+        """Notes that the process is still silent. Returns `counted_s`."""
         passed_s, before = now - self._last, self._newest
         excused_s = max(0.0, passed_s - self._every_s)
         worked = False
@@ -117,14 +117,14 @@ class Silence:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether the process used CPU time between the last two looks, or waits for a CPU. False where the
-        system does not tell.
+        """Returns whether the process used CPU time between the last two looks, or waits for a CPU. False if
+        the system does not tell.
         """
         return self._newest is not None and not self._idle_s
 
     def stands_still(self, frozen_s: float, hung_s: float) -> bool:
-        """Whether the process is to be ended: it could have run for the last `frozen_s` and did not, or could
-        have answered for `hung_s` and did not. False for one that is gone.
+        """Returns whether the process must be ended: it could run for the last `frozen_s` and did not, or
+        could answer for `hung_s` and did not. False for one that is gone.
         """
         if self._newest is not None and not self._newest.threads:
             return False

@@ -1,9 +1,9 @@
-"""One Ray Train run on one node, without the processes of it that we do not need.
+"""One Ray Train run on one node, without Ray's helper processes that we do not need.
 
-It replaces private parts of Ray 2.60 and knows nothing of training. Only a node's agent imports it: it loads
-Ray Train's controller side. The controller runs in the agent's own process, so the agent's death is the
-group's, and a group comes up a process earlier. What a Ray does not let replace goes Ray Train's own way: its
-helpers' processes belong to the agent and end with it, too.
+It replaces private parts of Ray 2.60. Only a node's agent imports it, because it loads Ray Train's controller
+side. The controller runs in the agent's own process, so both end together, and a group starts one process
+earlier. Where a Ray does not allow a replacement, Ray Train's own way stays: its helpers' processes belong to
+the agent and end with it, too.
 """
 
 from __future__ import annotations
@@ -29,21 +29,23 @@ from orchestrator.cluster.ray_inventory import (
 
 
 class _NoBarrier:
-    """Made as Ray makes its synchronization actor, where workers meet who report to Ray; ours never do."""
+    """A replacement for Ray's synchronization actor, where workers that report to Ray wait for each other.
+    Ours never report to it.
+    """
 
     @classmethod
     def options(cls, **_: Any) -> type[_NoBarrier]:
-        """Nothing to choose."""
+        """Accepts any options."""
         return cls
 
     @classmethod
     def remote(cls, **_: Any) -> NullActor:
-        """No process is started."""
+        """Returns a stand-in. No process is started."""
         return NullActor()
 
 
 class _Unasked:
-    """In the place of a worker that is not to be asked anything."""
+    """A stand-in for a worker that must not be queried."""
 
     def is_active(self) -> bool:
         """See Ray's `ReplicaGroup`."""
@@ -51,8 +53,10 @@ class _Unasked:
 
 
 def asking_nobody(replace_one: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
-    """Ray's replacement of one worker of a group, which has all others forget what they have reported, and
-    ends the group where one of these is dead, too. Ours report nothing, so none is asked.
+    """Changes Ray's replacement of one worker of a group, so that no other worker is queried.
+
+    Ray's own lets all others forget what they have reported, and ends the group if one of these is dead, too.
+    Ours report nothing.
     """
 
     def replaced(group: Any, index: int) -> None:
@@ -78,15 +82,15 @@ def run_group(
 ) -> None:
     """Runs `num_workers` workers on the node until their functions have returned; blocks until then.
 
-    `ray_storage` is a folder for Ray Train's own bookkeeping, which nobody reads; empty: one of this node,
-    which goes with the group.
+    `ray_storage` is a folder for Ray Train's own bookkeeping, which nobody reads. Empty: one of this node,
+    which is removed with the group.
 
-    Ray replaces a worker that dies, without end: how often is too often is decided by our own failure budget
-    (elastic.failure_budget), which knows about progress. Raises what Ray Train raises when the group cannot
-    go on, and `ResourceError` for a Ray that cannot start one.
+    Ray replaces a worker that dies, without a limit. Our own failure budget (elastic.failure_budget) sets the
+    limit, because it has the progress. Raises what Ray Train raises when the group cannot continue, and
+    `ResourceError` for a Ray that cannot start one.
     """
     NODE_GROUPS.require()
-    REPLACED_ALONE.found()  # only to say so: the plain way is Ray's
+    REPLACED_ALONE.found()  # only for the message: Ray's own way is the fallback
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
     from orchestrator.cluster.backend import InPlaceConfig
@@ -116,12 +120,12 @@ def run_group(
 
 
 def lean_trainer() -> Any:
-    """Ray Train's trainer for any framework, from now on without the helpers that do nothing for us, as far
-    as this Ray lets them be replaced; None where it has no such trainer.
+    """Ray Train's trainer for any framework, without the helpers that do nothing for us, as far as this Ray
+    lets us replace them. None if it has no such trainer.
 
-    Each helper costs a process or about a CPU second at start: we hand Ray Train no datasets, placement
+    Each helper costs a process or about a CPU second at start: we give Ray Train no datasets, placement
     groups are removed by `remove_orphaned_placement_groups` (measured: with or without Ray's cleaner a killed
-    agent leaks one), and a group that is pinned to a node asks no autoscaler for room.
+    agent leaks one), and a group that is pinned to a node needs no autoscaler.
     """
     trainer = TRAINER.found()
     if trainer is None:
@@ -144,6 +148,6 @@ def lean_trainer() -> Any:
 
 
 def _run(controller: Any) -> Any:
-    """Ray Train's controller in this process; its result."""
+    """Runs Ray Train's controller in this process. Returns its result."""
     asyncio.run(controller.run())
     return controller.get_result()

@@ -1,10 +1,10 @@
-"""Calls one of our functions in a process of its own, because it runs the user's code.
+"""Runs functions that call user code in a child process.
 
-A command or a notebook that plans, starts or audits a run calls the functions that run `data.transforms` or a
-`format: python` source through `call`: the user's modules are imported in a child process, never in its own.
-`trainer.trial` does the same for `model.factory`.
+A command or a notebook that plans, starts or audits a run uses `call` for functions that run
+`data.transforms` or a `format: python` source. The user's modules are then imported in a child process, never
+in the caller's. `trainer.trial` does the same for `model.factory`.
 
-`python -m orchestrator.data.code_process IN OUT` is the child: it reads the call from one pipe (inherited
+`python -m orchestrator.data.code_process IN OUT` is the child. It reads the call from one pipe (inherited
 file descriptors) and writes the answer into the other.
 """
 
@@ -46,8 +46,9 @@ def names_code(config: JobConfig) -> bool:
 
 
 def reads_without_code(config: JobConfig, storage: Storage) -> bool:
-    """Whether the data of a run's job can be looked at in a process that runs no code and asks no hub: its
-    tokenizer is the frozen one too, or a folder with a tokenizer.json, which no library has to be found for.
+    """Whether a process can read a run's data without running user code or asking a hub.
+
+    The tokenizer must be the frozen one, or a folder with a tokenizer.json, which needs no tokenizer library.
     """
     from orchestrator.data.frozen import read_frozen
 
@@ -58,7 +59,7 @@ def reads_without_code(config: JobConfig, storage: Storage) -> bool:
 
 
 def needs_code(spec: DataSpec) -> bool:
-    """`names_code` of data that were prepared."""
+    """`names_code` for prepared data."""
     from orchestrator.data.sources.formats import format_of
 
     plans = [plan for of in spec.lists.values() for plan in of.values()]
@@ -67,8 +68,9 @@ def needs_code(spec: DataSpec) -> bool:
 
 
 def call(runs_code: bool, function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
-    """Calls the function: in a process of its own if it `runs_code`, else in this one. Arguments and result
-    must pickle then, and the function must be importable by its name.
+    """Calls the function: in a child process if `runs_code`, else in this one.
+
+    In a child process, arguments and result must pickle and the function must be importable by its name.
 
     Raises what the function raises, and `CodeProcessError` if the process dies.
     """
@@ -76,7 +78,7 @@ def call(runs_code: bool, function: Callable[P, Result], *args: P.args, **kwargs
         return function(*args, **kwargs)
     calls_in, calls_out = os.pipe()
     answers_in, answers_out = os.pipe()
-    # the child finds what this process finds, and what lies in the current directory, as Ray's workers do
+    # the child searches this process's path and the current directory, as Ray's workers do
     places = [*(path for path in sys.path if path), os.getcwd()]
     process = subprocess.Popen(  # noqa: S603  this Python, and this module
         [sys.executable, "-P", "-m", "orchestrator.data.code_process", str(calls_in), str(answers_out)],
@@ -104,7 +106,7 @@ def call(runs_code: bool, function: Callable[P, Result], *args: P.args, **kwargs
 def _asked(
     process: subprocess.Popen[bytes], calls: Connection[Any, Any], answers: Connection[Any, Any], given: Any
 ) -> tuple[Any, OrchestratorError | str | None]:
-    """What the function returned, and what it raised: an error of ours, or the traceback of another."""
+    """Returns the function's result and its error: an error of ours, or the traceback of any other."""
     try:
         calls.send(given)
         answer, error = answers.recv()
@@ -117,7 +119,7 @@ def _asked(
 
 
 def _main() -> None:
-    """The child."""
+    """Runs one call in the child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
     with suppress(OSError):
         os.dup2(2, 1)  # what the user's code prints is no part of a command's output

@@ -1,7 +1,7 @@
-"""Whether a source's files hold what `format` and `text_field` say, and its transforms make documents of
-them: a look at each source's first records, before a start.
+"""Checks each source's first records before a run starts.
 
-It tokenizes nothing. What a record is, and why it is bad, `sources` says.
+The files must hold what `format` and `text_field` state, and the transforms must make documents of them.
+Nothing is tokenized. `sources` defines records and why one is bad.
 """
 
 from __future__ import annotations
@@ -33,31 +33,33 @@ from orchestrator.data.tokens.masked import special_tokens
 from orchestrator.data.tokens.transforms import Transforms
 from orchestrator.errors import ConfigError, DataError
 
-# Looked at are so many records in each of so many files, as far as they lie in a file's first MiB.
+# At most this many records are read in each of this many files, and only from the file's first MiB.
 NUM_FILES = 8
 NUM_RECORDS = 64
-# So many documents of a source are transformed.
+# At most this many documents of a source are transformed.
 NUM_TRANSFORMED = 16
-# So many records of a source of chats are rendered.
+# At most this many records of a chat source are rendered.
 NUM_RENDERED = 32
 UNUSABLE, NOTHING_LEARNT = "data.chat_template_unusable", "data.nothing_learnt"
 
 
 def check_first_records(spec: DataSpec) -> None:
-    """Raises `ConfigError` if none of a source's first records can be read, whatever `on_bad_document` says,
-    naming the first of them and why; for one without its `text_field`, the fields that it has. Raises
-    `DataError` if a file cannot be read.
+    """Reads, renders and transforms the first records of each source.
 
-    Takes milliseconds: at most 8 MiB a source are decoded. A single record that is bad passes here and is a
-    bad document of the stream; whether a file is a Parquet file, and has the column, was seen when the files
-    were listed, and its values are not looked at. A source whose first records are longer than 1 MiB is not
-    judged, of a `text` only its lines in the first MiB.
+    Raises `ConfigError` if none of a source's first records can be read, whatever `on_bad_document` is. The
+    error names the first record and its reason, and for a record without its `text_field` the fields that it
+    has. Raises `DataError` if a file cannot be read.
 
-    The first chats of a source's order are rendered: raises `ConfigError` if the template takes none of them,
-    cannot be used, or if nothing of them is learnt.
+    Takes milliseconds: at most 8 MiB of a source are decoded. A single bad record passes here and is a bad
+    document of the stream. For a Parquet file, the format and the column were checked when the files were
+    listed, and its values are not read here. A source whose first records are longer than 1 MiB is not
+    checked. Of a `text` source, only the lines in the first MiB are checked.
 
-    The transforms of a source, if it has any, are called with the first documents of its order, here and
-    with the same seeds as when they are trained. Raises `DataError`, with the place, as they would there.
+    The first chats of a source's order are rendered. Raises `ConfigError` if the template accepts none of
+    them or cannot be used, or if they contain no tokens with loss.
+
+    A source's transforms are called with the first documents of its order, on this machine and with the seeds
+    of training. Raises `DataError`, with the place, as they would there.
     """
     for plan in spec.plans:
         _check(plan)
@@ -84,8 +86,8 @@ def _try_transforms(plan: SourcePlan, settings: StreamSettings, transforms: Tran
 
 
 def _render_chats(plan: SourcePlan, spec: DataSpec) -> None:
-    """Renders the first chats of a source as they will be trained."""
-    from orchestrator.data.tokens.rendering import Renderer  # only who renders loads jinja2
+    """Renders the first chats of a source as in training."""
+    from orchestrator.data.tokens.rendering import Renderer  # jinja2 is loaded only for rendering
 
     settings, chat = spec.settings, spec.tokenizer.chat
     assert chat is not None, "a tokenizer without a template was refused"
@@ -125,7 +127,7 @@ def _render_chats(plan: SourcePlan, spec: DataSpec) -> None:
 def _first_chats(
     plan: SourcePlan, settings: StreamSettings
 ) -> Iterator[tuple[str, Conversation | BadRecordError]]:
-    """(where it is, what it is) of the first chats of a source's order, as its transforms make them."""
+    """(place, conversation or error) of the first chats of a source's order, after its transforms."""
     window = OrderedWindow(next(read_windows(plan, settings, 0, 0)), plan, settings, 0)
     refs = settings.transforms.get(plan.source)
     transforms = Transforms(refs) if refs else None
@@ -149,12 +151,13 @@ def _first_chats(
 
 
 def _require_transform_fields(plan: SourcePlan) -> None:
-    """Raises `ConfigError` if no first record of a source, in files from all of it, has a value in one of
-    its `transform_fields`: with a wrong name it would be None in every record, and a filter might drop all of
-    them without a word.
+    """Raises `ConfigError` if a name in `transform_fields` has no value in any of the source's first records.
+
+    The records come from files across the whole source. A wrong name would give None in every record, and a
+    filter might silently drop all of them.
     """
     manifest, seen = plan.manifest, 0
-    first: tuple[int, str] | None = None  # of the records looked at: its file, and its place there
+    first: tuple[int, str] | None = None  # of the checked records: its file, and its place there
     form, lacks = format_of(manifest.format), manifest.content.transform_fields
     if form.says_fields or not lacks:
         return
@@ -167,7 +170,7 @@ def _require_transform_fields(plan: SourcePlan) -> None:
             if not lacks:
                 return
     if first is not None:
-        # the field looked for as a text: a record without it is reported with those that it has
+        # read the field as a text: the error of a record without it lists the fields that it has
         file, where = first
         said = next(
             found for at, found in _read_first(plan, file, Content(text_field=lacks[0])) if at == where
@@ -182,7 +185,7 @@ def _require_transform_fields(plan: SourcePlan) -> None:
 def _read_first(
     plan: SourcePlan, number: int, content: Content
 ) -> Iterator[tuple[str, Document | Described | BadRecordError | None]]:
-    """(where it is, what it is) of a file's first records."""
+    """(place, record or error) of a file's first records."""
     manifest = plan.manifest
     row, path = manifest.files[number], manifest.path(number)
     with naming_damage(path), open_input(manifest.base, row.path) as file:

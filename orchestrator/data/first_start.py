@@ -1,6 +1,6 @@
-"""A run's first start: its data as they are found, with all choices made that are frozen afterwards.
+"""A run's first start: reads the data as they are now, and makes all choices that are frozen afterwards.
 
-It writes nothing; `preparing` freezes what it found.
+It writes nothing. `preparing` freezes the result.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 __all__ = ["choose", "find_transforms", "first_start", "identity_of", "reads_chats", "with_ids"]
 
-# The encoders are compared on so many of the run's own documents, and so much of each, at the first start.
+# The encoders are compared at the first start, on this many of the run's own documents, and at most this many
+# characters of each.
 _SAMPLE_DOCUMENTS = 64
 _SAMPLE_CHARACTERS = 8192
 
@@ -53,8 +54,9 @@ _SAMPLE_CHARACTERS = 8192
 def first_start(
     config: JobConfig, settings: StreamSettings, list_of: Callable[[SourceConfig], Found] | None = None
 ) -> DataSpec:
-    """The data as they are found; nothing is written. `list_of` gives the list of a source (None: its files
-    as they are now). Raises as `prepare_data`.
+    """The run's data as they are now. Writes nothing.
+
+    `list_of` returns the list of a source (None: its current files). Raises as `prepare_data`.
     """
     files = fetch(config.data.tokenizer)
     facts = examine(config.data.tokenizer, files, reads_chats(config))
@@ -107,7 +109,10 @@ def first_start(
 def choose(
     config: JobConfig, settings: StreamSettings, facts: TokenizerFacts, plans: Sequence[SourcePlan]
 ) -> tuple[EncoderChoice, tuple[str, ...]]:
-    """What encodes by `data.encoder`: compared on a sample of these documents; and what to say of it."""
+    """Chooses the encoder by `data.encoder`, comparing both on a sample of the documents.
+
+    Returns the encoder and notes for the user.
+    """
     wanted, mode = config.data.encoder, settings.special_tokens_in_text
 
     def compare() -> _Verdict:
@@ -115,7 +120,7 @@ def choose(
         choice, notes = choose_encoder(facts.model, wanted, mode, documents)
         return _Verdict(name=choice.name, version=choice.version, notes=notes)
 
-    # the same files, tokenizer and libraries give the same answer: it is not looked for again
+    # the same files, tokenizer and libraries give the same result, which is cached
     digests = [plan.manifest.digest for plan in plans]
     content = [facts.digest, wanted, digests, stream_settings(config.flat()), installed_encoders()]
     verdict = remembered(_Verdict, [*content, ADVERSARIAL_VERSION], compare)
@@ -124,7 +129,7 @@ def choose(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Verdict:
-    """What a comparison of the encoders said."""
+    """The result of comparing the encoders."""
 
     name: str
     version: str
@@ -132,8 +137,9 @@ class _Verdict:
 
 
 def _sample_documents(plans: Sequence[SourcePlan], settings: StreamSettings) -> list[str]:
-    """Beginnings of some documents of each source's first window, of a chat what is said in it; bad ones are
-    left for the stream to report.
+    """Beginnings of some documents of each source's first window; of a chat, its messages' text.
+
+    Bad documents are left for the stream to report.
     """
     found = []
     for plan in plans:
@@ -158,7 +164,7 @@ def identity_of(
     plans: Sequence[SourcePlan],
     transforms: Mapping[str, TransformRef],
 ) -> RunIdentity:
-    """What must stay the same, of a job that finds its files and transforms so."""
+    """The run identity of a job with these files and transforms."""
     settings = stream_settings(config.flat())
     for plan in plans:
         settings[f"data.sources.{plan.source}.fragments_per_block"] = str(plan.fragments_per_block)
@@ -176,7 +182,7 @@ def identity_of(
 
 
 def find_transforms(config: JobConfig) -> dict[str, TransformRef]:
-    """All sources' transforms by name, as they are now. Raises `ConfigError` if one cannot be imported."""
+    """All sources' transforms by name, with their current code. Raises `ConfigError` if an import fails."""
     names = dict.fromkeys(name for of in transforms_of(config).values() for name in of)
     return {name: find_transform(name) for name in names}
 
@@ -187,8 +193,9 @@ def reads_chats(config: JobConfig) -> bool:
 
 
 def with_ids(config: JobConfig, settings: StreamSettings, facts: TokenizerFacts) -> StreamSettings:
-    """The settings with the ids that stand around a document. Raises `ConfigError` for a tokenizer that lacks
-    one, or cannot read what the sources hold.
+    """The settings with the ids that are inserted around a document.
+
+    Raises `ConfigError` if the tokenizer lacks one of them, or cannot encode the content of a source.
     """
     content = {source.name: source.content for source in config.data.sources}
     require_masks(config.data.tokenizer, facts.model, content)

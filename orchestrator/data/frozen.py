@@ -1,7 +1,7 @@
-"""What a run keeps of its data: `manifest/<source>.parquet`, `tokenizer/`, and last `manifest/data.json`;
-later lists of a source beside them, as `manifest/<source>@<version>.parquet`.
+"""Reads and writes a run's frozen data.
 
-It reads and writes a run's folder and decides nothing: `spec` and `planning.identity` compare.
+They are `manifest/<source>.parquet`, `tokenizer/`, and, written last, `manifest/data.json`. Later lists of a
+source lie beside them, as `manifest/<source>@<version>.parquet`. `spec` and `planning.identity` compare them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ _NUMBERS = ("fragment_bytes", "window_bytes", "fragments_per_block")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataRecord:
-    """`manifest/data.json`: the choices that were made at the first start. Its being there says all is there.
+    """`manifest/data.json`: the choices made at the first start. If it exists, all frozen data exist.
 
-    `tokenizer` is the name as it was given; digests are blake3. The maps are keyed by source. `paths` are
-    absolute; runs that were started before they were recorded have none. `more_paths` are those after the
-    first, where a source has several. `transforms` are `planning.identity`'s. `rules` says by
-    which rules the run's stream is made: `RULES` are today's, 1 are those of versions that recorded none.
-    They read a tokenizer's folder by its tokenizer.json, and trained stretches of which nothing is learnt.
+    `tokenizer` is the name in the configuration. Digests are blake3. The maps are keyed by source. `paths`
+    are absolute; runs started before they were recorded have none. `more_paths` are those after the first,
+    for a source with several. `transforms` are those of `planning.identity`.
+
+    `rules` is the version of the rules of the run's stream: `RULES` is the current one. 1 is that of versions
+    that recorded none: they read a tokenizer's folder by its tokenizer.json, and trained stretches without
+    loss.
     """
 
     version: int = VERSION
@@ -53,14 +55,14 @@ class DataRecord:
     rules: int = 1
 
     def paths_of(self, source: str) -> tuple[str, ...]:
-        """The absolute paths that the source's files were listed by; none where they were not recorded."""
+        """The absolute paths that the source's files were listed by; empty if they were not recorded."""
         first = self.paths.get(source)
         return () if first is None else (first, *self.more_paths.get(source, ()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenData:
-    """All that is frozen, as it was read back, or as it is to be written."""
+    """All frozen data of a run, as read back or to be written."""
 
     record: DataRecord
     manifests: dict[str, Manifest]
@@ -68,18 +70,20 @@ class FrozenData:
 
 
 def manifest_path(source: str, version: str = "") -> str:
-    """Where a list of a source lies in the run's folder; `version` is `planning.manifests`'s, empty for the
-    one of its first start. A source's name has no `@`.
+    """The path of a source's list in the run's folder.
+
+    `version` is that of `planning.manifests`, empty for the list of the first start. A source's name contains
+    no `@`.
     """
     return f"{_MANIFESTS}/{source}{'@' if version else ''}{version}.parquet"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaterList:
-    """A list that came after the run's first start: by a restart, a refresh, or with a source that was added.
+    """A list that came after the run's first start: by a restart, a refresh, or with an added source.
 
-    `paths` are the absolute paths that it was listed by. All of it stands in one file, so it is there whole
-    or not at all.
+    `paths` are the absolute paths that it was listed by. It is one file, so it exists completely or not at
+    all.
     """
 
     manifest: Manifest
@@ -91,8 +95,10 @@ class LaterList:
 
 
 def write_later(storage: Storage, found: LaterList) -> LaterList:
-    """Writes the list durably, or reads the one that is there: of all who ever write a source's version, in
-    any process, one decides, and all read that (data rule 24). Raises as `read_later`.
+    """Writes the list durably, or reads the existing one.
+
+    Of all processes that ever write a version of a source, one succeeds and the others read its list (data
+    rule 24). Raises as `read_later`.
     """
     facts = {name: str(getattr(found, name)) for name in _NUMBERS} | {"list_version": found.version}
     facts["paths"] = orjson.dumps(found.paths).decode()
@@ -105,8 +111,9 @@ def write_later(storage: Storage, found: LaterList) -> LaterList:
 
 
 def read_later(storage: Storage, source: str, version: str) -> LaterList | None:
-    """The list of this version; None if there is none. Raises `DataIdentityError` if it is altered, or is the
-    list of another source or version.
+    """The list of this version; None if there is none.
+
+    Raises `DataIdentityError` if it is altered, or is the list of another source or version.
     """
     assert version, "the first list is in `read_frozen`"
     data, where = _read(storage, path := manifest_path(source, version)), f"{storage.root}/{path}"
@@ -124,7 +131,7 @@ def read_later(storage: Storage, source: str, version: str) -> LaterList | None:
 
 
 def later_versions(storage: Storage) -> dict[str, tuple[str, ...]]:
-    """Of each source the versions of its later lists, sorted."""
+    """The versions of each source's later lists, sorted."""
     found: dict[str, list[str]] = {}
     for name in storage.list(_MANIFESTS):
         source, is_later, version = name.removesuffix(".parquet").partition("@")
@@ -139,9 +146,10 @@ def write_frozen(
     manifests: Sequence[Manifest],
     tokenizer_files: dict[str, bytes],
 ) -> bool:
-    """Writes all of it durably, the record last. False: another process wrote its record before.
+    """Writes all frozen data durably, the record last. Returns False if another process wrote its record
+    first.
 
-    What a start that was cut off left without a record is replaced.
+    Files that an interrupted start left without a record are replaced.
     """
     files = {manifest_path(manifest.source): to_parquet(manifest) for manifest in manifests}
     files |= {f"{TOKENIZER_FOLDER}/{name}": content for name, content in tokenizer_files.items()}
@@ -150,7 +158,7 @@ def write_frozen(
 
 
 def _write(storage: Storage, files: Mapping[str, bytes], record: bytes) -> bool:
-    # asked for first: where nothing can be deleted, a run can still begin
+    # lists first, so that a run can begin on storage that cannot delete
     for name in filter(_is_tokenizers, storage.list(TOKENIZER_FOLDER)):
         if f"{TOKENIZER_FOLDER}/{name}" not in files:
             storage.delete(f"{TOKENIZER_FOLDER}/{name}")
@@ -172,8 +180,9 @@ def has_record(storage: Storage) -> bool:
 
 
 def frozen_sources(storage: Storage) -> tuple[str, ...] | None:
-    """The sources of the run's first start, in the order by which they are numbered; None if it has frozen
-    nothing. Raises as `read_frozen`.
+    """The sources of the run's first start, in the order of their numbers; None if nothing is frozen.
+
+    Raises as `read_frozen`.
     """
     document = _read(storage, _RECORD)
     if document is None:
@@ -185,13 +194,13 @@ def frozen_sources(storage: Storage) -> tuple[str, ...] | None:
 
 
 def copy_frozen(source: Storage, target: Storage) -> None:
-    """What one run has frozen, byte for byte for another one, durably, the record last.
+    """Copies one run's frozen data to another run, byte for byte and durably, the record last.
 
-    What was cut off before its record is replaced. Raises `DataIdentityError` if `source` has none, or
-    `target` has frozen other data.
+    Files that an interrupted copy left without a record are replaced. Raises `DataIdentityError` if `source`
+    has no frozen data, or `target` has frozen other data.
     """
     folders = (_MANIFESTS, TOKENIZER_FOLDER)
-    # not what is being written, and not what NFS keeps of a deleted file that is still open
+    # skips files that are being written, and NFS's copies of deleted files that are still open
     left_out = (".tmp-", ".nfs")
     paths = [
         f"{folder}/{name}"
@@ -206,7 +215,7 @@ def copy_frozen(source: Storage, target: Storage) -> None:
     files = {path: source.read(path) for path in paths}
     record = files.pop(_RECORD)
     if target.exists(_RECORD):
-        # a list that came later may not have been there then; it is never written again
+        # a later list may not have existed at the first copy; it is never rewritten
         later = {p: content for p in paths if "@" in p and not target.exists(p) for content in [files.pop(p)]}
         if {_RECORD: record, **files} != {path: _read(target, path) for path in (_RECORD, *files)}:
             raise DataIdentityError(
@@ -243,7 +252,7 @@ def _read(storage: Storage, path: str) -> bytes | None:
 
 
 def read_frozen(storage: Storage) -> FrozenData | None:
-    """What the run has frozen; None if it has not. Raises `DataIdentityError` if a part is gone or
+    """The run's frozen data; None if it has none. Raises `DataIdentityError` if a part is missing or
     altered.
     """
     root = storage.root

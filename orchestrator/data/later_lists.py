@@ -1,7 +1,7 @@
-"""Lists of files that come after a run's first start, as they are now: for a restart, with a source that is
-added, for an epoch that is refreshed; and as they were frozen.
+"""Lists of files that come after a run's first start: their current state and their frozen state.
 
-It decides nothing: `planning.manifests` says which list an epoch reads.
+They come with a restart, an added source or a refreshed epoch. `planning.manifests` defines which list an
+epoch reads.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """A list as it is now: its plan, the absolute paths that it was listed by, and what to say of it."""
+    """A current list: its plan, the absolute paths that it was listed by, and notes for the user."""
 
     plan: SourcePlan
     paths: tuple[str, ...]
     notes: tuple[str, ...]
 
     def later(self, version: str, fragment_bytes: int, window_bytes: int) -> LaterList:
-        """What is frozen of it under a version."""
+        """The frozen form of the list, under a version."""
         return LaterList(
             manifest=self.plan.manifest,
             version=version,
@@ -45,7 +45,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """How a source is listed, and into what its files are cut. `path` is as the configuration has it."""
+    """How a source is listed and divided. `path` is that of the configuration."""
 
     name: str
     path: str | tuple[str, ...]
@@ -55,8 +55,10 @@ class Listed:
     window_bytes: int
 
     def now(self) -> Found:
-        """Its files as they are now. Raises `ConfigError` if there are none, if they hold no records, or are
-        not of the format; `DataError` if one cannot be read.
+        """Lists the source's files as they are now.
+
+        Raises `ConfigError` if there are none, or if they hold no records or have another format. Raises
+        `DataError` if one cannot be read.
         """
         listing = list_files(self.name, self.path, self.format)
         manifest = manifests.freeze_listed(self.name, listing, self.format, self.content)
@@ -90,8 +92,9 @@ def listed_as(source: SourceConfig, fragment_bytes: int, window_bytes: int) -> L
 
 
 def later_plan(storage: Storage, found: LaterList, base: str | None = None) -> SourcePlan:
-    """The plan of a frozen list, with its files at `base` (None: where they were). Raises `DataIdentityError`
-    where this program makes other blocks of it.
+    """The plan of a frozen list, with its files at `base` (None: where they were).
+
+    Raises `DataIdentityError` if this program divides it into other blocks.
     """
     manifest = found.manifest if base is None else replace(found.manifest, base=base)
     plan = plan_source(manifest, found.fragment_bytes, found.window_bytes)
@@ -107,9 +110,10 @@ def later_plan(storage: Storage, found: LaterList, base: str | None = None) -> S
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refreshing:
-    """Lists that come with their epoch (`data.refresh: epoch`), kept in the run's `storage` (as
-    `open_storage` takes it). `bases` say where the files of a folder lie that a list was frozen with, if that
-    is elsewhere now.
+    """Lists that are made when their epoch begins (`data.refresh: epoch`), kept in the run's `storage`.
+
+    `storage` is a location for `open_storage`. `bases` maps the folder that a list was frozen with to its
+    current place, if it was moved.
     """
 
     storage: str
@@ -117,8 +121,10 @@ class Refreshing:
     bases: dict[str, str] = field(default_factory=dict)
 
     def plan(self, source: str, version: str) -> SourcePlan:
-        """The list of a refreshed epoch: frozen by whoever comes to it first, and the same for all others,
-        in any process and any attempt (data rule 24). Raises as `Listed.now` and `read_later`.
+        """The list of a refreshed epoch.
+
+        The first process that reaches the epoch freezes it. It is the same for all others, in any process and
+        any attempt (data rule 24). Raises as `Listed.now` and `read_later`.
         """
         key = self._key(source, version)
         found = _known.get(key)
@@ -131,7 +137,7 @@ class Refreshing:
         return found
 
     def has(self, source: str, version: str) -> bool:
-        """Whether this process has had that list: then `plan` neither lists nor reads files."""
+        """Whether the list is cached in this process: then `plan` neither lists nor reads files."""
         return self._key(source, version) in _known
 
     def _key(self, source: str, version: str) -> _Key:
@@ -140,7 +146,7 @@ class Refreshing:
 
 
 _Key = tuple[str, Listed, str, tuple[tuple[str, str], ...]]
-# A process has few sources, and of each the list of the epoch at hand and the next; oldest first.
+# A process has few sources, and needs each one's list for the current and the next epoch. Oldest first.
 _known: dict[_Key, SourcePlan] = {}
 _KEPT = 64
 _lock = threading.Lock()

@@ -1,6 +1,6 @@
-"""A run's data, ready to be read: at its first start by freezing what is there, later from what was frozen.
+"""Prepares a run's data for reading: freezes them at the first start, and reads the frozen data later.
 
-It decides nothing about resuming: it says what the job finds (`DataSpec.identity`), or refuses.
+It does not decide about resuming: it returns the job's identity (`DataSpec.identity`), or raises.
 """
 
 from __future__ import annotations
@@ -75,14 +75,16 @@ __all__ = ["freeze_data", "num_frozen_files", "prepare_data", "prepare_trained",
 def prepare_data(
     config: JobConfig, storage: Storage | None = None, reading: Reading | None = None
 ) -> DataSpec:
-    """The data of a job: frozen in the run's `storage` if that has none yet, else as they were frozen there,
-    by the lists of `reading` (None: those of a run of which nothing was trained). A list of these that is
-    not there yet is made of the files as they are now, and is `unwritten`.
+    """The data of a job.
 
-    Without a storage nothing is written. Raises `ConfigError` for missing files or a missing or unfit
-    tokenizer, `DataError` for unreadable files, `DataIdentityError` (with both values) if files are gone or
-    changed since their list was frozen and `resume.accept_changed` is not set. A module of `data.transforms`
-    that cannot be imported is a `ConfigError`, too.
+    They are frozen in the run's `storage` if it has none yet. Otherwise they are read as they were frozen, by
+    the lists of `reading` (None: the lists of a run that has trained nothing). A list of these that does not
+    exist yet is made from the files as they are now, and is `unwritten`.
+
+    Without a storage nothing is written. Raises `ConfigError` for missing files, a missing or unfit
+    tokenizer, or a module of `data.transforms` that cannot be imported. Raises `DataError` for unreadable
+    files. Raises `DataIdentityError` (with both values) if files are missing or changed since their list was
+    frozen and `resume.accept_changed` is not set.
     """
     settings = settings_of(config)
     frozen = None if storage is None else read_frozen(storage)
@@ -101,12 +103,14 @@ def _unread(config: JobConfig, frozen: FrozenData) -> Reading:
 
 
 def prepare_trained(config: JobConfig, storage: Storage, sources: tuple[SourceLists, ...] = ()) -> DataSpec:
-    """The data that the run in `storage` was trained on, to read them once more: every list of `sources`
-    (empty: those of the first start) as it was frozen and no other, whatever `resume.accept_changed` says,
-    and wherever the job's paths lead today. Of a run that has frozen none yet, the job's.
+    """The data that the run in `storage` was trained on, to read them again.
 
-    Raises `DataIdentityError` (with both values) if files of a source's only list are gone or changed since;
-    where it has several, `lacking` says so of each.
+    Uses every list of `sources` (empty: those of the first start) exactly as it was frozen, whatever
+    `resume.accept_changed` is, and wherever the job's paths lead now. For a run that has frozen no data, it
+    prepares the job's.
+
+    Raises `DataIdentityError` (with both values) if files of a source's only list are missing or have
+    changed. For a source with several lists, `lacking` reports that for each.
     """
     settings, frozen = replace(settings_of(config), accept_changed=False), read_frozen(storage)
     if frozen is None:
@@ -119,7 +123,7 @@ def prepare_trained(config: JobConfig, storage: Storage, sources: tuple[SourceLi
     plans = [next(reversed(lists[source.name].values())) for source in config.data.sources]
     refs = {n: TransformRef(name=n, source=text) for n, text in frozen.record.transforms.items()}
     if {name for of in transforms_of(config).values() for name in of} - refs.keys():
-        refs = {**find_transforms(config), **refs}  # of sources that came later
+        refs = {**find_transforms(config), **refs}  # of sources added later
     spec = _frozen_spec(config, settings, storage, frozen.record, facts, sources, lists, plans, refs)
     return replace(spec, lacking={name: wrong for name, (_, wrong) in found.items() if wrong})
 
@@ -127,8 +131,9 @@ def prepare_trained(config: JobConfig, storage: Storage, sources: tuple[SourceLi
 def _trained_lists(
     storage: Storage, frozen: FrozenData, source: SourceLists, path: str | Sequence[str] | None
 ) -> tuple[dict[str, SourcePlan], dict[str, str]]:
-    """All lists of a source that its spans may read, oldest first, with their files where they lie now; and
-    what is wrong with the files of some.
+    """All lists of a source that its spans may read, oldest first, with the current paths of their files.
+
+    Also returns the errors of lists whose files are missing or changed, by version.
     """
     starts = {span.start for span in source.spans}
     versions = [FIRST] if 0 in starts and source.name in frozen.manifests else []
@@ -149,15 +154,17 @@ def _trained_lists(
 
 
 def freeze_data(config: JobConfig, storage: Storage, looked_at: DataSpec) -> DataSpec:
-    """`looked_at` with its data frozen in the run's `storage`: exactly what `prepare_data` saw, for the run's
-    identity is made of that. Files that came since are not the run's; one that changed since is refused when
-    it is opened. What is frozen already is left as it is.
+    """Freezes the data of `looked_at` in the run's `storage`.
+
+    These are exactly the data that `prepare_data` read, because the run's identity is derived from them.
+    Files that were added since are not part of the run; a file that changed since is refused when it is
+    opened. Data that are already frozen stay as they are.
     """
     found = looked_at.unfrozen
     if found is None:
         return looked_at
     if not write_frozen(storage, found.record, list(found.manifests.values()), found.tokenizer_files):
-        return prepare_data(config, storage)  # another process was quicker: what it froze counts
+        return prepare_data(config, storage)  # another process was first: its frozen data apply
     lists = {
         name: {FIRST: _frozen_at(of[FIRST], looked_at.settings, storage)}
         for name, of in looked_at.lists.items()
@@ -173,7 +180,7 @@ def freeze_data(config: JobConfig, storage: Storage, looked_at: DataSpec) -> Dat
 
 
 def num_frozen_files(storage: Storage, source: str, version: str) -> int | None:
-    """How many files a frozen list has; None if it is not there."""
+    """The number of files of a frozen list; None if there is no such list."""
     if version != FIRST:
         later = read_later(storage, source, version)
         return None if later is None else len(later.manifest.files)
@@ -183,8 +190,9 @@ def num_frozen_files(storage: Storage, source: str, version: str) -> int | None:
 
 
 def write_lists(storage: Storage, spec: DataSpec) -> None:
-    """Freezes the lists of a run with frozen data that are not frozen yet, exactly as `prepare_data` saw
-    them, unless somebody else did so before.
+    """Freezes the lists of a run that are not frozen yet, exactly as `prepare_data` read them.
+
+    A list that another process froze first stays.
     """
     for found in spec.unwritten:
         write_later(storage, found)
@@ -195,7 +203,9 @@ def _tokenizer_at(storage: Storage) -> str:
 
 
 def _frozen_at(plan: SourcePlan, settings: StreamSettings, storage: Storage) -> SourcePlan:
-    """The plan, which pickles as the name of its list in the run's storage: it goes to many processes."""
+    """The plan, which pickles as the name of its list in the run's storage, because it is sent to many
+    processes.
+    """
     path = manifest_path(plan.source)
     return frozen_at(plan, storage, path, settings.fragment_bytes, settings.window_bytes)
 
@@ -203,7 +213,7 @@ def _frozen_at(plan: SourcePlan, settings: StreamSettings, storage: Storage) -> 
 def _refreshing(
     config: JobConfig, storage: Storage, settings: StreamSettings, bases: dict[str, str]
 ) -> Refreshing | None:
-    """Where lists of epochs that are still to come are found, or made."""
+    """Where the lists of coming epochs are found, or made."""
     if config.data.refresh is None:
         return None
     sizes = settings.fragment_bytes, settings.window_bytes
@@ -212,7 +222,7 @@ def _refreshing(
 
 
 def _frozen_list(storage: Storage, frozen: FrozenData, source: str, version: str) -> LaterList | None:
-    """A frozen list of any version; None if it is not there."""
+    """A frozen list of any version; None if there is no such list."""
     if version != FIRST:
         return read_later(storage, source, version)
     record = frozen.record
@@ -230,7 +240,7 @@ def _from_frozen(
     config: JobConfig, settings: StreamSettings, storage: Storage, frozen: FrozenData, reading: Reading
 ) -> DataSpec:
     facts, settings = _frozen_tokenizer(config, settings, storage, frozen)
-    refs = find_transforms(config)  # that they are the run's, who compares identities sees
+    refs = find_transforms(config)  # the comparison of identities checks that they are the run's
     lists, plans, now = dict[str, dict[str, SourcePlan]](), list[SourcePlan](), list[Manifest]()
     notes, unwritten, bases = list[str](), list[LaterList](), dict[str, str]()
     for source in config.data.sources:
@@ -265,7 +275,7 @@ def _from_frozen(
     spec = _frozen_spec(config, settings, storage, frozen.record, facts, reading.sources, lists, plans, refs)
     encoder = spec.encoders[0].encoder
     if config.data.encoder == GIGATOKEN and (GIGATOKEN, installed_version(GIGATOKEN)) != astuple(encoder):
-        choose(config, settings, facts, spec.plans)  # raises if it does not take this tokenizer
+        choose(config, settings, facts, spec.plans)  # raises if it does not support this tokenizer
     asked = _tokenizer_now(config, frozen, facts)
     windows = [note for plan in spec.plans for note in notes_of(plan, settings)]
     return replace(
@@ -284,7 +294,7 @@ def _frozen_tokenizer(
     record = frozen.record
     try:
         facts = examine(_tokenizer_at(storage), frozen.tokenizer_files, reads_chats(config))
-    except ConfigError as error:  # it was one when it was copied
+    except ConfigError as error:  # it was valid when it was copied
         raise DataIdentityError(
             f"the run's copy of its tokenizer in {_tokenizer_at(storage)} is damaged: {error.__cause__}; "
             "restore these files"
@@ -310,7 +320,7 @@ def _frozen_spec(
     plans: Sequence[SourcePlan],
     transforms: Mapping[str, TransformRef],
 ) -> DataSpec:
-    """What was frozen, with the files where the plans say."""
+    """The frozen data, with their files where the plans locate them."""
     settings = with_transforms(config, settings, transforms)
     encoder = EncoderChoice(name=record.encoder_name, version=record.encoder_version)
     manifests = [plan.manifest for plan in plans]
@@ -330,12 +340,14 @@ def _frozen_spec(
 
 
 def _tokenizer_now(config: JobConfig, frozen: FrozenData, facts: TokenizerFacts) -> str:
-    """The digest of the tokenizer that the job names; the run's own copy stands for a name it cannot find."""
+    """The digest of the tokenizer that the job names. A name that is not found stands for the run's own
+    copy.
+    """
     name = config.data.tokenizer
     if name == frozen.record.tokenizer and not is_there(name):
         return facts.digest
     files = fetch(name, frozen.tokenizer_files)
-    if frozen.record.rules < RULES:  # its identity is that of the tokenizer.json
+    if frozen.record.rules < RULES:  # its identity is that of tokenizer.json
         files = {n: content for n, content in files.items() if n != RESOLVED}
     same = files == frozen.tokenizer_files
     return facts.digest if same else examine(name, files, reads_chats(config)).digest

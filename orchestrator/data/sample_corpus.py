@@ -1,7 +1,6 @@
-"""A real corpus and a tokenizer trained on it, from text that every machine has: Python's standard library.
+"""Builds a real corpus and a tokenizer trained on it, from Python's standard library.
 
-It makes what a first run needs and knows nothing of runs; a build is whole or absent, and the same files give
-the same corpus, byte for byte.
+A build is complete or absent. The same files give the same corpus, byte for byte.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _NOT_TEXT = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusReport:
-    """What lies in a corpus folder; also the content of its `corpus.json`. `sizes` are bytes per part."""
+    """The content of a corpus folder; also the content of its `corpus.json`. `sizes` are bytes per part."""
 
     version: int
     source: str
@@ -49,7 +48,7 @@ class CorpusReport:
     sizes: dict[str, int]
 
     def __str__(self) -> str:
-        """Two lines for people."""
+        """Two lines for messages."""
         skipped = f"; skipped: {self.skipped_files} not UTF-8 text, {self.empty_files} empty"
         return (
             f"{self.documents:,} documents, {self.text_bytes / 1e6:.1f} MB of text: {self.source}{skipped}\n"
@@ -58,7 +57,7 @@ class CorpusReport:
 
 
 def build_sample_corpus(out: Path, source: Path | None = None) -> CorpusReport:
-    """Fill the folder `out` with `part-N.jsonl` (fields `path`, `text`), `tokenizer/` and `corpus.json`.
+    """Fills the folder `out` with `part-N.jsonl` (fields `path`, `text`), `tokenizer/` and `corpus.json`.
 
     Documents are the UTF-8 text files below `source` (None: the `.py` files of this interpreter's standard
     library), in the order of their paths. A complete corpus of the same source is left as it is and reported.
@@ -75,7 +74,7 @@ def build_sample_corpus(out: Path, source: Path | None = None) -> CorpusReport:
         shutil.rmtree(making, ignore_errors=True)
         making.mkdir(parents=True)
         report = _fill(making, label, _documents(source, out))
-        # onto an empty folder or none: whoever else was quicker keeps the place
+        # works only on an empty or missing folder: a faster process keeps its corpus
         making.replace(out)
     except OSError as error:
         done = _existing(out, label)
@@ -108,14 +107,14 @@ def _existing(out: Path, label: str) -> CorpusReport | None:
 
 
 def _documents(source: Path | None, out: Path) -> list[tuple[str, Path]]:
-    """(relative path with `/`, file) of everything that may be a document, in the order of the paths."""
+    """(relative path with `/`, file) of every possible document, in the order of the paths."""
     base = Path(sysconfig.get_path("stdlib")) if source is None else source.resolve()
     if not base.is_dir():
         raise DataError(f"{base} is not a folder; give a folder of text files")
     found = []
     for folder, folders, names in os.walk(base):
         here = Path(folder)
-        # the corpus itself may lie in the folder that it is made from
+        # the corpus itself may lie in its source folder
         folders[:] = [n for n in folders if not n.startswith(".") and here / n != out and n not in _NOT_TEXT]
         for name in names:
             wanted = not name.startswith(".") and (source is not None or name.endswith(".py"))
@@ -162,7 +161,7 @@ def _fill(folder: Path, label: str, documents: list[tuple[str, Path]]) -> Corpus
 
 
 def _text(file: Path) -> str | None:
-    """The file's text; None if it is not UTF-8 or holds a NUL, as no text does."""
+    """The file's text; None if it is not UTF-8 or contains a NUL, as no text does."""
     try:
         text = file.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
@@ -182,9 +181,9 @@ def _every(folder: Path, names: list[str], nth: int) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> int:
-    """Train a byte-level BPE tokenizer (as GPT-2's) on `texts`, loadable by `AutoTokenizer`, into `folder`.
+    """Trains a byte-level BPE tokenizer (as GPT-2's) on `texts` into `folder`, loadable by `AutoTokenizer`.
 
-    Any text can be encoded, and decodes to itself. Returns the number of tokens: `vocab_size`, or less if
+    Any text can be encoded, and decodes to itself. Returns the number of tokens: `vocab_size`, or fewer if
     `texts` are too few. The same texts give the same tokenizer.
     """
     tokenizer = Tokenizer(BPE())
@@ -199,7 +198,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> int:
     tokenizer.train_from_iterator(texts, trainer)
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
-    # the length limit is the model's business: without one here transformers warns of long documents
+    # the model limits the length: without a value here, transformers warns about long documents
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_TEXT,

@@ -1,4 +1,4 @@
-"""What is said of a source at the start: where its files make an exception, or fall short of a promise."""
+"""Notes about a source for the user at the start: exceptions and broken promises of its files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["notes_of", "shared_files"]
 
 
 def notes_of(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
-    """Sentences, for the start and for `plan`; none for most sources."""
+    """The notes for the start and for `plan`. Most sources have none."""
     return (
         *_index_notes(plan),
         *_window_notes(plan, settings),
@@ -32,8 +32,10 @@ def notes_of(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
 
 
 def shared_files(plans: Sequence[SourcePlan]) -> tuple[str, ...]:
-    """Which files several sources have: each reads and trains them for itself, and what one holds out the
-    other trains. By their paths; a link of another name is not followed.
+    """Reports files that several sources share.
+
+    Each source reads and trains them by itself, so one may train what another holds out. Files are compared
+    by path; a link with another name is not resolved.
     """
     notes = []
     for one, other in combinations(plans, 2):
@@ -53,7 +55,7 @@ def shared_files(plans: Sequence[SourcePlan]) -> tuple[str, ...]:
 
 
 def _index_notes(plan: SourcePlan) -> tuple[str, ...]:
-    """Where an index beside the files gives other counts and need not be right."""
+    """Notes on an index beside the files whose counts may be wrong."""
     form, manifest = format_of(plan.manifest.format), plan.manifest
     if not form.has_index:
         return ()
@@ -62,7 +64,7 @@ def _index_notes(plan: SourcePlan) -> tuple[str, ...]:
 
 
 def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
-    """The one exception to the flat cost of re-opening, where this source makes it (data rule 8)."""
+    """Notes on files that break the constant cost of re-opening (data rule 8)."""
     large = num_window_shuffled(plan, settings.window_bytes)
     if not large:
         return ()
@@ -77,7 +79,9 @@ def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]
 
 
 def _fill_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
-    """Where a window has too few documents to fill its packs (data rule 21), by the bytes of the files."""
+    """Notes on windows with too few documents to fill their packs (data rule 21), estimated from file
+    sizes.
+    """
     if settings.pack_mode != "bestfit":
         return ()
     typical = plan.num_blocks // 2
@@ -87,7 +91,7 @@ def _fill_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
 
 
 def _chat_notes(plan: SourcePlan) -> tuple[str, ...]:
-    """Where chats are read as an earlier version read them, so that the run keeps its stream."""
+    """Notes on chats that are read by the rules of an earlier version, so that the run keeps its stream."""
     if not plan.manifest.content.as_stored:
         return ()
     return (

@@ -1,6 +1,6 @@
-"""All that a process needs to read a run's stream, as one frozen value: files, tokenizer, encoder, settings.
+"""The specification of a run's data as one frozen value: files, tokenizer, encoder, settings.
 
-`preparing.prepare_data` makes it.
+A process needs nothing else to read the stream. `preparing.prepare_data` makes it.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ __all__ = ["DataSpec"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSpec:
-    """A run's data and how they become tokens. Pickles; goes to the feeder and to every tokenizer process.
+    """A run's data, and how they become tokens. Pickles; it is sent to the feeder and to every tokenizer
+    process.
 
-    `plans` are the job's sources with the lists that it goes on with. `sources` has all of the run, also
-    those that the job does not read, with their numbers and which list each epoch reads; `lists` are these,
-    by source and version, but for those that `refreshing` finds or makes when their epoch comes. `mixture`
-    says how the sources take turns (None for one). `max_epochs` are the limits of sources that have one of
+    `plans` are the job's sources with their current lists. `sources` has all sources of the run, also those
+    that the job does not read, with their numbers and the list of each epoch. `lists` are these lists, by
+    source and version, except those that `refreshing` finds or makes when their epoch comes. `mixture`
+    defines how the sources are mixed (None for one). `max_epochs` are the limits of sources with a limit of
     their own (None: endless).
-    `encoders` are those of the attempt (`made_by`), before there is one the run's first alone.
+
+    `encoders` are those of the attempt (`made_by`); before there is an attempt, only the run's first.
     `tokenizer_folder` is the run's own copy of the tokenizer (None without a run), `vocab_size` its highest
-    id plus one. `notes` are to be said aloud and journalled at the start. `unfrozen` is what is to be frozen,
-    None where it is; `unwritten` are the lists of a run with frozen data that are to be. `lacking` says, of
-    data that are read once more, what is wrong with the files of lists that are not as they were.
+    id plus one. `notes` are printed and journalled at the start. `unfrozen` are the data to be frozen, None
+    if they are frozen. `unwritten` are the lists still to be written of a run with frozen data. `lacking`
+    lists, for data that are read again, the files that changed since their lists were frozen.
     """
 
     plans: tuple[SourcePlan, ...]
@@ -68,8 +70,9 @@ class DataSpec:
     lacking: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def in_force(self, frozen: RunIdentity) -> RunIdentity:
-        """What must stay the same of a run whose first start froze `frozen`: what it says of sources, where
-        these are read by later lists, is what those lists say.
+        """The identity of a run whose first start froze `frozen`, updated for its later lists.
+
+        Settings of sources that are read by later lists are those of these lists.
         """
         settings = {k: v for k, v in frozen.settings.items() if not k.startswith(OF_A_SOURCE)}
         for plan in self.plans:
@@ -77,35 +80,35 @@ class DataSpec:
             of_job = {k: v for k, v in self.run_identity.settings.items() if k.startswith(prefix)}
             first = {k: v for k, v in frozen.settings.items() if k.startswith(prefix)}
             begun_first = self.lists_of(plan.source).begun_with == FIRST
-            of_job.pop(f"{prefix}transform_fields", None)  # the list says it
+            of_job.pop(f"{prefix}transform_fields", None)  # stored in the list
             settings |= first if begun_first and first else of_job | _list_settings(prefix, plan)
             settings[f"{prefix}fragments_per_block"] = str(plan.fragments_per_block)
             if (loss := self.lists_of(plan.source).loss) and f"{prefix}loss" in of_job:
                 settings[f"{prefix}loss"] = orjson.dumps(loss).decode()
         manifests = {plan.source: plan.manifest.digest for plan in self.plans}
-        # those of sources that came later, or were taken away, are as the job has them
+        # transforms of sources that were added or removed later are the job's
         now = self.run_identity.transforms
         transforms = {name: frozen.transforms.get(name, identity) for name, identity in now.items()}
         return replace(frozen, settings=settings, manifests=manifests, transforms=transforms)
 
     def identity(self) -> RunIdentity:
-        """What must stay the same, as this job finds it: files and tokenizer as they are now."""
+        """The identity of this job, with its current files and tokenizer."""
         return self.run_identity
 
     def lists_of(self, source: str) -> SourceLists:
-        """Which list of a source is read in which epoch, and the source's number."""
+        """The lists of a source by epoch, and the source's number."""
         return next(each for each in self.sources if each.name == source)
 
     def source_plan(self, source: str) -> SourcePlan:
-        """The files, fragments and blocks of a source that the job goes on with."""
+        """The current files, fragments and blocks of a source."""
         return next(plan for plan in self.plans if plan.source == source)
 
     def plan_of(self, source: str, epoch: int) -> SourcePlan:
-        """Those that an epoch reads. One that a refresh makes is listed now if nobody has come to it yet;
-        raises as that does, and `DataIdentityError` if a frozen list is gone or altered.
+        """The plan that an epoch reads.
 
-        Who reads a history makes no list: an epoch that nobody had come to has the one before it there, of
-        which nothing was trained.
+        A list of a refreshed epoch is made now if no process has reached the epoch. Raises as that does, and
+        `DataIdentityError` if a frozen list is missing or altered. A reader of a history makes no list: for
+        an epoch that was never reached, it uses the list of the one before, since nothing of it was trained.
         """
         version = self.lists_of(source).version(epoch)
         plan = self.lists[source].get(version)
@@ -117,12 +120,14 @@ class DataSpec:
         return self.refreshing.plan(source, version)
 
     def has_list(self, source: str, epoch: int) -> bool:
-        """Whether `plan_of` answers at once: a list that a refresh makes is known once it was asked for."""
+        """Whether `plan_of` returns at once. The list of a refreshed epoch is cached after the first
+        request.
+        """
         version, made = self.lists_of(source).version(epoch), self.refreshing
         return version in self.lists[source] or made is None or made.has(source, version)
 
     def num_blocks(self, source: str, epoch: int) -> int:
-        """How many blocks an epoch of a source has."""
+        """The number of blocks of a source's epoch."""
         return self.plan_of(source, epoch).num_blocks
 
     def _path(self, source: str, epoch: int, file: int) -> str:
@@ -130,19 +135,20 @@ class DataSpec:
 
     @property
     def only_source(self) -> str:
-        """Of a run with one source, its name."""
+        """The name of the only source of a run."""
         (plan,) = self.plans
         return plan.source
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        """The bytes of each source's files, in the list that it began with or was restarted with: what stands
-        for weights where none are given.
+        """The bytes of each source's files, in the list that it began with or was restarted with.
+
+        They are the weights of sources without configured weights.
         """
         return {plan.source: self.begun_with(plan.source).manifest.num_bytes for plan in self.plans}
 
     def begun_with(self, source: str) -> SourcePlan:
-        """The list that a source began with or was restarted with: refreshes follow it."""
+        """The list that a source began with or was restarted with. Refreshes follow it."""
         return self.lists[source][self.lists_of(source).begun_with]
 
     @property
@@ -151,37 +157,41 @@ class DataSpec:
         return dict(self.mixture.weights) if self.mixture is not None else {self.only_source: 1}
 
     def made_by(self, encoders: tuple[EncoderSpan, ...]) -> DataSpec:
-        """The same data, encoded so."""
+        """The same data with these encoders."""
         return replace(self, encoders=encoders or self.encoders)
 
     def mixed_as(self, config: JobConfig) -> DataSpec:
-        """The same data in the mixture, and to the limits, of another configuration of the same sources."""
+        """The same data with the mixture and the limits of another configuration of the same sources."""
         settings = replace(self.settings, num_epochs=config.data.num_epochs)
         return replace(
             self, settings=settings, mixture=mixture_of(config, self.num_bytes), max_epochs=limits_of(config)
         )
 
     def build_encoders(self) -> Encoders:
-        """What `tokenize_block` encodes with. It raises `DataIdentityError` if this machine has another
-        version of what it needs.
+        """The encoders for `tokenize_block`.
+
+        They raise `DataIdentityError` if this machine has another version of a required library.
         """
         return Encoders(self.tokenizer, self.encoders, self.settings.special_tokens_in_text)
 
     def num_epochs(self, source: str) -> int | None:
-        """The epoch before which a source ends, None: it is endless. Limits of epochs count from the start of
-        the list that it follows now.
+        """The epoch before which a source ends, None: endless.
+
+        Limits of epochs count from the start of its current list.
         """
         limit = self.max_epochs.get(source, self.settings.num_epochs)
         return None if limit is None else self.lists_of(source).began + limit
 
     def endless(self) -> DataSpec:
-        """The same data without an end: a history says itself how far it went."""
+        """The same data without an end: a history itself defines how far it went."""
         settings = replace(self.settings, num_epochs=None)
         return replace(self, settings=settings, max_epochs=dict.fromkeys(self.max_epochs))
 
     def held_out(self) -> DataSpec:
-        """The hold-out (`data.holdout`): of every source that has one, all that is held out, once, in the
-        order of the first epoch. Raises `RefusedError` if no source has one.
+        """The hold-out (`data.holdout`): all held-out records of every source that has some.
+
+        They are read once, in the order of the first epoch. Raises `RefusedError` if no source has a
+        hold-out.
         """
         kept = tuple(plan for plan in self.plans if self.settings.holdout.get(plan.source))
         if not kept:
@@ -204,8 +214,9 @@ class DataSpec:
         )
 
     def tasks_from(self, cursor: Cursor, source: str | None = None) -> Iterator[WindowTask]:
-        """A source's block tasks from a cursor on, over all its epochs; endless without a limit. None: that
-        of the only one.
+        """A source's block tasks from a cursor on, over all its epochs; endless without a limit.
+
+        `source` None: the only one.
         """
         source = source or self.only_source
         start = cursor.sources.get(source, SourceCursor())
@@ -218,7 +229,7 @@ class DataSpec:
             window=start.window,
             record=start.record,
             output=start.output,
-            # the earlier pieces are read once more where the cursor can show whether they are the same
+            # earlier pieces are read again if the cursor can verify them
             piece=0 if start.earlier_digest else start.piece,
         )
         for epoch in epochs:
@@ -236,20 +247,21 @@ class DataSpec:
     def chunks(
         self, cursor: Cursor, source: str | None = None, encoders: Encoders | None = None
     ) -> Iterator[TokenChunk]:
-        """The chunks of all of a source's tasks from a cursor on, tokenized in this process. None: of the
-        only one.
+        """The chunks of all tasks of a source from a cursor on, tokenized in this process.
+
+        `source` None: the only one.
         """
         encoders = encoders or self.build_encoders()
         for task in self.tasks_from(cursor, source):
             yield from tokenize_block(task, self.plan_of(task.source, task.epoch), encoders, self.settings)
 
     def next_documents(self, cursor: Cursor) -> dict[str, Place]:
-        """Per source the first document with text of which the stream before `cursor` has trained no token.
-        Where whole documents are packed, that is the first one of the first window of which no pack is taken.
+        """By source, the first document with text of which the stream before `cursor` has trained no token.
 
-        Else that is the one after the document of the cursor's token, for that token has been a target
-        already (data rule 1). Both are read, because at an epoch's border the cursor does not name the first;
-        the second may be the next epoch's, whether or not the job goes so far.
+        If whole documents are packed, that is the first document of the first window of which no pack is
+        taken. Otherwise it is the document after that of the cursor's token, because that token has already
+        been a target (data rule 1). Both are read, because at an epoch's border the cursor does not name the
+        first. The second may be in the next epoch, even if the job does not reach it.
         """
         endless, encoders = self.endless(), self.build_encoders()
         return {
@@ -273,7 +285,7 @@ class DataSpec:
         raise AssertionError("an endless stream has a next document")
 
     def stream(self, cursor: Cursor, seq_len: int | None = None) -> Stream:
-        """What takes those chunks and draws steps from them, of samples of `seq_len` (None: the job's)."""
+        """The stream that packs those chunks into steps, with samples of `seq_len` (None: the job's)."""
         sources = [
             StreamSource(
                 name=plan.source,
@@ -289,7 +301,7 @@ class DataSpec:
 
 
 def _list_settings(prefix: str, plan: SourcePlan) -> dict[str, str]:
-    """What a frozen list says of how its source is read."""
+    """The settings that a frozen list stores for its source."""
     manifest = plan.manifest
     found = content_settings(manifest.content.kind, {"format": manifest.format, **asdict(manifest.content)})
     return {f"{prefix}{name}": value for name, value in found.items()}

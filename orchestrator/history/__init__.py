@@ -1,1 +1,1 @@
-"""What happened in a run, as it is written down: claims, generations, lineage, journal, and signs of life."""
+"""The stored history of a run: claims, generations, lineage, journal and heartbeats."""

@@ -1,4 +1,4 @@
-"""How an attempt began, as the first lines of its journal say: for a look that does not read all of it."""
+"""Reads how an attempt began from the first lines of its journal, without reading the rest."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _MARK = f'"kind":"{EventKind.ATTEMPT.value}"'.encode()
 
 
 def beginning_of(storage: Storage, attempt: int) -> dict[str, Any] | None:
-    """The fields of an attempt's event `attempt`; None if it has not begun. Raises `StorageError`, also for
-    the journal of a later version (`LaterLineError`).
+    """The fields of an attempt's event `attempt`; None if it has not begun.
+
+    Raises `StorageError`, also for the journal of a later version (`LaterLineError`).
     """
     try:
         data = read_first(storage, attempt)
@@ -40,8 +41,9 @@ def beginning_of(storage: Storage, attempt: int) -> dict[str, Any] | None:
 
 
 def newest_choice(storage: Storage, attempts: Sequence[int]) -> tuple[int, ParallelChoice] | None:
-    """What `train.parallel` came to in the newest of these attempts that has noted it, with its number; None
-    where none has. Raises `StorageError`.
+    """The choice for `train.parallel` in the newest of these attempts that recorded one, with its number.
+
+    None if none has. Raises `StorageError`.
     """
     for number in sorted(attempts, reverse=True):
         fields = beginning_of(storage, number) or {}
@@ -51,7 +53,7 @@ def newest_choice(storage: Storage, attempts: Sequence[int]) -> tuple[int, Paral
 
 
 def choice_in(events: Sequence[JournalEvent]) -> tuple[int, ParallelChoice] | None:
-    """As `newest_choice`, of a journal that was read."""
+    """Like `newest_choice`, for a journal that was read."""
     begun = (event for event in events if event.kind == EventKind.ATTEMPT and event.fields.get("parallel"))
     newest = max(begun, key=lambda event: event.attempt, default=None)
     return None if newest is None else _choice(newest.attempt, newest.fields)
@@ -61,4 +63,4 @@ def _choice(number: int, fields: Mapping[str, Any]) -> tuple[int, ParallelChoice
     try:
         return number, decode(ParallelChoice, fields["parallel"], "the event `attempt`")
     except OrchestratorError:
-        return None  # a later version's: nothing is known
+        return None  # written by a later version: not known

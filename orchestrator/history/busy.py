@@ -1,7 +1,6 @@
-"""Is somebody at work on this run? What a start concludes from looking at its newest attempt again and again
-(membership rule 12).
+"""Determines whether another launch is active on this run (membership rule 12).
 
-It reads no storage and no clock: looks and times are given to it as values.
+A start repeatedly observes the newest attempt. Observations and times are passed in as values.
 """
 
 from __future__ import annotations
@@ -11,8 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """What one look shows. `newest`: the newest attempt's number, 0 for a run without any. `over`: it said
-    its end, or its processes are known to be dead. `signs`: all in which it would show that it lives.
+    """One observation of a run.
+
+    `newest`: the newest attempt's number, 0 for a run without any. `over`: it recorded its end, or its
+    processes are known to be dead. `signs`: everything that would change if it were alive.
     """
 
     newest: int
@@ -22,7 +23,9 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watch:
-    """Attempt `number` is watched since `since_s` (seconds, any origin) and has not moved; look again."""
+    """Attempt `number` is watched since `since_s` (seconds, any origin) and has not changed. Observe
+    again.
+    """
 
     number: int
     signs: bytes
@@ -31,9 +34,10 @@ class Watch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Free:
-    """Nobody is at work on attempt `number` (0: there is none): the start may claim exactly the next number.
+    """No launch is active on attempt `number` (0: there is none). The start may claim exactly the next
+    number.
 
-    Whoever has claimed that one meanwhile lives; then the claim fails, and the run is busy.
+    If another launch has claimed that number meanwhile, it is alive: the claim fails, and the run is busy.
     """
 
     number: int
@@ -47,11 +51,10 @@ class Busy:
 
 
 def judge(watch: Watch | None, look: Look, now_s: float, watch_s: float) -> Watch | Free | Busy:
-    """What follows from a look, and from the watch so far (None: this is the first look).
+    """The verdict from an observation and the watch so far (None: this is the first observation).
 
-    Guarantee: an attempt of which a start says that it is free has ended, or showed nothing for `watch_s`
-    seconds; so a launch that shows something in every `watch_s` seconds, from its claim on, is never taken
-    for dead.
+    Guarantee: an attempt that is judged free has ended, or showed no change for `watch_s` seconds. A launch
+    that shows a change every `watch_s` seconds, from its claim on, is therefore never taken for dead.
     """
     if watch is not None and look.newest > watch.number:
         return Busy(number=look.newest)  # it was claimed just now

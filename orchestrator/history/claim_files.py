@@ -1,7 +1,7 @@
-"""The files of attempts: claims, what each inherits, how it ended, and its heartbeat (membership rules 6
-to 12).
+"""The files of attempts: claims, what each inherits, how it ended, and its heartbeat (membership rules 6 to
+12).
 
-It knows which process may claim which number; not what a point contains, nor which one should be the parent.
+It determines which process may claim which number. It does not choose the parent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from orchestrator.storage.store import Listed
 
 ATTEMPTS, JOURNAL = "attempts", "journal"
 START, FORK, RESUME, REWIND, RESTARTED = "start", "fork", "resume", "rewind", "coordinator_restarted"
-UNREADABLE = "unreadable"  # `why` of a claim that is taken, but whose content is not as written
+UNREADABLE = "unreadable"  # `why` of a claim that is taken, but whose content is damaged
 WATCH_S = 0.25
 _CLAIM_NAME = re.compile(r"(\d{4,})\.json")
 _PARENT_NAME = re.compile(r"\d{4,}\.parent\.json")
@@ -36,8 +36,10 @@ _PARENT_NAME = re.compile(r"\d{4,}\.parent\.json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnd:
-    """How an attempt ended: `outcome` is done, stopped or failed; `reason` says why; `ended` is a time for
-    people, `run_id` is run.json's, `by` who caused it ("": not known, or by an earlier version).
+    """How an attempt ended.
+
+    `outcome` is done, stopped or failed. `reason` explains it. `ended` is a time for display, `run_id` is
+    that of run.json. `by` is the cause ("": not known, or written by an earlier version).
     """
 
     attempt: int
@@ -50,7 +52,7 @@ class AttemptEnd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnreadableFile:
-    """An attempt's file that is there, but not as it was written: to be reported to the user."""
+    """An attempt's file whose content is damaged. It must be reported to the user."""
 
     path: str
     reason: str
@@ -80,8 +82,10 @@ class ClaimFiles:
         return tuple(at_once(self.storage, self.read_claim, self.claim_numbers()))
 
     def read_claim(self, number: int) -> Claim:
-        """The claim `number`. One whose content is not as written still counts as taken: launch and host are
-        empty, why is `unreadable`.
+        """The claim `number`.
+
+        A claim whose content is damaged still counts as taken: its launch and host are empty, its `why` is
+        `unreadable`.
         """
         try:
             found = decode(Claim, unseal(self.storage.read(_claim_path(number))), _claim_path(number))
@@ -96,8 +100,9 @@ class ClaimFiles:
         return found
 
     def read_parent(self, number: int) -> ClaimParent | UnreadableFile | None:
-        """What claim `number` inherits; None while there is no such file. In both other cases the claim has
-        no descendants.
+        """What claim `number` inherits. None while there is no such file.
+
+        A claim without a readable file has no descendants.
         """
         path = _parent_path(number)
         try:
@@ -114,8 +119,9 @@ class ClaimFiles:
             return UnreadableFile(path=path, reason=reason)
 
     def parents(self) -> tuple[tuple[ClaimParent, ...], tuple[UnreadableFile, ...]]:
-        """The readable parent files by number, and the unreadable ones, which must be reported to the user:
-        their attempts are cut off.
+        """The readable parent files by number, and the unreadable ones.
+
+        Unreadable files must be reported to the user: their attempts are cut off.
         """
         found = at_once(self.storage, self.read_parent, self.claim_numbers())
         return (
@@ -124,20 +130,23 @@ class ClaimFiles:
         )
 
     def attempt_files(self) -> list[str]:
-        """The names of all claims and parent files. None is written twice or taken away, so what was read of
-        them between two equal lists is what stood there at one moment.
+        """The names of all claims and parent files.
+
+        None of them is rewritten or deleted, so what was read between two equal lists existed together at one
+        moment.
         """
         names = self.storage.list(ATTEMPTS)
         return [name for name in names if _CLAIM_NAME.fullmatch(name) or _PARENT_NAME.fullmatch(name)]
 
     def next_claim_exists(self, number: int) -> bool:
-        """Whether the claim after `number` is taken: asked by name, before anything is acknowledged or
-        deleted (rule 7).
+        """Whether the claim after `number` is taken.
+
+        Checked by name, before anything is acknowledged or deleted (rule 7).
         """
         return self.storage.exists(_claim_path(number + 1))
 
     def read_end(self, number: int) -> AttemptEnd | None:
-        """How attempt `number` ended; None if it did not say, or another run's did."""
+        """How attempt `number` ended; None if it recorded no end, or if the record is another run's."""
         try:
             end = decode(AttemptEnd, unseal(self.storage.read(_end_path(number))), _end_path(number))
         except FileNotFoundError:
@@ -158,12 +167,13 @@ class ClaimFiles:
         run_id: str = "",
         process: Process | None = None,
     ) -> Claim:
-        """Take attempt `number`: of all who try, one gets it. Afterwards list the points, then
-        `write_parent`; never the other way.
+        """Claims attempt `number`. Of all processes that try, one succeeds.
 
-        `why` is start, fork, resume, rewind or coordinator_restarted; `process` is who claims, this one if
-        not given. Raises `BusyError` if a start command lost the race for the number. A restarted coordinator
-        may only follow a claim of its own launch: else `FencedError`, and it ends its launch (rule 8).
+        Afterwards list the points, then call `write_parent`; never in the opposite order. `why` is start,
+        fork, resume, rewind or coordinator_restarted. `process` is the claiming process, by default this one.
+        Raises `BusyError` if a start command lost the race for the number. A restarted coordinator may only
+        follow a claim of its own launch; otherwise `FencedError` is raised and it must end its launch (rule
+        8).
         """
         newest = self.newest_claim()
         taken = newest.number if newest else 0
@@ -176,7 +186,7 @@ class ClaimFiles:
         if taken >= number:
             raise _lost(self.storage.root, number, newest, launch, why)
         assert number == taken + 1, f"claims are numbered without gaps: {number} cannot follow {taken}"
-        # a coordinator that restarted, which claims then, may live elsewhere
+        # a restarted coordinator, which claims here, may run elsewhere
         by = (process or this_process()) if why != RESTARTED else Process("", 0, "")
         claim = Claim(
             number=number,
@@ -194,7 +204,7 @@ class ClaimFiles:
         return claim
 
     def write_parent(self, parent: ClaimParent) -> None:
-        """Write what the claim inherits, once. Raises `StorageError` if it is written already."""
+        """Writes what the claim inherits, once. Raises `StorageError` if it is already written."""
         if not self.storage.create(_parent_path(parent.attempt), seal(encode(parent))):
             raise StorageError(
                 f"{_parent_path(parent.attempt)} exists already, but an attempt's parent "
@@ -202,8 +212,9 @@ class ClaimFiles:
             )
 
     def write_end(self, number: int, outcome: str, reason: str, run_id: str = "", by: str = "") -> None:
-        """Say that attempt `number` ended, so that the next start need not watch it. Saying it twice changes
-        nothing. `by`: who caused it.
+        """Records that attempt `number` ended, so that the next start need not watch it.
+
+        A second call changes nothing. `by`: the cause.
         """
         end = AttemptEnd(
             attempt=number, outcome=outcome, reason=reason, ended=now_text(), run_id=run_id, by=by
@@ -211,12 +222,13 @@ class ClaimFiles:
         self.storage.create(_end_path(number), seal(encode(end)))
 
     def heartbeat(self, number: int) -> Heartbeat:
-        """The sign of life of attempt `number`: beat every 2 s or so, while the attempt lives."""
+        """The heartbeat of attempt `number`: call `beat` about every 2 s while the attempt lives."""
         return heartbeat_of(self.storage, f"{ATTEMPTS}/{number:04d}.heartbeat")
 
     def start_heartbeat(self, number: int) -> Heartbeat:
-        """That of the process that claims attempt `number`, from the claim on: the coordinator has its own
-        when it begins, which may be long after.
+        """The heartbeat of the process that claims attempt `number`, from the claim on.
+
+        The coordinator has its own, which may begin much later.
         """
         return heartbeat_of(self.storage, f"{ATTEMPTS}/{number:04d}.start-heartbeat")
 
@@ -229,10 +241,11 @@ class ClaimFiles:
         is_dead: Callable[[Claim], bool] = lambda claim: False,
         watch_s: float = WATCH_S,
     ) -> Free | Busy:
-        """Whether somebody is at work on the run: `history.busy.judge`, fed with looks at the newest
-        attempt's end record, journal and heartbeats, every `watch_s` after `wait(watch_s)`, on this process's
-        own `clock` (seconds). `is_dead`: whether all processes that could write for it are known to have
-        ended.
+        """Whether a launch is active on the run.
+
+        Calls `history.busy.judge` with observations of the newest attempt's end record, journal and
+        heartbeats, every `watch_s` after `wait(watch_s)`, on this process's own `clock` (seconds). `is_dead`:
+        whether all processes that could write for it are known to have ended.
         """
         watch: Watch | None = None
         known: dict[int, Claim] = {}
@@ -244,13 +257,13 @@ class ClaimFiles:
             wait(watch_s)
 
     def _look(self, is_dead: Callable[[Claim], bool], known: dict[int, Claim]) -> Look:
-        """`known`: claims that were read, which never change."""
+        """One observation. `known` caches claims, which never change."""
         listed = self.storage.listed(ATTEMPTS)
         number = max(_numbers(found.name for found in listed), default=0)
         if not number:
             return Look(newest=0, over=False, signs=b"")
         newest = known.get(number) or self.read_claim(number)
-        if newest.why != UNREADABLE:  # where there are no hard links it may only be torn for a moment
+        if newest.why != UNREADABLE:  # without hard links, it may only be torn for a moment
             known[number] = newest
         said_end = any(f"{ATTEMPTS}/{found.name}" == _end_path(number) for found in listed)
         over = (said_end and self.read_end(number) is not None) or is_dead(newest)
@@ -258,10 +271,10 @@ class ClaimFiles:
         return Look(newest=number, over=over, signs=signs)
 
     def signs_of_life(self, number: int, listed: Sequence[Listed] | None = None) -> bytes:
-        """All in which it would show that attempt `number` lives: two looks differ if it did meanwhile.
-        `listed`: what lies in `attempts/` now, if that is known.
+        """Everything that changes while attempt `number` is alive: two observations differ if it was.
 
-        One request for each folder, where lists say sizes and tags.
+        `listed`: the current content of `attempts/`, if known. One request for each folder, if lists have
+        sizes and tags.
         """
         folder, attempt = journal_folder(number), f"{number:04d}."
         found = [(f"{folder}/{each.name}", each) for each in self.storage.listed(folder)]
@@ -280,19 +293,19 @@ class ClaimFiles:
 
 
 def _numbers(names: Iterable[str]) -> Iterator[int]:
-    """Those of the claims among the names."""
+    """The numbers of the claims among the names."""
     return (int(match[1]) for match in map(_CLAIM_NAME.fullmatch, names) if match)
 
 
 def unreadable_claim(number: int) -> UnreadableFile:
-    """What to report of a claim whose `why` is `unreadable`."""
+    """The report of a claim whose `why` is `unreadable`."""
     return UnreadableFile(
         path=_claim_path(number), reason="nobody knows whose claim it is; its number counts as taken"
     )
 
 
 def now_text() -> str:
-    """The time in UTC, for people to read: no decision compares it."""
+    """The current time in UTC, for display: no decision compares it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

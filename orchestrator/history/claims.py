@@ -1,7 +1,6 @@
-"""Who may write a run's history, and what each writer continues: the records that claims and generations
-leave behind.
+"""The records of claims and generations: which launch may write a run's history, and what it continues.
 
-They are values and decide nothing; `lineage` makes a history of them.
+They are values. `lineage` makes a history of them.
 """
 
 from __future__ import annotations
@@ -19,18 +18,19 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StateKey
 
 GenerationId = tuple[int, int]  # (attempt, generation)
-ORIGIN = 0  # the attempt of the state with which a fork begins: claims are numbered from 1 on
+ORIGIN = 0  # the attempt of a fork's initial state: claims are numbered from 1
 CONTRADICTION = "history.contradiction"  # the code of the error for a record that no history can contain
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """`attempts/<number>.json`, created exclusively: it fences all older attempts. `launch` is the random id
-    of the driver process's life, `pid` that process on `host` (0: unknown, or no driver's claim); `machine`
-    and `pid_start` make it one process of all times (`orchestrator.cluster.machine`; empty: unknown).
+    """`attempts/<number>.json`, created exclusively: it fences all older attempts.
 
-    `why` is start, fork, resume, rewind or coordinator_restarted; `created` is for people (ISO 8601), nothing
-    is decided by it. `run_id` is run.json's.
+    `launch` is a random id of the driver process. `pid` is that process on `host` (0: unknown, or not a
+    driver's claim). With `machine` and `pid_start` it identifies one process for all time
+    (`orchestrator.cluster.machine`; empty: unknown). `why` is start, fork, resume, rewind or
+    coordinator_restarted. `created` is for display (ISO 8601); no decision uses it. `run_id` is that of
+    run.json.
     """
 
     number: int
@@ -46,8 +46,9 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForkedFrom:
-    """The resume point of another run that a fork continues: that run's folder (absolute) and id, the point's
-    name there, and the digest of its weights.
+    """The resume point of another run that a fork continues.
+
+    It has that run's folder (absolute) and id, the point's name there, and the digest of its weights.
     """
 
     run: str
@@ -58,8 +59,9 @@ class ForkedFrom:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """The state with which a fork begins: where the other run stood at that point, with what it trained, its
-    budgets, who had encoded, and which lists of its sources were read.
+    """The initial state of a fork, taken from the other run at that point.
+
+    It has the counts of what was trained, the budgets, the encoders, and the lists of its sources.
     """
 
     forked_from: ForkedFrom
@@ -73,12 +75,14 @@ class Origin:
     sources: tuple[SourceLists, ...] = ()
 
     def key(self, attempt: int) -> StateKey:
-        """The key of that state in the fork, which the claim `attempt` took over."""
+        """The key of that state in the fork whose claim `attempt` took it over."""
         return StateKey(attempt=ORIGIN, generation=attempt, step=self.step)
 
     def start(self, attempt: int) -> GenerationStart:
-        """That state as the begin of a history: attempt `ORIGIN`, with the number of the claim that took it
-        over as its generation, so that no two claims write one point.
+        """That state as the beginning of a history.
+
+        Its attempt is `ORIGIN`, and its generation is the number of the claim that took it over, so that no
+        two claims write the same point.
         """
         return GenerationStart(
             attempt=ORIGIN,
@@ -97,20 +101,19 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClaimParent:
-    """`attempts/<attempt>.parent.json`, written after the claim: what the attempt continues and which points
-    it inherits.
+    """`attempts/<attempt>.parent.json`, written after the claim: what the attempt continues and inherits.
 
     `parent` is a point's key, None for a fresh start. A point of an older attempt that is not in `inherited`
-    is an orphan, whenever its COMMIT appears. `encoders` say who makes which documents, of the parent's past
-    too (empty: the run's first encoder, all of them). `origin` is that of a fork, in its first claim that has
-    a parent file: `parent` is then the key of `origin.start(attempt)`. `skip` says which samples are left out
-    after the parent, by every generation that continues it. `sources` say which list of a source's files is
-    read in which epoch, of the parent's past too (empty: those of the first start, in older claims); a cursor
-    in a list before a source's newest start goes on at that (`planning.manifests.moved`). `restart` is what
-    asked for such a start.
+    is an orphan, whenever its COMMIT appears. `encoders` record which encoder makes which documents,
+    including the parent's past (empty: the run's first encoder, for all). `origin` is that of a fork, in its
+    first claim with a parent file; `parent` is then the key of `origin.start(attempt)`. `skip` defines the
+    samples that are left out after the parent, by every generation that continues it. `sources` record which
+    list of a source's files each epoch reads, including the parent's past (empty: those of the first start,
+    in older claims). A cursor in a list before a source's newest start continues at that start
+    (`planning.manifests.moved`). `restart` is the request for such a start.
 
-    Raises `OrchestratorError` for what the history cannot contain: a parent that is not inherited or not of
-    an older attempt, and a fork whose parent is not its origin.
+    Raises `OrchestratorError` for a record that no history can contain: a parent that is not inherited or not
+    of an older attempt, and a fork whose parent is not its origin.
     """
 
     attempt: int
@@ -144,23 +147,23 @@ class ClaimParent:
 
     @property
     def begins(self) -> GenerationStart | None:
-        """The begin of the fork's history, if this is the claim that took it over."""
+        """The beginning of the fork's history, if this is the claim that took it over."""
         return self.origin.start(self.attempt) if self.origin is not None else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationStart:
-    """A generation's journal record, durable before members hear of it.
+    """A generation's journal record, durable before it is sent to members.
 
-    `parent` is the state that it continues, None: nothing. `step` is the label of the last step done as this
-    generation counts, which differs from `parent.step` where labels were re-based. The counts are the
-    parent's; world size, batch size and seq_len are what the generation trains with. `cause` is one of
-    `elastic.cause.Cause` ("": written before there were causes), `copies` how many members hold a whole state
-    while it trains, so that all but one of them may die without a step lost (None: not said); where it
-    is cut into `num_shards`, how many hold each shard.
+    `parent` is the state that it continues, None: nothing. `step` is the label of the last finished step as
+    this generation counts, which differs from `parent.step` if labels were re-based. The counts are the
+    parent's. World size, batch size and seq_len are those of the generation. `cause` is one of
+    `elastic.cause.Cause` ("": written before causes existed). `copies` is the number of members that hold a
+    whole state during training, so that all but one of them may die without losing a step (None: not
+    recorded). If the state is cut into `num_shards`, it is the number that hold each shard.
 
-    Raises `OrchestratorError` for what the history cannot contain: a parent that is not older, and counts
-    without a parent (but at the origin of a fork).
+    Raises `OrchestratorError` for a record that no history can contain: a parent that is not older, and
+    counts without a parent (except at the origin of a fork).
     """
 
     attempt: int

@@ -1,7 +1,6 @@
-"""The code of a user's functions (`model.factory`): which files it lies in, what an attempt recorded of them,
-and what changed since.
+"""Records the code of a user's functions (`model.factory`), and reports what has changed since.
 
-Files are found and read, and nothing is imported. It decides nothing: a change is reported, not refused.
+Files are found and read without importing them. A change is reported, not refused.
 """
 
 from __future__ import annotations
@@ -24,15 +23,16 @@ from orchestrator.history.beginnings import beginning_of
 from orchestrator.json_form import decode
 from orchestrator.storage.files import Storage
 
-_MAX_FILES = 200  # modules that are followed
-_MAX_ATTEMPTS = 20  # the newest, whose journals are opened
+_MAX_FILES = 200  # the maximum number of modules that are followed
+_MAX_ATTEMPTS = 20  # the newest attempts, whose journals are opened
 _NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Code:
-    """A function `package.module:name` and the files of its code: paths relative to the folder that Python
-    found the package in, each with the blake3 of its content.
+    """A function `package.module:name` and the files of its code.
+
+    Paths are relative to the folder in which Python found the package. Each has the blake3 of its content.
     """
 
     name: str
@@ -41,9 +41,7 @@ class Code:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """What an attempt recorded, by field; `trained_by` says for people what it trained: "attempt 3 trained
-    with".
-    """
+    """The code that an attempt recorded, by field. `trained_by` is for messages: "attempt 3 trained with"."""
 
     trained_by: str
     code: Mapping[str, Code]
@@ -61,11 +59,11 @@ def code_of(job: JobConfig) -> dict[str, Code]:
 
 
 def files_of(name: str) -> dict[str, str]:
-    """The files of the module of `package.module:name` and of the modules that it imports, directly or not,
-    from the same folder of `sys.path` (or the current one): path → digest. Of an installed package the
-    module's own file alone. Empty if there is no source file.
+    """The files of the module of `package.module:name` and of its imports: path → digest.
 
-    Imports are read from the text: those by `importlib`, and files that are read, are not found.
+    Imports are followed recursively within the same folder of `sys.path` (or the current folder). For an
+    installed package, only the module's own file. Empty if there is no source file. Imports are parsed from
+    the text: imports by `importlib`, and files that are read, are not found.
     """
     module = name.partition(":")[0]
     own = _source_of(module)
@@ -93,7 +91,8 @@ def files_of(name: str) -> dict[str, str]:
 
 
 def newest_record(storage: Storage, attempts: Sequence[int]) -> Recorded | None:
-    """What the newest of these attempts that recorded any code recorded; None if none of the 20 newest did.
+    """The code recorded by the newest of these attempts that recorded any; None if none of the 20 newest did.
+
     Raises `StorageError`.
     """
     for number in sorted(attempts, reverse=True)[:_MAX_ATTEMPTS]:
@@ -103,8 +102,8 @@ def newest_record(storage: Storage, attempts: Sequence[int]) -> Recorded | None:
 
 
 def changes(before: Recorded | None, job: JobConfig) -> list[str]:
-    """For people: what of the code of `job` differs from what was recorded before. What was not recorded
-    counts as unchanged.
+    """How the code of `job` differs from the recorded code, as messages. Code that was not recorded counts as
+    unchanged.
     """
     if before is None:
         return []
@@ -121,7 +120,7 @@ def changes(before: Recorded | None, job: JobConfig) -> list[str]:
 
 
 def recorded_in(fields: Mapping[str, object]) -> dict[str, Code]:
-    """What the fields of an event `attempt` say; what cannot be read counts as not recorded."""
+    """The code in the fields of an event `attempt`. Unreadable code counts as not recorded."""
     code = fields.get("code")
     try:
         if not isinstance(code, dict):
@@ -133,7 +132,7 @@ def recorded_in(fields: Mapping[str, object]) -> dict[str, Code]:
 
 # ---------------------------------------------------------------------------------------------------- inside
 def _different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Names of files that are new, gone or changed."""
+    """Names of files that are new, missing or changed."""
     return [
         f"{name} ({'changed' if name in before and name in now else 'new' if name in now else 'gone'})"
         for name in sorted({**before, **now})
@@ -157,8 +156,8 @@ def _source_of(module: str) -> Path | None:
 
 
 def _in_places(part: str, places: Sequence[Path]) -> tuple[Path | None, list[Path]]:
-    """The source file of a module or package in the first of these folders that has one, and where the
-    package's modules lie; of a package without a file all its folders.
+    """The source file of a module or package in the first of these folders that has one, and the folders of
+    the package's modules. A package without a file has all its folders.
     """
     spaces = []
     for place in places:
@@ -173,7 +172,7 @@ def _in_places(part: str, places: Sequence[Path]) -> tuple[Path | None, list[Pat
 
 
 def _by_finders(name: str) -> tuple[Path | None, list[Path]]:
-    """As `_in_places`, of a package that is found otherwise, as one that is installed editable."""
+    """Like `_in_places`, for a package that Python finds in another way, for example an editable install."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -184,7 +183,7 @@ def _by_finders(name: str) -> tuple[Path | None, list[Path]]:
 
 
 def _is_ours(module: str) -> bool:
-    """Whether the module is one of this package, whose version an attempt records."""
+    """Whether the module belongs to this package, whose version an attempt records."""
     return module.partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -195,7 +194,9 @@ def _is_installed(root: Path) -> bool:
 
 @lru_cache(maxsize=1024)
 def _imports(module: str, content: bytes, is_package: bool) -> tuple[str, ...]:
-    """The names of modules that a module's text may import, and their packages. A launch asks three times."""
+    """The names of modules that a module's text may import, and their packages. Cached: a launch calls it
+    three times.
+    """
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):
@@ -218,7 +219,7 @@ def _imports(module: str, content: bytes, is_package: bool) -> tuple[str, ...]:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """All statements, nested ones too, in no order. Expressions, most of a tree, hold no import."""
+    """All statements, including nested ones, in no order. Expressions, most of a tree, contain no import."""
     queue: list[ast.AST] = [tree]
     while queue:
         node = queue.pop()

@@ -1,9 +1,8 @@
-"""TensorBoard's event file: scalars at a position, and the mark that what was written of later positions does
-not count any more.
+"""Writes TensorBoard's event file: scalars at a position, and marks that invalidate later positions.
 
 The format is TensorFlow's: records framed by length and masked CRC-32C, each an `Event` message of protobuf
-(tensorflow/core/util/event.proto, tensorflow/core/framework/summary.proto). Written here by itself, for the
-library that does it, tensorboardX, loads torch wherever that is installed: 2.4 CPU seconds and 220 MB.
+(tensorflow/core/util/event.proto, tensorflow/core/framework/summary.proto). It is implemented here because
+the library for it, tensorboardX, loads torch if that is installed: 2.4 CPU seconds and 220 MB.
 """
 
 from __future__ import annotations
@@ -17,41 +16,44 @@ from pathlib import Path
 from typing import BinaryIO
 
 FOLDER = "logs/tensorboard"
-VERSION = b"brain.Event:2"  # from 2 on a reader heeds `rewound`
+VERSION = b"brain.Event:2"  # readers support `rewound` from 2 on
 
 
 class EventFile:
-    """One attempt's file in a folder that TensorBoard reads: it takes the files by name, so in the order of
-    the attempts. Positions are consumed tokens, which never go back but by a rewind.
+    """One attempt's file in a folder that TensorBoard reads.
+
+    TensorBoard reads files by name, so in the order of the attempts. Positions are consumed tokens, which
+    decrease only by a rewind.
     """
 
     def __init__(self, folder: Path, attempt: int) -> None:
-        """The file is made with the first record."""
+        """The file is created with the first record."""
         host = re.sub(r"[^\w.-]", "_", socket.gethostname())
         self.path = folder / f"events.out.tfevents.{attempt:010d}.{host}"
         self._file: BinaryIO | None = None
 
     def scalars(self, position: int, values: Mapping[str, float], now: float) -> None:
-        """Values by tag. Raises `OSError`."""
+        """Writes values by tag. Raises `OSError`."""
         summary = b"".join(
             _bytes(1, _bytes(1, tag.encode()) + _float(2, value)) for tag, value in values.items()
         )
         self._write(_event(now, position, _bytes(5, summary)))
 
     def rewound(self, position: int, now: float) -> None:
-        """What stands in this folder of later positions than this one does not count any more: it is trained
-        again. Raises `OSError`.
+        """Invalidates the values in this folder at later positions than this one, which are trained again.
+
+        Raises `OSError`.
         """
         start = _bytes(7, _varint(1, 1))  # SessionLog.START: a reader purges this step and later ones
         self._write(_event(now, position + 1, start))
 
     def flush(self) -> None:
-        """Readers see what was written. Raises `OSError`."""
+        """Makes the written records visible to readers. Raises `OSError`."""
         if self._file is not None:
             self._file.flush()
 
     def close(self) -> None:
-        """Raises `OSError`."""
+        """Closes the file. Raises `OSError`."""
         if self._file is not None:
             self._file.close()
 
@@ -65,7 +67,7 @@ class EventFile:
 
 
 def framed(record: bytes) -> bytes:
-    """A record as it stands in a file."""
+    """A record with its frame."""
     length = struct.pack("<Q", len(record))
     return b"".join((length, _masked(length), record, _masked(record)))
 

@@ -1,7 +1,7 @@
-"""The kinds of events in a journal, each with its fields: what the writer takes, and what a reader finds.
+"""The kinds of events in a journal, each with its fields, for the writer and for readers.
 
-The texts and the names of fields stand in the journals of runs, so they stay. A journal may hold kinds that
-this version does not know: readers keep events by their text and pass over those.
+The texts and the names of fields are stored in the journals of runs, so they must not change. A journal may
+hold kinds that this version does not have: readers keep such events by their text and skip them.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from orchestrator.records.run_status import GroupChange
 
 
 class EventKind(StrEnum):
-    """What happened; `fields` are the names of what an event of this kind says, always all of them.
+    """The kind of an event. `fields` are the names of its fields, all of which an event of the kind has.
 
-    docs/storage-format.md says what each means. Steps and generations are lines of the journal, too, but
-    records with types of their own (`StepRecord`, `GenerationStart`).
+    docs/storage-format.md explains each. Steps and generations are lines of the journal, too, but have their
+    own record types (`StepRecord`, `GenerationStart`).
     """
 
     fields: frozenset[str]
 
     def __new__(cls, text: str, *names: str) -> EventKind:
-        """`text` is the kind in the journal, `names` are its fields'."""
+        """`text` is the kind in the journal, `names` are those of its fields."""
         kind = str.__new__(cls, text)
         kind._value_, kind.fields = text, frozenset(names)
         return kind
@@ -37,7 +37,7 @@ class EventKind(StrEnum):
     CONTROL_REQUEST = "wish", "what", "by", "request"
     REQUEST_ANSWERED = "request answered", "request", "what", "outcome", "text", "point"
     UNREADABLE_FILE = "unreadable file", "file", "reason"
-    CLOCK_JUMPED = "clock jumped", "by_s"  # the wall clock of the process that writes the journal
+    CLOCK_JUMPED = "clock jumped", "by_s"  # the wall clock of the journal's writer
 
     # ---- members of the training group, and their node groups
     JOIN = "join", "member", "actor", "node", "pid", "host", "key", "leaves", "unreached", "reason"
@@ -53,7 +53,7 @@ class EventKind(StrEnum):
     LEFT_OUT = "left out", "member", "reason"
     UNRESPONSIVE = "unresponsive", "reason"
     FEEDER_DIED = "feeder died", "pid", "host", "reason"
-    COORDINATOR_DIED = "coordinator died", "pid", "host", "reason"  # by the one that took its place
+    COORDINATOR_DIED = "coordinator died", "pid", "host", "reason"  # written by its successor
     GROUP_STARTED = "group started", "node", "num_workers"
     GROUP_STOPPED = "group stopped", "node", "reason"
     GROUP_ENDED = "group ended", "node", "reason"
@@ -72,7 +72,7 @@ class EventKind(StrEnum):
     POINT_PINNED = "point pinned", "point", "by", "reason"
     POINT_UNPINNED = "point unpinned", "point", "by", "reason"
     SAVE_GIVEN_UP = "save given up", "point", "reason", "retry_s"
-    DELETING_POINTS = "deleting points", "points"  # durable before the first file goes
+    DELETING_POINTS = "deleting points", "points"  # durable before the first file is deleted
     POINTS_DELETED = "points deleted", "points"
     POINT_NOT_DELETED = "point not deleted", "point", "reason"
     DAMAGED_POINT = "damaged point", "point", "file", "reason"

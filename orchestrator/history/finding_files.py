@@ -1,12 +1,11 @@
-"""What readers found out about a run, left in its storage for other readers: audits, and points that were
-read back.
+"""Stores the results of audits and of verified points in the run's storage, for other readers.
 
-Only a run's coordinator writes its journal, and who audits a run is no part of it: so a finding is a file.
+Only a run's coordinator writes its journal, and an audit runs outside of it. So each result is a file:
 
     findings/000001.json   sealed; Finding. Created exclusively, numbered without gaps, never changed
 
-A finding says what was true of what was read then. Nothing is decided by it: a start, a deletion and another
-audit look for themselves. It may be deleted by hand, the newest ones first.
+A finding was true of the data read at that time. No decision uses it: a start, a deletion and another audit
+read the data themselves. It may be deleted by hand, the newest ones first.
 """
 
 from __future__ import annotations
@@ -29,13 +28,15 @@ _NAME = re.compile(r"(\d{6,})\.json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """`what` is audit or verify; `attempt` was the newest of the run then; `seconds` is how long it took;
-    `by` is who looked (user@host) and `created` when (ISO 8601), for people.
+    """The result of an audit or a verification.
+
+    `what` is audit or verify. `attempt` was the run's newest at that time. `seconds` is the duration. `by`
+    (user@host) and `created` (ISO 8601) are for display.
 
     `result` of an audit: `exactly_once`, `first_step`, `last_step`, `final_up_to_step`, `samples`, `tokens`,
     `not_shown`, as in `audit --json`. Of verify: `checked` (digests), `all` (whether the run's points are all
-    among them) and `points`, each with `point`, `healthy`. `unreadable` says why a file cannot be read (then
-    it says nothing else).
+    among them) and `points`, each with `point`, `healthy`. `unreadable` is the reason why a file cannot be
+    read; it then has no other content.
     """
 
     number: int
@@ -50,13 +51,13 @@ class Finding:
 
 
 class FindingFiles:
-    """Those of one run; `run_id` is run.json's. Every method may raise `StorageError`."""
+    """The findings of one run. `run_id` is that of run.json. Every method may raise `StorageError`."""
 
     def __init__(self, storage: Storage, run_id: str) -> None:
         self._storage, self._run_id = storage, run_id
 
     def add(self, what: str, attempt: int, seconds: float, result: dict[str, Any]) -> Finding:
-        """Leave a finding; durable when it returns."""
+        """Stores a finding, which is durable when it returns."""
         number = max(self._numbers(), default=0)
         while True:
             number += 1
@@ -74,7 +75,7 @@ class FindingFiles:
                 return found
 
     def all(self) -> tuple[Finding, ...]:
-        """All, oldest first; what cannot be read says so."""
+        """All findings, oldest first. One that cannot be read has its reason."""
         return tuple(self._read(number) for number in self._numbers())
 
     def _numbers(self) -> list[int]:
@@ -95,14 +96,16 @@ class FindingFiles:
 
 
 def audit_result(report: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of an audit's document."""
+    """The part of an audit's document that is stored."""
     kept = ("exactly_once", "first_step", "last_step", "final_up_to_step", "samples", "tokens", "not_shown")
     return {name: report[name] for name in kept}
 
 
 def verify_result(rows: list[dict[str, Any]], every: bool) -> dict[str, Any]:
-    """What is kept of a document of `verify`; `every`: these are all points that the run had. Points that
-    could not be read from there are left out, and then they are not all.
+    """The part of a `verify` document that is stored.
+
+    `every`: these are all points that the run had. Points that could not be read from this machine are left
+    out, and then they are not all.
     """
     read = [row for row in rows if row["healthy"] is not None]
     points = [{"point": row["name"], "healthy": row["healthy"]} for row in read]
@@ -110,12 +113,12 @@ def verify_result(rows: list[dict[str, Any]], every: bool) -> dict[str, Any]:
 
 
 def newest_audit(findings: tuple[Finding, ...]) -> Finding | None:
-    """The one that was made last."""
+    """The newest audit."""
     return next((found for found in reversed(findings) if found.what == AUDIT), None)
 
 
 def verified_points(findings: tuple[Finding, ...]) -> dict[str, tuple[Finding, bool]]:
-    """Per point that was read back: when last (the finding), and whether it was healthy."""
+    """For each verified point: the newest finding about it, and whether it was healthy."""
     return {
         each["point"]: (found, each["healthy"])
         for found in findings

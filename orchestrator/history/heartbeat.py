@@ -1,6 +1,6 @@
-"""The sign of life of one attempt: a file that changes, for other starts to watch (membership rule 12).
+"""The heartbeat of one attempt: a file that changes, which other starts watch (membership rule 12).
 
-It knows nothing of who watches and decides nothing; what the file contains means nothing.
+The content of the file has no meaning.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ CLOSE_S = 5.0
 
 
 class Heartbeat(Protocol):
-    """`at_once`: how many beats may be under way at a time, in threads."""
+    """`at_once`: the maximum number of concurrent beats, in threads."""
 
     at_once: int
 
     def beat(self) -> bool:
-        """Another content, which others see when this returns; False if storage did not take it (it may have
-        waited for that). The caller beats again after its usual time, and need not report it: the journal
-        fails with the storage.
+        """Changes the content, which is visible to others when this returns.
+
+        Returns False if storage did not accept it (perhaps after a wait). The caller beats again after its
+        usual interval and need not report it: the journal fails with the storage.
         """
         ...
 
     def close(self) -> None:
-        """No more beats come; nothing of it is kept open."""
+        """Ends the heartbeat and closes its file."""
 
 
 def heartbeat_of(storage: Storage, path: str) -> Heartbeat:
-    """The one for this storage; `path` is the first file's, and nothing is written before the first beat."""
+    """The heartbeat for this storage. `path` is the first file's. Writes nothing before the first beat."""
     return GrowingHeartbeat(storage, path) if storage.traits.appends else RenewedHeartbeat(storage, path)
 
 
 class GrowingHeartbeat:
-    """One more byte each time. A file is dead after a failed write (which may take 2 s), so the next beat
-    begins another one (`0003.heartbeat-2`) and takes the dead one away: the sign of life returns when the
-    storage does.
+    """Appends one byte each time.
+
+    A file is dead after a failed write (which may take 2 s), so the next beat begins another one
+    (`0003.heartbeat-2`) and deletes the dead one. The heartbeat returns when the storage does.
     """
 
     at_once = 1
@@ -60,7 +62,7 @@ class GrowingHeartbeat:
             if self._file is None:
                 self._file = self._open()
             self._file.write(b".")
-            self._file.sync()  # a network file system may keep it for longer than others watch
+            self._file.sync()  # a network file system may buffer it for longer than others watch
         except StorageError:
             self._file = None
             return False
@@ -70,11 +72,11 @@ class GrowingHeartbeat:
         """See `Heartbeat`."""
         file, self._file = self._file, None
         if file is not None:
-            with suppress(StorageError):  # what was written had been synced
+            with suppress(StorageError):  # everything written was already synced
                 file.close()
 
     def _open(self) -> AppendHandle:
-        if self._files:  # else a storage that is full for hours would gather empty files
+        if self._files:  # else a storage that is full for hours would collect empty files
             self._storage.delete(self._next)
             self._next = f"{self._path}-{self._files + 1}"
         self._files += 1
@@ -82,10 +84,10 @@ class GrowingHeartbeat:
 
 
 class RenewedHeartbeat:
-    """One object, put anew each time, never with a content that it had. A beat that comes late takes the
-    place of a newer one: that is another content, too, so that others watch for longer.
+    """Rewrites one object each time, always with new content.
 
-    A request that hangs is given up after `BEAT_LIMIT_S`, and the next beats do not wait for it.
+    A late beat may replace a newer one: that is new content, too, so that others watch for longer. A request
+    that hangs is given up after `BEAT_LIMIT_S`, and the next beats do not wait for it.
     """
 
     at_once = 4
@@ -98,19 +100,21 @@ class RenewedHeartbeat:
         """See `Heartbeat`."""
         number = next(self._numbers)
         try:
-            # where a list says no tag, the size shows it
+            # if a list has no tags, the size shows the change
             self._storage.write(self._path, f"{number}".encode() + b"." * (number % 60))
         except StorageError:
             return False
         return True
 
     def close(self) -> None:
-        """See `Heartbeat`: nothing is."""
+        """See `Heartbeat`. Nothing is open."""
 
 
 class Pulse:
-    """Beats when it is asked to, and waits for nothing: in threads of its own, so that the sign of life does
-    not wait behind a long commit, and another start take the attempt for dead.
+    """Starts beats on request without waiting, in its own threads.
+
+    The heartbeat therefore does not wait behind a long commit, after which another start would take the
+    attempt for dead.
     """
 
     def __init__(self, heartbeat: Heartbeat) -> None:
@@ -119,7 +123,7 @@ class Pulse:
         self._over = False
 
     def beat(self) -> None:
-        """Begins a beat, unless as many are under way as may be: while storage hangs no more queue up."""
+        """Starts a beat, unless the maximum number is running: they do not queue up while storage hangs."""
         self._beating = [thread for thread in self._beating if thread.is_alive()]
         if len(self._beating) < self._heartbeat.at_once and not self._over:
             thread = threading.Thread(target=self._heartbeat.beat, name="heartbeat", daemon=True)
@@ -127,7 +131,7 @@ class Pulse:
             self._beating.append(thread)
 
     def close(self) -> None:
-        """No more beats begin, and those under way have ended, unless storage hangs for longer than 5 s."""
+        """Stops starting beats, and waits for the running ones, for at most 5 s."""
         self._over = True
         until = time.monotonic() + CLOSE_S
         for thread in self._beating:
@@ -138,7 +142,7 @@ class Pulse:
 
 @contextmanager
 def beating(heartbeat: Heartbeat, every_s: float) -> Iterator[None]:
-    """Beats at once and every so often, from threads, until it is left."""
+    """Beats at once and then every `every_s` seconds, from threads, until the context exits."""
     over, pulse = threading.Event(), Pulse(heartbeat)
 
     def beat() -> None:

@@ -1,16 +1,15 @@
-"""The journal: what a run did, one JSON object per line, written by one process per attempt and read by
-anyone.
+"""The journal: a run's events, one JSON object per line, written by one process per attempt.
 
-It knows lines, segments and which step records are durable; not who sends records, nor which of them count in
-the end (history.lineage).
+Any process may read it. It manages lines, segments and the set of durable step records. `history.lineage`
+determines which records count in the end.
 
 Layout: `journal/a0003/000001.jsonl`, `000002.jsonl`, … for attempt 3 (`segments` has all names). Every line
 has `format` (`line_format`; not in older lines), `seq` (1, 2, … within the attempt), `time` (UTC, for
-people), `run`, `run_id`, `attempt` and `kind`; `step` and `rank` where they mean something. Kind `step`: the
+display), `run`, `run_id`, `attempt` and `kind`, and `step` and `rank` where they apply. Kind `step`: the
 fields of `records.steps.StepRecord`, whose attempt may be an older one (members that outlived a coordinator
 bring records). Kind `generation`: the fields of `history.claims.GenerationStart`. Any other kind is an event
 (`history.event_kinds`). A float that is not finite is a string ("nan", "inf", "-inf"). `run_id` is that of
-run.json, and absent where that has none. A segment is closed before the next begins, and never changed
+run.json, and absent if that has none. A segment is closed before the next begins, and never changed
 afterwards.
 """
 
@@ -40,18 +39,18 @@ from orchestrator.storage.files import Storage
 
 STEP, GENERATION = "step", "generation"
 OWN_FIELDS = ("format", "seq", "time", "run", "run_id", "kind")  # of every line, beside its attempt
-# A wall clock that steps by less is not reported: times in the journal are off by no more.
+# Smaller steps of the wall clock are not reported: times in the journal are wrong by at most this much.
 JUMP_S = 1.0
 _TRIES = 5  # to read both clocks at one moment
-REMEMBERED = 100_000  # step records compared with later copies, which come soon: until acknowledged
-# What all ranks know alike of a step; the other fields are one rank's own measurements.
+REMEMBERED = 100_000  # recent step records compared with later copies, which come soon: until acknowledged
+# The fields of a step that are equal on all ranks. The other fields are one rank's own measurements.
 _SHARED = ("consumed_samples", "consumed_tokens", "target_tokens", "loss", "lr", "digest")
 
 
 @dataclass(kw_only=True, slots=True)
 class _Chain:
-    """The durable records of one generation: all steps from `first` to `reached`, and those in `beyond`
-    further on.
+    """The durable records of one generation: all steps from `first` to `reached`, and later steps in
+    `beyond`.
     """
 
     parent: StateKey | None
@@ -67,23 +66,23 @@ class _Chain:
 
 
 class Listener(Protocol):
-    """Hears each fact that is new to a journal, in its order. It neither waits nor raises."""
+    """Receives each new fact of a journal, in its order. It must not wait or raise."""
 
     def step(self, record: StepRecord) -> None:
-        """A step."""
+        """A step was recorded."""
 
     def generation(self, start: GenerationStart) -> None:
         """A generation begins."""
 
     def event(self, kind: EventKind, fields: Mapping[str, Any]) -> None:
-        """An event."""
+        """An event was recorded."""
 
 
 class JournalWriter:
-    """The journal of one attempt. Lines are collected in memory and durable after `flush`; thread-safe.
+    """The journal of one attempt. Lines are collected in memory and durable after `flush`. Thread-safe.
 
-    `event`, `step` and `generation` never wait for a disk. After a `StorageError` the next `flush` tries
-    again, from the first line that is not known to be durable.
+    `event`, `step` and `generation` never wait for a disk. After a `StorageError` the next `flush` retries,
+    from the first line that is not known to be durable.
     """
 
     def __init__(
@@ -97,19 +96,20 @@ class JournalWriter:
         listener: Listener | None = None,
         monotonic: Callable[[], float] | None = None,
     ) -> None:
-        """`run`: the name in every line, that of the storage's folder if not given. `segment_bytes`: a
-        segment is closed when it has reached this size. `run_id`: that of run.json. `now` and `monotonic` are
-        this machine's clocks if neither is given. Where the first moves against the second by `JUMP_S` or
-        more, the next line is an event that says so.
+        """`run`: the name in every line, by default that of the storage's folder.
+
+        `segment_bytes`: a segment is closed when it has reached this size. `run_id`: that of run.json. `now`
+        and `monotonic` default to this machine's clocks. If `now` jumps against `monotonic` by `JUMP_S` or
+        more, the next line is an event that reports it.
         """
         self._listener = listener
         self._attempt, self._run = attempt, run or os.path.basename(storage.root)
         self._now, self._monotonic, self._run_id = now or _utc_now, monotonic, run_id
         if now is None and monotonic is None:
             self._monotonic = time.monotonic
-        self._apart_s: float | None = None  # of the two clocks, when they were compared first
-        self._lock = threading.Lock()  # over what is collected and known
-        self._disk_lock = threading.Lock()  # over the file: held while a disk is waited for
+        self._apart_s: float | None = None  # between the two clocks, when first compared
+        self._lock = threading.Lock()  # protects collected lines and facts
+        self._disk_lock = threading.Lock()  # protects the file; held while waiting for a disk
         self._pending: list[bytes] = []
         self._pending_facts: list[StepRecord | GenerationStart] = []
         self._seen: OrderedDict[StateKey, StepRecord] = OrderedDict()
@@ -118,7 +118,7 @@ class JournalWriter:
         self._log = segment_log(storage, attempt, segment_bytes)
 
     def event(self, kind: EventKind, **fields: Any) -> None:
-        """Note an event with the fields of its kind, which are JSON values."""
+        """Records an event with the fields of its kind, which are JSON values."""
         assert isinstance(kind, EventKind), f"{kind!r} is no kind of event"
         assert fields.keys() == kind.fields, (
             f"an event of kind {kind} has the fields {sorted(kind.fields)}, not {sorted(fields)}"
@@ -129,8 +129,9 @@ class JournalWriter:
                 self._listener.event(kind, fields)
 
     def generation(self, start: GenerationStart) -> None:
-        """Note that a generation begins and what it continues; `flush` before any member hears of it (rule
-        2).
+        """Records that a generation begins and what it continues.
+
+        Call `flush` before sending it to any member (rule 2).
         """
         with self._lock:
             self._append(GENERATION, encode(start))
@@ -139,10 +140,10 @@ class JournalWriter:
                 self._listener.generation(start)
 
     def step(self, record: StepRecord) -> bool:
-        """Note a step and return True; an equal copy of a known record changes nothing (False). What a rank
-        measures for itself may differ.
+        """Records a step and returns True. An equal copy of a known record changes nothing (False).
 
-        Raises `TrainingError` if it differs from the known one in what all ranks must agree on.
+        Fields that a rank measures itself may differ. Raises `TrainingError` if it differs from the known
+        record in a field that all ranks must agree on.
         """
         with self._lock:
             known = self._seen.get(record.key)
@@ -159,7 +160,7 @@ class JournalWriter:
             return True
 
     def flush(self) -> StateKey | None:
-        """Make everything noted so far durable, and return the newest state of the newest generation whose
+        """Makes all recorded lines durable, and returns the newest state of the newest generation whose
         records are all durable.
 
         That key's step may be acknowledged to members of its generation. None before the first generation.
@@ -171,7 +172,7 @@ class JournalWriter:
                 facts, self._pending_facts = self._pending_facts, []
             try:
                 self._log.write(lines)
-            except BaseException:  # a line that is forgotten leaves a gap, and no command reads past that
+            except BaseException:  # a lost line would be a gap, which no command reads past
                 with self._lock:
                     self._pending = [*lines, *self._pending]
                     self._pending_facts = [*facts, *self._pending_facts]
@@ -183,14 +184,14 @@ class JournalWriter:
 
     @property
     def least_flush_s(self) -> float:
-        """Who flushes without anybody waiting for it leaves so much time in between, or more."""
+        """The minimum interval between flushes that no process waits for."""
         return self._log.least_flush_s
 
     def covers(self, key: StateKey) -> bool:
         """Whether every step of this attempt on the chain up to `key` has a durable record (rule 14).
 
-        Records of older attempts are not looked for: they were durable, or brought and journalled, before
-        this attempt's first generation.
+        Records of older attempts are not checked: they were durable, or brought and journalled, before this
+        attempt's first generation.
         """
         with self._lock:
             at: StateKey | None = key
@@ -202,9 +203,10 @@ class JournalWriter:
             return at is not key
 
     def mean_loss(self, key: StateKey, after: StateKey | None) -> float | None:
-        """The mean loss of the steps that led from the state `after` (None: from this attempt's begin) to
-        `key`, as far as this attempt has recorded them; steps without targets are left out. None if no step
-        has a loss, or one is not finite.
+        """The mean loss of the steps from the state `after` (None: from this attempt's beginning) to `key`.
+
+        It covers the steps that this attempt has recorded, without those that have no targets. None if no
+        step has a loss, or one is not finite.
         """
         losses = list[float]()
         with self._lock:
@@ -226,7 +228,9 @@ class JournalWriter:
             return self._log.why_lost()
 
     def close(self) -> None:
-        """Flush and close the segment. Raises `StorageError`; if only closing failed, all is durable."""
+        """Flushes and closes the segment. Raises `StorageError`. If only closing failed, everything is
+        durable.
+        """
         self.flush()
         with self._disk_lock:
             self._log.close()
@@ -244,13 +248,13 @@ class JournalWriter:
             self._listener.event(kind, fields)
 
     def _read_clocks(self) -> tuple[datetime, float]:
-        """The time, and by how much the clock jumped since it was read before (0: it did not)."""
+        """The time, and by how much the clock jumped since the last call (0: no jump)."""
         if self._monotonic is None:
             return self._now(), 0.0
         for _ in range(_TRIES):
             before = self._monotonic()
             now = self._now()
-            if self._monotonic() - before < JUMP_S / 10:  # else this process stood still between them
+            if self._monotonic() - before < JUMP_S / 10:  # else this process was suspended between them
                 break
         apart_s = now.timestamp() - before
         jumped_s = 0.0 if self._apart_s is None else round(apart_s - self._apart_s, 3)
@@ -291,7 +295,7 @@ def _utc_now() -> datetime:
 
 
 def check_copy(known: StepRecord, copy: StepRecord) -> None:
-    """Raise `TrainingError` if two records of one step differ in what all ranks must agree on."""
+    """Raises `TrainingError` if two records of one step differ in a field that all ranks must agree on."""
     for name in _SHARED:
         first, second = getattr(known, name), getattr(copy, name)
         if _json_float(first) != _json_float(second):

@@ -1,8 +1,8 @@
-"""Reads a run's journal back: what generations began, which steps were recorded, what else happened.
+"""Reads a run's journal: its generations, step records and events.
 
-It needs no cluster and takes no lock: the writer may be writing, or may have died in the middle of a line.
-`read_journal` reads all of it; `read_outline` all but the contents of step records, which are nearly all
-lines: only the newest of each generation is decoded.
+It takes no lock: the writer may be writing, or may have died in the middle of a line. `read_journal` reads
+all of it. `read_outline` skips the contents of step records, which are nearly all lines, and decodes only the
+newest of each generation.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _FLOATS = tuple(f.name for f in dataclasses.fields(StepRecord) if str(f.type).st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JournalEvent:
-    """A line that is neither a step nor a generation. `fields` are the kind's own; `seq` counts within the
-    attempt; `time` is for people.
+    """A line that is neither a step nor a generation.
+
+    `fields` are those of the kind. `seq` counts within the attempt. `time` is for display.
     """
 
     attempt: int
@@ -43,11 +44,10 @@ class JournalEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Journal:
-    """All that a run's journal holds, in the order of attempts and lines. Each step record is there once;
-    orphans are included.
+    """The content of a run's journal, in the order of attempts and lines.
 
-    `torn` names the segments that end in the middle of a line: the rest of that line was never durable, so
-    nothing was decided from it.
+    Each step record occurs once; orphans are included. `torn` names the segments that end in the middle of a
+    line: the rest of that line was never durable, so nothing was decided from it.
     """
 
     generations: tuple[GenerationStart, ...]
@@ -58,11 +58,10 @@ class Journal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JournalOutline:
-    """What a journal holds beside its step records, in the order of attempts and lines; `torn` as in
-    `Journal`.
+    """The content of a journal without its step records, in the order of attempts and lines.
 
-    `last_records` has the step record with the highest label of each generation that has any. What the others
-    say was not looked at: neither their fields nor whether two copies of one agree.
+    `torn` as in `Journal`. `last_records` has the step record with the highest label of each generation that
+    has any. The others were not checked: neither their fields nor whether two copies of one agree.
     """
 
     generations: tuple[GenerationStart, ...]
@@ -77,7 +76,7 @@ class JournalOutline:
 
 
 class _Outline:
-    """Gathers the lines of a journal; a step's only by its name."""
+    """Collects the lines of a journal; of steps only the newest."""
 
     def __init__(self) -> None:
         self.generations: dict[GenerationId, GenerationStart] = {}
@@ -112,7 +111,7 @@ class _Outline:
             self.last_lines[generation] = line
 
     def last_records(self) -> Iterator[StepRecord]:
-        """Of each generation. Raises `StorageError`."""
+        """The newest record of each generation. Raises `StorageError`."""
         for (attempt, generation), line in self.last_lines.items():
             try:
                 yield _step(line)
@@ -135,7 +134,7 @@ def _step(line: dict[str, Any]) -> StepRecord:
 
 
 class _Whole(_Outline):
-    """Gathers the step records, too."""
+    """Collects the step records, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,13 +148,13 @@ class _Whole(_Outline):
 
 
 def read_journal(storage: Storage, run_id: str | None = None) -> Journal:
-    """The whole journal of a run; empty if there is none. `run_id`: that of run.json, which every segment
-    must have (None: whatever they have).
+    """The whole journal of a run; empty if there is none.
 
-    Tolerates an unfinished last line in the last segment of an attempt, and in any whose next segment begins
-    with that line or an earlier one: storage failed there, and the writer began anew. Raises `StorageError`
-    naming file and line for anything else that is no line of a journal, for a missing segment, and for two
-    records of one step that differ; `LaterLineError`, which is one, for a line of a later version.
+    `run_id`: that of run.json, which every segment must have (None: not checked). Tolerates an unfinished
+    last line in the last segment of an attempt, and in any whose next segment begins with that line or an
+    earlier one: storage failed there, and the writer began anew. Raises `StorageError` naming file and line
+    for anything else that is no line of a journal, for a missing segment, and for two records of one step
+    that differ. Raises `LaterLineError`, a subclass, for a line of a later version.
     """
     whole = _Whole()
     torn = _read_lines(storage, whole.add, run_id)
@@ -169,7 +168,9 @@ def read_journal(storage: Storage, run_id: str | None = None) -> Journal:
 
 def read_outline(storage: Storage, run_id: str | None = None) -> JournalOutline:
     """The journal without the contents of its step records, at a fraction of the time and memory
-    (benchmarks/journal.py); as strict as `read_journal` with all other lines, segments and line numbers.
+    (benchmarks/journal.py).
+
+    As strict as `read_journal` with all other lines, segments and line numbers.
     """
     outline = _Outline()
     torn = _read_lines(storage, outline.add, run_id)
@@ -182,9 +183,10 @@ def read_outline(storage: Storage, run_id: str | None = None) -> JournalOutline:
 
 
 def journal_process(storage: Storage, attempt: int) -> Process | None:
-    """The process that writes an attempt's journal, as its first line says; None while there is none, or if
-    it does not say. What a later version says there is not known: who goes on reads the journal, and is
-    refused. Raises `StorageError`.
+    """The process that writes an attempt's journal, from its first line.
+
+    None while there is no line, or if it does not name the process. A line of a later version counts as not
+    naming it: a process that continues reads the journal, and is refused. Raises `StorageError`.
     """
     try:
         first, end, _ = read_first(storage, attempt).partition(b"\n")
@@ -201,7 +203,7 @@ def journal_process(storage: Storage, attempt: int) -> Process | None:
 def _read_lines(
     storage: Storage, add: Callable[[dict[str, Any]], None], run_id: str | None
 ) -> tuple[str, ...]:
-    """Gives every line to `add`, and returns the segments that are torn."""
+    """Calls `add` with every line, and returns the segments that are torn."""
     torn = []
     for attempt in journals(storage):
         found = segments(storage, attempt)
@@ -222,15 +224,17 @@ def _read_lines(
 
 
 def _require_own(path: str, data: bytes, run_id: str | None) -> None:
-    """Every line says whose it is; the first speaks for its segment, unless it was cut off before its end.
-    Where a later version wrote it, that is what is said.
+    """Checks the run id of a segment's first line, unless that line was cut off.
+
+    Every line has the run id; the first line stands for its segment. If a later version wrote it, that is
+    reported instead.
     """
     require_known_begin(path, data)
     first, end, _ = data.partition(b"\n")
     try:
         found = orjson.loads(first).get("run_id", "") if end and run_id is not None else run_id
     except (orjson.JSONDecodeError, AttributeError):
-        return  # reading its lines says what is wrong
+        return  # reading its lines reports the error
     if found != run_id:
         raise StorageError(
             f"{path} belongs to run {found or 'without an id'}, run.json says {run_id or 'without an id'}: "
@@ -240,16 +244,17 @@ def _require_own(path: str, data: bytes, run_id: str | None) -> None:
 
 
 class _Lines:
-    """The lines of one attempt, each given to `add` once: a segment may begin with lines that stand at the
-    end of those before it (see `JournalWriter`). `torn`: the newest segment whose last line is not whole, and
-    does not stand in a later one.
+    """The lines of one attempt, each passed to `add` once.
+
+    A segment may begin with lines from the end of those before it (see `JournalWriter`). `torn`: the newest
+    segment whose last line is incomplete, and is not in a later one.
     """
 
     def __init__(self, add: Callable[[dict[str, Any]], None]) -> None:
         self.torn = ""
         self._add = add
-        self._next = 1  # the sequence number that has not been seen
-        self._known: dict[int, bytes] = {}  # lines that may come again
+        self._next = 1  # the next expected sequence number
+        self._known: dict[int, bytes] = {}  # lines that may be repeated
 
     def read(self, path: str, data: bytes) -> None:
         *lines, rest = data.split(b"\n")

@@ -1,7 +1,7 @@
-"""The number of the form of a journal's lines. Each line has it, and so has whatever part of a journal
-somebody holds: a segment, a piece of one, its last lines.
+"""The version number of the format of a journal's lines.
 
-It knows no kind and no file. Whoever reads a line asks here first, before it looks at any other field.
+Each line has it, and so does every part of a journal: a segment, a piece of one, its last lines. A reader
+checks it first, before any other field.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class LaterLineError(StorageError):
 
 
 def require_known(line: dict[str, Any], where: str = "") -> None:
-    """Raise `LaterLineError` with both numbers for a line of a later format, which `where` names,
-    `OrchestratorError` if what it has there is no number of a format.
+    """Raises `LaterLineError` with both numbers for a line of a later format, which `where` names.
+
+    Raises `OrchestratorError` if its format is no number of a format.
     """
     found = line.get("format", 1)
     if type(found) is not int or found < 1:
@@ -35,8 +36,9 @@ def require_known(line: dict[str, Any], where: str = "") -> None:
 
 
 def require_known_begin(path: str, data: bytes) -> None:
-    """Raise `LaterLineError` if the first line of a segment, or of a piece, is of a later format. One that is
-    not whole, or no line of a journal, says nothing: reading it tells what is wrong.
+    """Raises `LaterLineError` if the first line of a segment, or of a piece, is of a later format.
+
+    Ignores a line that is incomplete, or no line of a journal: reading it reports the error.
     """
     first, end, _ = data.partition(b"\n")
     try:

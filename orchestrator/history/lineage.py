@@ -1,9 +1,7 @@
-"""The effective history of a run: which steps and points follow from one another, by following parents back
-from the newest claim.
+"""The effective history of a run: follows parents back from the newest claim to the first state.
 
-It reads no storage: claims, parent files and journal records are given to it as values. It decides by names
-and keys alone, never by clocks, step labels or the order in which things were found (membership rules 1, 2
-and 6).
+Claims, parent files and journal records are passed in as values. Decisions use only names and keys, never
+clocks, step labels or the order in which things were found (membership rules 1, 2 and 6).
 """
 
 from __future__ import annotations
@@ -28,22 +26,21 @@ __all__ = [
     "require_sound",
 ]
 
-# What every holder of a step measured for itself: copies of a step's record may differ in these.
+# The fields that every rank measures itself: copies of a step's record may differ in these.
 _TIMINGS = frozenset({"step_s", "data_wait_s", "save_blocked_s", "ended", "peak_memory_bytes"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """The part of a generation that belongs to the history: the states with labels from `start.step` up to,
-    not including, `stop_step`.
+    """The part of a generation that belongs to the history.
 
-    The first of them is the parent's state under the generation's own name; the steps trained are those of
-    `steps`.
+    It has the states with labels from `start.step` up to, not including, `stop_step`. The first of them is
+    the parent's state under the generation's own name. `steps` are the trained steps.
     """
 
     start: GenerationStart
     stop_step: int
-    open: bool  # nothing branched off: what this generation does further belongs to the history too
+    open: bool  # nothing branched off: further steps of this generation belong to the history too
 
     @property
     def steps(self) -> range:
@@ -53,10 +50,9 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lineage:
-    """The effective history, oldest first. With `errors` it is not to be trusted: nothing may be resumed or
-    deleted by it.
+    """The effective history, oldest first. With `errors` it must not be used to resume or delete anything.
 
-    `gaps` name steps that belong to the history but have no record; `orphans` counts records off the history.
+    `gaps` name steps that belong to the history but have no record. `orphans` counts records off the history.
     `attempts` are the claims on the chain, oldest first, with the names that each inherited.
     """
 
@@ -97,8 +93,8 @@ def effective_history(
     """The history as the chain of parents from the newest claim with a parent file back to the first state.
 
     It begins at that claim's newest generation, or, before it has formed one, at the claim's parent. Of each
-    generation only what lies at or before the branch to its child counts. Equal copies of a record count
-    once; unequal copies, a missing link, and a link that no honest writer makes are in `errors`, and the
+    generation only the part at or before the branch to its child counts. Equal copies of a record count once.
+    Unequal copies, a missing link, and a link that no correct writer makes are reported in `errors`, and the
     history then ends there.
     """
     chain = _Chain(claims, parents, generations)
@@ -127,11 +123,11 @@ def effective_history(
 def effective_chain(
     claims: Iterable[Claim], parents: Iterable[ClaimParent], generations: Iterable[GenerationStart]
 ) -> Lineage:
-    """The effective history without its steps: which points, generations and attempts are on it, by the same
-    rules as `effective_history`, at a cost that does not grow with the steps trained.
+    """The effective history without its steps: its points, generations and attempts.
 
-    `records`, `orphans` and `gaps` stay empty, and the open segment ends with its start. What only step
-    records can contradict is not found: unequal copies, gaps, counts that go back.
+    It follows the rules of `effective_history`, at a cost that does not grow with the steps trained.
+    `records`, `orphans` and `gaps` stay empty, and the open segment ends with its start. Errors that only
+    step records show are not found: unequal copies, gaps, counts that decrease.
     """
     chain = _Chain(claims, parents, generations)
     segments = chain.follow()
@@ -169,7 +165,8 @@ class _Chain:
             f"attempt {number} has a journal but no claim (attempts/{number:04d}.json); restore the file"
             for number in sorted(self._written() - set(self.claims))
         ]
-        # it is durable before the attempt's journal is begun, so that no crash leaves this (rule 6)
+        # the parent file is durable before the attempt's journal begins, so a crash cannot cause this (rule
+        # 6)
         self.errors += [
             f"attempt {number} has a journal but no whole parent file (attempts/{number:04d}.parent.json); "
             "restore the file"
@@ -179,7 +176,7 @@ class _Chain:
         self.newest = max((number for number in self.parents if number in self.claims), default=None)
 
     def _written(self) -> set[int]:
-        """The attempts of which the journal has a generation."""
+        """The attempts with a generation in the journal."""
         return {attempt for attempt, _ in {*self.generations} - self._origins}
 
     def _by(self, values: Iterable[Any], name: Any, what: str) -> dict[Any, Any]:
@@ -212,7 +209,7 @@ class _Chain:
         return segments[::-1]
 
     def claims_on(self, segments: Iterable[Segment]) -> list[ClaimParent]:
-        """The parent files of the attempts on the chain, the newest claim's included, oldest first."""
+        """The parent files of the attempts on the chain, including the newest claim's, oldest first."""
         numbers = {self.newest, *(segment.start.attempt for segment in segments)}
         return [self.parents[number] for number in sorted(self.parents) if number in numbers]
 
@@ -226,7 +223,7 @@ class _Chain:
         return None
 
     def _parent_of(self, start: GenerationStart) -> StateKey | None:
-        """The generation's parent, if an honest coordinator can have written it (else None, and an error)."""
+        """The generation's parent, if a correct coordinator can have written it (else None, and an error)."""
         wrong = self._wrong_parent(start)
         if wrong:
             self.errors.append(f"generation {start.generation} of attempt {start.attempt} {wrong}")
@@ -247,8 +244,9 @@ class _Chain:
         return f"continues {parent.point_name}, which its claim did not inherit and another launch made"
 
     def _same_launch(self, older: int, newer: int) -> bool:
-        """Whether one launch made all claims from `older` to `newer`: only then can members carry a state
-        over (membership rule 8).
+        """Whether one launch made all claims from `older` to `newer`.
+
+        Only then can members carry a state over (membership rule 8).
         """
         launches = {self.claims[n].launch if n in self.claims else None for n in range(older, newer + 1)}
         return len(launches) == 1 and None not in launches
@@ -259,8 +257,9 @@ def _key(start: GenerationStart, step: int) -> StateKey:
 
 
 def _unique(records: Iterable[StepRecord], errors: list[str]) -> dict[StateKey, StepRecord]:
-    """The records by key; copies that differ in more than their holder's own timings are errors, and the
-    first one counts.
+    """The records by key.
+
+    Copies that differ in more than their holder's own timings are errors, and the first one counts.
     """
     found: dict[StateKey, StepRecord] = {}
     for record in records:
@@ -271,12 +270,12 @@ def _unique(records: Iterable[StepRecord], errors: list[str]) -> dict[StateKey, 
 
 
 def _substance(record: StepRecord) -> list[str]:
-    # by text, since a grad_norm that is not a number equals its copy too
+    # as text, because a grad_norm of NaN must equal its copy too
     return [repr(getattr(record, f.name)) for f in fields(record) if f.name not in _TIMINGS]
 
 
 def _closed(segment: Segment, by_key: Mapping[StateKey, StepRecord]) -> Segment:
-    """An open segment with the end that its records give it; a closed one as it is."""
+    """An open segment with the end that its records give it; a closed one unchanged."""
     if not segment.open:
         return segment
     last = max((key.step for key in by_key if (key.attempt, key.generation) == segment.start.id), default=0)
@@ -294,10 +293,10 @@ def _gaps(segment: Segment, found: list[StepRecord | None]) -> list[str]:
 def discontinuity(
     start: GenerationStart, previous: Segment | None, by_key: Mapping[StateKey, StepRecord]
 ) -> list[str]:
-    """A generation must begin with the counts at which its parent stood, as far as they are known."""
+    """A generation must begin with its parent's counts, as far as they are known."""
     at: GenerationStart | StepRecord | None = None
     if start.parent is not None and previous is not None:
-        # the parent is a trained step, or the state with which the parent's generation began
+        # the parent is a trained step, or the initial state of the parent's generation
         at = previous.start if start.parent.step == previous.start.step else by_key.get(start.parent)
     before = _counts(at) if at is not None else (0, 0, 0)
     if start.attempt == ORIGIN or (at is None and start.parent is not None) or _counts(start) == before:
@@ -313,7 +312,7 @@ def _counts(at: GenerationStart | StepRecord) -> tuple[int, int, int]:
 
 
 def _backwards(history: list[StepRecord]) -> list[str]:
-    """Every step must consume something; a history that goes back or stands still trains a token twice."""
+    """Every step must consume something: a history whose counts do not increase trains a token twice."""
     return [
         f"step {b.key.point_name} ends at consumed_tokens={b.consumed_tokens}, "
         f"the step before it, {a.key.point_name}, at {a.consumed_tokens}"
@@ -323,7 +322,7 @@ def _backwards(history: list[StepRecord]) -> list[str]:
 
 
 def require_sound(lineage: Lineage) -> Lineage:
-    """`lineage` itself; raises `OrchestratorError` with all its errors if it has any."""
+    """Returns `lineage`. Raises `OrchestratorError` with all its errors if it has any."""
     if lineage.errors:
         listed = "\n".join(f"  {error}" for error in lineage.errors)
         raise OrchestratorError(

@@ -1,8 +1,8 @@
-"""W&B, MLflow and trackio: the steps of a run that resume points hold, over consumed tokens, in one run of
-theirs for each of ours, whatever the number of starts.
+"""W&B, MLflow and trackio: logs the steps that resume points hold, over consumed tokens.
 
-A library is loaded in the thread of its sink, when the first metric comes. Keys, servers and projects come
-from where each library looks for them itself; of the configuration they get what is no secret.
+Each of our runs has one run in the logger, whatever the number of starts. A library is loaded in the thread
+of its sink, when the first metric comes. Each library looks up its keys, server and project itself. It
+receives the parts of the configuration that are not secret.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from orchestrator.errors import ConfigError
 from orchestrator.history.metrics import Sample
 from orchestrator.history.saved_history import SavedHistory, SavedStep
 
-PROJECT = "orchestrator"  # where the user's environment names none
+PROJECT = "orchestrator"  # if the user's environment names none
 TAG = "orchestrator.run_id"
-FINISH_S = 4.0  # of what the end of a run waits for its loggers
-_MLFLOW_BATCH = 1000  # metrics that its server takes at once
+FINISH_S = 4.0  # the end of a run waits this long for its loggers
+_MLFLOW_BATCH = 1000  # the maximum number of metrics in a request to its server
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggedRun:
-    """What a logger's run is made from. `id` is run.json's, empty for a run begun before runs had one.
+    """The data of a run for a logger. `id` is that of run.json, empty for a run that began before ids
+    existed.
+
     `config` is flat.
     """
 
@@ -40,18 +42,18 @@ class LoggedRun:
 
     @property
     def shown_config(self) -> dict[str, Any]:
-        """Without secrets."""
+        """The configuration without secrets."""
         return {path: redacted(value, path) for path, value in self.config.items()}
 
 
 class Target(Protocol):
-    """A logger's run that is open. What it raises ends its use."""
+    """An open run of a logger. An error that it raises ends its use."""
 
     def log(self, steps: Sequence[SavedStep]) -> None:
-        """Steps in their order, each later than those of its series before it."""
+        """Logs steps in order, each later than the steps of its series before it."""
 
     def finish(self) -> None:
-        """The launch has ended; a later one goes on with the same run."""
+        """The launch has ended. A later launch continues the same run."""
 
 
 class Logger:
@@ -83,13 +85,13 @@ class Logger:
 
 
 class _Wandb:
-    """Its own step only ever counts up, so positions are a metric, which it draws all others over."""
+    """W&B. Its own step can only increase, so positions are a metric, which is the x axis of all others."""
 
     def __init__(self, run: LoggedRun) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         wandb: Any = importlib.import_module("wandb")
         logs = run.folder / "logs"
-        logs.mkdir(exist_ok=True)  # not the run's own folder, if that is gone
+        logs.mkdir(exist_ok=True)  # not the run's own folder, if that was deleted
         self._run = wandb.init(
             id=run.id or run.name,
             resume="allow",
@@ -102,8 +104,8 @@ class _Wandb:
                 disable_code=True,
                 disable_git=True,
                 x_disable_stats=True,
-                x_disable_meta=True,  # the command line is among it
-                login_timeout=1,  # nobody answers a question
+                x_disable_meta=True,  # it includes the command line
+                login_timeout=1,  # no user can answer a prompt
                 finish_timeout=FINISH_S,
             ),
         )
@@ -120,7 +122,7 @@ class _Wandb:
 
 
 class _Mlflow:
-    """It gives a run an id of its own: ours is a tag, by which the run is found again."""
+    """MLflow. It assigns run ids itself, so our id is a tag by which the run is found again."""
 
     def __init__(self, run: LoggedRun) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -159,8 +161,9 @@ class _Mlflow:
 
 
 class _Trackio:
-    """It goes on with the newest run of a name, so the name has the beginning of the id. `step` is a name of
-    its own, so our label is `step_label` there.
+    """trackio. It resumes the newest run of a name, so the name contains the beginning of the id.
+
+    trackio reserves the name `step`, so our label is named `step_label` there.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -193,14 +196,14 @@ _TARGETS: dict[str, tuple[str, Callable[[LoggedRun], Target]]] = {
 
 
 def logger(name: str, run: LoggedRun, saved: SavedHistory) -> Logger:
-    """The sink of an entry of `monitor.loggers`; its library is not loaded yet."""
+    """The sink for an entry of `monitor.loggers`. Its library is not loaded yet."""
     title, target = _TARGETS[name]
     return Logger(title, lambda: target(run), saved)
 
 
 def require_loggers(names: Sequence[str]) -> None:
-    """Raises `ConfigError` if a logger that is asked for is not installed in this Python. Loads none."""
-    # a folder that is called as the library is, such as ./wandb, has a spec without an origin
+    """Raises `ConfigError` if a requested logger is not installed in this Python. Loads none."""
+    # a folder with the library's name, such as ./wandb, has a spec without an origin
     gone = [name for name in names if (s := importlib.util.find_spec(name)) is None or s.origin is None]
     if gone:
         raise ConfigError(

@@ -1,5 +1,6 @@
-"""Sends a run's metrics to where people look at them, in a thread: never on the step's path, never in the
-journal's way, and whatever a logger raises ends the logger, not the run.
+"""Sends a run's metrics to loggers, in a thread.
+
+Training steps and the journal never wait for it. An error of a logger ends the logger, not the run.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from orchestrator.history.metrics import PER_STEP, Meter, Sample
 from orchestrator.history.published_folder import PublishedFolder
 from orchestrator.records.steps import StepRecord
 
-CLOSE_S = 5.0  # how long the end of a run waits for a logger that hangs
+CLOSE_S = 5.0  # the end of a run waits this long for a logger that hangs
 BATCH = 1000
-HELD = 100_000  # facts that a logger which hangs may leave in memory
+HELD = 100_000  # the maximum number of facts in memory while a logger hangs
 
 
 class Sink(Protocol):
-    """Where samples go. What it raises ends its use, and is said once."""
+    """A destination of samples. An error that it raises ends its use, and is reported once."""
 
     name: str
 
     def take(self, sample: Sample, now: float) -> None:
-        """One sample; `now` is seconds since 1970."""
+        """Takes one sample; `now` is seconds since 1970."""
 
     def flush(self) -> None:
-        """Others may see what was taken."""
+        """Makes the samples visible to others."""
 
 
 class TensorBoard:
@@ -60,12 +61,13 @@ class TensorBoard:
 
 
 class MetricLog:
-    """A `history.journal.Listener`: gets what the journal gets, measures it and hands it to the sinks.
-    No method but `close` waits for anything.
+    """A `history.journal.Listener`: converts the journal's facts to samples and passes them to the sinks.
+
+    No method except `close` waits.
     """
 
     def __init__(self, meter: Meter, sinks: Sequence[Sink], now: Callable[[], float] = time.time) -> None:
-        """Without sinks nothing is started."""
+        """Without sinks, no thread is started."""
         self._meter, self._sinks, self._now = meter, list(sinks), now
         self._facts: queue.SimpleQueue[Callable[[], Sample | None] | None] = queue.SimpleQueue()
         self._troubles: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -87,16 +89,16 @@ class MetricLog:
         self._put(partial(self._meter.event, kind, fields, self._now()))
 
     def troubles(self) -> list[str]:
-        """What has gone wrong since the last call, for people."""
+        """The errors since the last call, as messages."""
         return [self._troubles.get_nowait() for _ in range(self._troubles.qsize())]
 
     def end(self) -> None:
-        """The thread ends when it has sent all that was heard; nothing waits for it here."""
+        """Lets the thread end once everything is sent. Does not wait."""
         if self._thread is not None:
             self._facts.put(None)
 
     def close(self, limit_s: float | None = None) -> None:
-        """All that was heard is sent, unless a sink hangs for `limit_s` (None: `CLOSE_S`)."""
+        """Waits until everything is sent, unless a sink hangs for `limit_s` (None: `CLOSE_S`)."""
         self.end()
         if self._thread is not None:
             self._thread.join(CLOSE_S if limit_s is None else limit_s)
@@ -131,9 +133,9 @@ class MetricLog:
             for sample in samples:
                 sink.take(sample, self._now())
             sink.flush()
-        except Exception as error:  # noqa: BLE001  no logger ends a run
+        except Exception as error:  # noqa: BLE001  a logger must not end a run
             self._sinks.remove(sink)
-            why = redacted_text(text_of(error))  # such as a server's URI
+            why = redacted_text(text_of(error))  # it may contain a server's URI
             self._troubles.put(
                 f"{sink.name} gets no more metrics of this attempt ({why}); the "
                 "run continues without it, and the journal has every step"
@@ -141,8 +143,9 @@ class MetricLog:
 
 
 class MetricLogs:
-    """A `history.journal.Listener` of several logs, each with a thread and a meter of its own: a logger that
-    waits for a network holds up no other.
+    """A `history.journal.Listener` with several logs, each with its own thread and meter.
+
+    A logger that waits for a network delays no other.
     """
 
     def __init__(
@@ -151,8 +154,9 @@ class MetricLogs:
         publish: Callable[[Callable[[str], None]], PublishedFolder] | None = None,
         troubles: Iterable[str] = (),
     ) -> None:
-        """`publish`: what publishes the files that the logs keep; it is given what hears of its troubles.
-        `troubles` came before.
+        """`publish` makes the publisher of the logs' files; its argument receives the publisher's errors.
+
+        `troubles` are earlier errors.
         """
         self._logs = tuple(logs)
         self._troubles: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -176,12 +180,12 @@ class MetricLogs:
             log.event(kind, fields)
 
     def troubles(self) -> list[str]:
-        """What has gone wrong since the last call, for people."""
+        """The errors since the last call, as messages."""
         own = [self._troubles.get_nowait() for _ in range(self._troubles.qsize())]
         return [*(text for log in self._logs for text in log.troubles()), *own]
 
     def close(self) -> None:
-        """All that was heard is sent; what hangs is waited for `CLOSE_S`, together."""
+        """Waits until everything is sent, for at most `CLOSE_S` for all logs together."""
         until = time.monotonic() + CLOSE_S
         for log in self._logs:
             log.end()

@@ -1,8 +1,7 @@
-"""The metrics of a run, declared once: name, unit, meaning; and what they are worth, from what the journal is
-told.
+"""The metrics of a run, declared once (name, unit, meaning), and their values, computed from the journal's
+facts.
 
-Pure. Where they are sent is another matter (`history.metric_log`); a dashboard or an alert may use only what
-is declared here.
+Pure. `history.metric_log` sends them. A dashboard or an alert may use only metrics declared here.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ PREFIX = "orchestrator_"  # of the names in Prometheus, after Ray's own `ray_`
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """A `gauge` is the newest value, a `counter` only grows while its launch lives. `unit` is "" for counts.
-    `per_step`: a gauge that each step has, which loggers keep with the step.
+    """A `gauge` has the newest value; a `counter` only grows while its launch lives.
+
+    `unit` is "" for counts. `per_step`: a gauge of every step, which loggers store with the step.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Metric:
 
     @property
     def prometheus(self) -> str:
-        """Its name where Prometheus reads it from a Ray node."""
+        """The metric's name in Prometheus, from a Ray node."""
         return f"ray_{PREFIX}{self.name}{'_total' if self.kind == 'counter' else ''}"
 
 
@@ -94,9 +94,11 @@ _COUNTED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """What changed: gauges' new values, and by how much counters grew. `tokens` is where a step ends in the
-    history, in consumed tokens, None where no step did. `rewound_to`: what loggers have of later tokens is
-    off the history from now on. `saved_to`: a resume point holds the history up to these tokens.
+    """The changes of metrics: new values of gauges, and increments of counters.
+
+    `tokens` is the end of a step in the history, in consumed tokens, None if there is no step. `rewound_to`:
+    a logger's values at later tokens are off the history from now on. `saved_to`: a resume point holds the
+    history up to these tokens.
     """
 
     values: Mapping[str, float]
@@ -105,7 +107,7 @@ class Sample:
     saved_to: int | None = None
 
 
-# fields of a step's record that are metrics by the same name
+# fields of a step's record that are metrics with the same name
 _OF_RECORD = (
     *("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s"),
     *("step", "consumed_tokens", "consumed_samples"),
@@ -113,18 +115,19 @@ _OF_RECORD = (
 
 
 class Meter:
-    """Keeps the metrics of one attempt, from the facts of its journal in their order. Steps of a generation
-    that is over, which come late, do not count.
+    """Computes the metrics of one attempt, from the facts of its journal in order.
+
+    Late steps of a generation that has ended do not count.
     """
 
     def __init__(self, saved_tokens: int = 0) -> None:
-        """`saved_tokens`: where the newest resume point stands when the attempt begins."""
+        """`saved_tokens`: the consumed tokens of the newest resume point when the attempt begins."""
         self._saved, self._world_size = saved_tokens, 0
         self._generation: tuple[int, int] | None = None
         self._last: tuple[StateKey | None, int] = (None, 0)  # the newest state, and its consumed tokens
 
     def generation(self, start: GenerationStart) -> Sample:
-        """A group was formed: the history goes on from its parent's state."""
+        """A group was formed: the history continues from its parent's state."""
         self._generation, self._world_size = start.id, start.world_size
         key = StateKey(attempt=start.attempt, generation=start.generation, step=start.step)
         self._last = (key, start.consumed_tokens)
@@ -141,7 +144,9 @@ class Meter:
         return Sample(values=values, rewound_to=start.consumed_tokens)
 
     def step(self, record: StepRecord, now: float) -> Sample | None:
-        """`now`: seconds since 1970. None for a step that does not lead on from the newest state."""
+        """The sample of a step. `now`: seconds since 1970. None for a step that does not follow the newest
+        state.
+        """
         if (record.attempt, record.generation) != self._generation or record.consumed_tokens <= self._last[1]:
             return None
         (before, tokens), self._last = self._last, (record.key, record.consumed_tokens)
@@ -157,7 +162,7 @@ class Meter:
         return Sample(values=values, tokens=record.consumed_tokens)
 
     def event(self, kind: EventKind, said: Mapping[str, Any], now: float) -> Sample | None:
-        """None for an event that changes no metric."""
+        """The sample of an event; None if it changes no metric."""
         values: dict[str, float] = {}
         saved_to: int | None = None
         if kind in _COUNTED:

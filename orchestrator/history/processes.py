@@ -1,6 +1,6 @@
-"""Whether the processes that could write for an attempt are known to have ended, on the machine that asks.
+"""Determines whether the processes that could write for an attempt have ended, on this machine.
 
-Of other machines' processes it knows nothing, and says so; it ends none.
+For processes of other machines the answer is no. It ends none.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from orchestrator.history.claims import Claim
 
 
 class AllEnded:
-    """Whether all that could write for an attempt is known to have ended: the driver of its launch, and the
-    process that writes its journal, both of this machine.
+    """Whether all processes that could write for an attempt are known to have ended.
 
-    That a driver is dead is not enough: its coordinator may live on for a while. An attempt without a journal
-    is not known to have ended, for its coordinator may be about to begin.
+    They are the driver of its launch, and the process that writes its journal, both of this machine. A dead
+    driver is not enough, because its coordinator may live on for a while. An attempt without a journal is not
+    known to have ended, because its coordinator may be about to begin.
     """
 
     def __init__(self, store: ClaimFiles, process_of: Callable[[int], Process | None]) -> None:
@@ -36,26 +36,28 @@ class AllEnded:
 
 
 def driver_was_killed(store: ClaimFiles, claim: Claim) -> bool:
-    """Whether the launch that made the claim was begun on this machine, by a process that is no more."""
+    """Whether the launch that made the claim was started on this machine, by a process that has ended."""
     driver = next((c for c in store.claims() if c.launch == claim.launch and c.pid), None)
     if driver is None:
         return False
     if driver.machine:
         return has_ended(driver.machine, driver.pid, driver.pid_start)
-    if driver.host != socket.gethostname():  # a claim of a version that said no more
+    if driver.host != socket.gethostname():  # a claim of a version that stored only this
         return False
     try:
         os.kill(driver.pid, 0)
     except ProcessLookupError:
         return True
     except PermissionError:
-        pass  # it lives, and is another user's
+        pass  # it is alive, and another user's
     return False
 
 
 def has_ended(machine: str, pid: int, pid_start: str) -> bool:
-    """Whether this process is surely no more: it was one of this machine since that was booted, and none has
-    its pid now, or another one that began later. False where nobody can know.
+    """Whether this process has certainly ended.
+
+    It was a process of this machine since its last boot, and its pid is now unused, or used by a later
+    process. False if that cannot be determined.
     """
     if not (machine and pid_start) or machine != machine_id():
         return False

@@ -1,7 +1,6 @@
-"""Files that people and other programs read and this machine writes bit by bit, where the run lies in a
-bucket: they grow in a folder here, and are published whole, again and again.
+"""Publishes files that grow on this machine to a run's bucket, whole and repeatedly.
 
-It knows no file's meaning. Nothing of the run depends on them.
+They are files that people and other programs read. The run does not depend on them.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from orchestrator.storage.files import Storage
 
 EVERY_S = 60.0
 _PIECE_BYTES = 1 << 20
-_State = tuple[int, int]  # of a file: bytes, time of its last change
+_State = tuple[int, int]  # of a file: bytes, modification time
 
 
 class PublishedFolder:
-    """Publishes the files below a folder under the same paths in a storage, those that changed, every 60 s
-    and at the end, from a thread. What storage refuses is said once and tried again the next time.
+    """Publishes the files below a folder under the same paths in a storage, from a thread.
 
-    Of a file that changes meanwhile a first part is published. A request that is repeated late may put an
-    older content in the place of the newest one, until that changes again.
+    Files that changed are published every 60 s and at the end. An error of the storage is reported once and
+    retried the next time. If a file changes meanwhile, its first part is published. A request that is
+    repeated late may replace the newest content with an older one, until the file changes again.
     """
 
     def __init__(
         self, storage: Storage, folder: Path, trouble: Callable[[str], None], every_s: float = EVERY_S
     ) -> None:
-        """`trouble` hears what goes wrong; it neither waits nor raises."""
+        """`trouble` receives errors; it must not wait or raise."""
         self._storage, self._folder, self._trouble, self._every_s = storage, folder, trouble, every_s
         self._published: dict[str, _State] = {}
         self._failed = self._is_whole = False
@@ -39,7 +38,7 @@ class PublishedFolder:
         self._thread.start()
 
     def close(self, limit_s: float) -> bool:
-        """What is there now is published, unless storage takes longer than `limit_s`, or fails: False."""
+        """Publishes the current files. Returns False if storage takes longer than `limit_s`, or fails."""
         self._over.set()
         self._thread.join(limit_s)
         return self._is_whole
@@ -70,7 +69,7 @@ class PublishedFolder:
         name = path.relative_to(self._folder).as_posix()
         try:
             found = path.stat()
-        except FileNotFoundError:  # a program's own, which it has deleted meanwhile
+        except FileNotFoundError:  # a program's own file, deleted meanwhile
             return
         state = found.st_size, found.st_mtime_ns
         if self._published.get(name) != state:

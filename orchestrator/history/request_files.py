@@ -1,12 +1,11 @@
-"""What is asked of a running launch by files in its storage: no network is needed, and any machine that sees
-the storage can ask.
+"""Requests to a running launch, as files in its storage.
 
-It knows names and contents of the files; what a request means, and whether anybody answers, is for others.
+They need no network: any machine that can access the storage can make a request.
 
     requests/<launch>/000001.json   sealed; Request. Created exclusively, numbered without gaps, never changed
 
-A launch reads those under its own id, one after the other, and answers each in its journal. Those of a launch
-that is gone are read by nobody: a new launch has another id, so that an old "stop" never stops it.
+A launch reads the requests under its own id in order, and answers each in its journal. Requests to a launch
+that has ended are never read: a new launch has another id, so that an old "stop" never stops it.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ _NAME = re.compile(r"(\d{6,})\.json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """`what` is save, stop or stop now; `by` is who asked (user@host) and `created` when (ISO 8601), for
-    people. `unreadable` says why a file of this number cannot be read (then it asks for nothing).
+    """`what` is save, stop or stop now. `by` (user@host) and `created` (ISO 8601) are for display.
+
+    `unreadable` is the reason why the file of this number cannot be read; it then requests nothing.
     """
 
     number: int
@@ -44,7 +44,7 @@ class Request:
 
 
 def asker() -> str:
-    """Who asks for something in this process, for people: user@host."""
+    """The user and host of this process, for display: user@host."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container without a name for its user
@@ -60,7 +60,7 @@ class RequestFiles:
         self._storage, self._launch, self._run_id = storage, launch, run_id
 
     def ask(self, what: str) -> Request:
-        """Write the next request; durable when it returns. Raises `StorageError`."""
+        """Writes the next request, which is durable when it returns. Raises `StorageError`."""
         matches = map(_NAME.fullmatch, self._storage.list(f"{FOLDER}/{self._launch}"))
         number = max((int(match[1]) for match in matches if match), default=0)
         while True:

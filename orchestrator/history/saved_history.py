@@ -1,8 +1,7 @@
-"""Which steps go to a logger that cannot take anything back, and under which name: those that a resume point
-holds, so that no failure can take them away.
+"""Selects the steps for a logger that cannot delete, and the names of their series.
 
-Pure. Only a rewind, or a damaged point, takes such steps away; what is trained from there on is another
-history, which gets a name of its own.
+They are the steps that a resume point holds, which no failure can undo. Pure. Only a rewind, or a damaged
+point, removes such steps. Training from there on is another history, with its own name.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ HELD = 100_000  # steps, some 100 MB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedStep:
-    """A step that a resume point holds: where it ends, in consumed tokens, when it was reported, in seconds
-    since 1970, and its metrics by the name of their series.
+    """A step that a resume point holds.
+
+    `tokens` is its end in consumed tokens, `time` the time of its report in seconds since 1970, `values` its
+    metrics by the name of their series.
     """
 
     tokens: int
@@ -30,19 +31,24 @@ class SavedStep:
 
 
 class SavedHistory:
-    """Keeps steps until a point holds them. `number` counts the run's histories from 1: it grows whenever one
-    begins before the end of what was saved. The series of the first are called as their metric is, those of
-    history 2 `history2/<metric>`: each only ever goes on, and where a later one has begun, it counts.
+    """Holds steps until a point has them.
+
+    `number` counts the run's histories from 1. It increases whenever a history begins before the end of the
+    saved one. The series of history 1 have the names of their metrics, those of history 2
+    `history2/<metric>`. Each series only grows, and where a later history has begun, the later one counts.
     """
 
     def __init__(self, number: int = 1, saved_to: int = 0, most: int = HELD) -> None:
-        """The history under way, the tokens up to which points hold it, how many steps it keeps."""
+        """The current history, the tokens up to which points hold it, and the maximum number of held
+        steps.
+        """
         self.number, self.saved_to, self._most = number, saved_to, most
         self._held: list[SavedStep] = []
 
     def take(self, sample: Sample) -> list[SavedStep]:
-        """The steps that are saved now, oldest first; each comes once. Raises `RefusedError` when it would
-        hold more than `most`.
+        """The steps that are saved now, oldest first, each once.
+
+        Raises `RefusedError` if more than `most` would be held.
         """
         if sample.rewound_to is not None:
             self._rewound(sample.rewound_to)
@@ -69,8 +75,9 @@ class SavedHistory:
 def saved_before(
     generations: Iterable[GenerationStart], points: Iterable[tuple[StateKey, int]]
 ) -> SavedHistory:
-    """Where an attempt begins: after these generations, and these points (with their consumed tokens) that
-    were committed, both of the attempts before it.
+    """The saved history when an attempt begins.
+
+    `generations` and the committed `points` (with their consumed tokens) are those of the attempts before it.
     """
     tokens_of: dict[tuple[int, int], list[int]] = {}
     for key, tokens in points:

@@ -1,7 +1,6 @@
-"""Where a journal's lines become durable: in files that grow, or, where a store has none, in pieces.
+"""Makes a journal's lines durable: in files that grow, or in pieces if the store cannot append.
 
-It knows bytes that end with a newline and the names of `segments`; it knows no line's meaning. One process
-writes an attempt's journal, and no name of it is ever used for other bytes.
+One process writes an attempt's journal, and no name of it is ever reused for other bytes.
 """
 
 from __future__ import annotations
@@ -17,43 +16,46 @@ from orchestrator.storage.files import Storage
 
 SEGMENT_BYTES = 16 << 20
 SEGMENT_PIECES = 256
-PIECES_EVERY_S = 5.0  # the least time between pieces that nobody waits for: each is an object, and a request
+PIECES_EVERY_S = 5.0  # minimum interval of pieces that no process waits for: each is an object
 
 
 class SegmentLog(Protocol):
     """The newest segment of a journal, and those that follow. For one thread at a time."""
 
-    least_flush_s: float  # what writes without being asked to waits so long between two flushes
+    least_flush_s: float  # the minimum interval of flushes that no process waits for
 
     def write(self, lines: list[bytes]) -> None:
-        """Make the lines durable, beginning a new segment whenever one is full; takes out of `lines` what is
-        durable, also when it raises.
+        """Makes the lines durable, beginning a new segment whenever one is full.
 
-        After a `StorageError` the next call gets the lines that were left, with new ones after them.
+        Removes the durable lines from `lines`, also if it raises. After a `StorageError`, pass the remaining
+        lines again, with new ones after them.
         """
         ...
 
     def why_lost(self) -> str:
-        """How it shows that the newest name does not lead to what was written here any more, because somebody
-        deleted or replaced it; empty if all is well. Raises `StorageError` if that cannot be determined.
+        """Why the newest name no longer leads to what was written here, because it was deleted or replaced.
+
+        Empty if all is well. Raises `StorageError` if that cannot be determined.
         """
         ...
 
     def close(self) -> None:
-        """Nothing follows in the newest segment. Raises `StorageError`; all that was written is durable."""
+        """Closes the newest segment. Raises `StorageError`; everything written is durable."""
         ...
 
 
 def segment_log(storage: Storage, attempt: int, segment_bytes: int) -> SegmentLog:
-    """The one for this storage. A segment is closed when it has reached `segment_bytes`."""
+    """The segment log for this storage. A segment is closed when it has reached `segment_bytes`."""
     if storage.traits.appends:
         return GrowingSegments(storage, attempt, segment_bytes)
     return SegmentsInPieces(storage, attempt, segment_bytes)
 
 
 class GrowingSegments:
-    """A file for each segment. What a failed call wrote comes again, in a new segment: so a segment may end
-    in lines that stand in the next one, too, and in a part of one.
+    """A file for each segment.
+
+    The lines of a failed call are written again, into a new segment. So a segment may end with lines that are
+    also in the next one, and with an incomplete line.
     """
 
     least_flush_s = 0.0
@@ -62,7 +64,7 @@ class GrowingSegments:
         self._storage, self._attempt, self._segment_bytes = storage, attempt, segment_bytes
         self.num_segments = 0
         self._file: AppendHandle | None = None
-        self._newest_file: AppendHandle | None = None  # of the newest segment, also when that is closed
+        self._newest_file: AppendHandle | None = None  # of the newest segment, also after that is closed
 
     def write(self, lines: list[bytes]) -> None:
         """See `SegmentLog`."""
@@ -74,10 +76,10 @@ class GrowingSegments:
                 self._file.write(b"".join(lines[:taken]))
                 self._file.sync()
                 if self._file.num_bytes >= self._segment_bytes:
-                    self.close()  # if that fails the lines come again: readers take each once
+                    self.close()  # if that fails, the lines are written again: readers take each once
                 del lines[:taken]
         except BaseException:
-            with suppress(Exception):  # the first failure is the one to tell
+            with suppress(Exception):  # the first failure is reported
                 self.close()
             raise
 
@@ -96,7 +98,7 @@ class GrowingSegments:
         try:
             file = self._storage.append(path)
         except StorageError:
-            # segments are numbered without gaps: one that was created although that failed keeps its number
+            # segments are numbered without gaps: one that exists despite the error keeps its number
             with suppress(StorageError):
                 self.num_segments += self._storage.exists(path)
             raise
@@ -105,18 +107,18 @@ class GrowingSegments:
 
 
 class SegmentsInPieces:
-    """A new object for each call, created exclusively, with whole lines: no line is ever torn. A segment that
-    is full is published as one object, and then its pieces are deleted; the next one begins only then.
+    """A new object for each call, created exclusively, with complete lines: no line is ever torn.
 
-    The claim gives the attempt's journal to one launch, so a create that is refused shows that another
-    process writes it by mistake.
+    A full segment is published as one object, and then its pieces are deleted. The next segment begins only
+    then. The claim gives the attempt's journal to one launch, so a refused create shows that another process
+    writes it by mistake.
 
-    An object that is put again and again would not do: a request that is repeated late could put an older
-    content in the place of a newer one. Here what comes late finds its name taken, or makes a piece that
-    stood there before, of a segment that is published.
+    Rewriting one object would not be safe: a request that is repeated late could replace newer content with
+    older. Here a late request finds its name taken, or creates a piece that existed before, of a segment that
+    is published.
 
-    A piece of which nobody knows whether it was created is tried again, with the same lines, until that is
-    known. Until a segment is published it is in memory, too: 16 MiB.
+    If it is not known whether a piece was created, the piece is tried again with the same lines, until that
+    is known. A segment is also in memory until it is published: 16 MiB.
     """
 
     least_flush_s = PIECES_EVERY_S
@@ -126,11 +128,11 @@ class SegmentsInPieces:
     ) -> None:
         self._storage, self._attempt = storage, attempt
         self._segment_bytes, self._segment_pieces = segment_bytes, segment_pieces
-        self._number = 1  # of the segment
-        self._pieces: list[bytes] = []  # of the segment, durable
+        self._number = 1  # of the current segment
+        self._pieces: list[bytes] = []  # of the current segment, durable
         self._num_bytes = 0  # in them
-        self._tried = 0  # the lines of the next piece, from its first try on
-        self._newest = ("", 0)  # path and bytes of what was published last
+        self._tried = 0  # the number of lines of the next piece, from its first try on
+        self._newest = ("", 0)  # path and bytes of what was written last
 
     def write(self, lines: list[bytes]) -> None:
         """See `SegmentLog`."""
@@ -185,8 +187,9 @@ class SegmentsInPieces:
             ) from error
 
     def _publish(self) -> None:
-        """Publish the segment, and take its pieces away. Anew from the begin if storage fails: the bytes are
-        the same.
+        """Publishes the segment, and deletes its pieces.
+
+        If storage fails, it starts again from the beginning: the bytes are the same.
         """
         path = segment_path(self._attempt, self._number)
         self._storage.put(path, lambda: self._pieces, self._num_bytes)
@@ -196,12 +199,12 @@ class SegmentsInPieces:
         )
         self._number += 1
         self._pieces, self._num_bytes = [], 0
-        with suppress(StorageError):  # nobody reads them any more: what stays costs its place
+        with suppress(StorageError):  # they are no longer read: the remaining ones only take space
             self._storage.delete(first)
             self._storage.delete_all(others)
 
 
 def num_taken(lines: list[bytes], room: int) -> int:
-    """How many of the lines go into a segment that is closed when `room` more bytes are in it."""
+    """The number of lines for a segment that is closed once `room` more bytes are in it."""
     sizes = itertools.accumulate(map(len, lines), initial=0)
     return sum(size < room for size in itertools.islice(sizes, len(lines)))

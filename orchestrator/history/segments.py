@@ -1,13 +1,13 @@
-"""The segments of a journal: their names, and their bytes, whether one lies in one file or still in pieces.
+"""The segments of a journal: their names, and their bytes, in one file or still in pieces.
 
-It knows no line. Every reader gets segments from here, and the writer its names:
+All readers get segments from here, and the writer gets its names:
 
-    journal/a0003/000001.jsonl            a segment; grows while it is the newest, where files can grow
-    journal/a0003/000002.p000001.jsonl    the first piece of a segment, where they cannot (`segment_log`)
+    journal/a0003/000001.jsonl            a segment; grows while it is the newest, if files can grow
+    journal/a0003/000002.p000001.jsonl    the first piece of a segment, if they cannot (`segment_log`)
 
-A segment's pieces, one after the other, are what the whole segment will be. It is published before the next
-one begins, and only then its pieces are deleted, the first one first. So a piece that is gone means that the
-whole segment is there, and what a reader has counted of the pieces holds for the segment.
+The pieces of a segment, joined in order, are the bytes of the whole segment. It is published before the next
+one begins, and only then its pieces are deleted, the first one first. So a missing piece means that the whole
+segment exists, and a reader's position in the pieces is valid in the segment.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from orchestrator.storage.files import Storage
 FOLDER = "journal"
 _ATTEMPT = re.compile(r"a(\d{4,})")
 _FILE = re.compile(r"(\d{6,})(?:\.p(\d{6,}))?\.jsonl")
-_LOOKS = 5  # at a folder whose names are of several moments
+_LOOKS = 5  # at a folder whose list is not of one moment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A file that has some whole lines of a segment, and its size. Never changed."""
+    """A file with some complete lines of a segment, and its size. Never changed."""
 
     path: str
     number: int
@@ -37,8 +37,10 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentRef:
-    """A segment as it was when it was listed. `path` is the whole segment's, also while it lies in `pieces`
-    (none: it is one file). `num_bytes`: what it had then; None where lists do not say that.
+    """A segment as it was when it was listed.
+
+    `path` is the whole segment's, even while it is in `pieces` (none: it is one file). `num_bytes` is its
+    size then; None if lists have no sizes.
     """
 
     attempt: int
@@ -49,14 +51,14 @@ class SegmentRef:
 
     @property
     def gone(self) -> tuple[str, ...]:
-        """The pieces that must have been there: one with a higher number is."""
+        """The missing pieces: a piece with a higher number exists."""
         found = {piece.number for piece in self.pieces}
         numbers = range(1, max(found, default=0))
         return tuple(piece_path(self.attempt, self.number, each) for each in numbers if each not in found)
 
 
 def journal_folder(attempt: int) -> str:
-    """Where an attempt's journal lies."""
+    """The folder of an attempt's journal."""
     return f"{FOLDER}/a{attempt:04d}"
 
 
@@ -77,9 +79,9 @@ def journals(storage: Storage) -> list[int]:
 
 
 def segments(storage: Storage, attempt: int) -> list[SegmentRef]:
-    """An attempt's segments by number; those that are gone leave gaps. May raise `StorageError`.
+    """An attempt's segments by number; missing ones leave gaps. May raise `StorageError`.
 
-    A list of more names than one answer holds is not of one moment. Where that shows, it is made again.
+    A list with more names than one response holds is not of one moment. If that shows, it is listed again.
     """
     for _ in range(_LOOKS):
         found = _listed(storage, attempt)
@@ -89,10 +91,10 @@ def segments(storage: Storage, attempt: int) -> list[SegmentRef]:
 
 
 def read_from(storage: Storage, ref: SegmentRef, offset: int = 0) -> bytes:
-    """A segment's bytes from `offset` on, as many as are there now or were when it was listed.
+    """A segment's bytes from `offset` on, as many as there are now or were when it was listed.
 
-    Raises `FileNotFoundError` if the segment is gone, `StorageError` if one of its pieces is, or it cannot be
-    read.
+    Raises `FileNotFoundError` if the segment is missing, `StorageError` if one of its pieces is, or it cannot
+    be read.
     """
     if ref.num_bytes is not None and ref.num_bytes <= offset:
         return b""
@@ -105,7 +107,7 @@ def read_from(storage: Storage, ref: SegmentRef, offset: int = 0) -> bytes:
             )
         try:
             return _joined(storage, ref.pieces, offset)
-        except FileNotFoundError:  # the segment was published since
+        except FileNotFoundError:  # the segment was published meanwhile
             now = {each.number: each for each in segments(storage, ref.attempt)}
             if ref.number not in now:
                 raise
@@ -116,8 +118,9 @@ def read_from(storage: Storage, ref: SegmentRef, offset: int = 0) -> bytes:
 
 
 def read_first(storage: Storage, attempt: int) -> bytes:
-    """The begin of an attempt's journal, all of which was written at once: its first piece, or its first
-    segment. Raises as `read_from`.
+    """The beginning of an attempt's journal: its first piece, or its first segment.
+
+    It was written in one call. Raises as `read_from`.
     """
     whole = segment_path(attempt, 1)
     try:
@@ -127,7 +130,7 @@ def read_first(storage: Storage, attempt: int) -> bytes:
             raise
     try:
         return storage.read(piece_path(attempt, 1, 1))
-    except FileNotFoundError:  # published in between, or there is none
+    except FileNotFoundError:  # published meanwhile, or there is none
         return storage.read(whole)
 
 

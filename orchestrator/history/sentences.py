@@ -1,8 +1,7 @@
-"""What people read of a run's events, one sentence each: who was lost and why, who came, who does not
-answer.
+"""Sentences about a run's events for users.
 
-Pure functions from facts to text, for the screen, the log file, `status` and whatever shows a run later, so
-that all of them say the same.
+Pure functions from facts to text, used by the screen, the log file, `status` and other displays, so that all
+of them show the same text.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from orchestrator.records.run_status import CODE, PEERS, GroupChange, GroupMembe
 DOT = " · "
 UNRESPONSIVE = "it stopped responding and was killed"
 DRAINED = "its node is about to be taken away"
-SCREEN_CHARS, SCREEN_LINES = 160, 12  # of a message that is not ours
+SCREEN_CHARS, SCREEN_LINES = 160, 12  # of a message of another program
 REASON_CHARS = 320  # of a line of a reason that may be ours: where, what, and what to do
-STILL_LEAST_S, STILL_MEDIANS = 30.0, 5.0  # when it is worth a line that everybody seems to work
+STILL_LEAST_S, STILL_MEDIANS = 30.0, 5.0  # when a stall of workers that all seem to work is reported
 _PROCESS_STATES = {
     "T": "its process is stopped (SIGSTOP)",
     "t": "its process is stopped by a debugger",
@@ -41,7 +40,7 @@ def loss(value: float | None) -> str:
 
 
 def worker(member: GroupMember) -> str:
-    """`worker 1 (10.0.0.7, pid 22506)`; without what is not known."""
+    """`worker 1 (10.0.0.7, pid 22506)`, without unknown parts."""
     rank = "a worker that was joining" if member.rank is None else f"worker {member.rank}"
     place = [member.host] if member.host else []
     place += [f"pid {member.pid}"] if member.pid else []
@@ -49,8 +48,8 @@ def worker(member: GroupMember) -> str:
 
 
 def workers(members: Sequence[GroupMember]) -> str:
-    """Several workers of one host in a few words: `3 workers on 10.0.0.7 (ranks 4, 5, 6)`,
-    `3 workers on 10.0.0.7 (rank 0, 2 that were joining)`.
+    """Several workers in short form: `3 workers on 10.0.0.7 (ranks 4, 5, 6)`, `3 workers on 10.0.0.7 (rank 0,
+    2 that were joining)`.
     """
     if len(members) == 1:
         return worker(members[0])
@@ -64,7 +63,7 @@ def workers(members: Sequence[GroupMember]) -> str:
 
 
 def losses(lost: Sequence[Loss]) -> str:
-    """Who was lost and why; those of one host with one reason together."""
+    """The lost workers and the reasons. Workers of one host with the same reason are grouped."""
     groups: dict[tuple[str, str], list[GroupMember]] = {}
     for loss in lost:
         groups.setdefault((loss.worker.host, loss.reason), []).append(loss.worker)
@@ -75,7 +74,7 @@ def losses(lost: Sequence[Loss]) -> str:
 
 
 def group_change(change: GroupChange, heard: Sequence[Loss] = ()) -> str:
-    """The line for a generation that was formed. `heard`: losses that were told before, and are not again."""
+    """The line for a generation that was formed. `heard`: losses that were already reported."""
     there = f"{change.world_size} of {change.wanted}"
     next_step = f"step {change.step + 1}"
     if change.paused_s is None and not change.lost and not change.restarted:
@@ -105,7 +104,7 @@ def group_change(change: GroupChange, heard: Sequence[Loss] = ()) -> str:
 
 
 def machine_refused(newcomer: GroupMember, kind: str, text: str, retry_s: float) -> str:
-    """The line for a newcomer whose machine cannot work for the run."""
+    """The line for a joining worker whose machine cannot work for the run."""
     parts = [
         f"{worker(newcomer)} cannot take part: {failure(kind, text)}",
         "the others train without it",
@@ -115,7 +114,7 @@ def machine_refused(newcomer: GroupMember, kind: str, text: str, retry_s: float)
 
 
 def waiting(lost: Sequence[Loss], minimum: int, wait_s: float) -> str:
-    """The line for a run that cannot go on: fewer workers than its minimum are there."""
+    """The line for a run that cannot continue: fewer workers than its minimum are left."""
     parts = [losses(lost)] if lost else []
     parts.append(f"fewer than {minimum} workers are left" if minimum > 1 else "no worker is left")
     parts.append(f"waiting up to {wait_s:g} s for a replacement (cluster.wait_s)")
@@ -123,9 +122,10 @@ def waiting(lost: Sequence[Loss], minimum: int, wait_s: float) -> str:
 
 
 def drained(course: str, hosts: Sequence[str], num_workers: int, grace_s: float, save_s: float | None) -> str:
-    """The line for nodes that are about to be taken away. `course`: what the group does about it
-    (`elastic.draining.Course`); `grace_s` inf: when they are idle; `save_s`: what a save takes, as far as
-    that is known.
+    """The line for nodes that are about to be removed.
+
+    `course`: the group's reaction (`elastic.draining.Course`). `grace_s` inf: when they are idle. `save_s`:
+    the time of a save, if known.
     """
     when = "when it is idle" if math.isinf(grace_s) else f"in {grace_s:.0f} s"
     what = (
@@ -151,7 +151,7 @@ def drained(course: str, hosts: Sequence[str], num_workers: int, grace_s: float,
 
 
 def cannot_leave(why: str) -> str:
-    """The line for a node that is not left after all, now."""
+    """The line for a node that is not left for now."""
     return (
         f"the workers of a node that is taken away train on with the others: {why}; it is tried again while "
         "there is time"
@@ -159,8 +159,9 @@ def cannot_leave(why: str) -> str:
 
 
 def saves_fail(retry_s: float, most_s: float) -> str:
-    """The line for the first save that storage failed: the next try comes in `retry_s`, each later one at
-    most `most_s` after the one before.
+    """The line for the first save that storage failed.
+
+    The next try comes in `retry_s`, each later one at most `most_s` after the one before.
     """
     return (
         f"a save that fails does not stop training: another one is tried in {retry_s:g} s, then ever later "
@@ -170,7 +171,7 @@ def saves_fail(retry_s: float, most_s: float) -> str:
 
 
 def deletes_fail(point: str, reason: str, most_s: float) -> str:
-    """The line for the first point that storage did not delete; it is tried at least every `most_s`."""
+    """The line for the first point that storage did not delete. It is tried at least every `most_s`."""
     return (
         f"resume point {point} is not needed any more and cannot be deleted: {reason}. Training goes on; "
         "older points stay, so that storage fills up. Let this process delete in run.storage: it tries again "
@@ -179,12 +180,12 @@ def deletes_fail(point: str, reason: str, most_s: float) -> str:
 
 
 def deletes_work(point: str) -> str:
-    """The line for the first one that is deleted then."""
+    """The line for the first point that is deleted after such a failure."""
     return f"old resume points are deleted again: {point} is gone, the others follow"
 
 
 def last_save_fails(limit_s: float) -> str:
-    """The same where no step follows. `limit_s`: for how long it is tried in all."""
+    """The same if no step follows. `limit_s`: the total time of the tries."""
     return (
         f"the last state of the run is not saved yet: it is tried for {limit_s:g} s, then the run ends "
         "without it. Nothing that was committed is lost; until a save succeeds, what was trained since the "
@@ -193,7 +194,7 @@ def last_save_fails(limit_s: float) -> str:
 
 
 def stop_within(by: str, grace_s: float, save_s: float | None, fits: bool) -> str:
-    """The line for a stop by who kills the launch in `grace_s` seconds."""
+    """The line for a stop by a caller that kills the launch in `grace_s` seconds."""
     if save_s is None:
         return f"{by}: {grace_s:.0f} s are left; how long a save takes is not known yet"
     if fits:
@@ -205,8 +206,10 @@ def stop_within(by: str, grace_s: float, save_s: float | None, fits: bool) -> st
 
 
 def asked(what: str, by: str, outcome: str = "", text: str = "") -> str:
-    """The line for a request from outside, when it is heard. `outcome` and `text` are of the answer, where it
-    is answered at once: then the line says only what became of it.
+    """The line for a received request.
+
+    `outcome` and `text` are those of the answer, if it is answered at once; then the line contains only the
+    result.
     """
     meant = {
         SAVE: ["a resume point is saved after this step"],
@@ -225,13 +228,13 @@ def part_died(part: str, pid: int, who: str) -> str:
 
 
 def died(part: str, pid: int, host: str, reason: str) -> str:
-    """The same with its reason, where that is looked at later; `pid` 0: it is not known."""
+    """The same with its reason, for a later look. `pid` 0: not known."""
     place = ", ".join([host] * bool(host) + [f"pid {pid}"] * bool(pid))
     return f"the {part}{f' ({place})' if place else ''} died: {reason}"
 
 
 def clock_jumped(by_s: float, known_by: str = "") -> str:
-    """`known_by`: what shows it, where the process itself did not note it."""
+    """The line for a jump of the clock. `known_by`: the evidence, if the process itself did not note it."""
     way = "forward" if by_s > 0 else "back"
     least = f"at least {-by_s:,.0f}" if known_by else f"{abs(by_s):,.0f}"
     shown = f" ({known_by})" if known_by else ""
@@ -248,7 +251,7 @@ def coordinator_is_frozen(pid: int, silent_s: float) -> str:
 
 
 def not_saved(by: str, grace_s: float) -> str:
-    """Why a launch ends whose last save took longer than it has."""
+    """The reason of a launch that ends because its last save took too long."""
     return (
         f"{by}: the last state could not be saved in the {grace_s:.0f} s that the launch had for it; start "
         "the same command again: it continues from the newest resume point"
@@ -265,8 +268,10 @@ def coordinator_is_slow(pid: int, silent_s: float) -> str:
 
 
 def stall(seen: Stall) -> list[str]:
-    """The lines for a group without a step for long: the workers that cannot answer, else those for which the
-    others wait in a collective. If all seem to work, one line says so, after max(30 s, 5 × median step).
+    """The lines for a group without a step for long.
+
+    They name the workers that cannot answer, else those for which the others wait in a collective. If all
+    seem to work, one line reports that, after max(30 s, 5 × median step).
     """
     held_up = [each for each in seen.held if each.state is None or each.state in _PROCESS_STATES]
     others = "the others wait for it" if len(held_up) < len(seen.held) else "nobody trains"
@@ -290,8 +295,9 @@ def stall(seen: Stall) -> list[str]:
 
 
 def _in_code(seen: Stall) -> list[str]:
-    """The lines for workers that have not come to the collective in which others wait for them. Where all
-    wait in it, one line names them and their machines.
+    """The lines for workers that have not entered the collective in which others wait for them.
+
+    If all wait in it, one line names them and their machines.
     """
     doing = [(each.worker, each.doing) for each in seen.held if each.doing is not None]
     waits = [who for who, what in doing if what.kind == PEERS]
@@ -319,8 +325,9 @@ def _in_code(seen: Stall) -> list[str]:
 
 
 def failure(kind: str, text: str) -> str:
-    """Why a worker ended that had the time to say so: the error's own last line. The class of one of ours
-    (`errors`) says nothing to people that its text does not.
+    """Why a worker ended that reported it: the last line of the error.
+
+    The class of one of our errors (`errors`) is left out, because its text is enough.
     """
     lines = [line for line in text.splitlines() if line.strip()] or [""]
     last = lines[-1].strip()
@@ -333,16 +340,18 @@ def ended(outcome: str, reason: str) -> str:
 
 
 def first_sentence(text: str, limit: int = SCREEN_CHARS) -> str:
-    """The beginning of a long text on one line: its first sentence, at most `limit` characters of it."""
+    """The first sentence of a text, on one line, at most `limit` characters."""
     line = " ".join(text.split())
     first = re.split(r"(?<=[.!?])\s", line, maxsplit=1)[0]
     return first if len(first) <= limit else first[: limit - 1] + "…"
 
 
 def shortened(text: str, where: str) -> str:
-    """A reason of many lines as the screen shows it: without the frames of tracebacks, at most `SCREEN_LINES`
-    lines, each at most `REASON_CHARS` long; all of it lies in the file `where` ("": there is none). What is
-    cut out of a line is its middle: where it happened stands at its begin, what to do at its end.
+    """A long reason in the form for the screen.
+
+    It has no frames of tracebacks, and at most `SCREEN_LINES` lines, each at most `REASON_CHARS` long. The
+    file `where` has the full text ("": there is none). Long lines are cut in the middle: the place is at the
+    beginning, the remedy at the end.
     """
     lines = [line for line in text.splitlines() if not re.match(r"\s+File \"|\s{4,}", line)]
     half = REASON_CHARS // 2
@@ -355,8 +364,9 @@ def shortened(text: str, where: str) -> str:
 
 
 def foreign(who: str, text: str, where: str) -> str:
-    """The one line on the screen for what another program says at length; all of it lies in the file
-    `where` ("": there is none).
+    """The one line on the screen for a long message of another program.
+
+    The file `where` has the full text ("": there is none).
     """
     line = re.sub(r"\x1b\[[0-9;]*m", "", text).strip()
     pid = re.search(r"Worker PID: (\d+).*?Worker exit type: (\w+)", line, re.DOTALL)

@@ -1,6 +1,4 @@
-"""Where the history of a run skips samples: the skips that its claims say, and the steps before which they
-lie.
-"""
+"""The skipped samples of a run's history: the skips of its claims, and the steps that follow them."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ from orchestrator.records.steps import StateKey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkipAt:
-    """A skip on the history: `attempt` claimed it, after the point `parent`, before the history's record
-    number `index`.
+    """A skip on the history.
+
+    `attempt` claimed it, after the point `parent`, before the history's record number `index`.
     """
 
     index: int
@@ -28,8 +27,8 @@ class SkipAt:
 def skips_of(lineage: Lineage) -> tuple[SkipAt, ...]:
     """All skips on the history, in order.
 
-    A claim's skip is on it where one of the attempt's generations continues the claim's own parent; others
-    continue a state that came from there, in which it is done.
+    A claim's skip is on the history if one of the attempt's generations continues the claim's own parent.
+    Other generations continue a state after that, which includes the skip.
     """
     ids = [(record.attempt, record.generation) for record in lineage.records]
     claims = {claim.attempt: claim for claim in lineage.attempts}
@@ -45,7 +44,7 @@ def skips_of(lineage: Lineage) -> tuple[SkipAt, ...]:
 
 
 def skip_claims(parents: Iterable[ClaimParent]) -> tuple[SkipClaim, ...]:
-    """The claims of a run that say a skip, also off its history."""
+    """The claims of a run with a skip, also off its history."""
     return tuple(
         SkipClaim(attempt=claim.attempt, parent=claim.parent, request=claim.skip.request)
         for claim in parents

@@ -1,7 +1,7 @@
-"""How people name steps of a run's history: `250`, or `a2:250` where attempts have labelled two steps alike
-(data rule 18).
+"""The names of steps of a run's history: `250`, or `a2:250` if two attempts have the same label (data rule
+18).
 
-It knows labels only: of records, or of the keys of steps that have none.
+Only labels are used: of records, or of the keys of steps without records.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STEPS = re.compile(rf"\s*(?:(?P<one>{_STEP})|({_STEP})?\s*:\s*({_STEP})?)\s*")
 
 
 def step_name(records: Steps, index: int) -> str:
-    """The name of `records[index]` in the history that `records` are."""
+    """The name of `records[index]` in the history `records`."""
     record = records[index]
     alike = sum(other.step == record.step for other in records)
     return str(record.step) if alike == 1 else f"a{record.attempt}:{record.step}"
@@ -52,8 +52,9 @@ def find_step(records: Steps, name: str) -> int:
 
 
 def numbering_note(records: Steps, index: int) -> str | None:
-    """What to say of a step whose label is not of the numbering that the newest steps have: labels are
-    counted anew where the batch size or seq_len changes. None for any other step.
+    """A note for a step whose label belongs to an older numbering than the newest steps.
+
+    Labels are counted anew when the batch size or seq_len changes. None for any other step.
     """
     anew = [i for i in range(index + 1, len(records)) if records[i].step != records[i - 1].step + 1]
     if not anew:
@@ -67,7 +68,7 @@ def numbering_note(records: Steps, index: int) -> str | None:
 
 
 def _left_out(records: Steps, label: int) -> str | None:
-    """Why no step has this label, where counting anew went over it."""
+    """Why no step has this label, if counting anew skipped it."""
     for before, after in pairwise(records):
         if before.step < label < after.step:
             return (
@@ -80,15 +81,15 @@ def _left_out(records: Steps, label: int) -> str | None:
 
 
 def names_steps(text: str) -> bool:
-    """Whether `text` is written as `find_steps` takes it."""
+    """Whether `text` has the form of `find_steps`."""
     return _STEPS.fullmatch(text) is not None
 
 
 def find_steps(records: Steps, text: str) -> range:
-    """The indices of `A:B`, both included; without A from the first step on, without B to the last; of one
+    """The indices of `A:B`, both included; without A from the first step, without B to the last; or of one
     step `A`.
 
-    Raises `RefusedError` as `find_step` does, for anything that is not `A:B`, and if B comes before A.
+    Raises `RefusedError` as `find_step`, for anything that is not `A:B`, and if B comes before A.
     """
     match = _STEPS.fullmatch(text)
     if match is None:

@@ -1,1 +1,1 @@
-"""From a command to a supervised launch: the API's functions, what every start does, and what workers run."""
+"""Launches a run: the API's functions, the steps of every start, and the code of workers."""

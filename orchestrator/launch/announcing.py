@@ -1,4 +1,4 @@
-"""What a start and its end say to people: what it continues, what it found, why it is done."""
+"""The messages of a start and its end: what it continues, what it found, and why it is done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.resume.points import parse_point_name
 
 
 def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan: ResumePlan) -> None:
-    """Says what this start continues, what it found damaged, and what differs."""
+    """Reports what this start continues, what it found damaged, and what differs."""
     for damage in attempt.found.damages:
         say(f"warning: {damage}; falling back to an older resume point")
     if attempt.point is None:
@@ -42,7 +42,7 @@ def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan:
 
 
 def _announce_data(say: Callable[[str], None], attempt: Attempt, plan: ResumePlan) -> None:
-    """What this start does with sources, samples and encoders."""
+    """Reports what this start does with sources, samples and encoders."""
     if attempt.skip is not None:
         first = attempt.skip.begin.drawn_samples
         say(
@@ -64,8 +64,9 @@ def _announce_data(say: Callable[[str], None], attempt: Attempt, plan: ResumePla
 
 
 def trained_again(attempt: Attempt) -> list[str]:
-    """What it costs that newer points were found damaged: the steps between, as their points were labelled.
-    Empty where none was.
+    """The steps that are trained again because newer points are damaged, as labelled by their points.
+
+    Empty if none was damaged.
     """
     if attempt.point is None or not attempt.found.damages:
         return []
@@ -74,13 +75,13 @@ def trained_again(attempt: Attempt) -> list[str]:
     what = f"steps {step + 1} to {last} ({last - step} of them) are"
     if last == step + 1:
         what = f"step {last} is"
-    elif last <= step:  # another batch size or seq_len in between has labelled the later point lower
+    elif last <= step:  # another batch size or seq_len has given the later point a lower label
         what = "the steps after it are"
     return [f"the newest whole resume point is {attempt.point.name}: {what} trained again"]
 
 
 def why_done(job: JobConfig, budgets: Budgets, record: StepRecord | None) -> str:
-    """Why a run that is done is done: its stop is reached, or the data have ended before it."""
+    """Why a run is done: it has reached its stop, or the data have ended before it."""
     tokens, samples = (record.consumed_tokens, record.consumed_samples) if record else (0, 0)
     if budgets.stop_tokens is not None and tokens >= budgets.stop_tokens:
         return f"{tokens:,} tokens are trained, as many as were asked for"
@@ -90,7 +91,7 @@ def why_done(job: JobConfig, budgets: Budgets, record: StepRecord | None) -> str
 
 
 def data_have_ended(job: JobConfig, *, already: bool) -> str:
-    """What to say where the data ended before a stop, and what leads further; `already`: before this
+    """The message for data that ended before a stop, with ways to continue. `already`: they ended before this
     start.
     """
     data = job.data

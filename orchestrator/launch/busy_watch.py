@@ -1,7 +1,6 @@
-"""Whether another launch works on the run: a start watches for its sign of life, and waits for what a killed
-driver left.
+"""Watches whether another launch is active on the run, and waits for the processes of a killed driver.
 
-What is a sign of life decides `history.busy`.
+`history.busy` decides from the observations.
 """
 
 from __future__ import annotations
@@ -25,13 +24,15 @@ from orchestrator.resume.store import RunStore
 
 BUSY_WATCH_S = 10.0
 ORPHANS_S = 90.0
-LOOK_S = 1.0  # a look at storage that takes longer than this shows nothing of the attempt meanwhile
+LOOK_S = 1.0  # an observation of storage that takes longer shows nothing about the attempt
 
 
 @contextmanager
 def watching(store: RunStore, say: Callable[[str], None]) -> Iterator[Callable[[], int]]:
-    """`refuse_busy` in a thread, while the block looks at everything else; what is given waits for its
-    result. Leaving the block ends the watch: an error and Ctrl-C wait for nobody.
+    """Runs `refuse_busy` in a thread while the block prepares the start. The yielded function waits for its
+    result.
+
+    Leaving the block ends the watch, so that an error and Ctrl-C need not wait.
     """
     over = threading.Event()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher:
@@ -43,12 +44,12 @@ def watching(store: RunStore, say: Callable[[str], None]) -> Iterator[Callable[[
 
 
 def refuse_busy(store: RunStore, say: Callable[[str], None], over: threading.Event | None = None) -> int:
-    """Watches for another launch that works on the run, at most 10 s; `BusyError` if there is one. Returns
-    the newest attempt's number (0: none): nobody is at work on it, so that `claimed` may take the next.
+    """Watches for at most 10 s whether another launch is active on the run; raises `BusyError` if so.
 
-    What a killed driver of this machine left is no launch: its processes end by themselves, within
-    `ORPHANS_S`, and are waited for; once they are known to have ended nothing is watched. What it waits for
-    it says, once. `over` ends the watch from another thread: `CancelledError`, which nobody sees.
+    Returns the newest attempt's number (0: none). No launch is active on it, so `claimed` may take the next
+    number. Processes that a killed driver of this machine left do not count: they end by themselves, within
+    `ORPHANS_S`, and are waited for. Once they are known to have ended, nothing is watched. A wait is reported
+    once. `over` ends the watch from another thread, with `CancelledError`, which is not shown.
     """
     pause, told = over or threading.Event(), False
 
@@ -84,8 +85,10 @@ def refuse_busy(store: RunStore, say: Callable[[str], None], over: threading.Eve
 
 
 def _silence_of(store: RunStore) -> Callable[[], float]:
-    """A clock for the watch: it stands while this process, or on this machine the one that keeps the newest
-    attempt's journal, could not run. What is late on a busy host is not dead.
+    """A clock for the watch that stops while a process could not run.
+
+    The processes are this one, and on this machine the one that writes the newest attempt's journal. A
+    process that is late on a busy host is not dead.
     """
     newest = store.newest_claim()
     process = None if newest is None else journal_process(store.storage, newest.number)

@@ -1,7 +1,6 @@
-"""Whether the memory of machines and their GPUs is enough for a job, how its state is divided so that it is,
-and what to say where it is not.
+"""Checks whether the memory of machines and GPUs is enough for a job, and chooses how its state is divided.
 
-Pure: machines are given as values. Needs are lower bounds, so that what is refused cannot work.
+Pure: machines are passed in as values. Needs are lower bounds, so a job that is refused cannot work.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from orchestrator.planning.state_layout import layout_of
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
-_MOST_WORKERS = 4096  # that are tried when a number is looked for that fits
-_SHOWN = 4  # machines that are listed by name
+_MOST_WORKERS = 4096  # tried in the search for a number that fits
+_SHOWN = 4  # machines listed by name
 _SIZE_NOT_KNOWN = (
     "the size of the model is not known before it is built (docs/howto/shards.md says when): what a worker "
     "holds of it is not counted, and refuses nothing"
@@ -31,8 +30,9 @@ _SIZE_NOT_KNOWN = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownMachines:
-    """The machines by which a plan judges; none: not known. `source` says how they are known; `before` is the
-    choice of an earlier attempt, by its number.
+    """The machines that a plan assumes; none: not known.
+
+    `source` is where they are known from. `before` is the choice of an earlier attempt, with its number.
     """
 
     machines: tuple[Machine, ...] = ()
@@ -42,8 +42,10 @@ class KnownMachines:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workers:
-    """For whom memory is needed: `num_workers` workers on the machines that are looked at, of `world_size` in
-    all (0: they are all), with the feed beside them or without.
+    """The workers that need memory.
+
+    `num_workers` workers run on the given machines, of `world_size` in all (0: all of them), with or without
+    the feed beside them.
     """
 
     num_workers: int
@@ -54,9 +56,11 @@ class Workers:
 def choose_parallel(
     job: JobConfig, workers: Workers, machines: Sequence[Machine], cluster: str = ""
 ) -> ParallelChoice:
-    """What `train.parallel` comes to on these machines. `auto`: replicate, unless memory or some GPU cannot
-    hold the whole state for each worker; then a shard for each worker. Where neither fits, what needs less.
-    A model whose size is not known is never cut, nor one that cannot be.
+    """The choice for `train.parallel` on these machines.
+
+    `auto`: replicate, unless memory or some GPU cannot hold the whole state for each worker; then a shard for
+    each worker. If neither fits, the one that needs less. A model of unknown size is never cut, nor one that
+    cannot be.
     """
     num_shards: int | None = 1
     size = model_size(job.model.config or {})
@@ -86,9 +90,11 @@ def choose_parallel(
 
 
 def _smaller(job: JobConfig, workers: Workers, machines: Sequence[Machine]) -> int | None:
-    """Shards where they fit, else the whole state where it fits if large GPUs are given to the workers, else
-    what needs less of what is scarce: copies for memory points make shards
-    need more of the machines' memory than the whole state does, where workers are few.
+    """Chooses shards if they fit, else the whole state if it fits on the larger GPUs, else the one that needs
+    less.
+
+    Copies for memory points make shards need more machine memory than the whole state if there are few
+    workers.
     """
     for fitting in (None, 1):
         if not _problems(job, fitting, workers, machines):
@@ -100,8 +106,9 @@ def _smaller(job: JobConfig, workers: Workers, machines: Sequence[Machine]) -> i
 
 
 def without_memory_points(job: JobConfig) -> JobConfig:
-    """The job for a group that makes no memory points whatever it asks for, and so needs no memory for them:
-    that of torchrun, whose ranks are all started again when one is lost.
+    """The job without memory points.
+
+    It is for torchrun, whose group makes none, because all its ranks are restarted when one is lost.
     """
     return job.model_copy(update={"resume": job.resume.model_copy(update={"memory_every_steps": None})})
 
@@ -109,8 +116,10 @@ def without_memory_points(job: JobConfig) -> JobConfig:
 def capacity_problems(
     job: JobConfig, num_shards: int | None, workers: Workers, machines: Sequence[Machine]
 ) -> list[str]:
-    """Why the job, its state cut into `num_shards`, cannot have its memory on these machines: what is needed,
-    what is there, and what to do; empty if it can, or where they do not say.
+    """Why the job, its state cut into `num_shards`, does not fit into the memory of these machines.
+
+    Each problem has what is needed, what is available, and a remedy. Empty if it fits, or if the memory is
+    not known.
     """
     found = _problems(job, num_shards, workers, machines)
     ways = _ways(job, num_shards, workers, machines) if found else []
@@ -120,8 +129,9 @@ def capacity_problems(
 def memory_problems(
     needs: Needs, num_workers: int, machines: Sequence[Machine], with_feed: bool = True
 ) -> list[str]:
-    """Why `num_workers` workers (and the feed) cannot have their memory on these machines: what is needed and
-    what is there; empty if they can, or where a machine does not say.
+    """Why `num_workers` workers (and the feed) do not fit into the memory of these machines.
+
+    Empty if they do, or if a machine's memory is not known.
     """
     if not machines or not all(machine.memory_bytes for machine in machines):
         return []
@@ -141,8 +151,10 @@ def memory_problems(
 def gpu_problems(
     needs: Needs, num_workers: int, machines: Sequence[Machine], every_gpu: bool = False
 ) -> list[str]:
-    """Why there are no GPUs for `num_workers` workers among these that have the memory; empty if there are,
-    or where one does not say. `every_gpu`: not even one may be too small, whoever gets it.
+    """Why too few of these GPUs have the memory for `num_workers` workers; empty if enough do, or if one is
+    not known.
+
+    `every_gpu`: not even one may be too small, because any of them may be assigned.
     """
     sizes = [size for machine in machines for size in machine.gpu_bytes]
     large = sum(size >= needs.gpu_bytes for size in sizes)
@@ -168,8 +180,8 @@ def machines_text(machines: Sequence[Machine], gpus: bool = True) -> str:
 
 
 def memory_plan(job: JobConfig, known: KnownMachines) -> tuple[list[str], list[str]]:
-    """What a plan says of the workers' memory, and why it refuses: with the machines that are known, else
-    nothing is refused.
+    """A plan's notes on the workers' memory, and its reasons to refuse. Without known machines nothing is
+    refused.
     """
     workers = Workers(num_workers=job.cluster.start_workers)
     choice = choose_parallel(job, workers, known.machines)
@@ -198,7 +210,7 @@ def memory_plan(job: JobConfig, known: KnownMachines) -> tuple[list[str], list[s
 
 
 def choice_note(job: JobConfig, before: tuple[int, ParallelChoice] | None, now: int | None) -> str:
-    """What is said where `auto` chooses another number of shards than an earlier attempt did; else empty."""
+    """The note if `auto` chooses another number of shards than an earlier attempt; else empty."""
     if job.train.parallel != "auto" or before is None or before[1].num_shards == now:
         return ""
     return (
@@ -209,7 +221,7 @@ def choice_note(job: JobConfig, before: tuple[int, ParallelChoice] | None, now: 
 
 
 def _replicas_note(job: JobConfig) -> str:
-    """What is said where `{shard: n, replicate: m}` is of another number of workers than are aimed at."""
+    """The note if `{shard: n, replicate: m}` is for another number of workers than the target."""
     asked, aim = job.train.parallel, job.cluster.max_workers
     if isinstance(asked, str) or asked.shard * asked.replicate == aim:
         return ""
@@ -221,8 +233,9 @@ def _replicas_note(job: JobConfig) -> str:
 
 
 def _too_few_note(job: JobConfig, num_shards: int | None, machines: Sequence[Machine]) -> list[str]:
-    """From how many workers on no machine can hold one's part any more, where the group may become so small:
-    they would be killed for want of memory, one after the other.
+    """The warning that from some number of workers down no machine can hold a worker's part.
+
+    If the group became so small, its workers would be killed for lack of memory, one after the other.
     """
     cluster, one_machine = job.cluster, len(machines) == 1
 
@@ -230,7 +243,7 @@ def _too_few_note(job: JobConfig, num_shards: int | None, machines: Sequence[Mac
         return _is_room_for_one(needs_of(job, num_shards, num, one_machine), machines)
 
     few = next((num for num in _fewer(cluster.min_workers, cluster.start_workers) if not fit(num)), None)
-    if few is None or not fit(cluster.start_workers):  # which is refused
+    if few is None or not fit(cluster.start_workers):  # then the job is refused
         return []
     needs = needs_of(job, num_shards, few, one_machine)
     each = f"{gib(needs.worker_bytes)} of memory" + (
@@ -244,8 +257,9 @@ def _too_few_note(job: JobConfig, num_shards: int | None, machines: Sequence[Mac
 
 
 def _fewer(least: int, start: int) -> Iterator[int]:
-    """The numbers of workers below `start`, the largest first; of very many those near both ends, because
-    what a worker needs differs little between them.
+    """The numbers of workers below `start`, the largest first.
+
+    Of very many only those near both ends, because a worker's needs differ little between them.
     """
     near = range(start - 1, max(least, start - _MOST_WORKERS) - 1, -1)
     yield from near
@@ -253,7 +267,7 @@ def _fewer(least: int, start: int) -> Iterator[int]:
 
 
 def _known_text(job: JobConfig, known: KnownMachines) -> str:
-    """By which machines a plan judges."""
+    """The machines that a plan assumes, as text."""
     if not known.machines:
         return "the machines' memory is not known here, nothing is refused by it: the start looks at them"
     text = f"judged by {known.source}: {machines_text(known.machines, job.cluster.use_gpu)}"
@@ -288,9 +302,9 @@ def _problems(
 
 
 def _ways(job: JobConfig, num_shards: int | None, workers: Workers, machines: Sequence[Machine]) -> list[str]:
-    """What could help, beside what each problem names."""
+    """Possible remedies, besides those that each problem names."""
     train, ways = job.train, _enough_workers(job, num_shards, workers, machines)
-    if workers.world_size in (0, workers.num_workers):  # else there are machines that are not known here
+    if workers.world_size in (0, workers.num_workers):  # else some machines are not known here
         ways += _fewer_workers(job, num_shards, workers, machines)
         ways = ways or ["no number of workers has room on these machines as it is"]
     if num_shards != 1 and train.precision == "float32":
@@ -306,8 +320,8 @@ def _ways(job: JobConfig, num_shards: int | None, workers: Workers, machines: Se
 def _enough_workers(
     job: JobConfig, num_shards: int | None, workers: Workers, machines: Sequence[Machine]
 ) -> list[str]:
-    """The fewest workers that fit with a shard each, with memory points or else without; nothing if there are
-    no such.
+    """The fewest workers that fit with a shard each, with memory points or else without; empty if there are
+    none.
     """
     first = (workers.world_size or workers.num_workers) + 1 if num_shards is None else 2
     settings = ["train.parallel=shard"]
@@ -325,7 +339,7 @@ def _enough_workers(
 def _fewer_workers(
     job: JobConfig, num_shards: int | None, workers: Workers, machines: Sequence[Machine]
 ) -> list[str]:
-    """The most workers below the wanted number that have room as it is; nothing if there are no such."""
+    """The most workers below the wanted number that fit; empty if there are none."""
     wanted = min(workers.num_workers, _MOST_WORKERS)
     for num in range(wanted - 1, 0, -1):
         if not _problems(job, num_shards, replace(workers, num_workers=num, world_size=0), machines):
@@ -336,8 +350,9 @@ def _fewer_workers(
 def _fewest(
     job: JobConfig, first: int, workers: Workers, machines: Sequence[Machine], with_points: bool
 ) -> tuple[int, Needs] | None:
-    """The fewest workers from `first` on that fit, and their needs: on the same machines, but where GPUs are
-    used with as many of them and of the largest GPU as it takes.
+    """The fewest workers from `first` on that fit, and their needs.
+
+    They are on the same machines; with GPUs, as many GPUs as needed, of the size of the largest.
     """
 
     def of_one(num: int) -> Needs:
@@ -346,7 +361,7 @@ def _fewest(
         return replace(needs, worker_bytes=needs.worker_bytes - points)
 
     counts = range(first, _MOST_WORKERS)
-    # of more workers each takes less, and all together take more
+    # with more workers each takes less, and all together take more
     at = bisect_left(counts, True, key=lambda num: _is_room_for_one(of_one(num), machines))
     if at == len(counts):
         return None

@@ -1,5 +1,6 @@
-"""The claim of a launch: makes the run if it is new, takes the next attempt, and shows others that it lives
-until the attempt's journal is begun.
+"""The claim of a launch: creates a new run, takes the next attempt, and keeps a heartbeat.
+
+The heartbeat lasts until the attempt's journal begins.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
 
 HEARTBEAT_EVERY_S = 2.0
-KILLED_S = 5.0  # how long a coordinator that was killed may take to be gone
+KILLED_S = 5.0  # how long a killed coordinator may take to end
 
 
 @contextmanager
@@ -56,14 +57,15 @@ def claimed(
     known: Sequence[Damage] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Attempt, ResumePlan]]:
-    """Makes the run if it is new, and claims the attempt after `watched` (of `refuse_busy`) for a launch; see
-    `coordinator.begin_launch`. Inside, this process shows other starts that the attempt is alive;
-    `process` is the one in whose name it claims, itself if not given; `command` and `parallel` as in
-    `Attempt`; `drawn` is what `look_before_start` drew; `known` as in `begin_launch`. `say` is called with
-    how far a long reading is.
+    """Creates the run if it is new, and claims the attempt after `watched` (of `refuse_busy`) for a launch.
 
-    Raises `BusyError` if another start was quicker. What goes wrong before the attempt's journal is begun
-    ends the attempt; afterwards whoever keeps the journal says its end.
+    See `coordinator.begin_launch`. Inside, this process keeps the attempt's heartbeat. `process` is the
+    process in whose name it claims, by default this one. `command` and `parallel` as in `Attempt`. `drawn` is
+    the skip that `look_before_start` drew. `known` as in `begin_launch`. `say` receives the progress of a
+    long reading.
+
+    Raises `BusyError` if another start was first. A failure before the attempt's journal begins ends the
+    attempt. Afterwards the journal's writer records its end.
     """
     run, first_weights = find_run(store), first_weights_of(store, job, say)
     if run is None and (fork := fork_to_begin(store, job, None)) is not None:
@@ -82,10 +84,10 @@ def claimed(
 def claiming(
     store: RunStore, run_id: str, number: int, why: str, process: Process | None = None
 ) -> Iterator[Claim]:
-    """Claims the attempt `number` for a launch of its own. Inside, this process shows other starts that the
-    attempt is alive. What goes wrong inside before the attempt's journal is begun ends the attempt.
+    """Claims the attempt `number` for a new launch.
 
-    Raises `BusyError` if another start was quicker.
+    Inside, this process keeps the attempt's heartbeat. A failure inside, before the attempt's journal begins,
+    ends the attempt. Raises `BusyError` if another start was first.
     """
     made = store.claim(number, secrets.token_hex(8), why, socket.gethostname(), run_id, process)
     with beating(store.start_heartbeat(made.number), HEARTBEAT_EVERY_S):
@@ -99,8 +101,10 @@ def claiming(
 
 
 def why_claimed(watched: int, *, forks: bool, from_: str) -> str:
-    """Why a start claims the attempt after `watched` (0: it is the first), as the claim says it. `forks`: the
-    run began as a fork. `from_`: `resume.from`, which only before the first attempt names another run.
+    """The `why` of a start's claim on the attempt after `watched` (0: it is the first).
+
+    `forks`: the run began as a fork. `from_`: `resume.from`, which names another run only before the first
+    attempt.
     """
     if not watched:
         return FORK if forks else START
@@ -108,7 +112,7 @@ def why_claimed(watched: int, *, forks: bool, from_: str) -> str:
 
 
 def _end_unbegun(store: RunStore, made: Claim, error: BaseException) -> None:
-    with suppress(OrchestratorError):  # where storage is what failed, `error` says so
+    with suppress(OrchestratorError):  # a failure of storage is what `error` reports
         newest = store.newest_claim()
         mine = newest is not None and (newest.number, newest.launch) == (made.number, made.launch)
         if mine and not store.storage.list(f"{JOURNAL}/a{made.number:04d}"):
@@ -117,11 +121,13 @@ def _end_unbegun(store: RunStore, made: Claim, error: BaseException) -> None:
 
 
 def end_of_silent(store: RunStore, made: Claim, error: CoordinatorSilentError) -> None:
-    """Writes down the end of the launch of the claim `made`, whose coordinator cannot: it was silent, and is
-    killed. Only where the process that kept the journal is known to have ended, which is waited for a while.
+    """Records the end of the launch of the claim `made`, whose silent coordinator was killed and cannot do
+    it.
+
+    Only if the process that kept the journal is known to have ended, which is waited for a while.
     """
     deadline = time.monotonic() + KILLED_S
-    with suppress(OrchestratorError):  # where storage is what failed, the next start watches the attempt
+    with suppress(OrchestratorError):  # if storage failed, the next start watches the attempt
         newest = store.newest_claim()
         if newest is None or newest.launch != made.launch:
             return
@@ -134,9 +140,10 @@ def end_of_silent(store: RunStore, made: Claim, error: CoordinatorSilentError) -
 
 
 def first_weights_of(store: RunStore, job: JobConfig, say: Callable[[str], None] = lambda text: None) -> str:
-    """The identity of what `model.init_from` holds, for a run that has no point yet; empty otherwise. All of
-    it is read; `say` as in `weights_identity`. Raises `ConfigError`, and `RefusedError` if an earlier start
-    of the run found other weights there.
+    """The identity of the weights in `model.init_from`, for a run without a point; empty otherwise.
+
+    All of them are read; `say` as in `weights_identity`. Raises `ConfigError`, and `RefusedError` if an
+    earlier start of the run found other weights there.
     """
     run = store.read_run()
     is_fork = run is not None and run.forked_from is not None  # it begins with a point's weights

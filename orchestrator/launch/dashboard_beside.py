@@ -1,7 +1,7 @@
-"""The run's page beside the run (`monitor.dashboard`): the command `dashboard` as a process of its own. It
-ends with the driver, however that ends, for it reads a pipe of which the driver holds the other end.
+"""Serves the run's dashboard (`monitor.dashboard`) beside the run, as a child process.
 
-It knows nothing of what the page shows, and the run does not depend on it.
+The child is the command `dashboard`. It reads a pipe of which the driver holds the other end, so it ends with
+the driver in any case. The run does not depend on it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
     from orchestrator.launch.progress import Progress
 
-END_S = 5.0  # how long its end is waited for
+END_S = 5.0  # how long to wait for its end
 
 
 @contextmanager
 def dashboard_beside(job: JobConfig, run: str, progress: Progress) -> Iterator[None]:
-    """Serves the run (its folder, or its URI) while inside, if the job asks for it; the link goes to the
-    screen alone. If it cannot be served a line says so, and the run goes on.
+    """Serves the run (its folder, or its URI) inside, if the job asks for it.
+
+    The link is shown only on the screen. If it cannot be served, a line reports that and the run continues.
     """
     process = _start(run, progress) if job.monitor.dashboard else None
     try:
@@ -42,7 +43,7 @@ def _start(run: str, progress: Progress) -> subprocess.Popen[str] | None:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is the driver's: it saves first
+            start_new_session=True,  # Ctrl-C belongs to the driver, which saves first
         )
     except OSError as error:
         progress.say(f"warning: {_why(str(error))}")
@@ -57,7 +58,7 @@ def _announce(process: subprocess.Popen[str], progress: Progress) -> None:
     link = process.stdout.readline().strip()
     if link:
         progress.show_secret(f"dashboard: {link}")
-    said = process.stderr.read()  # until it ends; nothing stands in its way
+    said = process.stderr.read()  # until it ends
     if not link and process.stdin is not None and not process.stdin.closed:
         progress.say(f"warning: {_why(said)}")
 

@@ -1,6 +1,6 @@
-"""What `orchestrator doctor` says of a machine: facts in, one verdict for each out, with what to set and why.
+"""The verdicts of `orchestrator doctor` about a machine: for each fact a verdict, what to set, and why.
 
-Pure. `launch.doctor_facts` finds the facts; neither starts or loads Ray or torch.
+Pure. `launch.doctor_facts` finds the facts. Neither loads Ray or torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from orchestrator.launch.doctor_bucket import BucketFacts, judge_bucket
 from orchestrator.launch.doctor_check import Check, State
 from orchestrator.launch.doctor_mount import Mount, judge_mount
 
-# by package: what pyproject.toml asks for, and the version that the tests run with (constraints.txt)
+# by package: the requirement in pyproject.toml, and the version that the tests use (constraints.txt)
 VERSIONS = {
     "ray": ("==2.60.*", "2.60.0"),
     "torch": (">=2.11", "2.13.0"),
@@ -23,22 +23,24 @@ VERSIONS = {
     "pydantic": (">=2", "2.14.3"),
 }
 PYTHON = ">=3.11"
-FREE_BYTES = (1 << 30, 20 << 30)  # below the first it is bad, below the second a warning; so for all pairs
+FREE_BYTES = (1 << 30, 20 << 30)  # bad below the first, a warning below the second; all pairs
 FSYNC_S = (5.0, 0.1)
 SKEW_S = 2.0
 SHM_BYTES = (256 << 20, 1 << 30)
 MEMORY_BYTES = (2 << 30, 4 << 30)
 OPEN_FILES = (1024, 8192)
-DEAD_NODE_S = 15.0  # the longest that Ray may take to call a node dead before it is worth a warning
+DEAD_NODE_S = 15.0  # the longest time until Ray declares a node dead without a warning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageFacts:
-    """What was tried in a folder. `trouble` is why nothing could be, "" if all was. `mount` is the one on
-    which it lies (None: not known), `exclusive` whether of several who create one name exactly one did,
-    `hard_links` whether it has them, `grows` whether a file that is open for reading shows what another
-    handle appends, `skew_s` the storage's clock minus this machine's. `missing` are the folders of its path
-    that do not exist, the outermost first: it was tried in the one around them.
+    """The results of the tests in a folder.
+
+    `trouble` is why no test was possible, "" if all were. `mount` is its mount (None: not known).
+    `exclusive`: of several concurrent creates of one name exactly one succeeded. `hard_links`: it supports
+    them. `grows`: a file that is open for reading shows what another handle appends. `skew_s` is the
+    storage's clock minus this machine's. `missing` are the folders of its path that do not exist, the
+    outermost first; the tests then ran in the folder around them.
     """
 
     folder: str
@@ -54,15 +56,16 @@ class StorageFacts:
 
     @property
     def kind(self) -> str:
-        """The type of the file system (`ext4`, `nfs4`, `tmpfs`); empty where it is not known."""
+        """The type of the file system (`ext4`, `nfs4`, `tmpfs`); empty if it is not known."""
         return self.mount.kind if self.mount else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuthFacts:
-    """Ray's authentication as this process would meet it. `mode` is $RAY_AUTH_MODE, `token` where a token is
-    found ("" for none), `is_default` whether that is ~/.ray/auth_token, `file_mode` the rights of its file,
-    `trouble` why a file that is named cannot be read.
+    """Ray's authentication in this process's environment.
+
+    `mode` is $RAY_AUTH_MODE. `token` is where a token was found ("" for none), `is_default` whether that is
+    ~/.ray/auth_token, `file_mode` the permissions of its file. `trouble` is why a named file cannot be read.
     """
 
     mode: str
@@ -74,8 +77,10 @@ class AuthFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterFacts:
-    """What answered at --address: `trouble` is why nothing did; `ray` is its version, "" where the port does
-    not tell; `wants_token` whether it asks for one.
+    """The answer at --address.
+
+    `trouble` is why there was none. `ray` is its version, "" if the port does not report it. `wants_token`:
+    it requires a token.
     """
 
     address: str
@@ -96,8 +101,10 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """All that is looked at; None where the system does not tell. `health`: Ray's health-check settings of
-    this process's environment, by their names; `ours` those that a Ray of our own gets.
+    """All facts; None if the system does not report one.
+
+    `health`: Ray's health-check settings in this process's environment, by name. `ours`: the settings of a
+    Ray that we start.
     """
 
     python: str
@@ -188,7 +195,7 @@ def _auth(facts: Facts) -> Check:
 
 
 def _open_token(auth: AuthFacts, check: Check) -> Check:
-    """A token that others can read is worth a warning of its own."""
+    """Adds a warning for a token that others can read."""
     if auth.file_mode is None or not auth.file_mode & 0o077:
         return check
     return Check(
@@ -206,9 +213,12 @@ def _open_token(auth: AuthFacts, check: Check) -> Check:
 
 
 def _health(facts: Facts) -> Check:
-    """A node that is cut off is dead to Ray when so many checks in a row have had no answer in time."""
+    """Checks how long Ray takes to declare a disconnected node dead.
+
+    That happens after a number of consecutive checks without an answer in time.
+    """
     period, timeout, failures = (_number(facts.health.get(name, "")) for name in facts.ours)
-    # what Ray 2.60 takes where nothing is set
+    # Ray 2.60's defaults
     seconds = ((period or 3000) + (timeout or 10_000)) * (failures or 5) / 1000
     limit = f"at most {DEAD_NODE_S:.0f} s"
     value = f"a node started from here and then cut off is dead after up to {seconds:.0f} s"
@@ -334,7 +344,7 @@ def _clock(found: StorageFacts) -> Check:
 
 
 def _folder(found: StorageFacts) -> Check:
-    """One folder is made by the first run; that the one around it is missing, too, is rather a typo."""
+    """One missing folder is made by the first run; a missing parent is more likely a typo."""
     volatile, alien = found.kind in ("tmpfs", "ramfs"), len(found.missing) > 1
     state = "can be made and written, it does not exist yet" if found.missing else "can be written"
     advice = ["it lies in memory: take a folder on a disk or a shared file system"] if volatile else []
@@ -404,8 +414,8 @@ def _measured(
     advice: str,
     high_is_bad: bool = False,
 ) -> Check:
-    """A figure with a limit that makes it bad and one that makes it a warning; the limit shown is the one
-    that is broken, or the second.
+    """A value with a limit for `bad` and one for `warn`. The shown limit is the violated one, or the
+    second.
     """
     sign = -1 if high_is_bad else 1
     bad, warn = (sign * value < sign * limit for limit in limits)

@@ -1,7 +1,7 @@
-"""What a bucket that would hold runs does and does not do: tried below its prefix, and judged.
+"""Tests the capabilities of a bucket for runs below its prefix, and judges them.
 
-It leaves nothing there. Clocks are not compared: nothing is decided by a bucket's, and one that is far from
-this machine's refuses every request and says so.
+It leaves nothing there. Clocks are not compared: no decision uses a bucket's clock, and a bucket whose clock
+differs much from this machine's refuses every request with a message.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from orchestrator.storage.buckets import no_conditional_create
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import join
 
-REQUEST_S = 0.5  # a request that takes longer is said to be slow
+REQUEST_S = 0.5  # slower requests are reported
 _CREATORS = 8
 _CONTENT = b"x" * 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketFacts:
-    """What was tried below a URI. `exclusive`: of several that created one name exactly one did; `listed`: a
-    list shows at once what was written; `reads`: it gives back what was written; `deletes`: nothing of it is
-    left; `request_s`: the slower of a write and a read of 4 KiB.
+    """The results of the tests below a URI.
+
+    `exclusive`: of several creates of one name exactly one succeeded. `listed`: a list shows at once what was
+    written. `reads`: it returns what was written. `deletes`: nothing is left. `request_s`: the slower of a
+    write and a read of 4 KiB.
     """
 
     location: str
@@ -39,7 +41,7 @@ class BucketFacts:
 
 
 def try_bucket(storage: Storage) -> BucketFacts:
-    """About 20 small requests. Raises `StorageError` with what to do if one is refused."""
+    """Runs the tests, with about 20 small requests. Raises `StorageError` with a remedy if one is refused."""
     name = f".doctor-{secrets.token_hex(4)}"
     tried, times = storage.beside(join(storage.root, name)), list[float]()
     try:
@@ -64,7 +66,7 @@ def try_bucket(storage: Storage) -> BucketFacts:
 
 
 def _creates_once(storage: Storage, name: str) -> bool:
-    """Whether one of several that create a name at the same time did so, and a later one does not."""
+    """Whether exactly one of several concurrent creates of a name succeeds, and a later one does not."""
     try:
         with ThreadPoolExecutor(_CREATORS) as threads:
             texts = [b"%d" % number for number in range(_CREATORS)]

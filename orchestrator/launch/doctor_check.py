@@ -1,4 +1,4 @@
-"""One line of what `orchestrator doctor` says."""
+"""One line of the output of `orchestrator doctor`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ State = Literal["ok", "warn", "bad"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One line: `value` is what was found, `limit` what it is measured by, `advice` what to set and why, ""
-    where nothing is to be done.
+    """One line: `value` is the finding, `limit` its reference, `advice` what to set and why, "" if nothing is
+    to be done.
     """
 
     name: str
@@ -21,5 +21,5 @@ class Check:
     advice: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The check as plain JSON values."""
         return asdict(self)

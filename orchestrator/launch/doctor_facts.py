@@ -1,5 +1,6 @@
-"""Finds what `launch.doctor` judges, within two seconds on a healthy machine: it starts no Ray, loads no
-torch, and leaves nothing in the storage that it tries.
+"""Collects the facts for `launch.doctor`, within two seconds on a healthy machine.
+
+It starts no Ray, loads no torch, and leaves nothing in the storage that it tests.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.home import expanded, home
 from orchestrator.storage.open import open_storage
 
-STORAGE_S = 10.0  # how long storage is waited for
+STORAGE_S = 10.0  # how long to wait for storage
 _CREATORS = 8
 
 
 def collect(storage: str, address: str | None) -> Facts:
-    """The facts of this machine, of the folder that would hold runs, and of a cluster's address."""
+    """The facts of this machine, of the folder for runs, and of a cluster's address."""
     with ThreadPoolExecutor(thread_name_prefix="doctor") as threads:  # each waits for something else
         gpus = threads.submit(_gpus)
         cluster = threads.submit(_cluster, address) if address else None
@@ -66,8 +67,10 @@ def collect(storage: str, address: str | None) -> Facts:
 
 
 def look_at_storage(folder: str, make: Callable[[str], Storage] = open_storage) -> StorageFacts | BucketFacts:
-    """Tries a folder in one of its own, which it removes. One that does not exist is tried where it would be
-    made. Of a bucket's URI what a bucket must do is tried. Storage that hangs is given up after `STORAGE_S`.
+    """Tests a folder in a temporary folder inside it, which it removes.
+
+    A folder that does not exist is tested where it would be made. For a bucket's URI, the bucket's required
+    capabilities are tested. Storage that hangs is given up after `STORAGE_S`.
     """
     asked = Asked(lambda: _try_storage(folder, make))
     asked.ask()
@@ -115,7 +118,7 @@ def _tried(folder: str, tried: Path, storage: Storage) -> StorageFacts:
         hard_links=_has_hard_links(tried),
         grows=_grows(storage, tried / "growing"),
         fsync_s=fsync_s,
-        # a file's time may be coarser than the clock, so a little before is no skew
+        # a file's time may be coarser than the clock, so a slightly earlier time is no skew
         skew_s=min(0.0, touched - before) + max(0.0, touched - after),
         free_bytes=machine.free_disk_bytes(str(tried)),
     )
@@ -156,7 +159,7 @@ def _cluster(address: str) -> ClusterFacts:
 
 
 def _gpus() -> Sequence[Gpu]:
-    """As NVIDIA's driver has them; none where there is none."""
+    """The GPUs of NVIDIA's driver; none without a driver."""
     try:
         return [
             Gpu(name=name, memory_bytes=int(memory) << 20, capability=float(capability))

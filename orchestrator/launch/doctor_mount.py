@@ -1,4 +1,4 @@
-"""The mount that holds a run's storage: how it is found, and which options of NFS make it unfit or slow."""
+"""The mount of a run's storage: finds it, and checks for NFS options that make it unfit or slow."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from pathlib import Path
 from orchestrator.launch.doctor_check import Check, State
 
 _MOUNTINFO = Path("/proc/self/mountinfo")
-# For how long programs of FUSE keep attributes by default; Linux does not list their options.
+# How long FUSE programs keep attributes by default; Linux does not list their options.
 _FUSE_AGES_S = {"fuse.sshfs": 20.0, "fuse.gcsfuse": 60.0, "fuse.s3fs": 900.0}
-_FIELDS_BEFORE_OPTIONAL = 6  # of a line of it: number, parent, device, root, place, options
+_FIELDS_BEFORE_OPTIONAL = 6  # of a line: number, parent, device, root, place, options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mount:
-    """A line of /proc/self/mountinfo: the folder `place` shows `source` (a device, `server:/export`). `kind`
-    is the type of the file system. `options` are those of the mount and of the file system (`rw`, `hard`,
-    `vers=4.2`).
+    """A line of /proc/self/mountinfo: the folder `place` shows `source` (a device, `server:/export`).
+
+    `kind` is the type of the file system. `options` are those of the mount and of the file system (`rw`,
+    `hard`, `vers=4.2`).
     """
 
     place: str
@@ -29,13 +30,14 @@ class Mount:
     options: tuple[str, ...]
 
     def value(self, name: str) -> str:
-        """What follows `name=`; empty without such an option."""
+        """The value of the option `name=`; empty without such an option."""
         return next((text for key, _, text in (o.partition("=") for o in self.options) if key == name), "")
 
 
 def mount_of(mountinfo: str, path: str) -> Mount | None:
-    """The mount on which `path` lies, which is absolute and without links; None if no line says. `mountinfo`
-    has the form of proc_pid_mountinfo(5); lines of another form are passed over.
+    """The mount of `path`, which is absolute and without links; None if no line has it.
+
+    `mountinfo` has the form of proc_pid_mountinfo(5); other lines are skipped.
     """
     found: Mount | None = None
     for line in mountinfo.splitlines():
@@ -48,7 +50,7 @@ def mount_of(mountinfo: str, path: str) -> Mount | None:
 
 
 def mount_at(folder: str) -> Mount | None:
-    """The mount on which a folder of this machine lies; None where the system does not tell (no Linux)."""
+    """The mount of a local folder; None if the system does not report it (no Linux)."""
     try:
         text = _MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
@@ -57,8 +59,10 @@ def mount_at(folder: str) -> Mount | None:
 
 
 def attributes_age_s(mount: Mount | None) -> float:
-    """How old what this machine knows of a file's size may be although the file was opened anew, in seconds.
-    0: an open asks the server, as NFS does without `nocto`, or the file system is none of those known here.
+    """The maximum age of this machine's cached file size after the file was opened, in seconds.
+
+    0: an open asks the server, as NFS does without `nocto`, or the file system is not one of those known
+    here.
     """
     if mount is None:
         return 0.0
@@ -77,7 +81,7 @@ def _seconds(mount: Mount, names: Sequence[str], default: float) -> float:
 
 
 def judge_mount(mount: Mount | None) -> Iterator[Check]:
-    """One check for a mount of NFS, none for any other. docs/storage.md explains what NFS needs."""
+    """One check for an NFS mount, none for any other. docs/storage.md explains what NFS needs."""
     if mount is None or mount.kind not in ("nfs", "nfs4"):
         return
     state, advice = _judged(mount)
@@ -120,7 +124,7 @@ def _judged(mount: Mount) -> tuple[State, Sequence[str]]:
 
 
 def _shown(mount: Mount) -> Iterator[str]:
-    """The options that matter, and the defaults of those that Linux does not list."""
+    """The relevant options, and the defaults of those that Linux does not list."""
     yield f"vers={mount.value('vers') or 'unknown'}"
     yield next((option for option in ("softerr", "soft") if option in mount.options), "hard")
     yield "nocto" if "nocto" in mount.options else "cto"

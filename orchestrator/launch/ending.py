@@ -1,5 +1,6 @@
-"""What is said when a launch has ended: how, where its results lie, and what to try next; nothing that is not
-there any more.
+"""The messages at the end of a launch: how it ended, where its results are, and what to try next.
+
+They mention only what still exists.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ END_LOOK_S = 5.0  # how long the end waits for a storage that may hang
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Left:
-    """What is there when a launch has ended: whether its folder is still the run's, and whether the newest
-    resume point lies in it.
+    """What exists at the end of a launch: whether its folder is still the run's, and has the newest resume
+    point.
     """
 
     run: bool
@@ -30,8 +31,9 @@ class Left:
 
 
 def say_end(progress: Progress, job: JobConfig, status: RunStatus, store: RunStore, run_id: str) -> RunStatus:
-    """How it ended, where the results lie, and what to try next: nothing that is not there any more. Returns
-    the status without a point that is gone. Waits at most `END_LOOK_S` for storage.
+    """Reports how the launch ended, where the results are, and what to try next.
+
+    Returns the status, without a point that is missing. Waits at most `END_LOOK_S` for storage.
     """
     step = status.last_step
     how = sentences.ended(status.ended or "failed", status.reason)
@@ -58,7 +60,7 @@ def _look_at_end(store: RunStore, run_id: str, point: str | None) -> Left:
 
 
 def end_lines(uri: str, status: RunStatus, left: Left | str) -> list[str]:
-    """Where the results lie, and what to try next. `left`: what is there, or why that is not known."""
+    """Where the results are, and what to try next. `left`: what exists, or why that is not known."""
     point = f"{uri}/points/{status.newest_point}"
     if status.newest_point is None:
         where = "no resume point was written"
@@ -72,7 +74,7 @@ def end_lines(uri: str, status: RunStatus, left: Left | str) -> list[str]:
 
 
 def next_commands(uri: str, *, trained: bool) -> list[str]:
-    """What to try next; nothing where nothing was trained, or is left, for there is nothing to look at."""
+    """What to try next; empty if nothing was trained, or nothing is left."""
     if not trained:
         return []
     uri = shlex.quote(uri)

@@ -1,7 +1,7 @@
-"""Weights-only copies beside the points while a run trains (`resume.export_every`): `exports/<point>/`.
+"""Weights-only copies of points while a run trains (`resume.export_every`): `exports/<point>/`.
 
-They are made from committed files, by a process of its own that the launch's driver starts (under torchrun:
-rank 0), so that no step waits and a failure ends nothing. It decides by the names in storage alone.
+They are made from committed files, by a process that the launch's driver starts (under torchrun: rank 0). So
+no step waits, and a failure ends nothing. Decisions use only the names in storage.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from orchestrator.resume.points import newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
 
 LOOK_EVERY_S = 1.0
-_REFUSED = 3  # how the process of an export ends where the last line says why
-LAST_LIMIT_S = 600.0  # how long the end of a launch waits for an export that is under way
-TO_END_S = 5.0  # what the launch needs of its grace time to end
+_REFUSED = 3  # exit code of an export whose last line is the reason
+LAST_LIMIT_S = 600.0  # how long the end of a launch waits for a running export
+TO_END_S = 5.0  # the part of its grace time that the launch needs to end
 
 
 @contextmanager
 def exporting(store: RunStore, attempt: int, every: int | None, say: Callable[[str], None]) -> Iterator[None]:
-    """While the block runs, every `every`-th point that is committed is exported; None: none is. `say` hears
-    of what could not be. Leaving the block waits for what is under way, at most `LAST_LIMIT_S`, and after
-    SIGTERM no longer than this process may live; an exception waits for nothing.
+    """Exports every `every`-th committed point while the block runs; None: none. `say` receives failures.
+
+    Leaving the block waits for a running export, at most `LAST_LIMIT_S`, and after SIGTERM only within this
+    process's grace time. An exception waits for nothing.
     """
     if every is None:
         yield
@@ -63,8 +64,10 @@ def exporting(store: RunStore, attempt: int, every: int | None, say: Callable[[s
 
 
 def due(committed: Sequence[str], every: int, since: int) -> tuple[list[str], int]:
-    """Which of newly committed points, oldest first, are exported, and how many have come since the last one
-    that is; `since` had come before.
+    """Which of newly committed points, oldest first, are exported, and how many have come since the last of
+    these.
+
+    `since` had come before.
     """
     chosen = []
     for name in committed:
@@ -77,14 +80,14 @@ def due(committed: Sequence[str], every: int, since: int) -> tuple[list[str], in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Seen:
-    """The points that are known, and how many of them were committed after the newest that is exported."""
+    """The known points, and how many of them were committed after the newest exported one."""
 
     points: set[str]
     since: int
 
 
 class Exports:
-    """The exports of one launch. `run` is a thread's; `over`: look once more, and end."""
+    """The exports of one launch. `run` is for a thread. `over`: look once more, and end."""
 
     def __init__(self, store: RunStore, attempt: int, every: int, say: Callable[[str], None]) -> None:
         self._store, self._attempt, self._every, self._say = store, attempt, every, say
@@ -93,7 +96,7 @@ class Exports:
         self.over = threading.Event()
 
     def run(self) -> None:
-        """Looks for new points until the launch is over. Whatever goes wrong is said, never raised."""
+        """Looks for new points until the launch is over. Failures are reported, never raised."""
         seen: _Seen | None = None
         try:
             while True:
@@ -102,11 +105,11 @@ class Exports:
                     seen = self._look(seen if seen is not None else self._begin())
                 if last or self._cut_off:
                     return
-        except Exception as error:  # noqa: BLE001  nobody awaits the thread, and training must go on
+        except Exception as error:  # noqa: BLE001  reported here; training must continue
             self._say(f"warning: no more points of this launch are exported: {text_of(error)}")
 
     def cut_off(self) -> None:
-        """Ends what is under way; what it has written is incomplete, and made again by the next launch."""
+        """Kills the running export. Its output is incomplete, and the next launch makes it again."""
         self._cut_off = True
         self.over.set()
         if self._process is not None:
@@ -114,8 +117,9 @@ class Exports:
 
     # ------------------------------------------------------------------------------------------------ inside
     def _begin(self) -> _Seen:
-        """What was there before this launch. What an older one left incomplete is made again, or taken away
-        where its point is gone.
+        """The state before this launch.
+
+        Incomplete exports of an older launch are made again, or deleted if their point is missing.
         """
         storage, there = self._store.storage, self._store.point_names()
         for name in find_exports(storage)[1]:
@@ -150,7 +154,7 @@ class Exports:
         self._say(f"exported {EXPORTS}/{name} in {time.monotonic() - began:.1f} s")
 
     def _where(self, name: str) -> dict[str, str]:
-        """The run's storage, and the Ray on whose nodes parts of the point lie, if there are such."""
+        """The run's storage, and the Ray on whose nodes parts of the point are, if there are any."""
         storage, address = self._store.storage, ""
         if (
             isinstance(storage, NodeStorage)
@@ -163,8 +167,8 @@ class Exports:
         return {"storage": storage.root, "ray": address}
 
     def _in_a_process(self, name: str) -> str:
-        """Why the export failed; empty if it did not."""
-        # it finds what this process finds, and what lies in the current folder
+        """Runs the export in a process. Returns why it failed; empty if it did not."""
+        # the child searches this process's path and the current folder
         places = [*(path for path in sys.path if path), os.getcwd()]
         self._process = subprocess.Popen(  # noqa: S603  this Python, and a module of ours
             [sys.executable, "-P", "-m", "orchestrator.launch.exports"],
@@ -177,7 +181,7 @@ class Exports:
         process = self._process
         assert process.stdin is not None, "there is a pipe"
         try:
-            # left open: that it closes is how the process hears that nobody waits for it any more
+            # kept open: its end shows the process that its result is no longer needed
             process.stdin.write(json.dumps({**self._where(name), "point": name}) + "\n")
             process.stdin.flush()
             assert process.stdout is not None, "there is a pipe"
@@ -195,7 +199,7 @@ class Exports:
 
 
 def _reached(location: str, address: str) -> NodeStorage:
-    """The run's storage; `address`: of the Ray on whose nodes parts of its points lie, "" for none."""
+    """The run's storage. `address`: the Ray on whose nodes parts of its points are, "" for none."""
     storage = run_storage(location)
     if address:
         import ray
@@ -208,7 +212,9 @@ def _reached(location: str, address: str) -> NodeStorage:
 
 
 def _main() -> None:
-    """The process of one export: a task as a line on stdin, the reason of a failure as the last on stdout."""
+    """The process of one export: a task as a line on stdin, the reason of a failure as the last line on
+    stdout.
+    """
     task = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     store = RunStore(_reached(task["storage"], task["ray"]))

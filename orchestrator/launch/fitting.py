@@ -1,7 +1,7 @@
-"""Does a job fit where it would run: memory by how its state is divided, CPUs, GPUs, disk and object store.
+"""Checks whether a job fits where it would run: memory, CPUs, GPUs, disk and object store.
 
-The driver's side: it asks the cluster, where one is connected. What is enough, `elastic.policy` and
-`capacity` say, of a job whose shape is known (`known_shape`). Importing it loads neither Ray nor torch.
+This is the driver's side, which queries a connected cluster. `elastic.policy` and `capacity` define what is
+enough, for a job whose shape is known (`known_shape`). Importing it loads neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from orchestrator.launch.node_disks import NodeDisks
     from orchestrator.planning.parallel_choice import Machine, ParallelChoice
 
-_FREED_S = 10.0  # how long a start waits for resources that a launch before it held
+_FREED_S = 10.0  # how long a start waits for resources of an earlier launch
 
 
 def limits_of(job: JobConfig) -> Limits:
-    """What a job asks of a cluster, and of each of its workers."""
+    """A job's requirements for a cluster, and for each of its workers."""
     from orchestrator.elastic.policy import Limits
 
     cluster = job.cluster
@@ -42,8 +42,10 @@ def limits_of(job: JobConfig) -> Limits:
 
 
 def divided_here(job: JobConfig, limits: Limits) -> ParallelChoice | None:
-    """How the state is divided, where a Ray is to be started on this machine, else None: the cluster's
-    machines are not known yet. Raises `ResourceError` where it does not fit.
+    """How the state is divided if a Ray is started on this machine, else None: the cluster's machines are not
+    yet known.
+
+    Raises `ResourceError` if it does not fit.
     """
     from orchestrator.cluster.connection import starts_local_ray
     from orchestrator.launch.machine_facts import machines_here
@@ -58,8 +60,10 @@ def divided_here(job: JobConfig, limits: Limits) -> ParallelChoice | None:
 def fitting(
     job: JobConfig, limits: Limits, storage: Storage, here: ParallelChoice | None, disks: NodeDisks
 ) -> tuple[ParallelChoice, Limits]:
-    """How the state is divided on the cluster (`here`, if that was found before), and the limits with which
-    the job fits. Raises `ResourceError`.
+    """How the state is divided on the cluster (`here`, if already determined), and the limits with which the
+    job fits.
+
+    Raises `ResourceError`.
     """
     from orchestrator.cluster.connection import address_of
     from orchestrator.launch.machine_facts import machines_of_cluster
@@ -86,7 +90,9 @@ def _divide(
     job: JobConfig, limits: Limits, machines: Sequence[Machine], cluster: str
 ) -> tuple[ParallelChoice, list[str]]:
     """How the state is divided on these machines, of the Ray at the address `cluster`, and why it does not
-    fit there: what others hold now is not subtracted, for they may end.
+    fit.
+
+    What other jobs use now is not subtracted, because they may end.
     """
     from orchestrator.launch.capacity import Workers, capacity_problems, choose_parallel
 
@@ -103,8 +109,9 @@ def _refuse(problems: Sequence[str]) -> None:
 def _preflight(
     job: JobConfig, needs: Needs, limits: Limits, storage: Storage, memory: Sequence[str]
 ) -> Limits:
-    """The limits with which the job fits: with a CPU for each tokenizer, else without. Raises `ResourceError`
-    with all that is missing; of `memory` that was found before.
+    """The limits with which the job fits: with a CPU for each tokenizer, else without.
+
+    Raises `ResourceError` with everything that is missing. `memory` are problems found before.
     """
     from orchestrator.elastic.policy import preflight, without_tokenizer_cpus
     from orchestrator.launch.node_facts import node_facts
@@ -121,7 +128,8 @@ def _preflight(
 
     problems: list[str] = []
     for asked in (limits, without_tokenizer_cpus(limits)):
-        # A killed launch's processes keep their CPUs until Ray has noticed: what would fit is waited for.
+        # The processes of a killed launch keep their CPUs until Ray notices its end: wait if it would then
+        # fit.
         deadline = time.monotonic() + _FREED_S
         while problems := look(nodes := node_facts(), asked):
             empty = tuple(replace(node, free_cpus=node.cpus, free_gpus=node.gpus) for node in nodes)
@@ -135,8 +143,9 @@ def _preflight(
 
 
 def _disk_bytes(job: JobConfig, needs: Needs, storage: Storage) -> tuple[int | None, int]:
-    """Free where the run lies (None: nobody knows, in a bucket, or its parts of points lie elsewhere), and
-    needed for the points that it keeps and one more.
+    """Free bytes at the run's storage, and bytes needed for the points that it keeps and one more.
+
+    Free is None if it is not known: in a bucket, or if parts of points are elsewhere.
     """
     from orchestrator.cluster.machine import free_disk_bytes
 

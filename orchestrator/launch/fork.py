@@ -1,5 +1,6 @@
-"""Making a new run of another one's resume point, without training: what it begins with, and the claim that
-takes the point over.
+"""Makes a new run from another run's resume point, without training.
+
+This is the new run's content, and the claim that takes the point over.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from orchestrator.storage.open import absolute, split
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForkPlan(PointPlan):
-    """What the run `fork` begins with. `stands_there`: it exists already, so that nothing is to be done.
-    `done`: it exists now.
+    """The content of the run `fork` at its beginning.
+
+    `stands_there`: it exists already, so that nothing is to be done. `done`: it exists now.
     """
 
     fork: str
@@ -43,7 +45,7 @@ class ForkPlan(PointPlan):
     done: bool = False
 
     def lines(self) -> list[str]:
-        """For people: what it would begin with, what is done to the run, and how to go on."""
+        """The plan as text: what the fork would begin with, what is done to the run, and how to continue."""
         begins = f"would be a run of its own that begins with {self.point} of {self.run}"
         lines = self.point_lines(f"{self.fork}: {begins}")
         if self.stands_there:
@@ -58,7 +60,7 @@ class ForkPlan(PointPlan):
         ]
 
     def outcome(self) -> str:
-        """For people, once it is done."""
+        """The result as text."""
         return f"forked: {self.fork} begins with {self.point} of {self.run}, where it is pinned"
 
 
@@ -72,14 +74,15 @@ def fork(
     run: str = "",
     pinned: bool = True,
 ) -> ForkPlan:
-    """Shows `agree` what the fork at `new_uri` would begin with, and makes it if that says yes. Returns the
-    plan, with what became of it. `pinned`: see `found_run`.
+    """Shows `agree` the plan of the fork at `new_uri`, and makes the fork if that returns True.
 
-    The run itself is only read, but for the pin on its point, so that a launch may work on it meanwhile.
-    After a kill the same command goes on, and so does a start of the fork, once its run.json is there.
-    Raises `RefusedError` if there is another run at `new_uri`, inside it or around it, and for what the
-    history does not have, `ResumePointError` for a point that is damaged, `BusyError` if somebody is at work
-    on the fork.
+    Returns the plan, with its result. `pinned`: see `found_run`. The run itself is only read, except for the
+    pin on its point, so that a launch may work on it meanwhile. After a kill, repeating the command
+    continues, and so does a start of the fork, once its run.json exists.
+
+    Raises `RefusedError` if there is another run at `new_uri`, inside it or around it, and for a place that
+    the history does not have, `ResumePointError` for a damaged point, `BusyError` if a launch is active on
+    the fork.
     """
     folder = absolute(new_uri)
     new = RunStore(store.storage.beside(folder))
@@ -125,8 +128,9 @@ def carry_out(
     say: Callable[[str], None] = lambda text: None,
     pinned: bool = True,
 ) -> None:
-    """Makes the fork, or what is missing of it: run.json, and an attempt that takes the point over and ends.
-    Raises as `fork` does.
+    """Makes the fork, or its missing parts: run.json, and an attempt that takes the point over and ends.
+
+    Raises as `fork`.
     """
     run = starting.find_run(new)
     newest = 0 if run is None else busy_watch.refuse_busy(new, say)
@@ -136,8 +140,9 @@ def carry_out(
 
 
 def take_over_and_end(store: RunStore, run: RunFile, newest: int, config: dict[str, Any], by: str) -> None:
-    """Claims the attempt after `newest` for a fork that has taken nothing over yet. Its history begins as
-    soon as the parent file is durable; a kill before that leaves it to the next start.
+    """Claims the attempt after `newest` for a fork that has taken nothing over yet.
+
+    Its history begins as soon as the parent file is durable. A kill before that leaves it to the next start.
     """
     with claiming.claiming(store, run.id, newest + 1, FORK) as claim:
         if survey(store).lineage.attempt is not None:
@@ -163,7 +168,7 @@ def take_over_and_end(store: RunStore, run: RunFile, newest: int, config: dict[s
 
 
 def _config(point: Point, folder: str) -> dict[str, Any]:
-    """The point's configuration under the fork's name. Raises `ConfigError` for a name that cannot be one."""
+    """The point's configuration with the fork's name. Raises `ConfigError` for an invalid name."""
     flat = in_todays_fields(point.config)
     storage, name = split(folder)
     job = parse_config(nested({**flat, "run.name": name, "run.storage": storage, "resume.from": "latest"}))

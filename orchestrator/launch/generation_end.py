@@ -1,7 +1,5 @@
-"""Whether the generation that a member is in is over, as its watching thread has heard: what is to be done
-then, and since when it is known.
-
-It knows neither coordinator nor group.
+"""Tracks whether a member's generation is over, as received by its watching thread, and the actions then
+due.
 """
 
 from __future__ import annotations
@@ -14,8 +12,10 @@ Identity = tuple[int, int]  # (attempt, generation)
 
 
 class GenerationEnd:
-    """One member's. `heard_at`: since when it knows that the generation it is in is over (monotonic clock;
-    None: it is not, or the member has left it).
+    """The end of one member's generation.
+
+    `heard_at`: since when the member knows that its current generation is over (monotonic clock; None: it is
+    not, or the member has left it).
     """
 
     def __init__(self) -> None:
@@ -25,21 +25,21 @@ class GenerationEnd:
         self.heard_at: float | None = None
 
     def enter(self, generation: Identity) -> None:
-        """The member is in this generation from now on."""
+        """The member enters this generation."""
         with self._lock:
             self._inside, self._act, self.heard_at = generation, None, None
 
     def leave(self) -> None:
-        """The member has left its generation: its end is nobody's business any more."""
+        """The member has left its generation. The generation's end no longer matters to it."""
         with self._lock:
             self._inside = self._act = self.heard_at = None
 
     def is_inside(self, generation: Identity) -> bool:
-        """Is the member in this generation still?"""
+        """Whether the member is still in this generation."""
         return self._inside == generation
 
     def hear(self, generation: Identity) -> None:
-        """This generation is over."""
+        """Records that this generation is over."""
         with self._lock:
             if self._inside != generation:
                 return
@@ -48,7 +48,9 @@ class GenerationEnd:
             act()
 
     def when_heard(self, generation: Identity, act: Callable[[], None]) -> None:
-        """Has `act` called by whoever hears of the end; by the caller, if it was heard already."""
+        """Registers `act` to be called when the end is recorded, in the thread that records it. Calls it at
+        once if the end is already recorded.
+        """
         with self._lock:
             assert self._inside == generation, f"a member of {self._inside} waits for the end of {generation}"
             self._act, known = act, self.heard_at is not None

@@ -1,7 +1,7 @@
-"""The transformers configuration by which a job's memory is judged: the job's own, that of the folder whose
-weights it continues, or in place of both the size that its model was found to have.
+"""The model configuration used to estimate a job's memory.
 
-It reads one small file, or has the model tried.
+It is the job's own, or that of the folder whose weights it continues, or instead of both the measured size of
+its model. This reads one small file, or tries the model.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 
 def with_known_shape(job: JobConfig, before: tuple[int, ParallelChoice] | None = None) -> JobConfig:
-    """The job, its `model.config` filled from `config.json` of `model.pretrained`, or where that does not say
-    how large the model is with the size that an earlier attempt has noted; as it is where nothing does.
+    """The job, with `model.config` filled from `config.json` of `model.pretrained`.
+
+    If that does not show the size of the model, the size that an earlier attempt recorded is used. Unchanged
+    if none is known.
     """
     shape = job.model.config
     if shape is None and job.model.pretrained is not None:
@@ -35,10 +37,10 @@ def with_known_shape(job: JobConfig, before: tuple[int, ParallelChoice] | None =
 def measured(
     job: JobConfig, plan: ResumePlan | None, before: tuple[int, ParallelChoice] | None
 ) -> tuple[JobConfig, ModelFacts | None]:
-    """`with_known_shape`, or where nothing says how large the model is what trying it has found: then with
-    all that it has. `before`: what an attempt of the run has noted (by its number), by which the model goes
-    that the run's point was made with. Raises `ConfigError` as `try_model`, but not of the model of a point,
-    nor without a plan.
+    """`with_known_shape`, or if the model's size is still not known, the facts measured by trying the model.
+
+    `before`: what an attempt of the run recorded (with its number); it applies to the model of the run's
+    point. Raises `ConfigError` as `try_model`, but not for the model of a point, nor without a plan.
     """
     is_new = plan is not None and is_to_try(plan)
     known = with_known_shape(job, None if is_new else before)
@@ -54,8 +56,8 @@ def measured(
 
 
 def _read(folder: Path) -> dict[str, object] | None:
-    """None where there is no such folder, or nothing there that can be read: whoever builds the model says
-    so.
+    """The configuration in a folder. None if there is no readable one: the code that builds the model reports
+    that.
     """
     try:
         shape = json.loads((folder / "config.json").read_bytes())

@@ -1,6 +1,7 @@
-"""What a start would do, without doing it: what it continues, whether it may, and how much is left to train.
+"""Determines what a start would do, without doing it: what it continues, whether it may, and how much is
+left.
 
-`plan` prints it; a start looks so first, and claims only what it may begin.
+`plan` prints the result. A start calls it first, and claims only what it may begin.
 """
 
 from __future__ import annotations
@@ -62,10 +63,13 @@ def look_before_start(
     watched: Callable[[], int],
     say: Callable[[str], None] = lambda text: None,
 ) -> ResumePlan:
-    """`look_ahead` for a start: one that would train draws what is to be skipped, so that data that end in it
-    are refused here; its workers compare the digests of what they load. One that has nothing left to train
-    reads all bytes of the point here, for nobody else would, and only when nobody is at work on the run any
-    more, as `watched` (of `watching`) says: what another launch still trains has not reached its end.
+    """`look_ahead` for a start.
+
+    A start that would train draws the samples that are to be skipped, so that data that end among them are
+    refused here. Its workers compare the digests of what they load. A start that has nothing left to train
+    reads all bytes of the point here, because no worker would. It does so only when no launch is active on
+    the run any more, as reported by `watched` (of `watching`): a launch that still trains has not reached its
+    end.
     """
     plan = look_ahead(store, job, spec, draw=True)
     if not reached(plan):
@@ -74,7 +78,7 @@ def look_before_start(
     try:
         each = ReadAtOnce(store.storage, say, "nothing is left to train; the newest resume point")
         return look_ahead(store, job, spec, fast=False, each=each)
-    except UnreachableNodeError as error:  # nothing is started that would reach it
+    except UnreachableNodeError as error:  # nothing that would access it is started
         return replace(plan, notes=(*plan.notes, f"not verified from here: {error}"))
 
 
@@ -88,10 +92,12 @@ def look_ahead(
     known: Sequence[Damage] = (),
     each: Each | None = None,
 ) -> ResumePlan:
-    """What a start would do now. `fast`, `known` and `each` as in `choose_point`; the plan's `damages` are
-    those of a reading of all bytes and the known ones. A new run's first records
-    are looked at (see `check_first_records`). With `draw` the samples that are to be skipped are read, as the
-    start does: where they end, and whether the data hold so many, is known then.
+    """What a start would do now.
+
+    `fast`, `known` and `each` as in `choose_point`. The plan's `damages` are those found by reading all
+    bytes, and the known ones. For a new run, the first records are read (see `check_first_records`). With
+    `draw` the samples that are to be skipped are read, as the start does: this determines where they end, and
+    whether the data have so many.
     """
     from orchestrator.data.code_process import call, needs_code
     from orchestrator.data.first_records import check_first_records
@@ -129,13 +135,14 @@ def _point_to_continue(
     spec: DataSpec,
     choose: Callable[[RunStore, Survey, str], tuple[Point | None, tuple[Damage, ...]]],
 ) -> tuple[Survey, DataSpec, Point | None, tuple[Damage, ...]]:
-    """What is there, the data, the point, and what is wrong with newer ones; of a run that may go on
-    meanwhile, and delete points.
+    """The survey, the data, the point, and the damages of newer points.
+
+    Handles a run that may continue meanwhile, and delete points.
     """
     for _ in range(LOOKS):
         seen = survey(store)
         if seen.lineage.records and spec.tokenizer_folder is None:
-            # a first start may have frozen them since they were looked at
+            # a first start may have frozen them since they were read
             spec = prepare(job, store.storage, freeze=False)
         require_frozen(seen, spec)
         require_journals(store, seen)
@@ -161,7 +168,7 @@ def _notes(
     damages: tuple[Damage, ...],
     fast: bool,
 ) -> list[str]:
-    """What else is to be said of what is continued."""
+    """Further notes on what is continued."""
     notes: list[str] = []
     if point is None and job.model.init_from is not None:
         from orchestrator.resume.init_weights import weights_sentence
@@ -170,7 +177,8 @@ def _notes(
     notes += [f"warning: {damage}; falling back to an older resume point" for damage in damages]
     if point is not None and fast:
         notes.append(said_of_files(store, point))
-    # twice: they are durable before the point is, but it may have come after the journal was read
+    # checked twice: the steps are durable before the point is, but the point may have come after the journal
+    # was read
     if point is not None and not has_its_steps(seen, point) and not has_its_steps(survey(store), point):
         notes.append(
             f"warning: the journal lacks records of steps before {point.name}: the run can go on, but "
@@ -180,8 +188,10 @@ def _notes(
 
 
 def said_of_files(store: RunStore, point: Point) -> str:
-    """What a look by sizes says of a point that it found whole: of files on the disks of nodes that are not
-    reached without a cluster only that it did not see them.
+    """The result of a check by sizes that found a point whole.
+
+    For files on the disks of nodes that are not accessible without a cluster, it reports that they were not
+    checked.
     """
     for entry in point.commit.files:
         if away := store.storage.away(point_path(point.name, entry.path)):
@@ -190,7 +200,7 @@ def said_of_files(store: RunStore, point: Point) -> str:
 
 
 def _run_to_look_at(store: RunStore) -> RunFile | None:
-    """As `find_run`; a new run's folder must not lie inside another run."""
+    """Like `find_run`. A new run's folder must not be inside another run."""
     if (run := find_run(store)) is None:
         refuse_inside(store)
     return run
@@ -239,14 +249,14 @@ def _with_drawn_skip(
 
 
 def reached(plan: ResumePlan) -> bool:
-    """Whether there is nothing left to train: the stop was reached by an earlier start."""
+    """Whether there is nothing left to train: an earlier start has reached the stop."""
     if plan.action == "refuse":
         raise plan.refusal
     return plan.action == "resume" and plan.remaining_steps == 0
 
 
 def stop_is_reached(job: JobConfig, plan: ResumePlan) -> str:
-    """What to say when there is nothing left to train."""
+    """The message if there is nothing left to train."""
     if plan.data_tokens == 0:
         return f"nothing is left to train at {plan.point}: {data_have_ended(job, already=False)}"
     undone = f". Note: {plan.restart_note}" if plan.restart_note else ""
@@ -258,15 +268,15 @@ def stop_is_reached(job: JobConfig, plan: ResumePlan) -> str:
 
 
 def feed_memory(job: JobConfig, spec: DataSpec) -> str:
-    """What a plan says of the memory of the feed's processes."""
+    """A plan's note on the memory of the feed's processes."""
     from orchestrator.data.feed.memory import memory_of
 
     return str(memory_of(job, spec))
 
 
 def judged_by_memory(job: JobConfig, store: RunStore, found: ResumePlan) -> ResumePlan:
-    """A plan, with what it says of the workers' memory, refused if the machines that are known without a
-    cluster cannot hold the job.
+    """A plan with its notes on the workers' memory, refused if the machines known without a cluster cannot
+    hold the job.
     """
     from orchestrator.cluster.connection import starts_local_ray
     from orchestrator.launch.machine_facts import known_machines
@@ -277,7 +287,7 @@ def judged_by_memory(job: JobConfig, store: RunStore, found: ResumePlan) -> Resu
 
 
 def _where(job: JobConfig, machines: Sequence[Machine]) -> str:
-    """On what machine a job that needs GPUs can start a Ray of its own; empty if on this one, `machines`."""
+    """Where a job that needs GPUs can start its own Ray; empty if on this machine, `machines`."""
     needed, seen = job.cluster.start_workers, sum(len(machine.gpu_bytes) for machine in machines)
     if seen >= needed:
         return ""
@@ -286,7 +296,7 @@ def _where(job: JobConfig, machines: Sequence[Machine]) -> str:
 
 
 def with_memory(job: JobConfig, known: KnownMachines, found: ResumePlan) -> ResumePlan:
-    """`judged_by_memory`, by these machines."""
+    """`judged_by_memory`, with these machines."""
     from orchestrator.launch.capacity import memory_plan
 
     notes, problems = memory_plan(job, known)
@@ -296,5 +306,5 @@ def with_memory(job: JobConfig, known: KnownMachines, found: ResumePlan) -> Resu
 def refused(
     found: ResumePlan, job: JobConfig, problems: Sequence[str], code: str | None = None
 ) -> ResumePlan:
-    """The plan, which refuses if there are problems; `code` is that of each of them."""
+    """The plan, refused if there are problems. `code` is the code of each of them."""
     return found.refused([f"{job.run.run_uri}: {problem}" for problem in problems], code)

@@ -1,6 +1,6 @@
-"""What a worker shows of its machine before it asks to join: the run's storage, packages and time are there.
+"""Checks a worker's machine before the worker asks to join: the run's storage, packages and clock.
 
-It needs no torch, so that a machine without it can say so.
+It does not import torch, so that a machine without torch can report that.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from orchestrator.resume.run_file import RUN_FILE, read_run
 from orchestrator.storage.files import Storage
 from orchestrator.storage.probe import PROBE
 
-# With another version of one of these a worker may train something else, or not understand the others.
+# With another version of one of these, a worker may train something else, or not understand the others.
 COMPARED = ("torch", "transformers", "tokenizers")
 STORAGE, PACKAGES = "machine.storage", "machine.packages"
 
 
 def packages_here() -> dict[str, str]:
-    """The versions that must be equal on all machines of a run; those that are not installed are left out."""
+    """The versions that must be equal on all machines of a run, without packages that are not installed."""
     found = {"orchestrator": __version__}
     for name in COMPARED:
         with suppress(PackageNotFoundError):
@@ -33,8 +33,9 @@ def packages_here() -> dict[str, str]:
 
 
 def require_packages(wanted: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """Raises `MachineError` if a package of the driver has another version `here`, or is missing. How a
-    version was built (`2.5.1+cu124`, `2.5.1+cpu`) may differ.
+    """Raises `MachineError` if a package of the driver has another version `here`, or is missing.
+
+    The builds of a version (`2.5.1+cu124`, `2.5.1+cpu`) may differ.
     """
     differ = [
         f"{name} {here.get(name, 'is not installed')} (the driver has {theirs})"
@@ -50,9 +51,11 @@ def require_packages(wanted: Mapping[str, str], here: Mapping[str, str]) -> None
 
 
 def require_storage(storage: Storage, run_id: str, ask: Callable[[MachineProof], Unfit | None]) -> None:
-    """Raises `MachineError` if `storage` is not the run's on this machine, cannot be written, or if the
-    coordinator, which `ask` asks, finds the machine unfit. Writes nothing before run.json was read: an empty
-    folder in the place of one that is not mounted stays empty. `run_id`: run.json's; "": the run has none.
+    """Raises `MachineError` if `storage` is not the run's on this machine, or cannot be written.
+
+    Also raises it if the coordinator, which `ask` queries, finds the machine unfit. Writes nothing before
+    run.json was read: an empty folder in place of a missing mount stays empty. `run_id`: that of run.json;
+    "": the run has none.
     """
     run = read_run(storage)
     if run is None:

@@ -1,7 +1,6 @@
-"""The machines that workers may run on, with their memory and that of their GPUs: looked at here, on a
-cluster, or as an earlier attempt has noted them.
+"""The machines that workers may run on, with their memory and that of their GPUs.
 
-It looks, and decides nothing.
+They are this machine, the nodes of a cluster, or those that an earlier attempt recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from orchestrator.planning.parallel_choice import Machine
 from orchestrator.resume.store import RunStore
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 20.0  # how long the nodes may take to say what GPUs they have
+_LOOK_S = 20.0  # how long the nodes may take to report their GPUs
 
 
 def machines_here(use_gpu: bool) -> tuple[Machine, ...]:
@@ -29,8 +28,10 @@ def machines_here(use_gpu: bool) -> tuple[Machine, ...]:
 
 
 def machines_of_cluster(use_gpu: bool) -> tuple[Machine, ...]:
-    """The nodes of the Ray that this process is connected to. Ray knows their memory; what GPUs they have
-    they are asked by a task on each, where `use_gpu`: a node that does not answer in time says nothing.
+    """The nodes of the Ray that this process is connected to.
+
+    Ray knows their memory. With `use_gpu`, a task on each node reports its GPUs; for a node that does not
+    answer in time they are not known.
     """
     from orchestrator.cluster.connection import nodes
 
@@ -40,7 +41,7 @@ def machines_of_cluster(use_gpu: bool) -> tuple[Machine, ...]:
     return tuple(
         Machine(
             host=node.host,
-            # Ray splits what it found available between these two; tokens in the object store are needed, too
+            # Ray divides the available memory between these two; tokens in the object store need memory, too
             memory_bytes=node.memory_bytes and node.memory_bytes + node.object_store_bytes,
             gpu_bytes=gpus.get(node.node_id) or (0,) * (int(node.gpus) if use_gpu else 0),
         )
@@ -49,8 +50,10 @@ def machines_of_cluster(use_gpu: bool) -> tuple[Machine, ...]:
 
 
 def known_machines(job: JobConfig, store: RunStore) -> KnownMachines:
-    """What a plan knows without a cluster: this machine, where a start would start a Ray on it; else those
-    that the newest attempt on the same cluster has noted. Raises `StorageError`.
+    """The machines known without a cluster. Raises `StorageError`.
+
+    They are this machine, if a start would start a Ray on it; else those that the newest attempt on the same
+    cluster recorded.
     """
     before = newest_choice(store.storage, store.claim_numbers())
     if starts_local_ray(job):
@@ -62,7 +65,7 @@ def known_machines(job: JobConfig, store: RunStore) -> KnownMachines:
 
 
 def noted_machines(store: RunStore) -> KnownMachines:
-    """The machines that the run's newest attempt has noted, wherever they are. Raises `StorageError`."""
+    """The machines that the run's newest attempt recorded, on any cluster. Raises `StorageError`."""
     before = newest_choice(store.storage, store.claim_numbers())
     if before is None or not before[1].machines:
         return KnownMachines(before=before)

@@ -1,6 +1,6 @@
-"""The least that a job needs of memory, disk and Ray's object store, in bytes, by its configuration.
+"""The minimum memory, disk and object store that a job needs, in bytes, from its configuration.
 
-Lower bounds: what they call too much cannot work; what they let pass may still be too much. Pure, no Ray.
+These are lower bounds: a job that exceeds them cannot work; a job within them may still be too large. Pure.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 # A process with Python, Ray and: torch and transformers; a tokenizer and the readers; neither.
 _WORKER_BYTES, _TOKENIZER_BYTES, _FEEDER_BYTES = 1 << 30, 700 << 20, 300 << 20
-_CUDA_BYTES = 256 << 20  # what CUDA and its libraries take of a GPU for one process, at least
+_CUDA_BYTES = 256 << 20  # the minimum that CUDA and its libraries take of a GPU for one process
 _TOKENIZER_OBJECT_BYTES = 16 << 20
-_TOKEN_BYTES = 4  # of a token that the feeder keeps
+_TOKEN_BYTES = 4  # of a token that the feeder holds
 _POINT_COPIES = 3  # weights and AdamW's two moments
-# Dense models with the three matrices of a gated feed-forward in every layer, and what transformers takes for
-# each where a configuration leaves it out, as far as it is not: an LM head of its own, heads of hidden_size /
-# num_attention_heads, no heads shared.
+# Dense models with the three matrices of a gated feed-forward in every layer, and transformers' defaults for
+# each model, as far as they differ from: a separate LM head, heads of hidden_size / num_attention_heads, no
+# shared heads.
 _GATED: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8},
@@ -37,9 +37,9 @@ _GATED: dict[str, dict[str, Any]] = {
     "granite": {},
     "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
 }
-_MEASURED = "measured size"  # no key of transformers'
+_MEASURED = "measured size"  # not a key of transformers
 _GPT2 = {"n_embd": 768, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
-_GPT2_NAMES = {  # under which transformers takes them, too
+_GPT2_NAMES = {  # alternative names in transformers
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
     "max_position_embeddings": "n_positions",
@@ -48,10 +48,12 @@ _GPT2_NAMES = {  # under which transformers takes them, too
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """`worker_bytes` is one worker's memory, `feed_bytes` that of feeder and tokenizers, `text` how both come
-    about, `point_bytes` what a resume point takes, `object_store_bytes` what tokens in flight take.
-    `gpu_bytes` is what a worker takes of its GPU, `gpu_text` how that comes about (0: nothing, or not known).
-    `memory_point_bytes` are those of a worker's that memory points take.
+    """The memory needs of a job.
+
+    `worker_bytes` is one worker's memory, `feed_bytes` that of feeder and tokenizers, `text` explains both.
+    `point_bytes` is the size of a resume point, `object_store_bytes` that of tokens in flight. `gpu_bytes` is
+    what a worker takes of its GPU, `gpu_text` explains it (0: nothing, or not known). `memory_point_bytes` is
+    the part of a worker's memory for memory points.
     """
 
     worker_bytes: int
@@ -67,9 +69,10 @@ class Needs:
 def needs_of(
     job: JobConfig, num_shards: int | None = 1, num_workers: int = 1, one_machine: bool = False
 ) -> Needs:
-    """The needs of a job whose state is cut into `num_shards` (see `layout_of`) among `num_workers`, who may
-    all be on `one_machine`; else each is taken to have its neighbour on another. With `cluster.use_gpu` the
-    state lies on the GPUs, and its copies in the machines' memory.
+    """The needs of a job whose state is cut into `num_shards` (see `layout_of`) among `num_workers`.
+
+    The workers may all be on `one_machine`; otherwise each is assumed to have its neighbour on another
+    machine. With `cluster.use_gpu` the state is on the GPUs, and its copies in the machines' memory.
     """
     data, dtype_bytes, on_gpu = job.data, _weight_bytes(job), job.cluster.use_gpu
     size = model_size(job.model.config or {})
@@ -109,13 +112,13 @@ def _state_text(size: ModelSize, dtype_bytes: int, layout: Layout, held: WorkerM
 
 
 def _memory_points(job: JobConfig, layout: Layout, held: WorkerMemory, one_machine: bool) -> int:
-    """Bytes of a worker's memory points; 0 where none are made."""
+    """Bytes of a worker's memory points; 0 if there are none."""
     every = memory_every_steps(job.resume.memory_every_steps, sharded=layout.num_shards > 1)
     return held.memory_points(lent=one_machine) if every is not None and layout.world_size > 1 else 0
 
 
 def memory_in(job: JobConfig, layout: Layout, before: Layout | None = None) -> WorkerMemory:
-    """What a worker holds of the state, at least; all 0 where the model's size is not known."""
+    """The minimum that a worker holds of the state; all 0 if the model's size is not known."""
     train, weight_bytes = job.train, _weight_bytes(job)
     compute_bytes = 2 if train.precision == "bf16" else weight_bytes
     num_tokens = min(train.micro_batch_size, train.global_batch_size) * job.pack.seq_len
@@ -124,8 +127,10 @@ def memory_in(job: JobConfig, layout: Layout, before: Layout | None = None) -> W
 
 
 def memory_notes(job: JobConfig, num_shards: int | None, one_machine: bool = False) -> list[str]:
-    """What `plan` says of a worker's memory, with the fewest and the most workers; nothing of a model whose
-    size is not known. `one_machine`: see `needs_of`.
+    """`plan`'s notes on a worker's memory, with the fewest and the most workers; none for a model of unknown
+    size.
+
+    `one_machine`: see `needs_of`.
     """
     cluster, found = job.cluster, []
     where = "on its GPU" if cluster.use_gpu else f"beside {gib(_WORKER_BYTES)} for the process"
@@ -172,18 +177,18 @@ def _weight_bytes(job: JobConfig) -> int:
 
 
 def count_parameters(shape: Mapping[str, Any]) -> int:
-    """How many parameters a model of this transformers configuration has at least: all but norms and biases;
-    0 where the configuration does not say it.
+    """The minimum number of parameters of a model with this transformers configuration.
 
-    The LM head counts where it is not tied to the embeddings. Whether it is where `tie_word_embeddings` is
-    left out, and how many heads there are of which size, is known by heart of a few types of model
-    (`_GATED`, and gpt2); tests/trainer/test_model.py compares it with transformers.
+    Counts all but norms and biases; 0 if the configuration does not determine it. The LM head counts if it is
+    not tied to the embeddings. The defaults for `tie_word_embeddings`, and for the number and size of heads,
+    are stored here for a few types of model (`_GATED`, and gpt2); tests/trainer/test_model.py compares them
+    with transformers.
     """
     return model_size(shape).parameters
 
 
 def model_size(shape: Mapping[str, Any]) -> ModelSize:
-    """As `count_parameters`, with a layer as a block; what was measured, if the shape is `of_measured`."""
+    """Like `count_parameters`, with a layer as a block; the measured size if the shape is `of_measured`."""
     if _MEASURED in shape:
         return ModelSize(**shape[_MEASURED])
     kind = shape.get("model_type")
@@ -233,7 +238,7 @@ def _size_of_gpt2(shape: Mapping[str, Any]) -> ModelSize:
 
 
 def gib(num_bytes: int) -> str:
-    """A number of bytes for people; what is less than a tenth of a GiB in MiB or KiB."""
+    """A number of bytes as text; less than a tenth of a GiB in MiB or KiB."""
     for power, unit in ((30, "GiB"), (20, "MiB")):
         if num_bytes >= (1 << power) / 10:
             return f"{num_bytes / (1 << power):,.1f} {unit}"

@@ -1,7 +1,6 @@
-"""Where a new run may lie: neither inside another run's folder, whose next start deletes what is not its own,
-nor around one.
+"""Refuses a new run inside another run's folder, or around one.
 
-It reads storage and changes nothing.
+A run's next start deletes files in its folder that are not its own. This reads storage and changes nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from orchestrator.storage.open import above, is_bucket
 
 
 def refuse_inside(store: RunStore) -> None:
-    """Raises `RefusedError` if the new run of `store` would lie in a run's folder, at any depth and also by
-    way of a symbolic link. A run's folder has a run.json, or (where that is lost) claims or resume points.
+    """Raises `RefusedError` if the new run of `store` would be in a run's folder, at any depth.
+
+    Symbolic links are resolved. A run's folder has a run.json, or (if that is lost) claims or resume points.
     """
     folder = store.storage.root
     real = folder if is_bucket(folder) else os.path.realpath(folder)
@@ -31,8 +31,9 @@ def refuse_inside(store: RunStore) -> None:
 
 
 def refuse_around(store: RunStore, known: str) -> None:
-    """Raises `RefusedError` if the new run's folder would contain a run: that in the folder `known`, at any
-    depth, or one that lies directly in it.
+    """Raises `RefusedError` if the new run's folder would contain a run.
+
+    That is the run in the folder `known`, at any depth, or one directly in the new folder.
     """
     folder = store.storage.root
     inner = [known] if folder in above(known) else []

@@ -1,5 +1,5 @@
-"""The disks of a cluster's nodes in a launch (`resume.node_folder`): what its driver reaches, and whether
-points can be kept there.
+"""The disks of a cluster's nodes in a launch (`resume.node_folder`): the driver's access to them, and
+checks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from orchestrator.parts.reached_nodes import ReachedNodes, Servers
 
 
 class NodeDisks:
-    """Those that one launch reaches, once its driver is connected to Ray."""
+    """The node disks of one launch, once its driver is connected to Ray."""
 
     def __init__(
         self,
@@ -33,8 +33,9 @@ class NodeDisks:
         say: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`folder` is `resume.node_folder`. `servers`: by default actors on Ray's nodes. `say` hears of nodes
-        that come later and cannot keep points.
+        """`folder` is `resume.node_folder`. `servers`: by default actors on Ray's nodes.
+
+        `say` receives messages about later nodes that cannot keep points.
         """
         self._folder, self._say, self._clock = folder, say, clock
         self._servers = servers or RayServers(secrets.token_hex(4), folder)
@@ -43,12 +44,15 @@ class NodeDisks:
         self._asked: dict[str, Asked[Home]] = {}
 
     def reached_by(self, storage: NodeStorage) -> None:
-        """The parts of points are found there from now on, also such as older launches have written."""
+        """From now on `storage` finds the parts of points there, including those written by older
+        launches.
+        """
         storage.reach(self.nodes)
 
     def require_room(self, needed_bytes: int) -> None:
-        """Makes the folder on every node. Raises `ResourceError` if one cannot, or all together have less
-        than `needed_bytes` free.
+        """Makes the folder on every node.
+
+        Raises `ResourceError` if one cannot, or if all together have less than `needed_bytes` free.
         """
         if self._folder is None:
             return
@@ -65,9 +69,10 @@ class NodeDisks:
             )
 
     def with_room(self, nodes: Sequence[NodeFacts]) -> tuple[NodeFacts, ...]:
-        """`nodes` as workers may be placed on them: one whose folder is wrong, which is said, or that has not
-        answered yet has no room. Each gets its server, which lives as long as this process. Waits for
-        nothing; call it again.
+        """`nodes` with the room for workers that their disks allow. Does not wait; call it again.
+
+        A node whose folder is unusable, which is reported, or that has not answered yet has no room. Each
+        gets its server, which lives as long as this process.
         """
         if self._folder is None:
             return tuple(nodes)

@@ -1,4 +1,4 @@
-"""The cluster's nodes as the policy looks at them."""
+"""The cluster's nodes in the form for the policy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from orchestrator.elastic.policy import NodeFacts
 
 
 def node_facts() -> tuple[NodeFacts, ...]:
-    """The nodes as placing and preflight look at them."""
+    """The nodes for placing and preflight."""
     return tuple(
         NodeFacts(
             node_id=node.node_id,

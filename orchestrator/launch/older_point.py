@@ -1,8 +1,8 @@
-"""Continues an older resume point within the same start, where the workers found the newest one damaged.
+"""Continues an older resume point within the same start, if the workers found the newest one damaged.
 
-The driver compares sizes and headers before it claims; the workers compare the digests of what they load. The
-damage that they report ends their attempt. The driver looks at it, marks the point and plans the next attempt
-of the same start, as a start by hand would.
+The driver compares sizes and headers before it claims. The workers compare the digests of what they load. The
+damage that they report ends their attempt. The driver then verifies it, marks the point and plans the next
+attempt of the same start, as a manual start would.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def is_damaged_load(status: RunStatus) -> bool:
-    """Whether the attempt ended because its workers could not load a damaged point, and nobody asked it to
+    """Whether the attempt ended because its workers could not load a damaged point, without a request to
     stop.
     """
     return status.ended == "failed" and bool(status.damages) and not status.stopping
@@ -41,17 +41,19 @@ def plan_older_point(
     attempt: int,
     say: Callable[[str], None],
 ) -> ResumePlan:
-    """The plan of the next attempt after the workers of `attempt` found these damages. `known` are those that
-    this start has found before; the plan's `damages` are all of them. Marks the damaged point.
+    """The plan of the next attempt after the workers of `attempt` found these damages.
 
-    Raises `StorageError` if this process reads the committed bytes where a worker did not, or cannot read
-    them: then nothing is known to be damaged (membership rule 16). Raises `WantedPointError` for a point that
-    `resume.from` names, `ResumePointError` if no older point is whole, and `RefusedError` if the
+    `known` are those that this start has found before; the plan's `damages` are all of them. Marks the
+    damaged point.
+
+    Raises `StorageError` if this process reads the committed bytes correctly although a worker did not, or
+    cannot read them: then nothing is known to be damaged (membership rule 16). Raises `WantedPointError` for
+    a point that `resume.from` names, `ResumePointError` if no older point is whole, and `RefusedError` if the
     configuration may not continue the older one.
     """
     before = {damage.point for damage in known}
     if before.issuperset(damage.point for damage in found):
-        raise damaged_point(found)  # it was not to be loaded again
+        raise damaged_point(found)  # it should not have been loaded again
     for damage in found:
         say(f"attempt {attempt} ends: its workers cannot load {damage}")
     confirmed = store.confirmed(found, ReadAtOnce(store.storage, say, "reading the damaged file again"))

@@ -1,6 +1,6 @@
-"""One launch on a cluster: coordinator, feeder and node groups are started, supervised and ended here.
+"""Runs one launch on a cluster: starts, supervises and ends coordinator, feeder and node groups.
 
-The driver's side. Whether a launch may begin, and from which point, is decided before.
+This is the driver's side. Whether a launch may begin, and from which point, is decided before.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from orchestrator.records.run_status import Loss, RunStatus, Stall
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 
-GIVE_UP_S = 2.0  # how long a coordinator may take to say that a launch ends that has not trained
+GIVE_UP_S = 2.0  # how long a coordinator may take to record the end of a launch that has not trained
 
 
 def supervise(
@@ -63,18 +63,19 @@ def supervise(
     until_tokens: int | None = None,
     disks: NodeDisks | None = None,
 ) -> RunStatus:
-    """Starts what the attempt needs and stays until the run has ended; everything started here ends here.
-    `until_tokens` as in `TrainJob`. `disks`: of the nodes, where parts of points may lie.
+    """Starts what the attempt needs and waits until the run has ended. Everything started here ends here.
+
+    `until_tokens` as in `TrainJob`. `disks`: of the nodes, where parts of points may be.
     """
     disks = disks or NodeDisks(job.resume.node_folder)
     _say_beginning(job, attempt, plan, spec, storage, limits, progress)
-    # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
-    # soft: Ray 2.60 does not heed a soft affinity of actors without CPUs.
+    # On the driver's node, which the launch cannot outlive: the death of another node then costs only
+    # workers. Not soft: Ray 2.60 ignores a soft affinity of actors without CPUs.
     own_node = ray.get_runtime_context().get_node_id()
     here = NodeAffinitySchedulingStrategy(node_id=own_node, soft=False)
     start = _coordinator_start(job, attempt, storage, limits, fault_plan, until_tokens, disks)
     coordinator = _start_coordinator(start, here)
-    # said to both who start tokenizers and who starts workers: what is free changes from look to look
+    # the same value for starting tokenizers and workers, because free resources change between queries
     roomy = tokenizer_node(node_facts(), limits)
     try:
         feeder = _start_feeder(job, attempt, spec, limits, here, roomy)
@@ -114,7 +115,7 @@ def _look(disks: NodeDisks) -> tuple[NodeFacts, ...]:
 
 
 def _ask_stop(supervisor: Supervisor, by: str) -> None:
-    """A signal asks for a stop. Ray sends SIGTERM to a job that it kills soon after."""
+    """A signal requests a stop. Ray sends SIGTERM to a job shortly before it kills it."""
     supervisor.ask_stop(by, job_stop_s() if by.startswith("SIGTERM") else math.inf)
 
 
@@ -142,7 +143,7 @@ def _say_beginning(
 
 
 def _num_shards(attempt: Attempt) -> int | None:
-    """As `TrainJob` takes it."""
+    """The number of shards in the form for `TrainJob`."""
     return attempt.parallel.num_shards if attempt.parallel is not None else 1
 
 
@@ -174,7 +175,7 @@ def _task(
 
 
 def _launch(job: JobConfig, task: WorkerTask, storage: Storage, limits: Limits, roomy: str | None) -> Launch:
-    """What the supervisor needs to start workers that do `task`."""
+    """The data that the supervisor needs to start workers that do `task`."""
     gpus = {"GPU": 1.0} if job.cluster.use_gpu else {}
     return Launch(
         name=f"{job.run.name}-{task.launch[:6]}",
@@ -188,15 +189,15 @@ def _launch(job: JobConfig, task: WorkerTask, storage: Storage, limits: Limits, 
 
 
 def _give_up(coordinator: Any, error: BaseException, outcome: str = "failed") -> None:
-    """The launch ends before a worker has trained: its coordinator, if it has begun, says so."""
+    """Ends a launch before a worker has trained. Its coordinator, if it has begun, records that."""
     with suppress(RayError):
         ray.get(coordinator.end.remote(outcome, text_of(error)), timeout=GIVE_UP_S)
     ray.kill(coordinator, no_restart=True)
 
 
 def _shower(progress: Progress, limits: Limits, feeder: Any) -> Callable[[RunStatus], None]:
-    """Shows each status, who was lost and who came; notifies the feeder of what is committed: it forgets
-    that.
+    """Shows each status, lost workers and joined ones. Notifies the feeder of commits, so that it can drop
+    steps.
     """
     committed, said = 0, tuple[Loss, ...]()
     failures = set[tuple[int, str]]()
@@ -213,7 +214,7 @@ def _shower(progress: Progress, limits: Limits, feeder: Any) -> Callable[[RunSta
             waits = sentences.waiting(lost, limits.min_workers, limits.wait_s)
             progress.say(sentences.losses(lost) if over else waits)
         for step, what in set(status.failures) - failures:
-            progress.note(f"failure after step {step}: {what}")  # all of it, a traceback too
+            progress.note(f"failure after step {step}: {what}")  # the full text, also a traceback
         failures.update(status.failures)
         progress.show(status)
         if status.committed.consumed_samples > committed:
@@ -230,7 +231,7 @@ def _say_stall(progress: Progress, coordinator: Any, stall: Stall) -> None:
 
 
 def _note_feeder_death(coordinator: Any, pid: int, host: str, text: str) -> None:
-    """`text` is Ray's message. Waits for nobody."""
+    """Notes the feeder's death. `text` is Ray's message. Does not wait."""
     reason = cause_of_death({"DeathCause": text})
     coordinator.note.remote(EventKind.FEEDER_DIED, {"pid": pid, "host": host, "reason": reason})
 
@@ -238,8 +239,8 @@ def _note_feeder_death(coordinator: Any, pid: int, host: str, text: str) -> None
 def _start_feeder(
     job: JobConfig, attempt: Attempt, spec: DataSpec, limits: Limits, here: Any, roomy: str | None
 ) -> Any:
-    """The launch's feeder, an actor on the node that `here` names, opened where the attempt begins; its
-    tokenizers are for the node `roomy`.
+    """The launch's feeder, an actor on the node of `here`, opened where the attempt begins. Its tokenizers
+    run on the node `roomy`.
     """
     feeder = start_feeder(
         attempt.launch,
@@ -251,7 +252,7 @@ def _start_feeder(
         memory=memory_of(job, spec),
         options={"scheduling_strategy": here},
     )
-    # opened before the workers exist: their first batch is ready when they are
+    # opened before the workers exist, so that their first batch is ready when they are
     cursor = attempt.point.cursor if attempt.point else Cursor()
     feeder.open.remote(attempt.launch, (attempt.number, 0), cursor)
     return feeder
@@ -289,7 +290,7 @@ def _coordinator_start(
 
 
 def _start_coordinator(start: CoordinatorStart, here: Any) -> Any:
-    """The launch's coordinator, an actor on the node that `here` names."""
+    """The launch's coordinator, an actor on the node of `here`."""
     launch = start.attempt.launch
     options: dict[str, Any] = {
         "scheduling_strategy": here,

@@ -1,7 +1,7 @@
-"""Which of its phases a member reports to the coordinator, and when: those that others may have to wait
-for (membership rule 23), and what it does while no step is finished for long.
+"""Decides which phases a member reports to the coordinator, and when.
 
-Pure: times are seconds of one monotonic clock. It knows no call: neither how a report is sent nor how often.
+They are phases for which others may have to wait (membership rule 23), and the member's activity if no step
+is finished for long. Pure: times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from traceback import FrameSummary
 from orchestrator.records.run_status import CODE, DATA, PEERS, Doing
 from orchestrator.trainer.phases import ENDING, FEED_WAIT, PHASE_LIMITS_S, STEP
 
-LONG_PHASE_S = 1.0  # a shorter one is nobody's business
+LONG_PHASE_S = 1.0  # shorter phases are not reported
 AGAIN_S = 60.0
-QUIET_S = 3.0  # after so long without a step a member says what it does
+QUIET_S = 3.0  # a member without a step for this long reports its activity
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _COLLECTIVES = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{_PACKAGE}trainer{os.sep}interruptible.py")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseReports:
-    """`told` is the phase that the coordinator knows of, since `told_at`; a member begins in a step, which
-    need not be told.
+    """Tracks the reported phase: `told` since `told_at`. A member begins in a step, which need not be
+    reported.
     """
 
     told_at: float
     told: str = STEP
 
     def due_s(self, phase: str, since: float, step_limit_s: float, now: float) -> float | None:
-        """For how many seconds the others are to wait for this member, which is in `phase` since `since`;
-        None: nothing is to be said. `step_limit_s`: how long its step may last once its generation has ended.
+        """The seconds for which the others must wait for this member, in `phase` since `since`; None: no
+        report is due.
 
-        A step is reported at once, because it ends the phase that was reported before; another phase only
-        when it lasts.
+        `step_limit_s`: how long its step may last once its generation has ended. A step is reported at once,
+        because it ends the phase reported before. Another phase is reported only when it lasts.
         """
         new = phase != self.told and (phase == STEP or now - since > LONG_PHASE_S)
-        # waiting for the feed ends no generation: the feed has its own limit (rule 23)
+        # waiting for the feed does not end a generation: the feed has its own limit (rule 23)
         again = phase == self.told == FEED_WAIT and now - self.told_at > AGAIN_S
         if not new and not again:
             return None
@@ -46,7 +46,7 @@ class PhaseReports:
 
 
 def doing(phase: str, stack: Sequence[FrameSummary], since_s: float) -> Doing:
-    """What a loop does whose thread has this stack, the innermost frame last."""
+    """The activity of a loop whose thread has this stack, the innermost frame last."""
     files = [frame.filename for frame in stack]
     if phase == FEED_WAIT:
         return Doing(kind=DATA, place="", since_s=since_s)
@@ -59,7 +59,7 @@ def doing(phase: str, stack: Sequence[FrameSummary], since_s: float) -> Doing:
 
 
 def _is_installed(file: str) -> bool:
-    """Whether it is this package's, a library's or the interpreter's own."""
+    """Whether a file belongs to this package, a library or the interpreter."""
     libraries = (
         f"{os.sep}site-packages{os.sep}",
         f"{os.sep}dist-packages{os.sep}",

@@ -1,6 +1,7 @@
-"""What a launch says while it runs: a line that is kept up to date on a terminal that can do that, one plain
-line every few seconds elsewhere, with time stamps, on stderr; all of it and more goes into the run's log
-file.
+"""Shows a launch's progress on stderr, and writes it with more details to the run's log file.
+
+A capable terminal shows one line that is updated. Other outputs get a plain line with a time stamp every few
+seconds.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ _TRACEBACK = "Traceback (most recent call last)"
 
 
 class Progress:
-    """Is given every new status; shows step, loss, tokens per second, data wait and the last resume point.
-    Its methods may be called from any thread, and raise nothing that the screen or the log file does.
+    """Receives every new status, and shows step, loss, tokens per second, data wait and the last resume
+    point.
+
+    Thread-safe. Its methods do not raise errors of the screen or the log file.
     """
 
     def __init__(self, every_s: float) -> None:
-        """`every_s`: the least time between two plain lines about the same step."""
+        """`every_s`: the minimum time between two plain lines about the same step."""
         self._every_s = every_s
         self._total: int | None = None
         self._wanted = 0
@@ -43,7 +46,7 @@ class Progress:
         self._marks: deque[tuple[float, int]] = deque(maxlen=50)
         self._last_text = ""
         self._parts: dict[str, tuple[Callable[[str], bool], Callable[[int, str, str], None]]] = {}
-        self._lock = threading.RLock()  # a signal's handler says something, too
+        self._lock = threading.RLock()  # a signal's handler writes messages, too
         self._log = RunLog(self._put)
         self._live = None
         self._screen = Screen(sys.stderr)
@@ -59,7 +62,7 @@ class Progress:
     @classmethod
     @contextmanager
     def shown(cls, every_s: float) -> Iterator[Progress]:
-        """A progress that ends with the block; what ended the block is in its log, too."""
+        """A progress that ends with the context. The reason of the end is also in its log."""
         progress = cls(every_s)
         try:
             yield progress
@@ -70,12 +73,12 @@ class Progress:
             progress.close()
 
     def begin(self, storage: Storage, attempt: int, wanted: int, total_steps: int | None) -> None:
-        """The run's storage may be written from now on. `wanted`: workers that the run aims at."""
+        """The run's storage may be written from now on. `wanted`: the target number of workers."""
         self._total, self._wanted = total_steps, wanted
         self._log.open(storage, attempt)
 
     def show(self, status: RunStatus) -> None:
-        """A new status. Its notices and warnings are lines of their own, at once."""
+        """Shows a new status. Its notices and warnings are shown at once, as separate lines."""
         for notice in status.notices:
             self.say(notice)
         for warning in status.warnings:
@@ -97,12 +100,12 @@ class Progress:
                 self._put(text)
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Shows a separate line."""
         self._log.write(text)
         self._put(text)
 
     def show_secret(self, text: str) -> None:
-        """A line for the screen alone: others may read the log file."""
+        """Shows a line only on the screen, because others may read the log file."""
         if self._live is not None:
             with self._lock:
                 self._live.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -110,14 +113,16 @@ class Progress:
             self._put(text)
 
     def say_at_length(self, text: str) -> None:
-        """Why a launch ended: all of it, on the screen, too, unless it quotes a traceback: of that the screen
-        shows a short form.
+        """Shows why a launch ended.
+
+        The full text is shown, also on the screen, unless it quotes a traceback; then the screen shows a
+        short form.
         """
         self.note(text)
         self._put(sentences.shortened(text, self._log.path) if _TRACEBACK in text else text)
 
     def note(self, text: str) -> None:
-        """For the log file only."""
+        """Writes to the log file only."""
         self._log.write(text)
 
     def named(
@@ -126,14 +131,15 @@ class Progress:
         is_death_of: Callable[[str], bool],
         died: Callable[[int, str, str], None] = lambda pid, host, text: None,
     ) -> None:
-        """From now on a message of another program that says, as `is_death_of` finds, that this part of the
-        launch died is said in our words, and `died` is given its process and host (0 and "" where that is
-        not said) and the message. It is restarted by Ray.
+        """Reports the death of a part of the launch in our own words from now on.
+
+        `is_death_of` recognizes the messages of other programs about it. `died` is called with its process
+        and host (0 and "" if not known) and the message. Ray restarts the part.
         """
         self._parts[part] = is_death_of, died
 
     def foreign(self, who: str, text: str) -> None:
-        """What another program says: all of it goes into the log file, one line of it onto the screen."""
+        """Shows a message of another program: all of it in the log file, one line on the screen."""
         self.note(f"{who}: {text}")
         for part, (is_death_of, died) in self._parts.items():
             if is_death_of(text):
@@ -146,14 +152,14 @@ class Progress:
         self._put(sentences.foreign(who, text, self._log.path))
 
     def close(self) -> None:
-        """Nothing more will be shown."""
+        """Ends the display."""
         if self._live is not None:
             self._live.stop()
         self._log.close()
         self._screen.drain()
 
     def _put(self, text: str) -> None:
-        """On the screen."""
+        """Writes to the screen."""
         text = visible(text)
         with self._lock:
             if self._live is not None:

@@ -1,7 +1,7 @@
-"""`parts.reached_nodes.Servers` on Ray: an actor on each node, a `NodeServer`.
+"""`parts.reached_nodes.Servers` on Ray: a `NodeServer` actor on each node.
 
-An actor is found by its name, made by who needs it first (the driver, as nodes come, so that it lives as long
-as the launch), and ends with who made it: the next call makes it anew.
+An actor is found by its name. The first caller makes it (the driver, as nodes come, so that it lives as long
+as the launch). It ends with its maker; the next call makes it again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from orchestrator.parts.node_server import NodeServer
 
 ANSWER_S = 30.0  # the actor may have to be started first
 _LOOK_S = 0.5
-_THREADS = 16  # calls that one actor answers at a time
+_THREADS = 16  # concurrent calls of one actor
 
 
 class RayServers:
     """See `Servers`. Pickles."""
 
     def __init__(self, launch: str, folder: str | None) -> None:
-        """`launch` is no other launch's; `folder` as configured."""
+        """`launch` is unique to the launch. `folder` as configured."""
         self._launch, self._folder = launch, folder
         self._actors: dict[str, Any] = {}
 
@@ -70,7 +70,7 @@ class RayAnswer:
     """See `Answer`."""
 
     def __init__(self, reference: Any, lost: Callable[[], None], text: str = "") -> None:
-        """`lost` is called where the actor does not answer; `text`: why there was no call."""
+        """`lost` is called if the actor does not answer. `text`: why there was no call."""
         self._reference, self._lost, self._text = reference, lost, text
 
     def get(self, check: Callable[[], None] | None = None) -> Any:
@@ -92,7 +92,7 @@ class RayAnswer:
 
 @cache
 def _server_class() -> Any:
-    """One for all nodes: Ray waits for its GCS with each class that it has not seen yet."""
+    """One class for all nodes: Ray waits for its GCS for each new class."""
     return ray.remote(num_cpus=0)(NodeServer)
 
 

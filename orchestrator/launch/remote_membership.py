@@ -1,7 +1,6 @@
-"""`trainer.membership.Membership` over calls to a coordinator that may be away for a while: each call is
-repeated with fresh arguments until it is answered.
+"""`trainer.membership.Membership` over calls to a coordinator that may be unavailable for a while.
 
-It knows no Ray: how a call travels is the business of `Calls`.
+Each call is repeated with fresh arguments until it is answered. `Calls` transports the calls.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.trainer.membership import connect_store, open_store
 from orchestrator.trainer.phases import BETWEEN, ENDING, LOAD, PHASE_LIMITS_S, SAVE_WAIT, STEP
 
-# A coordinator of our launch that cannot be reached: after this long members stop (membership rule 11).
+# Members stop after this long without contact to a coordinator of our launch (membership rule 11).
 COORDINATOR_LIMIT_S = 60.0
-ORPHANED_LIMIT_S = 3.0  # the same once this member's Ray is gone: no coordinator is started anew
-ANSWER_LIMIT_S = 30.0  # a coordinator that lives answers every call within 10 s
-_LOG_STACK_S = 30.0  # a loop that is in one place for so long has its stack in the worker's log
+ORPHANED_LIMIT_S = 3.0  # the same once this member's Ray is gone: no coordinator is restarted
+ANSWER_LIMIT_S = 30.0  # a live coordinator answers every call within 10 s
+_LOG_STACK_S = 30.0  # after this long in one place, the loop's stack is written to the worker's log
 _RETRY_S = 0.1
-_OWN_EVERY_S = 5.0  # how often a member looks how much CPU time it gets
-_OWN_LOOK_S = 1.0  # how often a member that gets no answer looks whether it could run itself
+_OWN_EVERY_S = 5.0  # how often a member checks how much CPU time it gets
+_OWN_LOOK_S = 1.0  # how often a member without an answer checks whether it could run itself
 _log = logging.getLogger(__name__)
 _REPORT_EVERY_S = 0.5
 _LOADING_EVERY_S = 5.0
@@ -54,13 +53,14 @@ _GIVEN_UP_EVERY_S = 5.0  # how often a member that saves asks whether that is st
 _QUESTIONS_PER_S = 200.0  # of all members together: a coordinator answers more than 1,000 calls a second
 _QUIET = ControlRequests(ended=False, save=False, stop=False, reform=False, acknowledged_step=-1)
 _OVER = replace(_QUIET, ended=True)
-# what rank 0 asks for by itself when the coordinator stays away
+# the requests that rank 0 makes by itself if the coordinator stays unavailable
 _ALONE = ControlRequests(ended=False, save=True, stop=True, reform=False, acknowledged_step=-1)
 
 
 def ask_every_s(world_size: int) -> float:
-    """How often each of so many members asks about its save, so that all together ask 200 times a second at
-    most: every 5 s up to 1,000 members, every 50 s at 10,000.
+    """The interval at which each member asks about its save.
+
+    All together ask at most 200 times a second: every 5 s up to 1,000 members, every 50 s at 10,000.
     """
     return max(_GIVEN_UP_EVERY_S, world_size / _QUESTIONS_PER_S)
 
@@ -70,7 +70,7 @@ def _look_at_this() -> ProcessLook | None:
 
 
 def _is_starved(before: ProcessLook | None, now: ProcessLook | None) -> bool:
-    """Whether a process could not run for most of the time between two looks."""
+    """Whether a process could not run for most of the time between two observations."""
     if before is None or now is None:
         return False
     return starved_s(before, now) > (now.at_s - before.at_s) / 2
@@ -81,17 +81,17 @@ class UnansweredError(Exception):
 
 
 class Calls(Protocol):
-    """The way to the coordinator."""
+    """Transports calls to the coordinator."""
 
     def call(self, method: str, arguments: Sequence[Any], limit_s: float) -> Any:
-        """One call and its answer. Raises `UnansweredError` if none came within `limit_s`, and what the call
+        """Makes one call. Raises `UnansweredError` without an answer within `limit_s`, and what the call
         itself raised.
         """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where this member lives: its actor and node in Ray ("" outside it), and the address others reach."""
+    """Where this member runs: its actor and node in Ray ("" outside it), and its address for the others."""
 
     actor_id: str
     node_id: str
@@ -100,8 +100,8 @@ class Place:
 
 @dataclass(kw_only=True, slots=True)
 class _Undecided:
-    """A save of this member: its rank in it, by how many it is made, and how far its part had come when that
-    was said last.
+    """A member's save: its rank in it, the number of ranks, and the progress of its part at the last
+    report.
     """
 
     key: StateKey
@@ -112,8 +112,8 @@ class _Undecided:
 
 
 class RemoteMembership:
-    """One member. Its threads end with the process; what ends one of them unforeseen is raised by the next
-    call of the loop.
+    """One member. Its threads end with the process. An unexpected error that ends one of them is raised by
+    the loop's next call.
     """
 
     def __init__(
@@ -126,9 +126,10 @@ class RemoteMembership:
         is_orphaned: Callable[[], bool] = lambda: False,
         look: Callable[[], ProcessLook | None] = _look_at_this,
     ) -> None:
-        """Opens this member's TCPStore on a port of the system's choice, before it joins anything.
-        `keep_vote` writes a vote that no coordinator hears into storage. `is_orphaned`: whether the Ray that
-        started this process is gone. `look`: how much CPU time this process got (None: not known).
+        """Opens this member's TCPStore on a free port, before it joins anything.
+
+        `keep_vote` writes a vote that reaches no coordinator into storage. `is_orphaned`: whether the Ray
+        that started this process is gone. `look`: how much CPU time this process got (None: not known).
         """
         self._is_orphaned, self._look = is_orphaned, look
         self._keep_vote = keep_vote
@@ -144,24 +145,24 @@ class RemoteMembership:
         self._step_limit_s = PHASE_LIMITS_S[SAVE_WAIT]
         self._end = GenerationEnd()
         self._stepped_at = time.monotonic()  # when the newest step was finished
-        self._loading: tuple[int, int] | None = None  # what the coordinator is to hear
+        self._loading: tuple[int, int] | None = None  # to be sent to the coordinator
         self._world_size = 0  # of the generation that this member is in
         self._logged: tuple[str, float] | None = None  # the phase in which the loop's stack was logged
         self._tried: tuple[float, tuple[int, ...]] = (0.0, ())  # the wait in which ports were tried; in vain
         self._undecided: _Undecided | None = None
-        self._given_up: StateKey | None = None  # the newest that is known to be
+        self._given_up: StateKey | None = None  # the newest that is known to be given up
         self._broken: BaseException | None = None
         self._loop = threading.get_ident()  # the thread that trains
-        self._entered = self._own = self._look()  # when the last generation was entered, and newly
+        self._entered = self._own = self._look()  # when the last generation was entered, and now
         self._in_thread("report", self._report_loop)
 
     def connect_store(self, view: GenerationView) -> Any:
-        """The store of the generation's rank 0, under a prefix of its own."""
+        """The store of the generation's rank 0, with a separate prefix."""
         return connect_store(self.store, view)
 
     def join(self, state: MemberState) -> GenerationView | None:
-        """Blocks until this member is in a new generation; None: the run is over. Raises `FencedError` when
-        it is refused.
+        """Blocks until this member is in a new generation; None: the run is over. Raises `FencedError` if
+        refused.
         """
         self._check()
         self._end.leave()
@@ -189,52 +190,55 @@ class RemoteMembership:
         return answer
 
     def control_requests(self, view: GenerationView) -> ControlRequests:
-        """The latest control requests that the watching thread has heard of; never blocks."""
+        """The latest control requests that the watching thread has received. Never blocks."""
         self._check()
         return self._control_requests.get((view.attempt, view.generation), _QUIET)
 
     def when_ended(self, view: GenerationView, act: Callable[[], None]) -> None:
-        """The watching thread acts, or the caller's if that one has heard already."""
+        """Calls `act` in the watching thread, or in the caller's if the end is already known."""
         self._end.when_heard((view.attempt, view.generation), act)
 
     def step_limit(self, seconds: float) -> None:
-        """The reporting thread tells it, should the generation end within a step."""
+        """The reporting thread reports it if the generation ends within a step."""
         self._step_limit_s = seconds
 
     def phase(self, name: str) -> None:
-        """The reporting thread notifies the coordinator, should it last."""
+        """The reporting thread reports it if the phase lasts."""
         self._phase = (STEP if name == BETWEEN else name, time.monotonic())
         if name == BETWEEN:
             self._stepped_at = self._phase[1]
 
     def loading(self, done_bytes: int, num_bytes: int) -> None:
-        """The reporting thread notifies the coordinator every `_LOADING_EVERY_S`."""
+        """The reporting thread reports it every `_LOADING_EVERY_S`."""
         self._loading = done_bytes, num_bytes
 
     def report(self, view: GenerationView, records: Sequence[StepRecord]) -> None:
-        """Hands the records to the reporting thread; never blocks."""
+        """Passes the records to the reporting thread. Never blocks."""
         self._reports.put((view, tuple(records)))
 
     def digest(self, view: GenerationView, key: StateKey, weights_digest: str) -> None:
-        """Hands it to the reporting thread, which sends it after the step's record; never blocks."""
+        """Passes the digest to the reporting thread, which sends it after the step's record. Never blocks."""
         del view
         self._digests.put((key, weights_digest))
 
     def vote(self, vote: Vote) -> Future[bool]:
-        """Sends the vote from a thread of its own; the future answers whether the point was committed. Where
-        no coordinator hears it, the vote is written into storage (rule 11).
+        """Sends the vote from its own thread. The future has the result: whether the point was committed.
+
+        If no coordinator receives it, the vote is written into storage (rule 11).
         """
         self._undecided = None
         return self._ask_aside("vote", self._launch, vote)
 
     def save_failed(self, view: GenerationView, key: StateKey, error: OrchestratorError) -> Future[bool]:
-        """Reports to the coordinator, from a thread of its own, that this rank has no part of the save."""
+        """Reports to the coordinator, from its own thread, that this rank has no part of the save."""
         self._undecided = None
         return self._ask_aside("save_failed", self._launch, key, view.rank, view.world_size, str(error))
 
     def is_given_up(self, view: GenerationView, key: StateKey, progress: Callable[[], int]) -> bool:
-        """What the reporting thread has heard, which asks from time to time until the vote or the report is
-        given, and says then whether more of the part is written.
+        """Whether the save is given up, as far as the reporting thread knows.
+
+        That thread asks from time to time until the vote or the report is made, and reports whether more of
+        the part was written.
         """
         undecided = self._undecided
         if undecided is None or undecided.key != key:
@@ -244,14 +248,17 @@ class RemoteMembership:
         return key == self._given_up
 
     def finished(self, key: StateKey, reason: str) -> None:
-        """Reports to the coordinator that this member's part of the run is over, and before it what waits."""
+        """Reports to the coordinator that this member's part of the run is over, after all pending
+        reports.
+        """
         self._send_reports()
         self._ask("finished", self._launch, self.member, key, reason)
 
     def failed(self, error: BaseException) -> bool:
-        """Reports to the coordinator what ended this member, so that the reason reaches the user whatever Ray
-        does with the exception; before it the steps that were not reported yet. Returns when this process may
-        end: True if another one is to take its place, False if the run is over.
+        """Reports to the coordinator the error that ended this member, after the steps not reported yet.
+
+        The reason then reaches the user whatever Ray does with the exception. Returns when this process may
+        end: True if another one takes its place, False if the run is over.
         """
         self._send_reports()
         place = MemberInfo(
@@ -304,7 +311,7 @@ class RemoteMembership:
         threading.Thread(target=run, daemon=True, name=name).start()
 
     def _ask_aside(self, method: str, *arguments: Any) -> Future[bool]:
-        """`_ask` in a thread; what it answers, as a truth."""
+        """`_ask` in a thread, with its answer as a boolean."""
         answer: Future[bool] = Future()
 
         def send() -> None:
@@ -312,14 +319,14 @@ class RemoteMembership:
                 answer.set_result(bool(self._ask(method, *arguments)))
             except ElasticError as error:
                 answer.set_exception(self._unheard(error, arguments[-1]))
-            except BaseException as error:  # noqa: BLE001  the future carries it to the loop
+            except BaseException as error:  # noqa: BLE001  raised in the loop by the future
                 answer.set_exception(error)
 
         threading.Thread(target=send, daemon=True, name=method).start()
         return answer
 
     def _unheard(self, error: ElasticError, what: Any) -> ElasticError:
-        """What ends a member whose vote, if it was one, no coordinator has heard."""
+        """The error that ends a member whose call, perhaps a vote, reached no coordinator."""
         if not isinstance(what, Vote) or self._keep_vote is None:
             return error
         try:
@@ -332,9 +339,10 @@ class RemoteMembership:
         )
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """One call, repeated while the coordinator is away or has nothing to say yet; `ElasticError` after
-        `coordinator_limit_s` without an answer, in which this process could run, and after
-        `ORPHANED_LIMIT_S` where its Ray is gone.
+        """One call, repeated while the coordinator is unavailable or has no answer yet.
+
+        Raises `ElasticError` after `coordinator_limit_s` without an answer, counting only time in which this
+        process could run, and after `ORPHANED_LIMIT_S` if its Ray is gone.
         """
         call_s = min(ANSWER_LIMIT_S, self._limit_s)
         silence, looked = Silence(time.monotonic(), call_s + _OWN_LOOK_S, self._own), time.monotonic()
@@ -359,8 +367,8 @@ class RemoteMembership:
             silence, looked = Silence(time.monotonic(), call_s + _OWN_LOOK_S, self._own), time.monotonic()
 
     def _watch(self, view: GenerationView) -> None:
-        """Rank 0's open call: it returns when the control requests for this generation change, and is asked
-        again until the generation is over.
+        """Rank 0's long poll: returns when the control requests for this generation change, until the
+        generation is over.
         """
         known: ControlRequests | None = None
         while known is None or not known.ended:
@@ -375,13 +383,13 @@ class RemoteMembership:
         self._end.hear((view.attempt, view.generation))
 
     def _await_end(self, view: GenerationView) -> None:
-        """The open call of every other rank: it returns when the generation is over."""
+        """The long poll of every other rank: returns when the generation is over."""
         generation = (view.attempt, view.generation)
         while self._end.is_inside(generation):
             try:
                 self._ask("ended", self._launch, *generation)
             except FencedError:
-                pass  # over for this member: what it waits in is called off, and its next join says this
+                pass  # over for this member: its waits are cancelled, and its next join reports this
             except OrchestratorError:
                 time.sleep(_RETRY_S)  # the coordinator may come back; meanwhile rank 0 has all save and stop
                 continue
@@ -390,14 +398,16 @@ class RemoteMembership:
             return
 
     def _doing(self) -> tuple[str, float]:
-        """The phase, and since when. Who is in a step of a generation that is over says so."""
+        """The phase, and since when. Reports a member in a step of a generation that is over."""
         phase, since = self._phase
         heard_at = self._end.heard_at
         return (ENDING, heard_at) if phase == STEP and heard_at is not None else (phase, since)
 
     def _report_loop(self) -> None:
-        """Reports to the coordinator what nobody waits for: step records in batches, long phases. While it
-        stays away the records stay with the members, who bring them to the next join.
+        """Sends reports that no caller waits for: batches of step records, and long phases.
+
+        While the coordinator is unavailable, the records stay with the members, who bring them to the next
+        join.
         """
         reports = PhaseReports(told_at=time.monotonic())
         asked_at = said_at = loading_at = looked_at = reports.told_at
@@ -418,17 +428,17 @@ class RemoteMembership:
                     self._ask("loading", self._launch, self.member, *self._loading)
                 if self._world_size and now - max(since, said_at) > QUIET_S:
                     said_at = now + self._world_size / _QUESTIONS_PER_S
-                    with suppress(Exception):  # it is for people: nothing of it may end a member
+                    with suppress(Exception):  # only informative: an error here must not end a member
                         self._say_doing(phase, now - since)
                 asked = self._undecided
                 if asked is not None and now - asked_at > ask_every_s(asked.world_size):
                     asked_at = now
                     self._ask_about_save()
             except OrchestratorError:
-                continue  # it may come back, and then hears what is new; the loop's own calls have a limit
+                continue  # it may come back, and then receives new facts; the loop's own calls have a limit
 
     def _say_doing(self, phase: str, since_s: float) -> None:
-        """Reports what the loop does, which has finished no step for long."""
+        """Reports the activity of a loop that has finished no step for long."""
         frame = sys._current_frames().get(self._loop)
         what = doing(phase, traceback.extract_stack(frame) if frame is not None else (), since_s)
         if what.kind == CODE and since_s > _LOG_STACK_S and self._logged != self._phase:
@@ -450,7 +460,7 @@ class RemoteMembership:
             self._given_up = asked.key
 
     def _send_reports(self) -> None:
-        """One batch at a time: when this returns, what was to be reported before it is."""
+        """Sends one batch at a time. When this returns, everything pending before the call is sent."""
         view, batch = None, list[StepRecord]()
         with self._sending:
             with suppress(queue.Empty):

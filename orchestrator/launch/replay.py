@@ -1,8 +1,8 @@
-"""A run's state after any step, trained once more from the newest resume point at or before it: in this
-process, on one worker, with the configuration that each step was trained with. The run is only read.
+"""A run's state after any step, trained again from the newest resume point at or before it.
 
-With invariant numerics the result is what the run held then, to the last bit, whatever number of workers it
-had; the journal and the points say whether it is.
+It runs in this process, on one worker, with the configuration that each step was trained with. The run is
+only read. With invariant numerics the result is bitwise that of the run, whatever number of workers it had;
+the journal and the points verify it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """What a replay found. `from_point` is null where it began with the first weights. `point` is the resume
-    point that it made, in the run `fork`; null without `--to-point`.
+    """The result of a replay.
 
-    `expected_digest` is what the run recorded at that step (null: nothing), `equal` whether the weights have
-    it (null: unknown). `first_difference` is the first of the `steps_compared` whose record differs: `step`,
-    `reason`.
+    `from_point` is null if it began with the first weights. `point` is the resume point that it made, in the
+    run `fork`; null without `--to-point`. `expected_digest` is what the run recorded at that step (null:
+    nothing), `equal` whether the weights have it (null: unknown). `first_difference` is the first of the
+    `steps_compared` whose record differs: `step`, `reason`.
     """
 
     run: str
@@ -54,9 +54,11 @@ class Replayed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateAt:
-    """A run's state after a step, to look into it. `model` is in training mode; `optimizer_state` has
-    `steps`, and AdamW's `exp_avg` and `exp_avg_sq` by the names of their weights. `batch` is the whole batch
-    of the next step (`input_ids`, `labels`: numpy int32, (samples, seq_len)), None where nothing follows.
+    """A run's state after a step, for inspection.
+
+    `model` is in training mode. `optimizer_state` has `steps`, and AdamW's `exp_avg` and `exp_avg_sq` by the
+    names of their weights. `batch` is the whole batch of the next step (`input_ids`, `labels`: numpy int32,
+    (samples, seq_len)), None if no step follows.
     """
 
     step: int
@@ -84,10 +86,11 @@ def replay(
     say: Callable[[str], None] = lambda text: None,
     overrides: Sequence[str] = (),
 ) -> Replayed:
-    """Trains up to the wanted step (or the last one that ends within so many tokens) once more and compares.
-    `overrides` are of `monitor` alone, which means nothing here; they are only read. Raises `ConfigError` for
-    these, `RefusedError` for a step that the history does not have or has twice, `ResumePointError` where it
-    cannot begin anywhere or the journal has gaps, `DataIdentityError` if files have changed.
+    """Trains again up to the wanted step (or the last one that ends within that many tokens) and compares.
+
+    `overrides` are of `monitor` only, which has no effect here; they are only parsed. Raises `ConfigError`
+    for these, `RefusedError` for a step that the history does not have or has twice, `ResumePointError` if
+    there is no place to begin or the journal has gaps, `DataIdentityError` if files have changed.
     """
     history = History(store, wanted)
     if overrides:

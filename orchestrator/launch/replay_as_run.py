@@ -1,7 +1,7 @@
-"""A run's steps trained once more by a launch, on any number of workers: as a fork that stops at the wanted
-step and stays (a resume point of any step), or as one in a folder of its own that is removed again.
+"""Trains a run's steps again in a launch, on any number of workers.
 
-The run is only read, but for the pin that a fork which stays has on its point.
+It is a fork that stops at the wanted step and stays (a resume point of any step), or a fork in its own folder
+that is removed afterwards. The run is only read, except for the pin on the point of a fork that stays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.open import absolute, split
 
-# a launch of the replay saves at its end alone, and serves nothing beside it
+# a launch of the replay saves only at its end, and serves nothing beside it
 _QUIET = {
     "resume.from": "latest",
     "resume.every_steps": None,
@@ -39,8 +39,9 @@ _QUIET = {
 
 
 def needs_a_launch(overrides: Sequence[str]) -> bool:
-    """Whether they mean anything to a launch alone. Raises `RefusedError` for one that may change what is
-    trained, by its field's name.
+    """Whether some of the overrides affect only a launch.
+
+    Raises `RefusedError` for one that may change what is trained, with its field's name.
     """
     keys = [override.partition("=")[0].strip() for override in overrides]
     for key in keys:
@@ -64,13 +65,12 @@ def replay_as_run(
     run: str = "",
     say: Callable[[str], None] = lambda text: None,
 ) -> Replayed:
-    """Trains up to the wanted step once more, with the run's own configuration of those steps and the
-    overrides, and compares; `to_point` is the run that is made and keeps the point. A fork that stands there
-    already goes on, so that the same command may be given again.
+    """Trains again up to the wanted step, with the run's own configuration of those steps and the overrides.
 
-    Raises as `replay` and `train`; `RefusedError`, too, for overrides that change what is trained and for
-    another run at `to_point`, and `TrainingError` where a launch ended before the step (`KeyboardInterrupt`
-    where somebody stopped it).
+    Compares the result. `to_point` is the run that is made and keeps the point. An existing fork there is
+    continued, so that the same command may be repeated. Raises as `replay` and `train`. Also raises
+    `RefusedError` for overrides that change what is trained and for another run at `to_point`, and
+    `TrainingError` if a launch ended before the step (`KeyboardInterrupt` if it was stopped).
     """
     needs_a_launch(overrides)
     history = History(store, wanted)
@@ -126,7 +126,7 @@ def _replayed(
 
 
 def _segments(history: History) -> list[tuple[Regime, int]]:
-    """What the steps were trained with, in turn, and up to how many tokens."""
+    """The regimes of the steps, in order, each with its end in tokens."""
     found: list[tuple[Regime, int]] = []
     for record in history.records:
         regime = history.regime(record.attempt)
@@ -145,9 +145,10 @@ def _job(regime: Regime, folder: str, overrides: Sequence[str]) -> JobConfig:
 def _begin(
     history: History, new: RunStore, job: JobConfig | None, say: Callable[[str], None], stays: bool
 ) -> None:
-    """The fork; from the first weights, a run of its own with the same frozen data, for the first `job`. Only
-    one that stays pins its point: one that is removed would have to give the pin back, on which others may
-    rely by then.
+    """Begins the fork; from the first weights, a separate run with the same frozen data, for the first `job`.
+
+    Only a fork that stays pins its point. A removed one would have to remove the pin, which others may need
+    by then.
     """
     store, folder = history.store, new.storage.root
     if history.begin is not None:

@@ -1,5 +1,6 @@
-"""A run's history around a step, as a replay needs it: the point to begin at, the steps from there, and with
-what each attempt trained. The run is only read.
+"""A run's history around a step for a replay: the point to begin at, the steps from there, and their regimes.
+
+The run is only read.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ class Regime:
 
     config: JobConfig
     budgets: Budgets
-    sources: tuple[SourceLists, ...]  # which lists it reads
+    sources: tuple[SourceLists, ...]  # the lists that it reads
 
     def trains_as(self, other: Regime) -> bool:
-        """Whether the same steps come out of both."""
+        """Whether both give the same steps."""
         sections = ("data", "pack", "model", "train")
         same = all(getattr(self.config, each) == getattr(other.config, each) for each in sections)
         return same and (self.budgets, self.sources) == (other.budgets, other.sources)
 
 
 class History:
-    """A run's history around a step: where to begin, the steps from there, and with what each was trained."""
+    """A run's history around a step: where to begin, the steps from there, and the regime of each."""
 
     def __init__(self, store: RunStore, wanted: Wanted) -> None:
         self.store, self.seen = store, survey(store)
@@ -61,15 +62,15 @@ class History:
         }
 
     def carried(self, cursor: Cursor, sources: tuple[SourceLists, ...]) -> Cursor:
-        """Where the step after `cursor` begins: behind what the history skips there, in the lists that its
-        attempt reads.
+        """Where the step after `cursor` begins: after the samples that the history skips there, in the lists
+        of its attempt.
         """
         for at in self._skips:
             cursor = at.skip.carry(cursor)
         return moved(sources, cursor)
 
     def regime(self, attempt: int) -> Regime:
-        """Of an attempt that has trained. Raises `ResumePointError` where its files are gone."""
+        """The regime of an attempt that has trained. Raises `ResumePointError` if its files are missing."""
         if attempt not in self._regimes:
             parent, config = self.store.read_parent(attempt), self._configs.get(attempt)
             if not isinstance(parent, ClaimParent) or config is None:
@@ -87,16 +88,16 @@ class History:
         return self._regimes[attempt]
 
     def first_regime(self) -> Regime:
-        """Of the first step to train, or, where there is none, of the one after the target."""
+        """The regime of the first step to train, or, if there is none, of the one after the target."""
         return self.regime(self.records[0].attempt if self.records else self.next_attempt())
 
     def next_attempt(self) -> int:
-        """That which trained the step after the target, or would."""
+        """The attempt that trained the step after the target, or would."""
         after = [r for r in self.seen.lineage.records if r.consumed_tokens > self.target.tokens]
         return after[0].attempt if after else max(self._configs)
 
     def expected_digest(self) -> str | None:
-        """What the run recorded of the weights at the target."""
+        """The digest that the run recorded of the weights at the target."""
         if self._at_target:
             return self._at_target[-1].commit.weights_digest
         keys = {
@@ -132,7 +133,7 @@ class History:
 
 
 def _readable(store: RunStore, seen: Survey) -> list[Point]:
-    """The points of the history whose documents can be read; the others serve no replay."""
+    """The points of the history whose documents can be read. The others cannot be used for a replay."""
 
     def read(name: str) -> Point | None:
         try:

@@ -1,6 +1,6 @@
-"""Steps of a history trained once more in this process, on one worker, each compared with its record.
+"""Trains the steps of a history again in this process, on one worker, and compares each with its record.
 
-It knows no points: where to begin, and with what each step was trained, is `replay_history`'s.
+`replay_history` determines where to begin, and what each step was trained with.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from orchestrator.trainer.state import TrainState
 
 
-# what of a step's record must come out again, to the last bit
+# the fields of a step's record that must be reproduced exactly
 COMPARED = ("consumed_samples", "consumed_tokens", "target_tokens", "digest", "loss", "grad_norm", "lr")
 SAY_EVERY_S = 10.0
 
 
 @contextmanager
 def retrained(history: History, say: Callable[[str], None]) -> Iterator[Retraining]:
-    """A worker that has trained up to the target; torch is set as it was afterwards."""
+    """A worker that has trained up to the target. Restores torch's settings afterwards."""
     import torch
 
     from orchestrator.trainer.model import set_determinism
@@ -81,7 +81,7 @@ class Retraining:
             self.state.cursor = begin.cursor
 
     def go(self, say: Callable[[str], None]) -> None:
-        """Trains up to the target; says how far it is, at most every `SAY_EVERY_S`."""
+        """Trains up to the target. Reports its progress at most every `SAY_EVERY_S`."""
         records, target, said = self._history.records, self._history.target.step, time.monotonic()
         for done, record in enumerate(records, 1):
             self._change_to(record.attempt)
@@ -92,7 +92,7 @@ class Retraining:
                 say(f"step {record.step:,} of {target:,}, {count(done, 'step')} trained again so far")
 
     def digest(self) -> str:
-        """The digest of the weights now."""
+        """The digest of the current weights."""
         from orchestrator.trainer.loading import digest_of
 
         return digest_of(self.state.items())
@@ -108,7 +108,7 @@ class Retraining:
         return batch if batch is not None and batch.step.num_samples else None
 
     def close(self) -> None:
-        """Ends the feed."""
+        """Closes the feed."""
         if self._feed is not None:
             self._feed.close()
 
@@ -205,7 +205,7 @@ class Retraining:
 
 
 def difference(recorded: StepRecord, replayed: StepRecord) -> dict[str, Any] | None:
-    """The first of `COMPARED` that did not come out again, as `Replayed.first_difference`; None: all did."""
+    """The first of `COMPARED` that was not reproduced, as `Replayed.first_difference`; None: all were."""
     for field in COMPARED:
         was, is_now = getattr(recorded, field), getattr(replayed, field)
         if repr(was) != repr(is_now):
@@ -214,7 +214,7 @@ def difference(recorded: StepRecord, replayed: StepRecord) -> dict[str, Any] | N
 
 
 def notes_on(config: JobConfig) -> list[str]:
-    """Why a replay of steps that were trained so need not come out equal."""
+    """Why a replay of steps with this configuration need not be equal."""
     if not config.train.is_fast(config.cluster.use_gpu) and not config.cluster.use_gpu:
         return []
     return [

@@ -1,7 +1,7 @@
-"""Going back to an older resume point without training: what that sets aside, and the claim that does it.
+"""Goes back to an older resume point without training: what that sets aside, and the claim that does it.
 
-A rewind is an attempt whose parent is the older point, as `train resume.from=POINT` makes it; this one ends
-at once, so that the next start continues from there. Nothing is deleted.
+A rewind is an attempt whose parent is the older point, like `train resume.from=POINT`. It ends at once, so
+that the next start continues from there. Nothing is deleted.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class RewindPlan(PointPlan):
     """What a rewind goes back to, and what leaves the history by it.
 
     `orphans` are the points that leave the history: they are kept, and `points --prune` deletes them.
-    `attempt` is the newest attempt that it was made from. `stands_there`: the run ends at the point already,
-    so that nothing is to be done. `done`: the run is rewound, or was before.
+    `attempt` is the newest attempt that the plan was made from. `stands_there`: the run already ends at the
+    point, so that nothing is to be done. `done`: the run is rewound, or was before.
     """
 
     attempt: int
@@ -56,7 +56,7 @@ class RewindPlan(PointPlan):
     done: bool = False
 
     def lines(self) -> list[str]:
-        """For people: where it would go back to, what that sets aside, and how to go on."""
+        """The plan as text: where it would go back to, what that sets aside, and how to continue."""
         lines = self.point_lines(f"{self.run}: would go back to {self.point}")
         if self.stands_there:
             return [*lines, "  the run stands there already: nothing is to be done"]
@@ -74,18 +74,18 @@ class RewindPlan(PointPlan):
         return [*lines, "  afterwards the command that trained the run continues it from there"]
 
     def outcome(self) -> str:
-        """For people, once it is done."""
+        """The result as text."""
         aside = count(self.steps_aside, "step") if self.steps_aside else "no step"
         return f"rewound: {self.run} ends at {self.point} now (step {self.step:,}); {aside} set aside"
 
     def sets_aside(self) -> tuple[object, ...]:
-        """What must be the same when it is carried out as when somebody agreed to it."""
+        """The values that must be the same at execution as when the user agreed."""
         return self.point, self.steps_aside, self.last_step_aside, self.tokens_aside, self.orphans
 
 
 def rewind_plan(run: str, seen: Survey, found: Found, wanted: Wanted, ended: bool) -> RewindPlan:
-    """What going back to `found` sets aside of the history `seen`; `ended`: whether the newest attempt said
-    its end.
+    """The plan to go back to `found` in the history `seen`. `ended`: whether the newest attempt recorded its
+    end.
     """
     point = found.point
     aside = [record for record in seen.lineage.records if record.key > point.key]
@@ -104,8 +104,9 @@ def rewind_plan(run: str, seen: Survey, found: Found, wanted: Wanted, ended: boo
 
 
 def look(store: RunStore, wanted: Wanted, run: str = "") -> RewindPlan:
-    """The plan for a run as it lies in storage; the point's sizes and headers are compared. Raises as
-    `which_point.find` and `PinFiles.require_kept`.
+    """The plan for the run in storage. The point's sizes and headers are compared.
+
+    Raises as `which_point.find` and `PinFiles.require_kept`.
     """
     return _look(store, wanted, run)[0]
 
@@ -136,14 +137,13 @@ def rewind(
     say: Callable[[str], None] = lambda text: None,
     run: str = "",
 ) -> RewindPlan:
-    """Shows `agree` what a rewind would do, and does it if that says yes. Returns the plan, with what became
-    of it.
+    """Shows the plan to `agree`, and executes it if that returns True. Returns the plan, with its result.
 
-    Raises `BusyError` while a launch works on the run (watched as by a start, at most 10 s where an attempt
-    did not say its end), `RefusedError` and `ResumePointError` as `which_point.find` does, and `RefusedError`
-    if the run has moved on since `agree` heard of it.
+    Raises `BusyError` while a launch is active on the run (watched as by a start, at most 10 s if an attempt
+    recorded no end), `RefusedError` and `ResumePointError` as `which_point.find`, and `RefusedError` if the
+    run has changed since `agree` was called.
     """
-    plan, ended = _look(store, wanted, run)  # first: a wish that cannot be met needs no watch
+    plan, ended = _look(store, wanted, run)  # first: an impossible request needs no watch
     with busy_watch.watching(store, say) as watched:
         newest = watched()
     if newest != ended:  # a launch that ended during the watch has trained until then
@@ -158,10 +158,11 @@ def rewind(
 def carry_out(
     store: RunStore, plan: RewindPlan, newest: int, by: str, say: Callable[[str], None] = lambda text: None
 ) -> None:
-    """Claims the attempt after `newest`, on which nobody is at work any more, with the plan's point as its
-    parent, and ends it. All bytes of the point are compared between the two. The run is rewound as soon as
-    the parent file is durable; a kill before that leaves it as it was, and after it all that is missing is
-    the end record. Raises as `rewind` does.
+    """Claims the attempt after `newest` with the plan's point as its parent, and ends it.
+
+    No launch may be active on `newest` any more. All bytes of the point are compared between the two. The run
+    is rewound as soon as the parent file is durable. A kill before that leaves it unchanged; after it, only
+    the end record is missing. Raises as `rewind`.
     """
     run = starting.find_run(store)
     if run is None:
@@ -205,8 +206,8 @@ def _begin(
 
 
 def _require_whole(store: RunStore, claim: Claim, plan: RewindPlan, say: Callable[[str], None]) -> None:
-    """Compares all bytes of the plan's point. Raises `WantedPointError`, and marks the point, if one is
-    wrong.
+    """Compares all bytes of the plan's point. Raises `WantedPointError`, and marks the point, if one
+    differs.
     """
     read = ReadAtOnce(store.storage, say, f"resume point {plan.point}")
     if damages := store.verify_point(plan.point, each=read):
@@ -222,7 +223,7 @@ def _require_whole(store: RunStore, claim: Claim, plan: RewindPlan, say: Callabl
 def end_at_once(
     store: RunStore, attempt: Attempt, run: RunFile, config: Mapping[str, Any], reason: str
 ) -> None:
-    """Journals that the attempt begins and ends, and writes its end record: it trains nothing itself."""
+    """Journals that the attempt begins and ends, and writes its end record. It trains nothing itself."""
     journal = JournalWriter(store.storage, attempt.number, run.name, run_id=run.id)
     note_beginning(journal, attempt, config)
     write_down_end(store, journal, attempt, "stopped", reason, asker(), END_WRITTEN_S)
@@ -230,8 +231,9 @@ def end_at_once(
 
 
 def newest_config(seen: Survey, point: Point) -> dict[str, Any]:
-    """The flat configuration of the newest attempt that began (where none has, the point's), in today's
-    fields: the one that the next start is compared with.
+    """The flat configuration of the newest attempt that began, in today's fields; else the point's.
+
+    The next start is compared with it.
     """
     begun = [event.fields["config"] for event in seen.journal.events if event.kind == EventKind.ATTEMPT]
     return in_todays_fields(begun[-1] if begun else point.config)

@@ -1,8 +1,8 @@
-"""The log file of a launch: everything that was said, with time stamps, and what is kept off the screen.
+"""The log file of a launch: all messages, with time stamps, and details that are not on the screen.
 
-It lies in the run's storage (`logs/0003-<host>.log`, after the attempt that the launch began with) and is for
-people: nothing reads it back, and a failure to write it never stops or delays a run. Where that is a bucket,
-it grows in a folder of this machine, and is published every 60 s and at the end.
+It is in the run's storage (`logs/0003-<host>.log`, after the attempt that the launch began with), for people:
+it is never read back, and a failure to write it never stops or delays a run. For a bucket, it grows in a
+local folder, and is published every 60 s and at the end.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ CLOSE_S = 5.0  # how long the end of a run waits for a storage that hangs
 
 
 class RunLog:
-    """Collects lines until it is given its file; from then on a thread writes them. Lines are only ever
-    added to a file; what cannot be written is reported once and dropped.
+    """Collects lines until it has a file; from then on a thread writes them.
+
+    Lines are only appended. An error is reported once, and lines that cannot be written are dropped.
     """
 
     def __init__(self, trouble: Callable[[str], None]) -> None:
-        """`trouble` is notified, once, that and why the file cannot be written."""
+        """`trouble` is called once, with the reason why the file cannot be written."""
         self.path = ""  # of the file, once there is one
         self._trouble = trouble
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -40,8 +41,9 @@ class RunLog:
         self._published: PublishedFolder | None = None
 
     def open(self, storage: Storage, attempt: int) -> None:
-        """The file lies in this run's storage; what was written before goes into it, too. A later attempt of
-        the same start has a file of its own.
+        """Opens the file in this run's storage. Earlier lines are written into it, too.
+
+        A later attempt of the same start has its own file.
         """
         if self._writer is not None:
             self._lines.put(None)
@@ -62,13 +64,13 @@ class RunLog:
         self._writer.start()
 
     def write(self, text: str) -> None:
-        """One entry; its further lines are indented. Never blocks."""
+        """Writes one entry; its further lines are indented. Never blocks."""
         stamp = datetime.now().astimezone().isoformat(sep=" ", timespec="milliseconds")
         first, *others = visible(text.rstrip("\n")).split("\n")
         self._lines.put("\n".join([f"{stamp} {first}", *(f"    {line}" for line in others)]) + "\n")
 
     def close(self) -> None:
-        """Everything is written, unless storage hangs."""
+        """Waits until everything is written, unless storage hangs."""
         if self._writer is not None:
             self._lines.put(None)
             self._writer.join(CLOSE_S)

@@ -1,10 +1,9 @@
-"""Folders beside a run in which something is trained for a while and then removed, and what a kill left of
-them.
+"""Temporary folders beside a run for training that is removed afterwards, and cleanup after a kill.
 
-    .replay-<run>-<machine>-<pid>-<start>-<random>/<run>/    the process that made it stands in its name
+    .replay-<run>-<machine>-<pid>-<start>-<random>/<run>/    the name contains the process that made it
 
-So whoever comes later on the same machine can tell whether that process is gone; of another machine's folders
-nobody can, and they are only named.
+A later process on the same machine can determine whether that process has ended. For folders of another
+machine that is not possible; they are only reported.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _NAME = re.compile(r"\.replay-.+-(?P<machine>[0-9a-f]{12})-(?P<pid>\d+)-(?P<star
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftScratch:
-    """A folder beside a run whose maker is `dead`, or of which nobody can tell that here."""
+    """A folder beside a run whose maker is `dead`, or not known here."""
 
     path: str
     dead: bool
@@ -53,8 +52,9 @@ class LeftScratch:
 
 @contextmanager
 def scratch(store: RunStore, say: Callable[[str], None]) -> Iterator[str]:
-    """A run's folder to be, on the run's own file system, or in its bucket; afterwards it is gone. After a
-    SIGKILL it stays, until `remove_left`.
+    """A folder for a run, on the run's own file system, or in its bucket. It is deleted afterwards.
+
+    After a SIGKILL it stays, until `remove_left`.
     """
     from orchestrator.launch.start import check_writable
 
@@ -72,8 +72,10 @@ def scratch(store: RunStore, say: Callable[[str], None]) -> Iterator[str]:
 
 
 def left(store: RunStore) -> list[LeftScratch]:
-    """What lies beside the run of replays that are over, or may be; not those that this machine still runs.
-    It looks at names only, and raises nothing: a folder that cannot be listed has none.
+    """The folders beside the run of replays that are over, or may be, without those that this machine still
+    runs.
+
+    It checks only names, and raises nothing: a folder that cannot be listed has none.
     """
     beside = split(store.storage.root)[0]
     try:
@@ -91,8 +93,11 @@ def left(store: RunStore) -> list[LeftScratch]:
 
 
 def remove_left(store: RunStore, say: Callable[[str], None]) -> None:
-    """Removes what killed replays of this machine left beside the run, once nobody is at work on it, and
-    names what it cannot judge. Watches a launch that did not say its end for at most 10 s, as a start does.
+    """Deletes the folders of killed replays of this machine beside the run, and reports those that it cannot
+    judge.
+
+    Waits until no launch is active in them. Watches a launch without an end record for at most 10 s, as a
+    start does.
     """
     for each in left(store):
         if not each.dead:
@@ -106,7 +111,7 @@ def remove_left(store: RunStore, say: Callable[[str], None]) -> None:
 
 
 def _is_in_use(store: RunStore, folder: str, say: Callable[[str], None]) -> bool:
-    """Whether the launch of a driver that was killed may still write there."""
+    """Whether the launch of a killed driver may still write there."""
     from orchestrator.launch.busy_watch import BUSY_WATCH_S
 
     for name in store.storage.beside(folder).list(""):

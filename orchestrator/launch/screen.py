@@ -1,10 +1,10 @@
-"""Standard output and error of a command, when their reader is slow, stands still or is gone.
+"""Standard output and error of a command whose reader is slow, has stopped, or is gone.
 
 A launch must never wait for the reader of its messages: a terminal after Ctrl-S, a pager, a `tee` whose disk
-hangs, a log collector that is stuck. `Screen` queues each message, and one thread per file descriptor writes
-the queue. What the reader does not take is lost, and nothing else: the log file of the run has all of it.
-The result of a command (`ResultStream`) is different: a pager may take its time, and a result that cannot be
-written is an error.
+hangs, a stuck log collector. `Screen` queues each message, and one thread per file descriptor writes the
+queue. Messages that the reader does not take are lost on the screen, but the log file of the run has all of
+them. The result of a command (`ResultStream`) is different: a pager may take its time, and a result that
+cannot be written is an error.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class OutputError(OrchestratorError):
 
 
 class _Outlet:
-    """Writes to one file descriptor from a thread of its own. It uses no Python file object, whose lock a
-    write that blocks would hold while the interpreter ends.
+    """Writes to one file descriptor from its own thread.
+
+    It uses no Python file object, because a blocked write would hold its lock while the interpreter ends.
     """
 
     def __init__(self, handle: int) -> None:
@@ -45,11 +46,11 @@ class _Outlet:
         self._queue: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
         self._dropped = 0
         self._error: OSError | None = None  # of the newest write
-        self._stands_still = False  # nothing was written since a `drain` waited in vain
+        self._stands_still = False  # nothing was written since a `drain` timed out
         threading.Thread(target=self._write_all, name="screen", daemon=True).start()
 
     def put(self, data: bytes) -> None:
-        """Returns at once; also safe in a signal handler."""
+        """Queues data and returns at once. Safe in a signal handler."""
         if self._queue.qsize() < MOST_WAITING:
             self._put_number_of_dropped()
             self._queue.put(data)
@@ -57,14 +58,15 @@ class _Outlet:
             self._dropped += 1
 
     def _put_number_of_dropped(self) -> None:
-        """Queues the notice in the place of the messages that were dropped."""
+        """Queues the notice in place of the dropped messages."""
         if self._dropped:
             lost, self._dropped = self._dropped, 0
             self._queue.put(b"[%d messages are missing here: nothing read this output]\n" % lost)
 
     def drain(self, limit_s: float) -> str:
-        """Waits until all that was put before is written. Returns why not all of it is; empty if it is. Where
-        the reader still takes nothing since an earlier call waited in vain, this one does not wait again.
+        """Waits until all queued data are written. Returns why they are not; empty if they are.
+
+        If the reader has taken nothing since an earlier call timed out, this one does not wait again.
         """
         reached = threading.Event()
         self._put_number_of_dropped()
@@ -115,8 +117,9 @@ def _outlet_of(stream: TextIO | None) -> _Outlet | None:
 
 
 class Screen(io.TextIOBase):
-    """A text stream for messages over another one (None: the process was started without it). A write
-    returns at once and raises nothing that the stream does. A stream that recovers shows what is written
+    """A text stream for messages over another one (None: the process was started without it).
+
+    A write returns at once and raises no error of the stream. A stream that recovers shows what is written
     then.
     """
 
@@ -138,19 +141,19 @@ class Screen(io.TextIOBase):
         return len(text)
 
     def say(self, text: str) -> None:
-        """Writes a line for people, which may repeat texts of a run."""
+        """Writes a line of text, which may contain texts of a run."""
         self.write(visible(text) + "\n")
 
     def drain(self, limit_s: float = LET_GO_S) -> str:
-        """Waits until all that was written is with the reader, at most `limit_s` seconds. Returns why it is
-        not; empty if it is.
+        """Waits at most `limit_s` seconds until everything is written. Returns why it is not; empty if it
+        is.
         """
         if self._outlet is not None:
             return self._outlet.drain(limit_s)
         return "it is closed" if self._stream is None or self._stream.closed else ""
 
     def isatty(self) -> bool:
-        """Whether it is a terminal, now."""
+        """Whether it is a terminal now."""
         if self._stream is not None:
             with suppress(*_GONE):
                 return self._stream.isatty()
@@ -164,8 +167,9 @@ class Screen(io.TextIOBase):
 
 
 class ResultStream(io.TextIOBase):
-    """Standard output of a command that prints a result: each write waits for the reader. Raises
-    `OutputError` where the result cannot be written. A reader that has left (`| head`) raises
+    """Standard output of a command that prints a result: each write waits for the reader.
+
+    Raises `OutputError` if the result cannot be written. A reader that has left (`| head`) raises
     `BrokenPipeError`, as any stream does.
     """
 
@@ -189,7 +193,7 @@ class ResultStream(io.TextIOBase):
             raise _not_written(getattr(error, "strerror", None) or str(error)) from error
 
     def flush(self) -> None:
-        """All that was written is with the operating system."""
+        """Passes everything to the operating system."""
         if self._stream is None:
             return
         try:
@@ -212,7 +216,7 @@ class ResultStream(io.TextIOBase):
 
 @contextmanager
 def output_never_waits() -> Iterator[None]:
-    """While a launch runs, what libraries print waits for no reader either."""
+    """While a launch runs, output of libraries does not wait for a reader either."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, Screen(stream)) for stream in before)
     try:
@@ -222,8 +226,9 @@ def output_never_waits() -> Iterator[None]:
 
 
 def write_result(stream: TextIO, text: str) -> None:
-    """Writes the result of a launch, which has ended: waits `LET_GO_S` seconds for a reader that stands
-    still. Raises `OutputError`.
+    """Writes the result of a launch that has ended. Waits `LET_GO_S` seconds for a reader that has stopped.
+
+    Raises `OutputError`.
     """
     screen = Screen(stream)
     screen.write(text)
@@ -239,15 +244,16 @@ def _not_written(reason: str) -> OutputError:
 
 
 class _Visible(logging.Formatter):
-    """What is logged, as a line for people."""
+    """Formats log records as lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 
 
 def show_faults_as_data() -> None:
-    """From now on warnings that are logged where no program has set logging up, and errors that end a thread,
-    are `visible` on this process's stderr, too.
+    """Makes warnings and thread errors `visible` on this process's stderr.
+
+    These are warnings that are logged while no program has set up logging, and errors that end a thread.
     """
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Visible())
@@ -262,8 +268,10 @@ def _say_fault(fault: threading.ExceptHookArgs) -> None:
 
 
 def let_go(stream: TextIO | None) -> None:
-    """The last use of a standard stream: what it still holds is written or, if it cannot be, lost for good,
-    so that the interpreter's own flush at its exit changes no exit code.
+    """Flushes a standard stream for the last time.
+
+    Data that cannot be written are dropped, so that the interpreter's own flush at its exit changes no exit
+    code.
     """
     if stream is None:
         return

@@ -1,7 +1,6 @@
-"""What every start needs, with Ray or without: the run's folder, its data as they are frozen, and what its
-members compare.
+"""The common parts of every start, with Ray or without: the run's folder, its frozen data, and digests.
 
-It knows neither cluster nor group, and imports neither ray nor torch.
+Members compare the digests. Imports neither ray nor torch.
 """
 
 from __future__ import annotations
@@ -46,9 +45,10 @@ if TYPE_CHECKING:
 
 
 def run_storage(job: JobConfig) -> NodeStorage:
-    """Where the run lies: a folder, or a prefix of a bucket; of nodes' own disks this machine's are reached.
-    Raises `ConfigError` for a URI of another kind, also of what the run begins with,
-    and for a folder that Ray would delete.
+    """The run's storage: a folder, or a prefix of a bucket, with this machine's disk of the nodes' own disks.
+
+    Raises `ConfigError` for a URI of another kind, also of what the run begins with, and for a folder that
+    Ray would delete.
     """
     _require_locations(job)
     try:
@@ -65,7 +65,7 @@ def run_storage(job: JobConfig) -> NodeStorage:
 
 
 def _require_locations(job: JobConfig) -> None:
-    """Before anything repeats such a URI: it may have a secret in it."""
+    """Checks the locations before another message repeats such a URI, which may contain a secret."""
     named = {
         "data.tokenizer": job.data.tokenizer,
         "model.pretrained": job.model.pretrained,
@@ -80,8 +80,9 @@ def _require_locations(job: JobConfig) -> None:
 
 
 def check_writable(storage: Storage) -> str:
-    """Raises `StorageError` if the run's folder can neither be made nor written. In a bucket it is tried; see
-    `check_bucket`, also for what is returned.
+    """Raises `StorageError` if the run's folder can neither be made nor written.
+
+    A bucket is tested; see `check_bucket`, also for the result.
     """
     if storage.folder is None:
         return check_bucket(storage)
@@ -97,8 +98,9 @@ def check_writable(storage: Storage) -> str:
 
 
 def find_run(store: RunStore) -> RunFile | None:
-    """run.json; None for a new run. Raises `RefusedError` where a run's pieces lie without it: a start would
-    mix two histories.
+    """run.json; None for a new run.
+
+    Raises `RefusedError` if parts of a run exist without it: a start would mix two histories.
     """
     run = store.read_run()
     if run is None and (pieces := store.pieces()):
@@ -109,7 +111,7 @@ def find_run(store: RunStore) -> RunFile | None:
 
 
 def missing_run(store: RunStore, pieces: Sequence[str]) -> str:
-    """What to say of pieces of a run without its run.json."""
+    """The error text for parts of a run without its run.json."""
     return (
         f"{store.storage.root} has no run.json, but {', '.join(pieces)} of a run: it was deleted while a "
         "launch wrote into it, or run.json is lost; a new run beside them would mix two histories. Restore "
@@ -118,9 +120,9 @@ def missing_run(store: RunStore, pieces: Sequence[str]) -> str:
 
 
 def prepare(job: JobConfig, storage: Storage, *, freeze: bool) -> DataSpec:
-    """The job's data, as the run has frozen them; where it has not yet, nothing is written unless `freeze`.
+    """The job's data, as the run has frozen them. If it has not, they are frozen only with `freeze`.
 
-    Raises as `data.preparing.prepare_data` does, and `ConfigError` for a model whose vocabulary is too small.
+    Raises as `data.preparing.prepare_data`, and `ConfigError` for a model whose vocabulary is too small.
     """
     from orchestrator.data.code_process import call, names_code
     from orchestrator.data.preparing import prepare_data
@@ -134,8 +136,9 @@ def prepare(job: JobConfig, storage: Storage, *, freeze: bool) -> DataSpec:
 
 
 def _here_before(job: JobConfig, storage: Storage) -> SourcesHere | None:
-    """What a start would read, before it looks at the run closely; None where nothing is frozen. It looks at
-    the run's history only where which point is continued may make a difference.
+    """What a start would read, before the run is examined closely; None if nothing is frozen.
+
+    It reads the run's history only if the choice of the continued point may make a difference.
     """
     from orchestrator.data.frozen import frozen_sources
 
@@ -164,7 +167,7 @@ def _here_before(job: JobConfig, storage: Storage) -> SourcesHere | None:
 
 
 def require_vocabulary(job: JobConfig, spec: DataSpec) -> DataSpec:
-    """`spec`; raises `ConfigError` for a model whose vocabulary is too small for it."""
+    """Returns `spec`. Raises `ConfigError` for a model whose vocabulary is too small for it."""
     vocab = (job.model.config or {}).get("vocab_size")
     if vocab is not None and vocab < spec.vocab_size:
         raise ConfigError(
@@ -176,8 +179,10 @@ def require_vocabulary(job: JobConfig, spec: DataSpec) -> DataSpec:
 
 
 def freeze(job: JobConfig, storage: Storage, looked_at: DataSpec, attempt: Attempt) -> DataSpec:
-    """The data of a claimed attempt: those that `prepare` looked at before the claim, frozen in the run's
-    storage if they are not yet (see `data.preparing.freeze_data`), by the lists that the claim says.
+    """The data of a claimed attempt, by the lists of the claim.
+
+    They are those that `prepare` read before the claim, frozen in the run's storage if they are not yet (see
+    `data.preparing.freeze_data`).
     """
     from orchestrator.data.frozen import TOKENIZER_FOLDER
     from orchestrator.data.preparing import freeze_data
@@ -191,15 +196,17 @@ def freeze(job: JobConfig, storage: Storage, looked_at: DataSpec, attempt: Attem
 
 
 def _is_as_frozen(looked_at: DataSpec, tokenizer_folder: str, reading: Reading) -> bool:
-    """Whether what was looked at before a claim is what the run has frozen now: made of its own folder (of a
-    fork it was that where the fork began), and with the lists that are read.
+    """Whether the data read before a claim are those that the run has frozen now.
+
+    They must be from its own folder (for a fork they were from the original run's), with the lists that are
+    read.
     """
     here = looked_at.tokenizer_folder == tokenizer_folder
     return here and not looked_at.unwritten and has_lists(looked_at, reading)
 
 
 def reading_of(attempt: Attempt) -> Reading:
-    """Which lists an attempt reads, and from where on."""
+    """The lists that an attempt reads, and from where on."""
     return Reading(
         sources=attempt.sources, cursor=attempt.point.cursor if attempt.point is not None else Cursor()
     )
@@ -214,14 +221,12 @@ def read_frozen_data(job: JobConfig, storage: Storage, reading: Reading) -> Data
 
 
 def config_digest(job: JobConfig) -> str:
-    """blake3 of everything that has an influence on what is trained: members compare it when a generation
-    forms.
-    """
+    """blake3 of everything that influences training. Members compare it when a generation forms."""
     rules = {rule.path: rule.rule for rule in field_rules()}
     decisive = {name: value for name, value in job.flat().items() if rules.get(name) != "free"}
     return blake3(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
 def rng_document(job: JobConfig) -> dict[str, Any]:
-    """All that a resume needs to know of random numbers; stands in every point."""
+    """Everything about random numbers that a resume needs; stored in every point."""
     return random_numbers(job.train.seed)

@@ -1,5 +1,7 @@
-"""Signals to a launch: while it starts they end it, while it trains they ask it to save, or to save and stop,
-and, sent twice, to stop at once.
+"""Handles signals to a launch.
+
+During the start they end it. During training they request a save, or a save and a stop. Sent twice, they stop
+it at once.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from contextlib import contextmanager
 from orchestrator.cluster.job_server import job_stop_s
 from orchestrator.history.request_files import asker
 
-# Assumed where the sender of SIGTERM says no more: Kubernetes, Slurm and torchrun send SIGKILL after 30 s.
+# Assumed if the sender of SIGTERM gives no other time: Kubernetes, Slurm and torchrun send SIGKILL after 30
+# s.
 GRACE_S = 30.0
 
 
 class SignalledError(KeyboardInterrupt):
-    """A signal ends the launch. `exit_code` is what a shell expects of a process that it ended."""
+    """A signal ends the launch. `exit_code` is the one that a shell expects."""
 
     def __init__(self, number: int, text: str) -> None:
         super().__init__(text)
@@ -40,8 +43,10 @@ class StoppedAtOnceError(SignalledError):
 
 
 def told(interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
-    """What to tell of `interrupt`: the first `SignalledError` that it came after, where another signal has
-    cut short what a launch does when it ends; else itself.
+    """The error to report for `interrupt`.
+
+    It is the first `SignalledError` before it, if another signal has interrupted the end of a launch; else
+    `interrupt` itself.
     """
     found, first = interrupt.__context__, interrupt
     while found is not None:
@@ -52,7 +57,7 @@ def told(interrupt: KeyboardInterrupt) -> KeyboardInterrupt:
 
 
 class _First:
-    """The first error that a handler raised in the launch at hand."""
+    """The first error that a handler raised in the current launch."""
 
     error: SignalledError | None = None
 
@@ -63,23 +68,29 @@ def _noted(error: SignalledError) -> SignalledError:
 
 
 class _Grace:
-    """When this process expects SIGKILL, in seconds of the monotonic clock: signals are the process's."""
+    """When this process expects SIGKILL, in seconds of the monotonic clock. Global, because signals are per
+    process.
+    """
 
     until = math.inf
 
 
 def grace_left_s() -> float:
-    """How long what is not needed may still be waited for: inf until SIGTERM has stopped the launch at hand,
-    from then on what is left of `RAY_JOB_STOP_WAIT_TIME_S`, or of `GRACE_S` where that is not set.
+    """How long optional work may still take.
+
+    inf until SIGTERM has stopped the current launch; then the rest of `RAY_JOB_STOP_WAIT_TIME_S`, or of
+    `GRACE_S` if that is not set.
     """
     return max(0.0, _Grace.until - time.monotonic())
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise `SignalledError`, as Ctrl-C raises `KeyboardInterrupt`, so that what was begun
-    is ended; SIGUSR1 does nothing. For a launch as a whole: `stop_on_signals` has its own way within. Only a
-    process's main thread can do this; in another nothing changes.
+    """SIGTERM and SIGHUP raise `SignalledError`, as Ctrl-C raises `KeyboardInterrupt`, so that everything
+    started is ended.
+
+    SIGUSR1 does nothing. For a launch as a whole; `stop_on_signals` replaces the handlers inside. Only works
+    in a process's main thread; in another nothing changes.
     """
 
     def end(number: int, _: object) -> None:
@@ -89,12 +100,12 @@ def ended_by_signals() -> Iterator[None]:
         try:
             yield
         except KeyboardInterrupt as last:
-            # what a handler raises inside a call of Ray comes out as a new KeyboardInterrupt
+            # an error of a handler inside a call of Ray becomes a new KeyboardInterrupt
             if _First.error is not None and not isinstance(told(last), SignalledError):
                 raise _First.error from last
             raise
         finally:
-            # the process lives on, a notebook's for example
+            # the process may live on, for example a notebook's
             _Grace.until, _First.error = math.inf, None
 
 
@@ -106,7 +117,7 @@ def _before_training(number: int) -> SignalledError:
 
 @contextmanager
 def _handled(handlers: Mapping[signal.Signals, Callable[[int, object], None]]) -> Iterator[None]:
-    """These handlers hold within; SIGHUP stays ignored where `nohup` had it ignored."""
+    """Installs these handlers. SIGHUP stays ignored if `nohup` ignores it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -128,15 +139,16 @@ def stop_on_signals(
     trains: Callable[[], bool] = lambda: True,
     relayed_s: float = 0.0,
 ) -> Iterator[None]:
-    """SIGTERM, Ctrl-C and a closed terminal (SIGHUP) save and stop; a second one raises `StoppedAtOnceError`,
-    a `KeyboardInterrupt`. SIGUSR1 saves, and training continues. `stop` and `save` are called with the sender
-    as far as it is known: the signal and this process's user and host. SIGHUP is no second one, for shells
-    send it twice, and stays ignored where `nohup` had it ignored. While no worker `trains` nothing is to be
-    saved: the first signal raises `SignalledError`. The same signal once more within `relayed_s` of the first
-    is that one, passed on by the process that started this one, which received it, too. Only a process's main
-    thread can do this; in another nothing changes.
+    """SIGTERM, Ctrl-C and a closed terminal (SIGHUP) save and stop.
+
+    A second one raises `StoppedAtOnceError`, a `KeyboardInterrupt`. SIGUSR1 saves, and training continues.
+    `stop` and `save` are called with the sender as far as it is known: the signal and this process's user and
+    host. SIGHUP does not count as a second signal, because shells send it twice, and stays ignored if `nohup`
+    ignores it. While no worker `trains`, there is nothing to save: the first signal raises `SignalledError`.
+    The same signal again within `relayed_s` of the first counts as the first, passed on by the parent
+    process, which received it, too. Only works in a process's main thread; in another nothing changes.
     """
-    first, who = 0, asker()  # looked up now: a handler waits for nothing
+    first, who = 0, asker()  # determined now: a handler must not wait
     relayed_until = math.inf
 
     def handle(number: int, _: object) -> None:
@@ -154,7 +166,7 @@ def stop_on_signals(
         if number == signal.SIGTERM:
             wait_s = job_stop_s()
             _Grace.until = time.monotonic() + (GRACE_S if math.isinf(wait_s) else wait_s)
-        # first: whoever sent the signal may have ended the reader of what is said, too
+        # first, because the sender of the signal may have ended the reader of the messages, too
         stop(f"{signal.Signals(number).name} to {who}")
         if number == signal.SIGHUP:
             say("SIGHUP, the terminal was closed: saving and stopping")

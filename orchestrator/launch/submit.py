@@ -1,7 +1,7 @@
-"""A run as a Ray job: what is submitted for a configuration, and that no second job works on the same run.
+"""A run as a Ray job: the submission for a configuration, and the check that no other job works on the run.
 
-`submission` is pure but for reading the configuration; `submit` carries it out. It knows Ray through
-`cluster.job_server` alone.
+`submission` is pure except for reading the configuration; `submit` executes it. Ray is accessed only through
+`cluster.job_server`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 RUN_KEY = "orchestrator_run"  # in a job's metadata: the run's folder
 STOP_WAIT_S = 60
-# what no job needs of its working directory, beside what .rayignore names
+# parts of a working directory that no job needs, besides those in .rayignore
 EXCLUDES = (".git", ".venv", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
-    """What is given to the job server. `run_uri` is the run's folder, as the nodes see it, or its URI."""
+    """The submission to the job server. `run_uri` is the run's folder, as the nodes see it, or its URI."""
 
     job_id: str
     run_uri: str
@@ -44,9 +44,10 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submitted:
-    """A job that was submitted; the document of `submit --json`. `status` is the job server's (PENDING,
-    RUNNING, SUCCEEDED, STOPPED, FAILED), `message` its sentence, `exit_code` that of the job's command, None
-    before its end.
+    """A submitted job; the document of `submit --json`.
+
+    `status` is the job server's (PENDING, RUNNING, SUCCEEDED, STOPPED, FAILED), `message` its sentence,
+    `exit_code` that of the job's command, None before its end.
     """
 
     job: str
@@ -71,7 +72,8 @@ def submission(
     stop_wait_s: int = STOP_WAIT_S,
     entrypoint_cpus: float = 0.0,
 ) -> Submission:
-    """The job that trains `config` from a copy of `folder`; `token` tells it from other jobs of the run.
+    """The job that trains `config` from a copy of `folder`. `token` distinguishes it from other jobs of the
+    run.
 
     Raises `ConfigError`, before anything is submitted, for every mistake that the start would find in the
     configuration, for a run.storage in the copy, and for files of the configuration that are not in it.
@@ -106,8 +108,9 @@ def submission(
 
 
 def _not_in_the_copy(job: JobConfig, config: Path, folder: Path) -> Iterable[str]:
-    """What the configuration names by a relative path, and `folder` does not have: the job's current folder
-    is its copy of it. Absolute paths are the nodes' own matter.
+    """The relative paths in the configuration that `folder` does not have.
+
+    The job's current folder is its copy of `folder`. Absolute paths are not checked: they are on the nodes.
     """
     named = [("CONFIG", str(config)), ("model.pretrained", job.model.pretrained or "")]
     for source in job.data.sources:
@@ -115,7 +118,7 @@ def _not_in_the_copy(job: JobConfig, config: Path, folder: Path) -> Iterable[str
             continue
         paths = (source.path,) if isinstance(source.path, str) else source.path
         named += [(f"data.sources: {source.name}", path) for path in paths]
-    if job.data.tokenizer.startswith("."):  # else it may be the name of a hub's
+    if job.data.tokenizer.startswith("."):  # else it may be a name on the hub
         named.append(("data.tokenizer", job.data.tokenizer))
     for what, path in named:
         if not path or os.path.isabs(path) or is_uri(path):
@@ -133,11 +136,12 @@ def running_job(jobs: Iterable[JobStatus], run_uri: str) -> JobStatus | None:
 
 
 def submit(made: Submission, server: JobServer) -> Submitted:
-    """Submits the job. Raises `BusyError` if a job of the cluster still works on the run, and nothing is
-    submitted then.
+    """Submits the job. Raises `BusyError`, and submits nothing, if a job of the cluster still works on the
+    run.
 
-    A launch that is no job of this cluster is not seen here: the job then finds the run's claim and ends with
-    that reason, for no run has two launches. So does one of two that are submitted at the same moment.
+    A launch that is no job of this cluster is not visible here: the job then finds the run's claim and ends
+    with that reason, because no run has two launches. So does one of two jobs that are submitted at the same
+    moment.
     """
     if (other := running_job(server.jobs(), made.run_uri)) is not None:
         uri = shlex.quote(made.run_uri)
@@ -157,7 +161,7 @@ def submit(made: Submission, server: JobServer) -> Submitted:
 
 
 def submitted(made: Submission, server: JobServer) -> Submitted:
-    """How the job stands now."""
+    """The current state of the job."""
     job = server.status(made.job_id)
     return Submitted(
         job=made.job_id,
@@ -170,7 +174,7 @@ def submitted(made: Submission, server: JobServer) -> Submitted:
 
 
 def commands(job: Submitted) -> list[str]:
-    """What to do with a submitted job, for people."""
+    """Commands for a submitted job, as text."""
     uri = shlex.quote(job.run_uri)
     return [
         f"job {job.job} is submitted to {job.address}: it starts or continues {job.run_uri}",

@@ -1,7 +1,4 @@
-"""Which members of a group this one cannot reach (membership rule 18).
-
-It knows no coordinator and no group; what follows from it is decided elsewhere.
-"""
+"""Finds the members of a group that this one cannot reach (membership rule 18)."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from orchestrator.records.membership import GenerationView
 
-_PROBE_S = 3.0  # how long a port is tried
+_PROBE_S = 3.0  # the timeout of a port
 
 
 def unreached(view: GenerationView) -> tuple[str, ...]:
@@ -21,7 +18,9 @@ def unreached(view: GenerationView) -> tuple[str, ...]:
 
 
 def unreached_ranks(addresses: Sequence[tuple[str, int]]) -> tuple[int, ...]:
-    """The ranks that this process cannot reach at these addresses, all tried at once, within `_PROBE_S`."""
+    """The ranks at these addresses that this process cannot reach, all tried in parallel within
+    `_PROBE_S`.
+    """
 
     def reaches(address: tuple[str, int]) -> bool:
         try:

@@ -1,7 +1,6 @@
-"""Which resume point of a run is meant: one by its name, or the newest whole one at or before a step, a
-number of samples or of tokens.
+"""Finds a resume point of a run: by its name, or the newest whole one at or before a step, samples or tokens.
 
-It reads a run and changes nothing; what is done with the point, its callers know.
+It reads a run and changes nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ LATEST = "latest"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What was asked for: exactly one of a point's name (or `latest`), and the last step, sample or token
-    that may lie before the point.
+    """The requested point: exactly one of its name (or `latest`), or the last step, sample or token before
+    it.
     """
 
     point: str | None = None
@@ -37,7 +36,7 @@ class Wanted:
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises `RefusedError` unless exactly one is given, and for what is no whole number."""
+        """Raises `RefusedError` unless exactly one is set, and for a value that is no whole number."""
         for name in ("step", "samples", "tokens"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
@@ -68,7 +67,7 @@ class Position:
     tokens: int
 
     def allows(self, wanted: Wanted) -> bool:
-        """Whether it lies at or before the wanted samples or tokens."""
+        """Whether it is at or before the wanted samples or tokens."""
         if wanted.samples is not None:
             return self.samples <= wanted.samples
         return wanted.tokens is None or self.tokens <= wanted.tokens
@@ -76,7 +75,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """The point, how far before the wanted place it stands, and what was found wrong with newer ones."""
+    """The point, its distance to the wanted place, and the damages of newer points."""
 
     point: Point
     steps_before: int
@@ -86,10 +85,10 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointPlan:
-    """What somebody is shown who has asked for a point of `run`; tokens are positions, as in the cursor.
+    """The plan shown to a user who has requested a point of `run`; tokens are positions, as in the cursor.
 
-    `wanted` is what was asked for, `steps_before` and `tokens_before` how far before it the point stands.
-    `damages` are why newer points were passed over.
+    `wanted` is the request, `steps_before` and `tokens_before` the point's distance to it. `damages` are why
+    newer points were skipped.
     """
 
     run: str
@@ -107,7 +106,7 @@ class PointPlan:
         return asdict(self)
 
     def point_lines(self, would: str) -> list[str]:
-        """For people: `would` happen, with which point."""
+        """The lines of the plan: `would` happen, with which point."""
         before = ""
         if self.steps_before or self.tokens_before:
             steps = count(self.steps_before, "step")
@@ -120,7 +119,7 @@ class PointPlan:
 
 
 def planned(run: str, found: Found, wanted: Wanted) -> dict[str, Any]:
-    """The fields of `PointPlan` for the point that was found."""
+    """The fields of `PointPlan` for the found point."""
     at = place(found.point)
     return {
         "run": run,
@@ -136,7 +135,7 @@ def planned(run: str, found: Found, wanted: Wanted) -> dict[str, Any]:
 
 
 def place(point: Point) -> Position:
-    """Where a point stands."""
+    """The position of a point."""
     cursor = point.cursor
     return Position(step=point.key.step, samples=cursor.consumed_samples, tokens=cursor.consumed_tokens)
 
@@ -146,10 +145,10 @@ def _place_of(record: StepRecord) -> Position:
 
 
 def wanted_place(wanted: Wanted, records: Sequence[StepRecord], points: Sequence[Point]) -> Position | None:
-    """The last place of the history that `wanted` allows; None where a point is named.
+    """The last place of the history that `wanted` allows; None if a point is named.
 
-    A step is a label: where attempts have labelled two steps alike (another batch size, data rule 18) it is
-    refused. Raises `RefusedError` for a place that the history does not have: also for one beyond its end.
+    A step is a label: if attempts have given two steps the same label (another batch size, data rule 18) it
+    is refused. Raises `RefusedError` for a place that the history does not have, also for one beyond its end.
     """
     if wanted.point is not None:
         return None
@@ -188,12 +187,12 @@ def find(
     fast: bool = False,
     each: Each | None = None,
 ) -> Found:
-    """The point that is meant, every digest of it read back; `fast` and `each` as in
+    """The requested point, with every digest of it verified; `fast` and `each` as in
     `PointFiles.verify_point`.
 
-    `among`: the points that may be named, those of the history if not given. A named point must be whole:
-    another one is not taken in its place; by a place, and by `latest`, damaged ones are passed and reported.
-    Raises `RefusedError` for one that is not there, `ResumePointError` where none is whole.
+    `among`: the points that may be named, by default those of the history. A named point must be whole: no
+    other one replaces it. By a place, and by `latest`, damaged ones are skipped and reported. Raises
+    `RefusedError` for a missing one, `ResumePointError` if none is whole.
     """
     history = newest_first((*seen.points, *seen.lost, *seen.foreign))
     if wanted.point is not None and wanted.point != LATEST:
@@ -239,7 +238,7 @@ def _named(store: RunStore, name: str, among: Sequence[str], fast: bool, each: E
 
 
 def _readable(store: RunStore, names: Sequence[str]) -> tuple[list[Point], list[Damage]]:
-    """The points whose documents can be read, in the given order, and what is wrong with the others."""
+    """The points whose documents can be read, in the same order, and the damages of the others."""
 
     def read(name: str) -> Point | list[Damage]:
         try:

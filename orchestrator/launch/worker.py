@@ -1,7 +1,6 @@
-"""What runs in each Ray Train worker: the training loop, joined to the coordinator and the feeder by remote
-calls.
+"""The code of each Ray Train worker: the training loop, connected to coordinator and feeder by remote calls.
 
-It holds no decision about membership, data or points: it repeats calls until they are answered and hands the
+It makes no decision about membership, data or points. It repeats calls until they are answered and passes the
 answers to the loop.
 """
 
@@ -35,13 +34,14 @@ if TYPE_CHECKING:
     from orchestrator.resume.committed import CommittedFiles
     from orchestrator.trainer.job import TrainJob
 
-_ASK_S = 60.0  # a coordinator that lives answers sooner
+_ASK_S = 60.0  # a live coordinator answers sooner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerTask:
-    """All that a worker needs to take part in a launch; it crosses the process border by pickle, written and
-    read by this package.
+    """All data that a worker needs to take part in a launch.
+
+    It is pickled across the process border, written and read only by this package.
     """
 
     launch: str
@@ -50,18 +50,19 @@ class WorkerTask:
     config: JobConfig
     budgets: Budgets
     config_digest: str
-    storage: str  # as `open_storage` takes it
+    storage: str  # for `open_storage`
     num_shards: int | None = 1  # see `TrainJob`
     fault_plan: str = ""  # JSON of faults.FaultPlan, "" outside tests
     until_tokens: int | None = None  # see `TrainJob`
-    nodes: Any = None  # a `ReachedNodes`: on whose disks parts of points may lie
+    nodes: Any = None  # a `ReachedNodes`: whose disks may have parts of points
     run_id: str = ""  # run.json's
-    packages: Mapping[str, str] = field(default_factory=dict)  # versions, as the driver has them
+    packages: Mapping[str, str] = field(default_factory=dict)  # versions on the driver
 
 
 class RayCalls:
-    """`remote_membership.Calls` to a Ray actor. Ray's own retries are off, because a repeated `join` would
-    carry an old step and a dead address.
+    """`remote_membership.Calls` to a Ray actor.
+
+    Ray's own retries are off, because a repeated `join` would carry an old step and a dead address.
     """
 
     def __init__(self, coordinator: Any) -> None:
@@ -78,7 +79,7 @@ class RayCalls:
 
 
 def _files(task: WorkerTask, address: str) -> CommittedFiles:
-    """Where points are read, and where this worker's parts of them go."""
+    """Where points are read, and where this worker's parts of them are written."""
     from orchestrator.parts.node_storage import run_storage
     from orchestrator.parts.parts_on_node import PartsOnNode
     from orchestrator.resume.committed import CommittedFiles
@@ -88,12 +89,12 @@ def _files(task: WorkerTask, address: str) -> CommittedFiles:
     if folder is None:
         return CommittedFiles(storage)
     say = logging.getLogger(__name__).warning
-    announce_workers(task.nodes, say)  # before this one joins: the others' copies may come here
+    announce_workers(task.nodes, say)  # before this one joins: the others' copies may be sent here
     return CommittedFiles(storage, PartsOnNode(folder, folder_on_nodes(storage), address, task.nodes, say))
 
 
 def announce_workers(nodes: ReachedNodes, say: Callable[[str], None]) -> None:
-    """Offers this node's disk for copies of the other nodes' parts; without an answer none come here."""
+    """Offers this node's disk for copies of the other nodes' parts. Without an answer none are sent here."""
     try:
         nodes.workers_came()
     except StorageError as error:
@@ -109,7 +110,7 @@ def _keep_vote(files: CommittedFiles, vote: Vote) -> None:
 
 
 def _job(task: WorkerTask) -> TrainJob:
-    """What the loop needs of it."""
+    """The part of the task that the loop needs."""
     from orchestrator.trainer.job import TrainJob
 
     return TrainJob(
@@ -128,14 +129,16 @@ def _job(task: WorkerTask) -> TrainJob:
 
 
 def train_function(config: dict[str, Any]) -> None:
-    """The Ray Train function of every worker. An error is reported to the coordinator, which decides whether
-    it ends the run. If it does not, it is raised, so that Ray replaces the process.
+    """The Ray Train function of every worker.
+
+    An error is reported to the coordinator, which decides whether it ends the run. If it does not, it is
+    raised, so that Ray replaces the process.
     """
     task: WorkerTask = config["task"]
     expose_forks()
     is_done = threading.Event()
     is_orphaned = end_without_raylet(is_done.is_set)
-    # Few threads and no telemetry in a process of which a machine runs many.
+    # few threads and no telemetry, because a machine runs many of these processes
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context, membership = ray.get_runtime_context(), None
     here = MemberInfo(
@@ -172,7 +175,7 @@ def train_function(config: dict[str, Any]) -> None:
         )
     except BaseException as error:
         replaced = True
-        with suppress(OrchestratorError, RayError):  # a coordinator that does not answer learns it from Ray
+        with suppress(OrchestratorError, RayError):  # otherwise the coordinator learns it from Ray
             if membership is not None:
                 replaced = membership.failed(error)
             else:
@@ -190,8 +193,9 @@ def _require_machine(task: WorkerTask) -> None:
 
 
 def _ask(task: WorkerTask, method: str, *arguments: Any) -> Any:
-    """A call to the coordinator before there is a membership, repeated until it is answered. Raises
-    `RayError` where the coordinator is away: Ray then starts another worker.
+    """A call to the coordinator before there is a membership, repeated until it is answered.
+
+    Raises `RayError` if the coordinator is away: Ray then starts another worker.
     """
     while True:
         answer = ray.get(getattr(task.coordinator, method).remote(task.launch, *arguments), timeout=_ASK_S)

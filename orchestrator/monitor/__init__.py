@@ -1,1 +1,1 @@
-"""Reading a run: at a glance, its points, and the proof of what it was trained on."""
+"""Reads a run: its state, its points, and the proof of what it was trained on."""

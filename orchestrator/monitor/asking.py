@@ -1,7 +1,4 @@
-"""Asks a running launch for something, by a file in its storage, and waits for the answer in its journal.
-
-It decides nothing: what is asked for is done, refused or left by the launch itself.
-"""
+"""Makes a request to a running launch, as a file in its storage, and waits for the answer in its journal."""
 
 from __future__ import annotations
 
@@ -17,13 +14,15 @@ from orchestrator.monitor.follow import JournalFollower
 from orchestrator.resume.store import RunStore
 
 LOOK_EVERY_S = 0.5
-QUIET_S = 10.0  # without an answer for so long it is looked whether the run lives
+QUIET_S = 10.0  # after this long without an answer, checks whether the run is alive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """What became of a request: `outcome` is done, refused, failed, or open (nobody waited for the answer);
-    `text` says it to people. `point` is the resume point that meets a request to save, "" for none.
+    """The result of a request.
+
+    `outcome` is done, refused, failed, or open (not waited for). `text` is for display. `point` is the resume
+    point that meets a request to save, "" for none.
     """
 
     request: int
@@ -38,11 +37,13 @@ class Reply:
 
 
 def unheard(text: str) -> None:
-    """Tells nobody."""
+    """Ignores the message."""
 
 
 def still_waits(what: str, point: str, reason: str) -> str:
-    """For whoever waits for `what`: the save of `point` was given up for this `reason`, and what follows."""
+    """The message to a caller that waits for `what`: the save of `point` was given up for this `reason`, and
+    what follows.
+    """
     return (
         f"{what}: not yet, the save of {point} was given up: {reason}. The run tries again, and this waits "
         "until a save succeeds or the run ends; who stops waiting takes nothing back, the request stands"
@@ -50,11 +51,11 @@ def still_waits(what: str, point: str, reason: str) -> str:
 
 
 class Asking:
-    """One request to the launch that works on a run now."""
+    """One request to the launch that is active on a run now."""
 
     def __init__(self, store: RunStore, what: str) -> None:
-        """Writes the request. Raises `RefusedError` if no launch works on the run, as far as its claims say;
-        `StorageError`.
+        """Writes the request. Raises `RefusedError` if no launch is active on the run, as far as its claims
+        show; `StorageError`.
         """
         self._store, self._what = store, what
         claim, root = store.newest_claim(), store.storage.root
@@ -67,14 +68,16 @@ class Asking:
         self.request = RequestFiles(store.storage, claim.launch, run.id if run else "").ask(what)
 
     def answer(self, is_alive: Callable[[], bool], tell: Callable[[str], None] = unheard) -> Reply:
-        """Waits for the answer. `is_alive` looks whether the run gives a sign of life; `tell` hears, once,
-        of a save that was given up, so that the wait is longer. Raises `RefusedError` if the run has ended,
-        was taken over, or gives no sign of life: then nobody will do what was asked for.
+        """Waits for the answer.
+
+        `is_alive` checks whether the run shows signs of life. `tell` receives, once, the message about a save
+        that was given up, which explains the longer wait. Raises `RefusedError` if the run has ended, was
+        taken over, or shows no sign of life: then the request will not be answered.
         """
         asked_at = time.monotonic()
         told = False
         while True:
-            # looked at before the journal is read: the answer stands there before the end does
+            # checked before the journal is read: the answer is written there before the end is
             over = self._why_over()
             lines = self._journal.lines()
             for fields in lines:

@@ -1,6 +1,6 @@
-"""The proof of what a run was trained on: its stream, recomputed from the files, against its journal.
+"""Proves what a run was trained on: recomputes its stream from the files and compares it with its journal.
 
-It reads the files and what `coordinator.survey.survey` found; it knows neither cluster nor points' contents.
+It uses the files and the result of `coordinator.survey.survey`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _HOW = HowToAudit()
 
 
 def audit(store: RunStore, uri: str, steps: str | None, how: HowToAudit) -> dict[str, Any]:
-    """The document of `audit --json` of the run at `uri`; see `audit_history`. Raises as that and
-    `run_data.trained_data` do.
+    """The document of `audit --json` for the run at `uri`; see `audit_history`.
+
+    Raises as that and `run_data.trained_data`.
     """
-    # before the journal is read: what is committed in between may have records that were not read
+    # before the journal is read: a point committed in between may have records that were not read
     there, foreign = store.names_and_foreign()
     points = [name for name in there if name not in foreign]
     seen = survey(store)
@@ -59,30 +60,32 @@ def audit_history(
 
     It shows that each step trained exactly the samples that the plan gives it, each once, in order: their
     digests are recomputed by a packer of the audit's own (`monitor.reference_packing`). And it shows that the
-    tokens of these samples are, for every epoch that was read from its first to its last document, those that
-    the files hold, read in their own order (data rules 26 and 27). `steps` (`A:B`) limits it to these; it is
-    read from the nearest cursor in the journal on. Audits of adjacent steps join, because a cursor that is
-    passed is compared. `not_shown` says what this audit leaves open; where there is nothing to compare,
-    `exactly_once` is None. `all_final`: no step that was audited may still be replaced. `repeated_files` are
-    those of which the run's frozen list has more than one path (older versions made such lists): each token
-    of the stream was trained once, their documents were not.
-    `skipped_documents` counts, by source, the bad documents that the audited steps passed; None where there
-    is a difference, or nothing to compare. `left_out_documents` counts those that transforms dropped
-    (`filtered`) and the records that are held out (`held_out`).
-    `skipped_samples` are those that an attempt was told to leave out before one of the audited steps
-    (`resume.data: skip`): they are drawn as the claim says, end where it says, and are compared with no
-    record. What an epoch is shown to have held they belong to; `not_shown` says that they were not trained.
+    tokens of these samples are, for every epoch that was read from its first to its last document, those in
+    the files, read in their own order (data rules 26 and 27).
 
-    Raises `DataIdentityError` for a step that differs in an attempt that was told to go on with changed files
-    (data rule 27), and before it reads anything for files of a list that are gone or changed
+    `steps` (`A:B`) limits the audit to these; it is read from the nearest cursor in the journal on. Audits of
+    adjacent steps join, because a cursor that is passed is compared. `not_shown` lists what this audit leaves
+    open. If there is nothing to compare, `exactly_once` is None. `all_final`: no step that was audited may
+    still be replaced. `repeated_files` are those of which the run's frozen list has more than one path (older
+    versions made such lists): each token of the stream was trained once, their documents were not.
+
+    `skipped_documents` counts, by source, the bad documents that the audited steps passed; None if there is a
+    difference, or nothing to compare. `left_out_documents` counts those that transforms dropped (`filtered`)
+    and the records that are held out (`held_out`). `skipped_samples` are those that an attempt was configured
+    to leave out before one of the audited steps (`resume.data: skip`). They are drawn as the claim says, end
+    where it says, and are compared with no record. They belong to the proven content of an epoch; `not_shown`
+    reports that they were not trained.
+
+    Raises `DataIdentityError` for a step that differs in an attempt that was configured to continue with
+    changed files (data rule 27), and before it reads anything for files of a list that are gone or changed
     (`lists_there`).
 
     `committed` are the names of the run's committed points, listed before `seen` was read: no point is
     committed before the records up to its step are durable, so these must be there.
 
-    `how` says by how many processes, and changes nothing of what is found. With `how.by_reference` each
-    document of the walked steps is encoded by `tokenizers`, too, and `reference` says where that gives other
-    ids (None without it).
+    `how` sets the number of processes, and changes nothing in the result. With `how.by_reference` each
+    document of the walked steps is encoded by `tokenizers`, too, and `reference` has the differences in ids
+    (None without it).
     """
     if how.by_reference:
         reference_choice(spec)
@@ -107,7 +110,7 @@ def audit_history(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Asked:
-    """The steps that are wanted, of those that have records, and what of the history is known to be gone."""
+    """The requested steps with records, and what is known to be missing from the history."""
 
     wanted: range
     points: list[StateKey]
@@ -133,8 +136,8 @@ def _asked(seen: Survey, steps: str | None, committed: Iterable[str]) -> _Asked:
 def _compared(
     spec: DataSpec, seen: Survey, asked: _Asked, how: HowToAudit
 ) -> tuple[StepsCompared, dict[str, Any] | None, list[str]]:
-    """What the steps were found to be, the first difference, and what is not shown; after a difference
-    nothing more is read.
+    """The results for the steps, the first difference, and what is not shown. Nothing is read after a
+    difference.
     """
     wanted, found, first, not_shown = asked.wanted, NOTHING_COMPARED, asked.gap, list[str]()
     history = history_of(spec, seen)
@@ -153,7 +156,7 @@ def _compared(
 
 
 def _amounts(seen: Survey, wanted: range, points: Iterable[StateKey]) -> dict[str, Any]:
-    """What the audited steps are, and up to where they are final."""
+    """The amounts of the audited steps, and up to where they are final."""
     records, origin = seen.lineage.records, seen.fork.origin if seen.fork is not None else None
     before = records[wanted.start - 1] if wanted and wanted.start else origin and origin.cursor
     last = records[wanted.stop - 1] if wanted else None
@@ -194,13 +197,13 @@ def _skip_row(at: SkipAt) -> dict[str, Any]:
 
 
 def _repeated(spec: DataSpec) -> tuple[int, list[str]]:
-    """How many files stand in the sources' frozen lists more than once, and what to say of them."""
+    """The number of files that are in the sources' frozen lists more than once, and a note about them."""
     found = [_repeated_files(plan.manifest) for plan in spec.plans]
     return sum(num for num, _ in found), [text for num, text in found if num]
 
 
 def _repeated_files(manifest: Manifest) -> tuple[int, str]:
-    """How many files the frozen list has by more than one path, and what to say of them."""
+    """The number of files with more than one path in the frozen list, and a note about them."""
     others = same_files(manifest.base, [row.path for row in manifest.files])
     if not others:
         return 0, ""
@@ -213,8 +216,9 @@ def _repeated_files(manifest: Manifest) -> tuple[int, str]:
 
 
 def _missing_records(seen: Survey, points: Iterable[StateKey]) -> tuple[list[StateKey], str]:
-    """The steps behind the last record that must have been trained, because a point behind them is committed,
-    and what to say of them. Gaps before the last record are the lineage's to find.
+    """The steps after the last record that must have been trained, and a note about them.
+
+    A point after them is committed. Gaps before the last record are found by the lineage.
     """
     newest = max((key for key in points if _is_behind(seen, key)), default=None)
     if newest is None:
@@ -238,8 +242,9 @@ def _missing_records(seen: Survey, points: Iterable[StateKey]) -> tuple[list[Sta
 
 
 def _is_behind(seen: Survey, point: StateKey) -> bool:
-    """Whether the point belongs to the history and lies behind its last record; also one of the newest
-    attempt whose generation the journal does not know.
+    """Whether the point is on the history and after its last record.
+
+    Also true for a point of the newest attempt whose generation is not in the journal.
     """
     head = seen.lineage.segments[-1] if seen.lineage.segments else None
     if head is not None and head.open and head.start.id == (point.attempt, point.generation):

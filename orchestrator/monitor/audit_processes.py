@@ -1,7 +1,7 @@
-"""The processes of an audit: tasks go out, what they find comes back in the tasks' order.
+"""The processes of an audit: distributes tasks, and returns the results in the tasks' order.
 
-What it decides is only who does what; a process that dies, or an error in one, is raised and never read as a
-result.
+The distribution does not affect the results. A process that dies, or an error in one, is raised and never
+taken for a result.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from orchestrator.monitor.audit_tasks import Failed, Found, Progressed, Task, ca
 
 WORKER = "orchestrator.monitor.audit_worker"
 Advanced = Callable[[int, int, int], None]
-"""(number of the task, steps or files more, their positions or bytes)"""
+"""(number of the task, additional steps or files, their positions or bytes)"""
 
 
 class AuditProcessError(OrchestratorError):
-    """A process of the audit ended before its task; nothing was shown, and it may be tried again."""
+    """A process of the audit ended before its task. Nothing was shown; try again."""
 
 
 def num_cores() -> int:
@@ -37,13 +37,13 @@ def num_cores() -> int:
 
 
 class InThisProcess:
-    """Carries out one task after the other."""
+    """Executes one task after the other in this process."""
 
     def __init__(self, spec: DataSpec) -> None:
         self._spec = spec
 
     def run(self, tasks: Sequence[Task], advanced: Advanced) -> list[Found]:
-        """What the tasks find, in order; after one that `ends_all` there is no other."""
+        """The results of the tasks, in order; nothing follows one that `ends_all`."""
         results = list[Found]()
         for number, task in enumerate(tasks):
             results.append(carry_out(self._spec, task, lambda num, at=number: advanced(at, 1, num)))  # type: ignore[misc]
@@ -53,7 +53,7 @@ class InThisProcess:
 
 
 class AuditProcesses:
-    """Carries out tasks in processes of its own, which end with it."""
+    """Executes tasks in child processes, which end with it."""
 
     def __init__(self, spec: DataSpec, num_processes: int) -> None:
         self._spec, self._num = spec, num_processes
@@ -70,7 +70,7 @@ class AuditProcesses:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of those that were started."""
+        """The ids of the started processes."""
         return [worker.process_id for worker in self._workers]
 
     def run(self, tasks: Sequence[Task], advanced: Advanced) -> list[Found]:
@@ -97,14 +97,14 @@ class AuditProcesses:
                     continue
                 ended[worker.task_number] = message
                 idle.append(busy.pop(worker.answers))
-        for worker in busy.values():  # what they do matters no more
+        for worker in busy.values():  # their results no longer matter
             worker.end()
             self._workers.remove(worker)
         return [_found(ended[number]) for number in range(_reached(ended))]
 
 
 def _reached(ended: dict[int, Found | Failed]) -> int:
-    """How many tasks from the first on have ended, up to one after which no other matters."""
+    """The number of tasks from the first on that have ended, up to one after which no other matters."""
     number = 0
     while number in ended:
         number += 1
@@ -131,7 +131,7 @@ class _Worker:
     def __init__(self, spec: DataSpec) -> None:
         their_tasks, our_tasks = os.pipe()
         our_answers, their_answers = os.pipe()
-        # it finds what this process finds, and what lies in the current folder
+        # the child searches this process's path and the current folder
         places = [*(path for path in sys.path if path), os.getcwd()]
         self._process = subprocess.Popen(  # noqa: S603  this Python, and a module of ours
             [sys.executable, "-P", "-m", WORKER, str(their_tasks), str(their_answers)],
@@ -144,22 +144,22 @@ class _Worker:
         self._tasks = Connection(our_tasks, readable=False)
         self.answers = Connection(our_answers, writable=False)
         self.task_number, self._task = -1, ""
-        with suppress(BrokenPipeError):  # `hear` says that it has ended
+        with suppress(BrokenPipeError):  # `hear` reports that it has ended
             self._tasks.send(spec)
 
     @property
     def process_id(self) -> int:
-        """Of the operating system."""
+        """The process id of the operating system."""
         return self._process.pid
 
     def give(self, number: int, task: Task) -> None:
-        """To be carried out."""
+        """Sends a task."""
         self.task_number, self._task = number, str(task)
         with suppress(BrokenPipeError):
             self._tasks.send(task)
 
     def hear(self) -> Any:
-        """What it says next. Raises `AuditProcessError` if it has ended."""
+        """Receives the next message. Raises `AuditProcessError` if the process has ended."""
         try:
             return self.answers.recv()
         except (EOFError, ConnectionResetError):
@@ -169,7 +169,7 @@ class _Worker:
             ) from None
 
     def end(self) -> None:
-        """Whatever it does."""
+        """Kills the process."""
         self._process.kill()
         self._process.wait()
         self._tasks.close()

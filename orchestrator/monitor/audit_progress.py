@@ -1,4 +1,4 @@
-"""Who hears how far an audit is."""
+"""The receiver of an audit's progress."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Protocol
 
 
 class AuditProgress(Protocol):
-    """Told from the audit's own thread."""
+    """Receives progress in the audit's own thread."""
 
     def begin(self, what: str, unit: str, total: int) -> None:
-        """So many units (tokens, bytes) are to be worked through now."""
+        """The next work has `total` units (tokens, bytes)."""
 
     def advance(self, num: int) -> None:
-        """So many more are."""
+        """`num` more units are done."""
 
 
 class NoAuditProgress:
-    """Nobody listens."""
+    """Ignores progress."""
 
     def begin(self, what: str, unit: str, total: int) -> None:
         """See `AuditProgress`."""

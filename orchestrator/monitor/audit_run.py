@@ -1,7 +1,7 @@
-"""How an audit is carried out: the history in parts, by one process or several, and what they found joined.
+"""Executes an audit: divides the history into parts for one or several processes, and joins the results.
 
-What is found does not depend on how many there are: the parts join at cursors that the journal has, each
-document is counted by the part in which it ends, and of differences the first one counts.
+The result does not depend on the number of processes: the parts join at cursors of the journal, each document
+is counted by the part in which it ends, and of several differences the first one counts.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ from orchestrator.monitor.history_parts import History
 from orchestrator.monitor.reference_encoding import reference_report
 from orchestrator.monitor.walk import Difference
 
-# A process takes seconds to begin: so many tokens are worth one.
+# A process takes seconds to start: at least this many tokens are worth one.
 TOKENS_OF_A_PROCESS = 1 << 26
-# Opening the stream at a cursor reads a window once more: so many tokens at least belong to a part, and so
-# many stored bytes of files.
+# Opening the stream at a cursor reads a window again: a part has at least this many tokens, or stored bytes
+# of files.
 PART_TOKENS, PART_BYTES = 1 << 24, 1 << 26
-_PARTS_OF_A_PROCESS = 4  # so that none waits long for the last one
+_PARTS_OF_A_PROCESS = 4  # so that no process waits long for the last one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HowToAudit:
-    """By how many processes (None: as many as the machine has cores, and the steps are worth), and who hears
-    how far it is. `by_reference`: `tokenizers` encodes each document, too. `apart`: not in this process, also
-    by a single one, because it runs the user's code.
+    """How to execute an audit.
+
+    The number of processes (None: as many as the machine has cores, and the steps are worth), and the
+    receiver of its progress. `by_reference`: `tokenizers` encodes each document, too. `apart`: never in this
+    process, even with a single one, because it runs the user's code.
     """
 
     processes: int | None = None
@@ -55,22 +57,22 @@ class HowToAudit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepsCompared:
-    """What all parts found, in order; without a difference, what was taken of each source."""
+    """The results of all parts, in order; without a difference, what was taken of each source."""
 
     difference: Difference | None
     passed: tuple[SkipAt, ...]
     sources: JoinedSources
 
     def skipped_documents(self) -> dict[str, int]:
-        """How many bad documents of each source the wanted steps passed."""
+        """The number of bad documents of each source that the wanted steps passed."""
         found = dict.fromkeys((name for name, _ in self.sources), 0)
         for (name, _), source in self.sources.items():
             found[name] += source.end.bad_documents - source.before_wanted.bad_documents
         return found
 
     def left_out_documents(self) -> dict[str, dict[str, int]]:
-        """How many documents of each source transforms dropped, and how many are held out, that the wanted
-        steps passed.
+        """For each source, the documents that the wanted steps passed without training them: those that
+        transforms dropped, and those that are held out.
         """
         found = {name: {"filtered": 0, "held_out": 0} for name, _ in self.sources}
         for (name, _), source in self.sources.items():
@@ -80,7 +82,7 @@ class StepsCompared:
         return found
 
     def reference(self, spec: DataSpec, seen: Survey) -> dict[str, Any]:
-        """What `tokenizers` said of the documents."""
+        """The results of `tokenizers` for the documents."""
         journalled = [e.fields["text"] for e in seen.journal.events if e.kind == EventKind.ENCODERS_DIFFER]
         ends = {name: source.end for (name, _), source in self.sources.items()}
         differences = [one for source in self.sources.values() for one in source.differences]
@@ -117,8 +119,9 @@ class AuditRun:
         self._held.close()
 
     def compare_steps(self) -> StepsCompared:
-        """The first half: each step's samples, with what the journal says. Ctrl-C passes through with a text
-        that says what was compared by then.
+        """The first half: compares each step's samples with the journal.
+
+        Ctrl-C is raised again with a text about what was compared until then.
         """
         tokens = self._history.tokens(self._wanted)
         least = max(PART_TOKENS, tokens // (_PARTS_OF_A_PROCESS * self._num)) if self._num > 1 else tokens + 1
@@ -135,8 +138,10 @@ class AuditRun:
         return StepsCompared(difference=difference, passed=passed, sources=sources)
 
     def compare_epochs(self, found: StepsCompared) -> tuple[str | None, list[str]]:
-        """The second half: why an epoch held a record twice, or other documents than the files (None: none
-        did), and what of the epochs is not verified.
+        """The second half: compares epochs with the files.
+
+        Returns why an epoch held a record twice, or other documents than the files (None: none did), and what
+        of the epochs is not verified.
         """
         needed = files_needed(self._spec, found.sources)
         tasks = files_tasks(self._spec, needed, PART_BYTES if self._num > 1 else 1 << 62)
@@ -167,7 +172,7 @@ class AuditRun:
         return self._processes.run(tasks, advanced)
 
     def _told(self, tasks: list[StepsTask]) -> str:
-        """What an interrupted comparison leaves."""
+        """The text about an interrupted comparison."""
         steps = sum(self._in_order(tasks))
         wanted, records = self._wanted, self._history.records
         if not steps:
@@ -182,7 +187,7 @@ class AuditRun:
         )
 
     def _in_order(self, tasks: list[StepsTask]) -> Iterator[int]:
-        """Steps that agree, from the first on without a gap."""
+        """The number of steps that agree, from the first on without a gap."""
         for number, task in enumerate(tasks):
             yield self._compared[number]
             if self._compared[number] < len(task.part.wanted):

@@ -1,5 +1,6 @@
-"""The parts that an audit's work is divided into, each a pure function of the run's data: whoever carries
-them out, in whatever order and process, what they find is the same.
+"""The tasks of an audit, each a pure function of the run's data.
+
+The results do not depend on the order and the process in which they are executed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from orchestrator.monitor.walk import Difference, PartWalk
 from orchestrator.planning.encoders import EncoderChoice
 
 Done = Callable[[int], None]
-"""Notified of what was just done: a step, with its positions; or a file, with its bytes."""
+"""Called after each step, with its positions, or file, with its bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepsTask:
-    """To compare these steps with the stream. `by_reference`: `tokenizers` encodes each document, too."""
+    """Compares these steps with the stream. `by_reference`: `tokenizers` encodes each document, too."""
 
     part: HistoryPart
     by_reference: bool = False
@@ -44,7 +45,7 @@ class StepsFound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilesTask:
-    """To sum up the documents of these files of the list that an epoch of a source reads, encoded so."""
+    """Sums up the documents of these files of the list that an epoch of a source reads, with this encoder."""
 
     source: str
     epoch: int  # transforms draw anew in each, and it may have a list of its own
@@ -60,7 +61,7 @@ Found = StepsFound | EpochChecksum
 
 
 def carry_out(spec: DataSpec, task: Task, done: Done) -> Found:
-    """What the task asks for. Raises as the stream and its files do."""
+    """Executes the task. Raises as the stream and its files do."""
     if isinstance(task, FilesTask):
         return checksum_files(spec, task.encoder, task.source, task.epoch, task.files, done)
     walk = PartWalk(spec, task.part, by_reference=task.by_reference)
@@ -70,13 +71,13 @@ def carry_out(spec: DataSpec, task: Task, done: Done) -> Found:
 
 
 def ends_all(found: Found) -> bool:
-    """Whether nothing that comes after it in the audit matters any more."""
+    """Whether nothing after it in the audit matters any more."""
     return isinstance(found, StepsFound) and found.difference is not None
 
 
 def files_tasks(spec: DataSpec, wanted: Sequence[EpochFiles], least_bytes: int) -> list[FilesTask]:
-    """All files of these epochs' lists, each with its encoder, in runs of at least so many bytes (as they are
-    stored) where there are as many.
+    """Tasks for all files of these epochs' lists, each with its encoder, in runs of at least `least_bytes`
+    stored bytes if possible.
     """
     tasks = []
     for source, epoch, encoder in wanted:
@@ -93,7 +94,7 @@ def files_tasks(spec: DataSpec, wanted: Sequence[EpochFiles], least_bytes: int) 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progressed:
-    """So many steps or files more of the task at hand, and their positions or bytes."""
+    """Additional steps or files of the current task, and their positions or bytes."""
 
     times: int
     num: int
@@ -101,11 +102,11 @@ class Progressed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
-    """The task raised this; `error` is None where it is none of ours, and `text` says it."""
+    """The task raised this. `error` is None if it is none of our classes; `text` is its text."""
 
     error: OrchestratorError | None
     text: str
 
 
 Message = Progressed | Failed | Found
-"""What a process that carries out a task says of it; what it found comes last."""
+"""A message of a process that executes a task; the result comes last."""

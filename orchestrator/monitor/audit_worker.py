@@ -1,7 +1,7 @@
-"""`python -m orchestrator.monitor.audit_worker IN OUT`: a process of an audit. It reads the run's data and
-then tasks from one pipe (file descriptors, inherited), and writes what it finds into the other.
+"""A process of an audit: `python -m orchestrator.monitor.audit_worker IN OUT`.
 
-It ends when nobody writes tasks any more, in the middle of one too: then whoever asked is gone.
+It reads the run's data and then tasks from one pipe (inherited file descriptors), and writes the results into
+the other. It ends when the task pipe is closed, even in the middle of a task: then its parent is gone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TELL_EVERY_S = 0.2
 
 
 class _Teller:
-    """Tells what is done, not too often."""
+    """Reports progress, not too often."""
 
     def __init__(self, out: Connection[Any, Any]) -> None:
         self._out, self._told = out, time.monotonic()
@@ -47,14 +47,14 @@ def _answer(spec: DataSpec, task: Task, out: Connection[Any, Any]) -> None:
         found: Message = carry_out(spec, task, teller.done)
     except OrchestratorError as error:
         found = Failed(error=error, text=str(error))
-    except Exception:  # noqa: BLE001  whoever asked says it
+    except Exception:  # noqa: BLE001  the parent reports it
         found = Failed(error=None, text=traceback.format_exc())
     teller.tell()
     out.send(found)
 
 
 def _listen(asked: Connection[Any, Any], queue: SimpleQueue[Any]) -> None:
-    """Ends the process when nobody can ask any more."""
+    """Ends the process when the task pipe is closed."""
     try:
         while True:
             queue.put(asked.recv())
@@ -64,7 +64,7 @@ def _listen(asked: Connection[Any, Any], queue: SimpleQueue[Any]) -> None:
 
 def main() -> None:
     """See the module."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of a terminal; who asked decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of a terminal; the parent decides
     asked, out = (Connection(int(number)) for number in sys.argv[1:3])
     queue: SimpleQueue[Any] = SimpleQueue()
     Thread(target=_listen, args=(asked, queue), daemon=True).start()

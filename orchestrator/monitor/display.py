@@ -1,4 +1,4 @@
-"""A run that is watched: in place in a notebook and on a terminal, a line per change elsewhere."""
+"""Shows a run that is watched: in place in a notebook and on a terminal, a line per change elsewhere."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from orchestrator.monitor.view_text import status_html, status_lines
 
 
 def show(views: Iterable[RunView]) -> RunView:
-    """Shows each view in place of the one before; the last one, which nothing follows."""
+    """Shows each view in place of the one before. Returns the last one."""
     update = _in_notebook() or (_on_terminal() if sys.stdout and sys.stdout.isatty() else _in_lines())
     with update as put:
-        for view in views:  # noqa: B007  the last one is wanted
+        for view in views:  # noqa: B007  the last one is returned
             put(view)
     return view
 
@@ -37,7 +37,7 @@ class _Shown:
 
 
 def _in_notebook() -> _Shown | None:
-    """HTML without a widget, so a saved notebook holds the last one."""
+    """Shows HTML without a widget, so a saved notebook keeps the last view."""
     if "IPython" not in sys.modules:
         return None
     ipython, display = import_module("IPython"), import_module("IPython.display")

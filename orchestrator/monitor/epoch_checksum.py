@@ -1,6 +1,6 @@
-"""What an epoch holds whatever its order: the second half of an audit, which needs neither order nor packer.
+"""Order-independent checksums of an epoch: the second half of an audit, which needs neither order nor packer.
 
-`EpochChecksums` count what was trained; what the files hold, `file_checksum` sums up.
+`EpochChecksums` counts what was trained. `file_checksum` sums up the content of the files.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class EpochChecksum:
     digest: int = 0
 
     def without_tokens(self) -> EpochChecksum:
-        """What it says of documents only."""
+        """The checksum of the documents only."""
         return replace(self, tokens=0, digest=0)
 
     def __add__(self, other: EpochChecksum) -> EpochChecksum:
-        """Those of other documents of the epoch, too."""
+        """Adds the checksum of other documents of the epoch."""
         return EpochChecksum(
             documents=self.documents + other.documents,
             empty=self.empty + other.empty,
@@ -69,7 +69,7 @@ class EpochChecksum:
 
 
 class EpochTotals:
-    """What the epochs of a source held, of a stretch of its stream; stretches are joined. Pickles."""
+    """The content of the epochs in a stretch of a source's stream. Stretches are joined. Pickles."""
 
     def __init__(self) -> None:
         self.sums: dict[int, EpochChecksum] = defaultdict(EpochChecksum)
@@ -81,7 +81,7 @@ class EpochTotals:
         return _totals, (dict(self.sums), dict(self.records), dict(self.unpacked))
 
     def join(self, later: EpochTotals) -> None:
-        """The stretch that follows."""
+        """Adds the stretch that follows."""
         for epoch, more in later.sums.items():
             self.sums[epoch] = self.sums[epoch] + more
         for epoch, records in later.records.items():
@@ -100,26 +100,26 @@ def _totals(sums: Any, records: Any, unpacked: Any) -> EpochTotals:
 
 
 class EpochChecksums:
-    """What the epochs hold of a stream that comes by chunk by chunk, from any place on. A document counts
-    when its last piece has come.
+    """The content of epochs, counted chunk by chunk, from any place of a stream on. A document counts when
+    its last piece has come.
     """
 
     def __init__(self) -> None:
         self.totals = EpochTotals()
-        self._hasher: Any = None  # of the document at hand; None: its beginning did not come by
+        self._hasher: Any = None  # of the current document; None if its beginning was not in the chunks
         self._num_tokens = 0  # of it
 
     def take(self) -> EpochTotals:
-        """What was counted so far; what follows is counted from nothing on."""
+        """Returns the counts so far. Later counts begin at zero."""
         found, self.totals = self.totals, EpochTotals()
         return found
 
     def note_records(self, chunk: TokenChunk) -> None:
-        """Its records came by, for `twice`; one with the last piece of its first document."""
+        """Notes the chunk's records for `twice`: each with the last piece of its first document."""
         self._add_places(chunk, (chunk.last_piece == 1) & (chunk.outputs == 0))
 
     def note_unfinished(self, chunk: TokenChunk) -> None:
-        """Of the record that it begins with a part came by."""
+        """Notes that a part of the chunk's first record has come."""
         first = np.zeros(len(chunk.kind), np.bool_)
         first[:1] = chunk.outputs[:1] == 0
         self._add_places(chunk, first)
@@ -129,15 +129,17 @@ class EpochChecksums:
         self.totals.records[chunk.epoch].add(chunk.block, places)
 
     def of(self, epoch: int) -> EpochChecksum:
-        """What of this epoch was counted."""
+        """The counts of this epoch."""
         return self.totals.sums[epoch]
 
     def twice(self, epoch: int) -> tuple[int, int] | None:
-        """(file, place) of a record of this epoch that came by twice, None if there is none."""
+        """(file, place) of a record that occurred twice in this epoch; None if there is none."""
         return self.totals.records[epoch].twice()
 
     def count(self, chunk: TokenChunk, tokens: Int32Array) -> None:
-        """Its entries, with these `tokens` (as many as it has) for theirs. In order, each chunk once."""
+        """Counts the chunk's entries, with these `tokens` (as many as it has) in place of its own. Call it in
+        order, once for each chunk.
+        """
         is_piece = chunk.kind == PIECE
         bytes_ = np.ascontiguousarray(tokens, dtype="<i4").view(np.uint8).data
         outputs = chunk.outputs[is_piece]

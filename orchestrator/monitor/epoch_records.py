@@ -1,7 +1,4 @@
-"""Whether an epoch held a record twice, from the records as they came by, in parts that are joined.
-
-It knows places of records only: no tokens, no files.
-"""
+"""Whether an epoch held a record twice, from the places of its records, in parts that are joined."""
 
 from __future__ import annotations
 
@@ -13,29 +10,29 @@ from orchestrator.records.arrays import Int64Array
 
 
 class EpochRecords:
-    """The records of an epoch that came by, as one interval of places per block and file: a block's own lie
-    side by side in its files, so intervals of two blocks that overlap have a record in common.
+    """The records of an epoch, as one interval of places per block and file. A block's own lie side by side
+    in its files, so intervals of two blocks that overlap have a record in common.
 
-    The first block and the newest are held record by record: what comes before, or behind, may be a part of
-    them (`join`).
+    The first block and the newest are held record by record, because parts of them may come before or after
+    (`join`).
     """
 
     def __init__(self) -> None:
         self._first: tuple[int, Int64Array] | None = None  # once another has come
         self._block = -1
-        self._held: list[Int64Array] = []  # of the block at hand, (num_records, 2)
+        self._held: list[Int64Array] = []  # of the current block, (num_records, 2)
         self._intervals: list[tuple[int, int, int]] = []  # of the blocks between: file, first and last place
         self._twice: tuple[int, int] | None = None  # the least found so far
 
     def add(self, block: int, records: Int64Array) -> None:
-        """More records, (num_records, 2): file and place; blocks come one after the other."""
+        """Adds records, (num_records, 2): file and place. Blocks come one after the other."""
         if block != self._block:
             self._close()
             self._block = block
         self._held.append(records)
 
     def join(self, later: EpochRecords) -> None:
-        """What came by after these, the rest of their newest block first."""
+        """Adds later records, the rest of the newest block first."""
         if later._first is not None:
             self.add(*later._first)
         if later._intervals:
@@ -47,9 +44,7 @@ class EpochRecords:
             self.add(later._block, np.concatenate(later._held))
 
     def twice(self) -> tuple[int, int] | None:
-        """(file, place) of a record that came by twice, the least of those that are found; None: there is
-        none.
-        """
+        """(file, place) of the least record that is known to occur twice; None if there is none."""
         intervals, found = list(self._intervals), self._twice
         for records in self._open():
             found = _least(found, _repeated(records))
@@ -67,7 +62,7 @@ class EpochRecords:
             yield np.concatenate(self._held)
 
     def _close(self) -> None:
-        """Another block follows."""
+        """Ends the newest block, because another one follows."""
         if not self._held:
             return
         records, self._held = np.concatenate(self._held), []

@@ -1,7 +1,4 @@
-"""What the stretches of a source's stream say together of its epochs, beside what the files hold.
-
-It reads nothing: what the files hold is given to it.
-"""
+"""Joins the stretches of a source's stream, and compares its epochs with the content of the files."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ class JoinedSource:
 
     begin: SourceCursor
     end: SourceCursor
-    before_wanted: SourceCursor  # where the first step that was asked for begins
+    before_wanted: SourceCursor  # the begin of the first requested step
     totals: EpochTotals = field(default_factory=EpochTotals)
     ends_data: bool = False
     fault: str | None = None
@@ -38,8 +35,8 @@ class JoinedSource:
 
     @classmethod
     def of(cls, stretches: Sequence[SourceStretch], restarted: bool = False) -> JoinedSource:
-        """Of the parts of a history, in order; the last one that took any of the source ends it. `restarted`:
-        a new start of the source follows.
+        """Joins the parts of a history, in order. The last one that took any of the source ends it.
+        `restarted`: a new start of the source follows.
         """
         walked = [stretch for stretch in stretches if stretch.walked]
         end, totals = stretches[-1].end, EpochTotals()
@@ -60,15 +57,15 @@ class JoinedSource:
 
     @property
     def epochs(self) -> range:
-        """Those of which any was taken. The steps asked for may begin where the source was started anew: then
-        none was of the start before.
+        """The epochs of which any was taken. The requested steps may begin where the source was started anew:
+        then none was of the start before.
         """
         if self.restarted and self.before_wanted == self.end:
             return range(0)
         return range(self.begin.epoch, self.end.epoch + (0 if at_border(self.end) else 1))
 
     def left_open(self, epoch: int) -> str | None:
-        """Why an epoch cannot be compared with the files; None: it was taken from its begin to its end."""
+        """Why an epoch cannot be compared with the files; None if it was taken from its begin to its end."""
         if epoch == self.begin.epoch and not at_border(self.begin):
             return _COMPLETENESS.format(epoch, "begin")
         if epoch == self.end.epoch and not self.ends_data:
@@ -77,9 +74,9 @@ class JoinedSource:
 
 
 def joined(stretches: Sequence[Stretches]) -> JoinedSources:
-    """Of the parts of a history, in order."""
+    """Joins the parts of a history, in order."""
     keys = list(dict.fromkeys(key for part in stretches for key in part))
-    newest = dict(keys)  # of a source the start that comes last
+    newest = dict(keys)  # the last start of each source
     return {
         key: JoinedSource.of(
             [part[key] for part in stretches if key in part], restarted=key[1] != newest[key[0]]
@@ -89,7 +86,7 @@ def joined(stretches: Sequence[Stretches]) -> JoinedSources:
 
 
 def files_needed(spec: DataSpec, sources: JoinedSources) -> list[EpochFiles]:
-    """Which epochs' files are to be summed up, and by which encoder."""
+    """The epochs whose files must be summed up, and the encoder for each."""
     return list(
         dict.fromkeys(
             _files(spec, name, epoch)
@@ -101,7 +98,7 @@ def files_needed(spec: DataSpec, sources: JoinedSources) -> list[EpochFiles]:
 
 
 def _files(spec: DataSpec, source: str, epoch: int) -> EpochFiles:
-    """By the first epoch that has the same list, if transforms do not draw anew in each."""
+    """Names the first epoch that has the same list, if transforms do not draw anew in each."""
     lists, first = spec.lists_of(source), epoch
     if not spec.settings.transforms.get(source):
         first = next(each for each in range(epoch + 1) if lists.version(each) == lists.version(epoch))
@@ -109,7 +106,7 @@ def _files(spec: DataSpec, source: str, epoch: int) -> EpochFiles:
 
 
 def _encoder(spec: DataSpec, source: str, epoch: int) -> tuple[EncoderChoice, bool]:
-    """Who made an epoch, and whether it made all of it."""
+    """The encoder of an epoch, and whether it made all of it."""
     encoder = encoder_of_epoch(spec.encoders, source, epoch)
     return encoder or spec.encoders[-1].encoder, encoder is not None
 
@@ -117,8 +114,8 @@ def _encoder(spec: DataSpec, source: str, epoch: int) -> tuple[EncoderChoice, bo
 def epochs_verdict(
     spec: DataSpec, sources: JoinedSources, files: EncodedFiles
 ) -> tuple[str | None, list[str]]:
-    """The first epoch that held a record twice, or other documents than the files, and what of the epochs is
-    not verified.
+    """The reason if an epoch held a record twice, or other documents than the files; and what of the epochs
+    is not verified.
     """
     not_shown: list[str] = []
     several = len({name for name, _ in sources}) > 1

@@ -1,6 +1,6 @@
-"""The sums of an epoch made from its files alone: each read whole, one after the other, and encoded anew.
+"""The checksums of an epoch made from its files alone: each read whole, in order, and encoded again.
 
-It knows no fragments, blocks, windows and chunks; what was trained, `epoch_checksum` sums up, another way.
+`epoch_checksum` sums up what was trained, in a different way.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from orchestrator.planning import record_keys
 from orchestrator.planning.encoders import EncoderChoice
 from orchestrator.records.arrays import Int32Array
 
-# Documents are encoded in batches of about so many characters of text, or of so many documents; the fixed
-# cost of a call vanishes in it.
+# Documents are encoded in batches of about `_BATCH_CHARACTERS` of text, or of `_BATCH_DOCUMENTS`, which makes
+# the fixed cost of a call negligible.
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 1 << 15
 _BOM = b"\xef\xbb\xbf"
 _Origin = tuple[int, int, int]  # number of the file, place in it, number of the record's document
@@ -72,7 +72,7 @@ def checksum_files(
 
 
 class _PlainTexts:
-    """Records that are texts as they are: neither held out nor transformed."""
+    """Records that are plain texts: neither held out nor transformed."""
 
     def __init__(self, plan: SourcePlan, settings: StreamSettings, sums: _FileSums) -> None:
         source, content = plan.source, plan.manifest.content
@@ -83,11 +83,11 @@ class _PlainTexts:
         self._sums, self._piece_bytes = sums, settings.piece_bytes
 
     def takes(self, part: Part) -> bool:
-        """Whether they are such records."""
+        """Whether a part has such records."""
         return self._all and isinstance(part.records, Lines | Values)
 
     def add(self, part: Part) -> None:
-        """All of a part, whose texts are held at a time."""
+        """Adds all of a part. Its texts are held at the same time."""
         records = list(part.records)
         if part.place == 0 and self._drops_bom and records and records[0] is not None:
             records[0] = records[0].removeprefix(_BOM)
@@ -101,7 +101,7 @@ class _PlainTexts:
             begin = large + 1
 
     def _all_of(self, records: list[Any]) -> tuple[list[str], list[int]] | None:
-        """The texts of all of them; None where one has none, or an empty one."""
+        """The texts of all records; None if one has none, or an empty one."""
         try:
             found: list[Any] = [self._parse(record) for record in records if record is not None]
         except BadRecordError:
@@ -109,7 +109,7 @@ class _PlainTexts:
         return (found, list(range(len(found)))) if len(found) == len(records) and all(found) else None
 
     def _judged(self, records: list[Any]) -> tuple[list[str], list[int]]:
-        """Texts, and which of the records they are; the others are counted."""
+        """Texts, and the numbers of their records. The other records are counted."""
         texts, kept = list[str](), list[int]()
         for index, record in enumerate(records):
             try:
@@ -128,7 +128,9 @@ class _PlainTexts:
 
 
 class _Documents:
-    """What records give by their rules: some are held out, transformed, or encoded with a loss mask."""
+    """The documents that records give by their rules: some are held out, transformed, or encoded with a loss
+    mask.
+    """
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ class _Documents:
         self._keys = _RecordKeys(settings, plan.manifest, epoch)
 
     def add(self, of: Window) -> None:
-        """All records of it."""
+        """Adds all records of a window."""
         sums, ends = self._sums, (self._settings.bos_id, self._settings.eos_id)
         window = OrderedWindow(of, self._plan, self._settings, self._epoch)
         for position in range(len(window)):
@@ -176,7 +178,7 @@ class _Documents:
 
 
 class _RecordKeys:
-    """What is decided of a record by where it lies, from the rule itself."""
+    """The decisions on a record by its place, made from the rule itself."""
 
     def __init__(self, settings: StreamSettings, manifest: Manifest, epoch: int) -> None:
         self._bound = record_keys.holdout_bound(settings.holdout.get(manifest.source, 0))
@@ -197,7 +199,7 @@ class _RecordKeys:
 def _documents(
     window: OrderedWindow, position: int, held_out: bool, transforms: Transforms | None, seed: int
 ) -> Sequence[Output]:
-    """What a record gives: none for a blank line, of one that is held out itself."""
+    """The documents of a record; none for a blank line, or of a record that is held out itself."""
     try:
         document = window.described(position)
     except BadRecordError as error:
@@ -213,8 +215,8 @@ def _documents(
 
 
 class _FileSums:
-    """The documents of files, encoded in batches; a large one by its pieces: it is never held as tokens in
-    whole.
+    """The sums over files' documents, which are encoded in batches. A large document is encoded in pieces:
+    its tokens are never held as a whole.
     """
 
     def __init__(self, encoder: Encoder, settings: StreamSettings) -> None:
@@ -225,12 +227,12 @@ class _FileSums:
             for i in (settings.bos_id, settings.eos_id)
         )
         self._documents = self._places = self._digest = self._num_tokens = 0
-        # documents of one piece that are not encoded yet, and where they lie
+        # documents of one piece that are not encoded yet, and their places
         self._texts, self._origins = list[str](), tuple[list[int], list[int], list[int]](([], [], []))
         self._characters = 0
 
     def add(self, origin: _Origin, text: str, size: int) -> None:
-        """A document of a record, of at most `size` bytes."""
+        """Adds a document of a record, of at most `size` bytes."""
         pieces = Pieces(text, size, self._piece_bytes)
         if len(pieces) == 1:
             self._hold(origin[0], [origin[1]], origin[2], [text])
@@ -247,13 +249,13 @@ class _FileSums:
         self._digest += hasher.intdigest()
 
     def add_small(self, file: int, places: list[int], texts: list[str]) -> None:
-        """Documents of one piece, the first of their records."""
+        """Adds documents of one piece, the first of their records."""
         for begin in range(0, len(texts), _BATCH_DOCUMENTS):
             here = slice(begin, begin + _BATCH_DOCUMENTS)
             self._hold(file, places[here], 0, texts[here])
 
     def add_tokens(self, origin: _Origin, pieces: Sequence[Int32Array]) -> None:
-        """A document that is encoded already, BOS and EOS included; without pieces an empty one."""
+        """Adds an encoded document, BOS and EOS included. One without pieces is empty."""
         if not pieces:
             self.empty += 1
             return
@@ -278,7 +280,7 @@ class _FileSums:
         )
 
     def _begin(self, origin: _Origin) -> xxh3_64:
-        """What a document's tokens are hashed with."""
+        """The hash state for a document's tokens."""
         held = np.array(origin if origin[2] else origin[:2], "<i8")
         self._documents += 1
         self._places += xxh3_64_intdigest(held.data)
@@ -294,7 +296,9 @@ class _FileSums:
             self._encode()
 
     def _encode(self) -> None:
-        """Adds up what is held. A document's bytes are laid side by side as they are hashed, origin first."""
+        """Encodes and sums up the held documents. A document's bytes are laid side by side as they are
+        hashed, origin first.
+        """
         if not self._texts:
             return
         (bos, eos), (ids, lengths) = self._ends, self._encoder.encode(self._texts)

@@ -1,6 +1,6 @@
-"""The lines that a run's journal gets while somebody watches it, each once and in order.
+"""Follows a run's journal: each new line once and in order.
 
-It knows segments and lines; it interprets none. What it costs does not grow with the journal.
+The cost does not grow with the journal.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from orchestrator.storage.files import Storage
 
 
 class JournalFollower:
-    """Reads on from where the journal ends when it is made. Not for several threads."""
+    """Reads the journal from its current end on. Not for several threads."""
 
     def __init__(self, storage: Storage, attempt: int) -> None:
-        """`attempt`: the newest one; what older ones write is not followed. Raises `StorageError`."""
+        """`attempt`: the newest one. Lines of older ones are not followed. Raises `StorageError`."""
         self._storage, self._attempt = storage, attempt
         self._offsets: dict[str, int] = {}  # by segment: bytes that were read
         self._read_out: set[str] = set()  # closed segments
@@ -27,9 +27,10 @@ class JournalFollower:
         self.lines()
 
     def lines(self) -> list[dict[str, Any]]:
-        """The complete lines that came since the last call. A line that was written twice, because storage
-        failed in between, comes once. Raises `StorageError`, and `LaterLineError` for a line of a later
-        version; the next call goes on at the same place.
+        """The complete lines since the last call.
+
+        A line that was written twice, because storage failed in between, occurs once. Raises `StorageError`,
+        and `LaterLineError` for a line of a later version. The next call continues at the same place.
         """
         found: list[dict[str, Any]] = []
         for attempt in journals(self._storage):
@@ -49,7 +50,7 @@ class JournalFollower:
         try:
             data = read_from(self._storage, ref, offset)
         except FileNotFoundError:
-            return []  # it was there a moment ago: somebody deletes the run
+            return []  # it existed a moment ago: the run is being deleted
         complete = data[: data.rfind(b"\n") + 1]
         lines = list(filter(None, (_parsed(ref.path, text) for text in complete.splitlines())))
         self._offsets[ref.path] = offset + len(complete)
@@ -63,7 +64,7 @@ class JournalFollower:
 
 
 def _parsed(path: str, text: bytes) -> dict[str, Any] | None:
-    """None for a line that was torn by a write that failed: it stands whole in the next segment."""
+    """None for a line that a failed write has torn: the next segment has it whole."""
     try:
         line = orjson.loads(text)
         require_known(line, path)

@@ -1,4 +1,4 @@
-"""What a run says, as pandas DataFrames: each column with its unit and meaning, declared once."""
+"""A run's data as pandas DataFrames: each column with its unit and meaning, declared once."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ WHOLE = frozenset(
 
 
 def frame(table: Table, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """Rows as a DataFrame with the table's columns; a column called `time`, `started` or `ended` takes
-    seconds since 1970, one of `WHOLE` has whole numbers. What a row does not say is missing.
+    """Rows as a DataFrame with the table's columns. A column `time`, `started` or `ended` takes seconds since
+    1970; one of `WHOLE` has whole numbers. A field that a row does not have is missing.
     """
     import pandas as pd
 
@@ -179,12 +179,12 @@ def label(column: str) -> str:
 
 
 def with_pins(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of `list_points` with the pin's author as a value of its own."""
+    """Rows of `list_points` with the pin's author as a separate value."""
     return [{**row, "pinned_by": row["pin"]["by"] if row["pin"] else ""} for row in rows]
 
 
 def attempt_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the page's table of attempts with this table's names."""
+    """A row of the page's table of attempts with the names of this table."""
     return {**row, "started": row["t0"], "ended": row["t1"]}
 
 

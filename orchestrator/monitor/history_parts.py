@@ -1,7 +1,6 @@
-"""The history of a run as an audit walks over it, and its parts: stretches between cursors of the journal,
-each of which can be walked by another process.
+"""The history of a run for an audit, and its parts: stretches between cursors of the journal.
 
-It reads no data.
+Each part can be walked by another process. It reads no data.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class HistoryPart:
     records of the whole history lie before them. Pickles.
     """
 
-    first: int  # the step that is walked first
-    wanted: range  # those that are compared; they end the part
+    first: int  # the first step that is walked
+    wanted: range  # steps that are compared; they end the part
     records: tuple[StepRecord, ...]  # from `first` on
     begin: Cursor
     known: Mapping[int, Cursor]  # the journal's cursors
@@ -37,7 +36,7 @@ class HistoryPart:
     rules: Mapping[int, MixtureRule]  # by attempt
     lists: Mapping[int, ClaimedLists]  # by attempt
     num_bytes: Mapping[tuple[str, int], int]  # of a source's list by its start
-    accepting: frozenset[int]  # attempts that were told to go on with changed files
+    accepting: frozenset[int]  # attempts with permission to continue with changed files
     before: int | None = None  # the attempt of the step before `first`
     is_last: bool = True
 
@@ -48,7 +47,7 @@ class HistoryPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """All of it."""
+    """The whole history."""
 
     records: tuple[StepRecord, ...]
     known: Mapping[int, Cursor]
@@ -79,8 +78,8 @@ class History:
         )
 
     def parts(self, wanted: range, least_tokens: int) -> list[HistoryPart]:
-        """The steps `wanted` in parts of at least so many tokens (the last may have fewer), cut at cursors
-        from which a document that was begun can be read from its beginning.
+        """The steps `wanted` in parts of at least so many tokens (the last may have fewer). Parts are cut at
+        cursors from which a begun document can be read from its beginning.
         """
         borders, at = [wanted.start], wanted.start
         inside = (i for i in sorted(self.known) if wanted.start < i < wanted.stop)
@@ -96,7 +95,7 @@ class History:
         ]
 
     def tokens(self, steps: range) -> int:
-        """Positions of these steps."""
+        """The positions of these steps."""
         if not steps:
             return 0
         origin = self.known[0].consumed_tokens if 0 in self.known else 0
@@ -105,12 +104,12 @@ class History:
 
 
 def _whole(cursor: Cursor) -> bool:
-    """Whether it has the digest of a begun document's earlier pieces (older versions' have not)."""
+    """Whether the cursor has the digest of a begun document's earlier pieces (older versions' have not)."""
     return all(at.piece == 0 or at.earlier_digest for at in cursor.sources.values())
 
 
 def history_of(spec: DataSpec, seen: Survey) -> History:
-    """What the journal and the claims say of a run."""
+    """The history of a run, from its journal and claims."""
     records, lists = seen.lineage.records, _claimed_lists(spec, seen)
     num_bytes = {
         (name, start_of(version)): plan.manifest.num_bytes
@@ -136,8 +135,8 @@ def history_of(spec: DataSpec, seen: Survey) -> History:
 def rule_at(
     config: Mapping[str, Any], lists: ClaimedLists, num_bytes: Mapping[tuple[str, int], int]
 ) -> MixtureRule:
-    """What a configuration says of the mixture of sources that follow these lists: limits of epochs count
-    from a source's newest start, and bytes are those of the list that it began with.
+    """The mixture rule of a configuration for the sources of these lists. Limits of epochs count from a
+    source's newest start; bytes are those of the list that it began with.
     """
     sources = [source for source in lists.sources if source.active]
     rule = rule_of(config, {each.name: num_bytes[each.name, each.spans[-1].start] for each in sources})
@@ -147,7 +146,7 @@ def rule_at(
 
 
 def _claimed_lists(spec: DataSpec, seen: Survey) -> dict[int, ClaimedLists]:
-    """What the claims of the history say of lists. Older ones do not: theirs are those of the first start."""
+    """The lists in the claims of the history. Older claims have none: theirs are those of the first start."""
     launches = {
         event.attempt: event.fields["launch"] for event in seen.journal.events if event.kind == "attempt"
     }
@@ -168,7 +167,7 @@ def _claimed_lists(spec: DataSpec, seen: Survey) -> dict[int, ClaimedLists]:
 
 
 def accepting(seen: Survey) -> frozenset[int]:
-    """The attempts that were told to go on with changed files, whether or not there were any."""
+    """The attempts with permission to continue with changed files, even if no files changed."""
     return frozenset(
         event.attempt
         for event in seen.journal.events
@@ -177,7 +176,7 @@ def accepting(seen: Survey) -> frozenset[int]:
 
 
 def _known_cursors(seen: Survey, records: tuple[StepRecord, ...]) -> Mapping[int, Cursor]:
-    """The journal's cursors by how many of the records lie before them."""
+    """The journal's cursors, each by the number of records before it."""
     after = {(r.attempt, r.consumed_samples, r.consumed_tokens): i + 1 for i, r in enumerate(records)}
     known = {0: seen.fork.origin.cursor} if seen.fork is not None and seen.fork.origin is not None else {}
     for event in seen.journal.events:

@@ -1,7 +1,7 @@
-"""Whether the files are there that an audit is going to read, before it reads any: of which lists they are,
-and which steps can be audited without those that are not.
+"""Checks, before an audit reads data, that its files exist.
 
-It reads no data: `data.preparing` says which lists lack files, the journal's cursors which epochs were read.
+Reports which lists lack files, and which steps can be audited without them. `data.preparing` reports the
+lists, the journal's cursors the epochs that were read.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _lacks(spec: DataSpec, source: str, epoch: int) -> bool:
 
 
 def _needed(history: History, first: int, begin: Cursor, end: Cursor) -> Iterator[tuple[str, int]]:
-    """Each (source, epoch) of which the steps from `first` on, up to the next cursor, have trained any."""
+    """Each (source, epoch) that the steps from `first` on, up to the next cursor, have trained."""
     lists = history.lists[history.records[first].attempt]
     for source in lists.sources:
         at, to = (cursor.sources.get(source.name, SourceCursor()) for cursor in (begin, end))
@@ -84,7 +84,7 @@ def _needed(history: History, first: int, begin: Cursor, end: Cursor) -> Iterato
 
 
 def _without(stretches: list[_Stretch], wanted: range) -> Iterator[range]:
-    """The longest stretches of the wanted steps that lack nothing."""
+    """The longest stretches of the wanted steps whose files all exist."""
     for lacks, some in groupby(stretches, key=lambda each: bool(each.lacking)):
         listed = list(some)
         if not lacks:
@@ -96,7 +96,7 @@ def _common(one: range, other: range) -> range:
 
 
 def _steps_text(history: History, steps: range, wanted: range) -> str:
-    """As `--steps` takes them."""
+    """The steps in the form of `--steps`."""
     to_end = steps.stop == len(history.records) == wanted.stop
     last = "" if to_end else step_name(history.records, steps.stop - 1)
     return f"{step_name(history.records, steps.start)}:{last}"

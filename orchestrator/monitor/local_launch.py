@@ -1,5 +1,6 @@
-"""A launch as a process of its own on this machine, which goes on when the one that began it ends: what
-`orchestrator.submit` starts where no cluster is named.
+"""A launch as an independent process on this machine, for `orchestrator.submit` without a cluster.
+
+It continues when the process that began it ends.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ _TAIL_BYTES = 64 << 10
 
 
 class LocalLaunch:
-    """`orchestrator train` in a process of its own, with this process's folder and environment. It is not
-    ended by Ctrl-C here, nor by the end of this process. What it prints lies in `folder`.
+    """`orchestrator train` as an independent process, with this process's folder and environment.
+
+    Neither Ctrl-C here nor the end of this process ends it. Its output is in `folder`.
     """
 
     def __init__(self, config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> None:
@@ -53,7 +55,7 @@ class LocalLaunch:
         return self._process.poll() is None
 
     def interrupt(self) -> None:
-        """What Ctrl-C does there: the first saves and stops, the second stops at once."""
+        """Same as Ctrl-C there: the first saves and stops, the second stops at once."""
         if self.is_alive():
             self._process.send_signal(signal.SIGINT)
 
@@ -66,7 +68,7 @@ class LocalLaunch:
         return True
 
     def error(self) -> OrchestratorError:
-        """Why it ended, after it has: its own error, else what it printed last."""
+        """Why it ended: its own error, else its last output."""
         with suppress(FileNotFoundError, ValueError):
             said = json.loads((self.folder / "error.json").read_text(encoding="utf-8"))
             kind: type[OrchestratorError] = getattr(errors, said["class"], OrchestratorError)

@@ -1,6 +1,6 @@
-"""The log files of a run, as a launch writes them into its folder: the newest one, whole and as it grows.
+"""The log files of a run, as a launch writes them into its folder: reads and follows the newest one.
 
-For people: nothing is decided by what stands there.
+They are for people: no decision uses their content.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from orchestrator.storage.files import Storage
 
 FOLDER = "logs"
 LOOK_EVERY_S = 0.5
-LAST_LOOKS = 4  # without a new line, after the end was written: the driver says its last words after it
+LAST_LOOKS = 4  # without a new line, after the end was written: the driver writes its last lines after it
 _LOG = re.compile(r"(\d{4,})-.+\.log")
 
 
 class LogFollower:
-    """Reads the newest log file of a run, and what it gets since; a newer file, of a later start, after the
-    end of the one before it. Not for several threads.
+    """Reads the newest log file of a run, then its new text. When that file has ended, a newer one, of a
+    later start, follows. Not for several threads.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -37,8 +37,8 @@ class LogFollower:
         self.name, self._offset, self._text = names[-1], 0, codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self) -> str:
-        """What came since the last call: of the newest file when it is first read, of later ones after it.
-        Raises `StorageError`.
+        """The text since the last call: of the newest file at first, of later ones after it. Raises
+        `StorageError`.
         """
         found = self._rest()
         for name in self._names():
@@ -65,8 +65,8 @@ def _order(name: str) -> tuple[int, str]:
 
 
 def follow(store: RunStore, wait: Callable[[float], None] = time.sleep) -> Iterator[str]:
-    """The newest log file, then what comes, until the newest attempt has written its end and nothing comes
-    any more. A run whose processes died without an end is followed until the reader stops.
+    """The newest log file, then new text, until the newest attempt has written its end and no text follows. A
+    run whose processes died without an end is followed until the reader stops.
     """
     follower, quiet = LogFollower(store.storage), 0
     while quiet < LAST_LOOKS:

@@ -1,7 +1,6 @@
-"""One look at a run as it stands now: its claims, its newest point and the tail of its journal, read so that
-they fit together while the run goes on.
+"""Reads the current state of a run: its claims, its newest point and the tail of its journal.
 
-What that means is decided by `monitor.view`; this reads it.
+They are read so that they fit together while the run continues. `monitor.view` interprets them.
 """
 
 from __future__ import annotations
@@ -36,9 +35,11 @@ from orchestrator.resume.store import RunStore
 
 
 def look_at(store: RunStore, uri: str, watch_s: float, quiet_s: Quiet) -> RunView:
-    """The run in `store`, named `uri`. One without an end is watched for a sign of life for at most `watch_s`
-    seconds (0: nobody watches). `quiet_s` as in `monitor.view.view_of`. Raises `LaterFormatError` where a
-    later version wrote what would be shown.
+    """The view of the run in `store`, named `uri`.
+
+    A run without an end is watched for a sign of life for at most `watch_s` seconds (0: not at all).
+    `quiet_s` as in `monitor.view.view_of`. Raises `LaterFormatError` if a later version wrote what would be
+    shown.
     """
     watched = None
     if watch_s > 0:
@@ -49,13 +50,13 @@ def look_at(store: RunStore, uri: str, watch_s: float, quiet_s: Quiet) -> RunVie
 
 
 def attributes_kept_s(root: str) -> float:
-    """For how long this machine may keep the sizes of files in a storage, in seconds; 0 for a bucket."""
+    """How long, in seconds, this machine may keep file sizes of a storage; 0 for a bucket."""
     return attributes_age_s(mount_at(root)) if "://" not in root else 0.0
 
 
 def as_proven(facts: AttemptFacts, kept_s: float) -> AttemptFacts:
-    """The facts, in which a watch that saw nothing proves no death if it was shorter than this machine keeps
-    the sizes of files.
+    """The facts, where a watch without a sign of life proves no death if it was shorter than this machine
+    keeps file sizes.
     """
     if facts.alive is not False or facts.outcome or facts.watched_s > kept_s:
         return facts
@@ -69,10 +70,11 @@ def read_newest(
     most_bytes: int | None = None,
     begun: dict[str, Any] | None = None,
 ) -> tuple[AttemptFacts, Tail]:
-    """What `view_of` is made of. `watched`: what watching for `watch_s` seconds has shown, None if nobody
-    did. `most_bytes`: so much of the journal is read (None: enough for all that a view says). The line with
-    which the generation of the newest step began may lie far back: it is looked for, unless it is `begun`,
-    or nobody is at work on the run.
+    """Reads the input of `view_of`.
+
+    `watched`: the result of watching for `watch_s` seconds, None without a watch. `most_bytes`: the most to
+    read of the journal (None: enough for the whole view). The begin line of the newest step's generation may
+    lie far back. It is searched for, unless it is given as `begun`, or no launch is active on the run.
     """
     for _ in range(LOOKS):
         files, (parent, torn) = store.attempt_files(), _newest_parent(store)
@@ -93,8 +95,8 @@ def read_newest(
 
 
 def since_it_moved() -> Quiet:
-    """For looks again and again: how long ago this process saw the newest generation or step, or began to
-    look, whichever was last; by its own clock, in seconds.
+    """For repeated looks: the seconds since this process saw a new generation or step, or began to look, by
+    its own clock.
     """
     at, since = None, time.monotonic()
 
@@ -110,8 +112,8 @@ def since_it_moved() -> Quiet:
 
 
 def _newest_parent(store: RunStore) -> tuple[ClaimParent | None, frozenset[int]]:
-    """That of the newest attempt that has one: the newest claim may not have it yet, or never get it. And
-    the later attempts whose parent file is not as it was written.
+    """The parent file of the newest attempt that has one, and the later attempts with a damaged one. The
+    newest claim may have none yet, or never get one.
     """
     torn: set[int] = set()
     for number in reversed(store.claim_numbers()):
@@ -127,10 +129,10 @@ def _newest_parent(store: RunStore) -> tuple[ClaimParent | None, frozenset[int]]
 def _facts(
     store: RunStore, watched: Free | Busy | None, watch_s: float, parent: ClaimParent | None
 ) -> tuple[AttemptFacts, tuple[str, ...], list[str]]:
-    """What the claims say, the files that the points newer than `point` lack, and the committed points."""
+    """The facts in the claims, the missing files of points newer than `point`, and the committed points."""
     numbers, alive = store.claim_numbers(), None
     if watched is not None:
-        # what was claimed since is as alive as what was claimed during the watch
+        # a claim made since is as alive as one made during the watch
         alive = isinstance(watched, Busy) or max(numbers, default=0) > watched.number
     number = numbers[-1] if numbers else None
     claim = None if number is None else store.read_claim(number)
@@ -169,18 +171,18 @@ def _missing(
     wrong: tuple[str, ...],
     before: list[str],
 ) -> tuple[str, ...]:
-    """What is seen to be gone, after the tail was read; see `monitor.missing`. `before`: the committed points
-    as this look has seen them, so that it asks once for each.
+    """The missing parts, determined after the tail was read; see `monitor.missing`. `before`: the committed
+    points that this look has seen, so that it checks each only once.
     """
     there, names = store.point_names(before), read_names(store)
     lost = lost_points(tail, names, parent, there)
-    if lost:  # a run that goes on may have deleted them since
+    if lost:  # a running launch may have deleted them since
         lost -= point_fates(read_tail(store.storage).fates, ()).deleted | store.deletions()
     return missing_pieces(names, lost, torn, newest_unwritten(tail, there), bool(tail.steps), wrong)
 
 
 def _cursor(store: RunStore, point: str | None) -> Cursor | None:
-    """That of a point; None if it does not say."""
+    """The cursor of a point; None if it has none."""
     try:
         return store.read_point(point).cursor if point is not None else None
     except ResumePointError:

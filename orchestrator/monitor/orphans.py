@@ -1,6 +1,7 @@
-"""Deletes resume points on request: those that no history leads to any more (behind which the run was
-rewound, or which a launch that was cut off committed), and those that retention lets go. Nothing else deletes
-orphans.
+"""Deletes resume points on request: orphans, and points that retention lets go.
+
+Orphans are on no history any more: the run was rewound to before them, or an interrupted launch committed
+them. Nothing else deletes orphans.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pruned:
-    """What became of a point: `deleted`, or why it was `kept` ("": a dry run, it would be deleted). `why` is
-    the reason for which it may go.
+    """The result for a point: `deleted`, or why it was `kept` ("": in a dry run, it would be deleted). `why`
+    is the reason for its deletion.
     """
 
     point: str
@@ -32,18 +33,18 @@ class Pruned:
 
 
 def orphans_of(store: RunStore, seen: Survey) -> dict[str, str]:
-    """The committed points that are off the history, each with why."""
+    """The committed points that are off the history, each with the reason."""
     keys = {name: parse_point_name(name) for name in names_of(store, seen)}
     why = {name: seen.lineage.why_orphan(key) for name, key in keys.items() if key}
     return {name: f"orphan: {reason}" for name, reason in why.items() if reason}
 
 
 def prune(store: RunStore, orphans: Mapping[str, str], by: str, run_id: str, dry_run: bool) -> list[Pruned]:
-    """Deletes `orphans` (with why each is one), oldest first, each COMMIT first; those that are pinned or
-    another run's stay.
+    """Deletes `orphans` (with why each is one), oldest first, each COMMIT first. Pinned ones and another
+    run's stay.
 
-    A launch may work on the run meanwhile: it never goes on from an orphan. After a kill in the middle the
-    same call goes on. Raises `StorageError`.
+    A launch may be active on the run meanwhile: it never continues from an orphan. After a kill, repeating
+    the call continues. Raises `StorageError`.
     """
     return [_prune(store, name, why, by, run_id, dry_run) for name, why in orphans.items()]
 
@@ -99,7 +100,7 @@ def release(
     ended = store.read_end(newest.number) is not None
     if ended and not dry_run:
         for name in store.deletions().intersection(store.leftovers()):
-            store.discard(name)  # a kill cut its deletion off
+            store.discard(name)  # a kill interrupted its deletion
     return [_release(store, name, newest.number if ended else 0, why, by, run_id, dry_run) for name in names]
 
 

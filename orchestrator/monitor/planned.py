@@ -1,4 +1,4 @@
-"""What a run would do under other settings, and doing it: `Run.plan(overrides).execute()`."""
+"""A plan of a run under other settings, and its execution: `Run.plan(overrides).execute()`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A plan with the configuration that it is for: that of the run's newest attempt and the overrides."""
+    """A plan and its configuration: that of the run's newest attempt with the overrides."""
 
     plan: ResumePlan
     config: JobConfig
@@ -30,10 +30,11 @@ class Planned:
         return self.plan.to_json()
 
     def execute(self) -> RunResult:
-        """Trains so, in this process, and returns when it has ended; see `orchestrator.train`.
+        """Trains by this plan, in this process, and returns when training has ended; see
+        `orchestrator.train`.
 
-        Raises `RefusedError` where the plan is a refusal, or the run has moved on since: what would happen
-        is no longer what was shown.
+        Raises `RefusedError` if the plan is a refusal, or if the run has changed since so that another plan
+        would apply.
         """
         from orchestrator.launch import api
 

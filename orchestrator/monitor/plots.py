@@ -37,7 +37,7 @@ def plot(steps: pd.DataFrame, metrics: tuple[str, ...], x: str, title: str) -> A
     figure, grid = pyplot.subplots(
         len(metrics), 1, figsize=size, layout="constrained", sharex=True, squeeze=False
     )
-    pyplot.close(figure)  # whoever gets it shows it: a notebook would show it twice
+    pyplot.close(figure)  # the caller shows it: a notebook would show it twice
     panels = grid[:, 0]
     at = steps[_X[x]]
     begins = at[steps["attempt"].diff().fillna(0) != 0]

@@ -1,6 +1,4 @@
-"""The committed points of a run as rows, for people and for programs: read back from storage, while the run
-may delete some of them.
-"""
+"""The committed points of a run as rows, read back from storage while the run may delete some of them."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from orchestrator.resume.verify import point_path
 from orchestrator.storage.at_once import at_once
 
 Rows = list[dict[str, Any]]
-# what nobody knows of a damaged point
+# fields that are unknown for a damaged point
 _UNKNOWN = (
     "consumed_samples",
     "consumed_tokens",
@@ -35,15 +33,17 @@ _UNKNOWN = (
 
 
 def names_of(store: RunStore, seen: Survey) -> list[str]:
-    """The committed points, also those that lost their COMMIT. One that is off the lineage and of which
-    nothing is left is not shown: nobody misses it.
+    """The committed points, including those that lost their COMMIT. One off the lineage of which nothing is
+    left is not shown.
     """
     rest = seen.missing.intersection(store.leftovers()) if seen.missing else ()
     return newest_first({*seen.committed, *seen.lost, *rest})[::-1]
 
 
 def standing(store: RunStore, read: Callable[[Survey], Rows]) -> Rows:
-    """What `read` finds of points that still stand then; again, if the run has deleted all meanwhile."""
+    """The rows from `read` for points that still exist afterwards. Reads again if the run has deleted all
+    meanwhile.
+    """
     for _ in range(LOOKS):
         rows = read(survey(store, with_steps=False))
         if (left := not_deleted(store, rows)) or not rows:
@@ -52,7 +52,7 @@ def standing(store: RunStore, read: Callable[[Survey], Rows]) -> Rows:
 
 
 def not_deleted(store: RunStore, rows: Rows) -> Rows:
-    """Without the points that are not whole because the run deleted them while they were read."""
+    """The rows without points that are incomplete because the run deleted them during the read."""
     unfit = [row["name"] for row in rows if row["healthy"] is False or row["away"]]
     gone = deleted_now(store, unfit)
     return [row for row in rows if row["name"] not in gone]
@@ -74,9 +74,10 @@ def verified_point(store: RunStore, uri: str, point: str, reading: Verifying) ->
 
 
 def point_rows(store: RunStore, seen: Survey, reading: Verifying | None = None) -> Rows:
-    """A row for each of them: the document of `points --json`. Compares documents and sizes, so that
-    `healthy` is None where nothing is wrong; with `reading` it reads every byte, too. From afar it looks at
-    several points at a time.
+    """A row for each point: the document of `points --json`.
+
+    It compares documents and sizes, so `healthy` is None for a point without a fault; with `reading` it reads
+    every byte, too. From afar it reads several points at a time.
     """
     names = names_of(store, seen)
     read = {row["name"]: row for row in reading.rows(names)} if reading is not None else {}
@@ -113,8 +114,8 @@ def _row(
 def _look(
     store: RunStore, name: str, read: Mapping[str, Any] | None
 ) -> tuple[Point | None, Layout | None, str]:
-    """A point and how the state lay on the group that saved it (None: damaged); else what is wrong with it.
-    `read`: what a reading of all its bytes found.
+    """Returns a point and the layout of the state on the group that saved it (None: damaged), or else the
+    fault. `read`: the result of reading all its bytes.
     """
     if read is not None and read["damaged"]:
         return None, None, "; ".join(f"{each['file']} {each['reason']}" for each in read["damaged"])
@@ -128,7 +129,7 @@ def _look(
 
 
 def _away(store: RunStore, point: Point | None, read: Mapping[str, Any] | None) -> str:
-    """Which parts are on nodes that are not reached from here; empty if none is."""
+    """The parts on nodes that cannot be reached from here; empty if there are none."""
     if read is not None:
         return str(read["away"])
     if point is None or not point.commit.nodes:
@@ -138,12 +139,12 @@ def _away(store: RunStore, point: Point | None, read: Mapping[str, Any] | None) 
 
 
 def _nodes(point: Point | None) -> list[str]:
-    """The nodes on whose disks its parts lie, for people; none where they lie beside COMMIT."""
+    """The nodes whose disks hold its parts, for people; empty if they lie beside COMMIT."""
     return [str(each.node) for each in point.commit.nodes] if point is not None else []
 
 
 def _contents(point: Point | None, layout: Layout | None) -> dict[str, Any]:
-    """What a point holds, and how its save went; of a damaged one nothing is known."""
+    """The content of a point, and the result of its save; unknown for a damaged one."""
     if point is None or layout is None:
         return {
             **dict.fromkeys(_UNKNOWN),

@@ -1,7 +1,6 @@
-"""The documents of a stream encoded once more by `tokenizers`, beside what the run's own encoder made of
-them: the independent check of `audit --reference`.
+"""Encodes the documents of a stream again with `tokenizers`: the independent check of `audit --reference`.
 
-The other stream is made from the files anew, so it shares the encoders' input and nothing that they give.
+The second stream is made from the files again, so it shares only the encoders' input with the run's.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, Place, en
 from orchestrator.records.arrays import Int32Array
 from orchestrator.records.cursor import Cursor, SourceCursor
 
-SHOWN = 20  # so many differences are named, and all are counted
-MOST = 100_000  # of a stretch: each is held
-_IDS_FROM = " its ids from "  # as `difference_text` goes on behind the text
+SHOWN = 20  # number of differences that are named; all are counted
+MOST = 100_000  # per stretch, because each is held in memory
+_IDS_FROM = " its ids from "  # the text of `difference_text` continues after it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodingDifference:
-    """A piece of a document that `tokenizers` encodes otherwise than the run did."""
+    """A piece of a document that `tokenizers` encodes differently than the run did."""
 
     source: str
     at: Place
@@ -43,7 +42,7 @@ class EncodingDifference:
 
 
 def reference_choice(spec: DataSpec) -> EncoderChoice:
-    """`tokenizers` as it is installed here. Raises `RefusedError` where it can show nothing."""
+    """The choice of the installed `tokenizers`. Raises `RefusedError` where it can show nothing."""
     if spec.tokenizer.native is not None:
         raise RefusedError(
             f"--reference encodes with tokenizers, and the run's tokenizer is one of "
@@ -90,7 +89,7 @@ class ReferenceEncoding:
             )
         settings = self._spec.settings
         ends = (settings.bos_id if mine.piece == 0 else None, settings.eos_id if mine.is_last else None)
-        # masked documents have their own beginnings and ends, and are shown with them
+        # masked documents have their own beginnings and ends, which are shown with them
         bare = [_without(tokens, ends) if mine.is_text else tokens for tokens in (mine.tokens, other.tokens)]
         self.differences.append(
             EncodingDifference(

@@ -1,7 +1,7 @@
-"""Which list of a source's files was read in which epoch, once more, for an audit: what the claims say of it,
-each beside the one before (data rules 23 and 24).
+"""Recomputes for an audit which list of a source's files each epoch read.
 
-It shares no code with what decides it (`planning.manifests`): a fault there cannot hide here.
+It compares each claim with the one before (data rules 23 and 24). It shares no code with
+`planning.manifests`, which decides it, so that a fault there cannot hide here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ClaimedLists:
     restarted: frozenset[str]
 
     def of(self, name: str) -> SourceLists | None:
-        """Those of one source."""
+        """The lists of one source."""
         return next((source for source in self.sources if source.name == name), None)
 
     @property
@@ -41,7 +41,7 @@ def began(source: SourceLists) -> int:
 
 
 def begins_anew(source: SourceLists, at: SourceCursor) -> int | None:
-    """The epoch with which a source goes on that stands in a list of an earlier start; None: it does not."""
+    """The epoch with which a source in a list of an earlier start continues; None: it is in no such list."""
     start = next((span.start for span in source.spans[::-1] if span.begin <= at.epoch), source.spans[0].start)
     return None if start == source.spans[-1].start else began(source)
 

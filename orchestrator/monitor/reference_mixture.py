@@ -1,7 +1,7 @@
-"""The order of a mixture's samples once more, for an audit: data rule 20 in fractions.
+"""Recomputes the order of a mixture's samples for an audit: data rule 20 in fractions.
 
-It shares no code with the trainer's mixture (`planning.mixture`, `data.packing.stream`): a fault there cannot
-hide here.
+It shares no code with the trainer's mixture (`planning.mixture`, `data.packing.stream`), so that a fault
+there cannot hide here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NONE = MixtureShare(weight=0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixtureRule:
-    """What an attempt's configuration says of the mixture; limits are in epochs, None: endless."""
+    """The mixture rule of an attempt's configuration; limits are in epochs, None: endless."""
 
     weights: dict[str, Fraction]
     limits: dict[str, int | None]
@@ -28,7 +28,9 @@ class MixtureRule:
 
 
 def rule_of(config: Mapping[str, Any], num_bytes: Mapping[str, int]) -> MixtureRule:
-    """Of a flat configuration as the journal keeps it; `num_bytes` are the weights where none are given."""
+    """The rule of a flat configuration in the journal's form. `num_bytes` are the weights if none are
+    given.
+    """
     sources: Sequence[Mapping[str, Any]] = config["data.sources"]
     weights = {each["name"]: each.get("weight") for each in sources}
     by_bytes = None in weights.values()
@@ -46,7 +48,7 @@ def rule_of(config: Mapping[str, Any], num_bytes: Mapping[str, int]) -> MixtureR
 
 
 class ReferenceMixture:
-    """Which source each sample comes from, from the counts of a cursor on."""
+    """The source of each sample, from the counts of a cursor on."""
 
     def __init__(self, rule: MixtureRule, before: Mapping[str, MixtureShare]) -> None:
         self._rule = rule
@@ -56,7 +58,7 @@ class ReferenceMixture:
         self._whole = {name: weight // common for name, weight in whole.items()}
         had = {name: share.weight for name, share in before.items() if share.weight > 0}
         self._ended: dict[str, int] = {}
-        back = False  # a source that had ended is there again
+        back = False  # an ended source is active again
         for name, share in before.items():
             if share.weight and share.ended:
                 if name in whole and rule.limits[name] == share.ended:
@@ -73,7 +75,7 @@ class ReferenceMixture:
 
     @property
     def shares(self) -> dict[str, MixtureShare]:
-        """As a cursor has them."""
+        """The shares, in a cursor's form."""
         return {
             name: replace(
                 _NONE,

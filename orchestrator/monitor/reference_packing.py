@@ -1,8 +1,9 @@
-"""The packing once more, for an audit: chunks of tokens go in, a step's samples and cursors come out.
+"""Repeats the packing for an audit: chunks of tokens in, a step's samples and cursors out.
 
-It follows the rule (input_ids = T[p:p+L], labels = T[p+1:p+L+1], p += L), holds T and where documents and
-pieces begin in it as plain arrays, and shares no code with the trainer's packer (`stream`, `segments`,
-`step_samples`): a fault there cannot hide here. `tests/monitor/test_reference_packing.py` sees to both.
+It follows the rule (input_ids = T[p:p+L], labels = T[p+1:p+L+1], p += L), and holds T and the beginnings of
+documents and pieces in it as plain arrays. It shares no code with the trainer's packer (`stream`, `segments`,
+`step_samples`), so that a fault there cannot hide here. `tests/monitor/test_reference_packing.py` checks
+both.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
 from orchestrator.records.cursor import SourceCursor
 
 NO_TARGET, NO_DOCUMENT, NO_TOKEN = -100, -1, 0
-# What a cursor counts of a source.
+# The counts of a source in a cursor.
 _COUNTS = (
     "documents",
     "empty_documents",
@@ -108,7 +109,7 @@ class ReferencePacker:
         )
 
     def _document_ids(self, num_tokens: int, shape: tuple[int, int]) -> Int32Array:
-        """In each sample the number of documents that have begun in it after its first token."""
+        """For each token of a sample, the number of documents that have begun in it after its first token."""
         stop = self._position + num_tokens
         first, last = (int(i) for i in np.searchsorted(self._documents, (self._position, stop)))
         found = np.zeros(shape, np.int32)
@@ -119,7 +120,7 @@ class ReferencePacker:
         return found
 
     def _move(self, num_tokens: int) -> None:
-        """So many tokens are passed."""
+        """Passes so many tokens."""
         at = self._position + num_tokens
         self._documents, self._pieces = _from(self._documents, at), _from(self._pieces, at)
         document, piece = int(self._documents[0]), int(self._pieces[0])
@@ -128,7 +129,7 @@ class ReferencePacker:
         self._position = at
 
     def left(self, num_positions: int, num_epochs: int | None, seq_len: int) -> int:
-        """How many of the next positions there are before the source's limit of epochs; None: it has none."""
+        """The number of the next positions before the source's limit of epochs; None: it has none."""
         del seq_len
         self._read(num_positions + 1)
         if num_epochs is None:
@@ -137,7 +138,7 @@ class ReferencePacker:
         return max(0, min(num_positions, stop - self._position - 1))
 
     def cursor(self) -> SourceCursor:
-        """Where the next input token lies."""
+        """The place of the next input token."""
         self._read(1)
         held = self._holding(0)
         chunk, inside = held.chunk, self._position - held.begin
@@ -153,7 +154,7 @@ class ReferencePacker:
         return _cursor(place, inside - begin, digest, held.passed + _passed(chunk, entry), earlier)
 
     def ends_epoch(self, num_blocks: int) -> bool:
-        """Whether the next input token is the last one of its epoch, which has so many blocks; all chunks of
+        """Whether the next input token is the last one of its epoch, which has so many blocks. All chunks of
         the epoch have come then.
         """
         self._read(1)
@@ -166,7 +167,7 @@ class ReferencePacker:
         return next(held for held in self._held if self._position + ahead < held.stop)
 
     def _read(self, num_tokens: int, last: tuple[int, int] | None = None) -> None:
-        """Takes chunks until so many tokens are there, or the block `last` of that epoch has come."""
+        """Reads chunks until so many tokens are held, or the block `last` of that epoch has come."""
         tokens, masked, num = [self._tokens], [self._masked], len(self._tokens)
         while num < num_tokens and not (last is not None and self._has_come(*last)):
             chunk = self._earlier.cut_off(next(self._chunks))
@@ -194,7 +195,7 @@ class ReferencePacker:
         return newest.ends_block and (newest.epoch, newest.block) == (epoch, block)
 
     def _take(self, chunk: TokenChunk, begin: int) -> None:
-        """Notes the chunk, whose first token that is not skipped stands at `begin`."""
+        """Notes the chunk. Its first token that is not skipped has the position `begin`."""
         if chunk.epoch != self._epoch:
             if not self._epoch_has_tokens:
                 raise DataError(
@@ -214,7 +215,7 @@ class ReferencePacker:
         self._epoch_has_tokens |= len(chunk.tokens) > 0
 
     def _skipped(self, chunk: TokenChunk) -> int:
-        """How many of the first chunk's tokens lie before the cursor: they must be those that it names."""
+        """The number of the first chunk's tokens before the cursor. They must be those that it names."""
         at, num = self._cursor, self._to_skip
         if num and (len(chunk.tokens) < num or _digest(chunk.tokens[:num]) != at.prefix_digest):
             found = _digest(chunk.tokens[:num])
@@ -306,7 +307,7 @@ class _EarlierPieces:
 
 
 def _from(begins: Int64Array, position: int) -> Int64Array:
-    """Those from the last one on that is not behind `position`."""
+    """The begins from the last one on that is not behind `position`."""
     return begins[int(np.searchsorted(begins, position, side="right")) - 1 :]
 
 

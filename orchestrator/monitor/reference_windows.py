@@ -1,7 +1,7 @@
-"""The packing of whole documents once more, for an audit: `bestfit` and `pad`, window by window.
+"""Repeats the packing of whole documents for an audit: `bestfit` and `pad`, window by window.
 
 It follows the rule in plain loops over documents and shares no code with the trainer's packer
-(`window_packer`, `packed_window`, `arrangement`, `runs`): a fault there cannot hide here.
+(`window_packer`, `packed_window`, `arrangement`, `runs`), so that a fault there cannot hide here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from orchestrator.records.cursor import SourceCursor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """What a sample holds side by side with others: a document, or a part of one that is too long."""
+    """A part of a sample: a document, or a part of one that is too long."""
 
     tokens: Int32Array  # inputs, and the label of the last one
     loss: BoolArray  # like tokens: whether each is a target
@@ -40,7 +40,7 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowContent:
-    """What a window has to be packed, in order, and how many of its documents are in no pack."""
+    """The content of a window for packing, in order, and the number of its documents that are in no pack."""
 
     stretches: list[Stretch]
     without_target: int
@@ -48,7 +48,7 @@ class WindowContent:
 
 
 def content_of(chunks: list[TokenChunk], seq_len: int, long_document: str) -> WindowContent:
-    """Of a whole window. Raises `DataError` for a document that is too long under `stop`."""
+    """The content of a whole window. Raises `DataError` for a document that is too long under `stop`."""
     stretches, without_target, too_long = list[Stretch](), 0, 0
     for number, (tokens, loss) in enumerate(_documents(chunks)):
         if not loss[1:].any():
@@ -72,7 +72,7 @@ def content_of(chunks: list[TokenChunk], seq_len: int, long_document: str) -> Wi
 
 
 def _documents(chunks: list[TokenChunk]) -> Iterator[tuple[Int32Array, BoolArray]]:
-    """Tokens of each document, and which of them are targets."""
+    """The tokens of each document, and which of them are targets."""
     parts, masks = list[Int32Array](), list[BoolArray]()
     for chunk in chunks:
         loss = np.ones(len(chunk.tokens), np.bool_) if chunk.loss is None else chunk.loss
@@ -134,7 +134,7 @@ class ReferenceWindows:
         return Samples(input_ids=inputs, labels=labels, document_ids=documents, masked=masked)
 
     def left(self, num_positions: int, num_epochs: int | None, seq_len: int) -> int:
-        """How many of the next positions there are before the source's limit of epochs; None: it has none."""
+        """The number of the next positions before the source's limit of epochs; None: it has none."""
         if num_epochs is None:
             return num_positions
         self._fit(seq_len)
@@ -148,7 +148,7 @@ class ReferenceWindows:
         return there
 
     def cursor(self) -> SourceCursor:
-        """The window of the next pack, and how many of it were taken."""
+        """The window of the next pack, and the number of its packs that were taken."""
         return self._cursor
 
     def ends_epoch(self, num_blocks: int) -> bool:
@@ -163,7 +163,7 @@ class ReferenceWindows:
         raise AssertionError("the chunks have no end")
 
     def _coming(self) -> Iterator[_Window]:
-        """The window at hand and those after it."""
+        """The current window and those after it."""
         number = 0
         while True:
             while number == len(self._windows):
@@ -172,7 +172,7 @@ class ReferenceWindows:
             number += 1
 
     def _fit(self, seq_len: int) -> None:
-        """Samples have this length now."""
+        """Sets the length of samples."""
         if seq_len == self._seq_len:
             return
         if self._taken or self._to_skip:
@@ -208,12 +208,12 @@ class ReferenceWindows:
         return pack
 
     def _leave(self) -> None:
-        """The window's packs are all taken."""
+        """Leaves the window: all its packs are taken."""
         self._cursor = self._windows.popleft().end
         self._taken, self._hasher = 0, xxh3_64()
 
     def _read(self) -> None:
-        """One more window, and the chunk after it, which says where the next one begins."""
+        """Reads one more window, and the chunk after it, which has the begin of the next one."""
         chunks = [self._ahead or next(self._chunks)]
         while not chunks[-1].ends_window:
             chunks.append(next(self._chunks))
@@ -261,7 +261,7 @@ class ReferenceWindows:
         )
 
     def _require_packs(self, window: _Window) -> None:
-        """Raises `DataError` at the end of an epoch without any: else it would be looked for without end."""
+        """Raises `DataError` at the end of an epoch without packs: else the search would never end."""
         at = window.begin
         if (at.block, at.window) == (0, 0):
             self._empty_epoch = at.epoch
@@ -289,8 +289,8 @@ class ReferenceWindows:
 
 
 def _filled(stretches: list[Stretch], seq_len: int) -> list[list[Stretch]]:
-    """The longest first, each into the pack with the least room that takes it, of equal ones the oldest;
-    within a pack, and of packs by their first, in the stretches' order.
+    """Fills packs, the longest stretch first, each into the pack with the least sufficient room; of equal
+    packs, the oldest. Within a pack, and between packs by their first, the stretches' order holds.
     """
     rooms = np.empty(len(stretches), np.int64)
     packs = list[list[int]]()

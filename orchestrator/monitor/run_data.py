@@ -1,4 +1,4 @@
-"""With what a run's attempts were configured, and the data that it was trained on."""
+"""The configurations of a run's attempts, and the data that it was trained on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which of the steps in a run's journal are steps of the run no more, for a quick look at it.
+"""Determines for a quick look which steps in a run's journal are no longer steps of the run.
 
-It reads claims, the newest first, and no more of them than are newer than the steps that it is asked about;
-the whole history is `history.lineage`.
+It reads only claims that are newer than these steps, the newest first. `history.lineage` has the whole
+history.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SetAside:
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
-        self._claims = sorted(store.claim_numbers())  # not looked at yet
+        self._claims = sorted(store.claim_numbers())  # not read yet
         self._went_back: list[tuple[int, tuple[int, int, int]]] = []  # attempt, its parent
 
     def __call__(self, step: Mapping[str, Any]) -> bool:
@@ -43,6 +43,6 @@ class SetAside:
         except StorageError:
             raise
         except OrchestratorError:
-            return  # damaged: what it said is not known, and others say so
+            return  # damaged: its content is unknown, and others report it
         to = parent.parent
         self._went_back.append((number, (to.attempt, to.generation, to.step)))

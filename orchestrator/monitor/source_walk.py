@@ -1,6 +1,6 @@
 """One source's stream from a cursor on, made by the audit's own packer, and what of it was trained.
 
-It knows no journal: which samples were trained, `monitor.walk` says.
+`monitor.walk` determines which samples were trained.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SourceStretch:
 
     begin: SourceCursor
     end: SourceCursor
-    before_wanted: SourceCursor  # where the first step that was asked for begins
+    before_wanted: SourceCursor  # the begin of the first requested step
     up_to_end: EpochTotals = field(default_factory=EpochTotals)
     at_end: EpochTotals = field(default_factory=EpochTotals)
     ends_data: bool = False
@@ -43,7 +43,7 @@ Stretches = dict[tuple[str, int], SourceStretch]
 
 
 class SourceWalk:
-    """The stream from a cursor on, and the samples of it that were trained."""
+    """The stream from a cursor on, and the trained samples of it."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class SourceWalk:
             self.packer = windows(self._trained.watch(chunks), self.begin, spec.settings)
         self._num_blocks = partial(spec.num_blocks, source)
         self._walked = False
-        self.before_wanted = SourceCursor()  # where the first step that is asked for begins
+        self.before_wanted = SourceCursor()  # the begin of the first requested step
 
     def take(self, num_tokens: int, seq_len: int) -> tuple[Samples, str | None]:
-        """Its next samples, and what is wrong with them in themselves."""
+        """Returns its next samples, and a fault within them, if any."""
         self._walked = True
         found = self.packer.samples(num_tokens, seq_len)
         if isinstance(self.packer, ReferenceWindows) and isinstance(self._trained, TrainedDocuments):
@@ -83,7 +83,7 @@ class SourceWalk:
         return found, self._trained.add(found, num_tokens)
 
     def place(self) -> SourceCursor:
-        """Where the next input token lies."""
+        """The place of the next input token."""
         return self.packer.cursor() if self._walked else self.begin
 
     def stretch(self, may_be_last: bool) -> SourceStretch:
@@ -110,6 +110,6 @@ class SourceWalk:
 
 
 def at_border(cursor: SourceCursor) -> bool:
-    """Whether it names an epoch's beginning."""
+    """Whether the cursor names an epoch's beginning."""
     place = (cursor.block, cursor.window, cursor.record, cursor.output, cursor.piece, cursor.token)
     return not any((*place, cursor.packs))

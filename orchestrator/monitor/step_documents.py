@@ -1,7 +1,7 @@
-"""Which documents a step of the history was trained on: the document of `samples --json`.
+"""Finds the documents that a step of the history was trained on: the document of `samples --json`.
 
-It follows the stream as the audit does, from the nearest cursor in the journal on, and says whether that is
-what the journal says was trained.
+It follows the stream as the audit does, from the nearest cursor in the journal on, and verifies it with the
+journal.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ _LINES = ("jsonl", "lines")  # formats with a record per line
 
 
 def step_documents(spec: DataSpec, seen: Survey, step: str, text: bool) -> dict[str, Any]:
-    """Of each sample of the step: `index`, `source`, `tokens`, and its `documents` in order.
+    """The documents of the step: for each sample `index`, `source`, `tokens`, and its `documents` in order.
 
     Each document has `file`, `unit` and `place` (byte or row), `line` (None where it is not counted:
     compressed files, rows), `output` (its number among those that transforms made of the record), `epoch`,
-    `first_token` and `end_token` within the document's tokens (the end is not included; None where they are
-    not known), `begins` and `ends`: whether the stretch has the document's
-    first and last token; with `text`, the stretch's tokens decoded. These are input tokens; the last label is
-    the token after them. Where whole documents are packed (`bestfit`, `pad`), each document, or stretch of
-    one that is too long, has a last label of its own: the token at `end_token`. It is the document's last
-    token where the stretch `ends`, and its text then has it; `tokens` of a sample are those of its documents,
-    without padding. `matches`: the journal's digest of the step is that of these samples; `difference` says
-    what is not so, and there may be no samples then. `note`: that the step's number belongs to another
-    counting than the newest steps' (None if not).
+    `first_token` and `end_token` within the document's tokens (the end is not included; None if unknown),
+    `begins` and `ends`: whether the stretch has the document's first and last token; with `text`, the
+    stretch's tokens decoded.
+
+    These are input tokens; the last label is the token after them. Where whole documents are packed
+    (`bestfit`, `pad`), each document, or stretch of one that is too long, has a last label of its own: the
+    token at `end_token`. It is the document's last token where the stretch `ends`, and its text then has it.
+    `tokens` of a sample are those of its documents, without padding.
+
+    `matches`: the journal's digest of the step is that of these samples. `difference` is the fault; there may
+    be no samples then. `note`: that the step's number belongs to another counting than the newest steps'
+    (None if not).
 
     Raises `RefusedError` for a step that the history does not have, `DataIdentityError` if an attempt was
-    told to go on with changed files and they differ.
+    configured to continue with changed files and they differ.
     """
     records = seen.lineage.records
     if not names_steps(step):
@@ -67,7 +70,7 @@ def step_documents(spec: DataSpec, seen: Survey, step: str, text: bool) -> dict[
 
 
 def _samples(spec: DataSpec, walk: Walk, text: bool) -> Iterator[dict[str, Any]]:
-    """Those of the step that was walked last."""
+    """The samples of the step that was walked last."""
     step = walk.newest
     if step is None:
         return
@@ -93,8 +96,8 @@ def _samples(spec: DataSpec, walk: Walk, text: bool) -> Iterator[dict[str, Any]]
 
 
 def _tokens(inputs: Int32Array, labels: Int32Array | None, stretch: Stretch) -> Int32Array:
-    """The stretch's tokens in a sample; with `labels` also the last one of a document that ends there, which
-    is an input nowhere.
+    """The stretch's tokens in a sample. With `labels` also the last one of a document that ends there, which
+    is no input.
     """
     stop = stretch.begin + stretch.num_tokens
     tokens = inputs[stretch.begin : stop]

@@ -1,6 +1,4 @@
-"""A walk over some steps of a run in the caller's own process, and differences with the names that people
-give steps.
-"""
+"""A walk over some steps of a run in the caller's process, and differences with the names of steps."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ class Walk:
         return PartWalk(self._spec, history_of(self._spec, self._seen).part(wanted), *self._packers)
 
     def differences(self, wanted: range) -> Iterator[dict[str, Any]]:
-        """Of the wanted steps, which begin with the first; see `PartWalk.differences`. Raises
+        """The differences of the wanted steps, which begin with the first; see `PartWalk.differences`. Raises
         `DataIdentityError` as `named` does.
         """
         assert wanted.start == self._first, "it has begun"
@@ -55,12 +53,14 @@ class Walk:
         return self._walk.newest
 
     def packer(self, source: str) -> ReferencePacker | ReferenceWindows:
-        """What makes the samples of a source."""
+        """The packer of a source's samples."""
         return self._walk.packer(source)
 
 
 def named(seen: Survey, difference: Difference) -> dict[str, Any]:
-    """Raises `DataIdentityError` where files may have changed under the step's attempt (data rule 27)."""
+    """Returns the difference with the step's name. Raises `DataIdentityError` if files may have changed under
+    the step's attempt (data rule 27).
+    """
     name = step_name(seen.lineage.records, difference.index)
     if difference.accepted:
         raise DataIdentityError(
@@ -70,8 +70,8 @@ def named(seen: Survey, difference: Difference) -> dict[str, Any]:
 
 
 def accepted_text(seen: Survey) -> str:
-    """What of the history can be audited although an attempt was told to go on with changed files, as the end
-    of a sentence; empty if none that trained was.
+    """The part of the history that can be audited although an attempt was configured to continue with changed
+    files, as the end of a sentence. Empty if no such attempt trained.
     """
     records, accepted = seen.lineage.records, accepting(seen)
     index = next((i for i, record in enumerate(records) if record.attempt in accepted), None)

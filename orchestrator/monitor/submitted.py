@@ -1,5 +1,6 @@
-"""A run with the launch that this process has submitted: it may not have begun yet, and can be waited for,
-stopped and watched like any other.
+"""A run with the launch that this process has submitted.
+
+It may not have begun yet, and can be waited for, stopped and watched like any other.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ _LOOK_S = 0.5
 
 
 class Launch(Protocol):
-    """Whatever runs the launch: a process here, or a job on a cluster. `str` names it for people."""
+    """The process of the launch: one here, or a job on a cluster. `str` names it for people."""
 
     def is_alive(self) -> bool:
-        """Whether it runs, or will."""
+        """Whether it runs, or will run."""
 
     def interrupt(self) -> None:
-        """Save and stop; a second time: stop at once."""
+        """Lets the launch save and stop; a second call stops it at once."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within that time."""
+        """Returns whether it ended within that time."""
 
     def error(self) -> OrchestratorError:
-        """Why it ended, where the run itself does not say it."""
+        """Why it ended, if the run itself does not say it."""
 
 
 def submit(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> SubmittedRun:
@@ -65,20 +66,22 @@ class SubmittedRun(Run):
         self._before = max(self._store.claim_numbers(), default=0)
 
     def _require_run(self) -> None:
-        """It may not be there yet."""
+        """Requires nothing: the run may not exist yet."""
 
     def _view(self, watch_s: float, quiet_s: Quiet) -> RunView:
-        """As of any run; `starting` until the launch has claimed its attempt, `failed` if it never did."""
+        """The view, as of any run: `starting` until the launch has claimed its attempt, `failed` if it never
+        did.
+        """
         alive = self.launch.is_alive()  # first: what it wrote before its end is then seen
         if self._has_begun():
             return super()._view(watch_s, quiet_s)
         return _not_begun(super()._view(0.0, quiet_s), str(self.launch), alive, self._why_not(alive))
 
     def wait(self, timeout_s: float | None = None) -> RunView:
-        """Until the launch has ended, at most `timeout_s` seconds; the run at that moment.
+        """Waits until the launch has ended, at most `timeout_s` seconds. Returns the run at that moment.
 
-        Interrupted (Ctrl-C, or the notebook's stop button) it has the launch save and stop and goes on
-        waiting; a second time it stops at once. Raises what the launch was refused with.
+        An interrupt (Ctrl-C, or the notebook's stop button) makes the launch save and stop, and the wait
+        continues; a second one stops it at once. Raises the error with which the launch was refused.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -94,7 +97,7 @@ class SubmittedRun(Run):
         return self.status(0.0)
 
     def stop(self, now: bool = False, wait: bool = True, tell: Callable[[str], None] = unheard) -> Reply:
-        """As of any run; a launch that has not begun is ended before it does."""
+        """Stops it, as any run. A launch that has not begun is ended before it does."""
         if self._has_begun() or not self.launch.is_alive():
             return super().stop(now, wait, tell)
         self.launch.interrupt()
@@ -104,7 +107,7 @@ class SubmittedRun(Run):
         return Reply(request=0, what="stop", outcome="done", text=f"{self.launch} was told before it began")
 
     def _interrupted(self) -> None:
-        """The cell that watches was interrupted: as Ctrl-C, which saves and stops."""
+        """Handles an interrupted cell that watches: as Ctrl-C, which saves and stops."""
         self.launch.interrupt()
         with suppress(OrchestratorError):
             self.wait()

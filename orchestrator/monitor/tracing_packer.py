@@ -1,6 +1,6 @@
-"""The audit's packer with a memory: which documents its last samples were cut from.
+"""The audit's packer with a memory of the documents that its last samples were cut from.
 
-It reads the chunks that pass by; it knows no file and no journal.
+It reads the chunks that pass by.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from orchestrator.records.cursor import SourceCursor
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
     """Consecutive input tokens of one document. `first_token` counts within the document, EOS and BOS
-    included; None where nobody has counted the tokens of its earlier pieces (a cursor of an old version).
+    included. It is None if the tokens of earlier pieces were never counted (a cursor of an old version).
     """
 
     file: int  # number in the manifest
     place: int  # of the record in the file: byte, or row
     output: int  # number of the document among those that its record gives
     epoch: int
-    begin: int  # the first position, counted from the first of the positions that were asked for
+    begin: int  # the first position, counted from the first requested position
     num_tokens: int
     first_token: int | None
     begins: bool  # with the document's first token
-    ends: bool  # with its last
+    ends: bool  # with its last token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ _NOT_KNOWN = -(1 << 60)  # so far below zero that no document's tokens make up f
 
 
 class TracingPacker(ReferencePacker):
-    """Keeps the chunks of the newest samples, which `stretches` is asked about."""
+    """Keeps the chunks of the newest samples, for `stretches`."""
 
     def __init__(self, chunks: Iterator[TokenChunk], cursor: SourceCursor) -> None:
         super().__init__(chunks, cursor)
@@ -110,7 +110,7 @@ def _document(chunk: TokenChunk, entry: int) -> tuple[int, ...]:
 
 
 def _is_last(chunk: TokenChunk, entry: int) -> bool:
-    """Whether no token of the entry's document follows the entry's: pieces may have none."""
+    """Whether no token of the entry's document follows the entry's; a piece may have no tokens."""
     document = _document(chunk, entry)
     while not chunk.last_piece[entry]:
         entry += 1
@@ -120,7 +120,7 @@ def _is_last(chunk: TokenChunk, entry: int) -> bool:
 
 
 def _joined(one: Stretch, more: Stretch) -> Stretch:
-    """Two stretches of one document, one after the other."""
+    """Joins two consecutive stretches of one document."""
     return Stretch(
         file=one.file,
         place=one.place,

@@ -1,6 +1,6 @@
-"""The audit's packer of whole documents with a memory: which documents its last samples hold.
+"""The audit's packer of whole documents, which records the documents of its last samples.
 
-It reads the chunks of the windows that pass by; it knows no file and no journal.
+It takes them from the chunks of the windows that it packs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Document:
 
 
 class TracingWindows(ReferenceWindows):
-    """Keeps what the newest samples hold, which `stretches` is asked about."""
+    """Keeps the content of the newest samples, for `stretches`."""
 
     def __init__(self, chunks: Iterator[TokenChunk], cursor: SourceCursor, settings: StreamSettings) -> None:
         super().__init__(chunks, cursor, settings)
@@ -37,7 +37,7 @@ class TracingWindows(ReferenceWindows):
         """See `ReferenceWindows`."""
         self._newest, self._capacity = [], seq_len
         found = super().samples(num_tokens, seq_len)
-        # those before the cursor, which were taken on the way, are no samples of these
+        # packs before the cursor were taken on the way and are no samples of this call
         self._newest = self._newest[-len(found.input_ids) :]
         return found
 
@@ -75,7 +75,7 @@ class TracingWindows(ReferenceWindows):
 
 
 def _documents(chunks: list[TokenChunk]) -> list[_Document]:
-    """Those of a window, in order; bad and empty ones are none."""
+    """The documents of a window, in order, without bad and empty ones."""
     found, num_tokens = list[_Document](), 0
     for chunk in chunks:
         for entry, kind in enumerate(chunk.kind.tolist()):

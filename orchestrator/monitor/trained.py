@@ -1,7 +1,6 @@
-"""What the samples of consecutive steps hold, whoever packed them: their labels, one after the other, are
-the stream as it was trained, and must be what the chunks brought.
+"""Verifies the content of consecutive steps' samples, independently of their packer.
 
-It packs nothing and takes arrays as they are; it knows no file and no journal.
+Their labels, in order, are the trained stream. They must equal the tokens of the chunks.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ _UNKNOWN = -1  # of a sample's first token, whose document id is 0 whether or no
 
 
 class TrainedTokens:
-    """The samples from a cursor on, in order, beside the chunks that they must be made of.
+    """The samples from a cursor on, in order, compared with the chunks that they are made of.
 
-    The chunks' first `skipped` tokens lie before the cursor: in the piece that it names, and, where the
-    chunks begin with its document's first piece, in the earlier ones. `checksums` counts documents whose
-    tokens have all been targets, with the samples' own tokens in place of the chunks', and their records: up
-    to the cursor at hand with `border`, all of them with `end`. So the sums of a stretch up to a cursor and
-    of the next one from that on have each document once.
+    The chunks' first `skipped` tokens lie before the cursor: in the piece that it names, and, if the chunks
+    begin with its document's first piece, in the earlier ones. `checksums` counts documents whose tokens have
+    all been targets, and their records, with the samples' own tokens in place of the chunks'. `border` counts
+    them up to the current cursor, `end` all of them. So the sums of a stretch up to a cursor and of the next
+    one from that on have each document once.
     """
 
     def __init__(self, skipped: int) -> None:
@@ -46,14 +45,14 @@ class TrainedTokens:
         self._fault: str | None = None
 
     def watch(self, chunks: Iterable[TokenChunk]) -> Iterator[TokenChunk]:
-        """The same chunks, noted."""
+        """Passes on the chunks, and notes them."""
         for chunk in chunks:
             self._chunks.append(chunk)
             yield chunk
 
     def add(self, samples: Samples, num_tokens: int) -> str | None:
-        """The samples of the next step, which counted `num_tokens` targets; what is wrong with them in
-        themselves, None if nothing is.
+        """Adds the samples of the next step, which counted `num_tokens` targets. Returns a fault within them,
+        or None.
 
         Only the last may be padded, at its end and in all three arrays alike; labels are the inputs one token
         further, also across samples and steps; document ids begin at 0 and rise by 1 at a time.
@@ -81,8 +80,8 @@ class TrainedTokens:
         return None
 
     def border(self, at: SourceCursor) -> None:
-        """Counts the documents before that of the cursor `at`, which names the last target, as far as they
-        are not counted: a stretch that begins with `at` counts this document and what follows.
+        """Counts the documents before that of the cursor `at`, which names the last target, if they are not
+        counted yet. A stretch that begins with `at` counts this document and what follows.
         """
         while self._chunks:
             entries = _entries_before(self._chunks[0], at)
@@ -94,8 +93,8 @@ class TrainedTokens:
             self._count_first()
 
     def end(self) -> str | None:
-        """Counts all that were targets, after the last step and `border`; where the samples' tokens or
-        documents are not the chunks', None: nowhere.
+        """Counts the remaining targets, after the last step and `border`. Returns where the samples' tokens
+        or documents differ from the chunks'; None if nowhere.
         """
         self._count(least_after=0)
         if self._chunks and self._num_tokens:
@@ -116,8 +115,8 @@ class TrainedTokens:
         return tokens[:num], begins[:num]
 
     def _count(self, least_after: int = 2) -> None:
-        """Counts the chunks whose tokens have all come by, and so many later ones: what stands right before
-        the last target may belong to what follows (`border`).
+        """Counts the chunks whose tokens have all been seen, if so many later ones follow: tokens right
+        before the last target may belong to the next stretch (`border`).
         """
         while self._chunks:
             left = self._num_tokens - (len(self._chunks[0].tokens) - self._skipped)
@@ -137,7 +136,7 @@ class TrainedTokens:
         self._skipped -= skipped
 
     def _compare(self, chunk: TokenChunk, tokens: Int32Array, begins: npt.NDArray[np.int8]) -> None:
-        """Notes a fault if these, after the skipped ones, are not the chunk's."""
+        """Notes a fault if these tokens, after the skipped ones, differ from the chunk's."""
         stop = self._skipped + len(tokens)
         where = f"in epoch {chunk.epoch}, block {chunk.block}, window {chunk.window}"
         expected = chunk.tokens[self._skipped : stop]
@@ -154,7 +153,7 @@ class TrainedTokens:
             )
 
     def _document_starts(self, chunk: TokenChunk) -> npt.NDArray[np.int8]:
-        """(num_tokens,) 1 where another document's tokens begin than those before."""
+        """(num_tokens,) 1 where the tokens of another document begin."""
         filled = chunk.num_tokens > 0
         starts = np.zeros(len(chunk.tokens), np.int8)
         if filled.any():
@@ -172,7 +171,7 @@ def _place(chunk: TokenChunk) -> tuple[int, int, int]:
 
 
 def _entries_before(chunk: TokenChunk, at: SourceCursor) -> int:
-    """How many of its entries belong to documents before the cursor's."""
+    """The number of its entries that belong to documents before the cursor's."""
     here, there = _place(chunk), (at.epoch, at.block, at.window)
     if here != there:
         return len(chunk.kind) if here < there else 0

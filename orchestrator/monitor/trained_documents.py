@@ -1,7 +1,6 @@
-"""What the samples of consecutive steps hold where whole documents are packed, whoever packed them: each
-document of a window once, whole, or in the stretches of one that is too long.
+"""Verifies the content of samples where whole documents are packed, independently of their packer.
 
-It packs nothing and takes arrays as they are; it knows no file and no journal.
+Each document of a window must occur once: whole, or in stretches if it is too long.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class _Expected:
             self._left[stretch.tokens.tobytes()].append(stretch)
 
     def take(self, tokens: Int32Array, masked: BoolArray) -> str | None:
-        """A sample holds these; why it should not, None if it should."""
+        """Takes what a sample holds. Returns why it should not hold that; None if it should."""
         found = self._left.get(tokens.tobytes())
         if found is None:
             return "are no document, nor a stretch of one that is too long"
@@ -46,11 +45,11 @@ class _Expected:
 
 
 class TrainedDocuments:
-    """The samples from a cursor on, in order, beside the chunks that they must be made of.
+    """The samples from a cursor on, in order, compared with the chunks that they are made of.
 
     Of the first window `packs_before` packs lie before the cursor; `pass_over` takes them, too. `checksums`
-    counts a window when all its documents have been in samples, and, by epoch, how many were in no pack:
-    those without a target, and those that were too long.
+    counts a window when all its documents have been in samples. It also counts, by epoch, the documents that
+    were in no pack: those without a target, and those that were too long.
     """
 
     def __init__(self, packs_before: int, long_document: str) -> None:
@@ -62,7 +61,7 @@ class TrainedDocuments:
         self._seq_len = 0
 
     def watch(self, chunks: Iterable[TokenChunk]) -> Iterator[TokenChunk]:
-        """The same chunks, noted."""
+        """Passes on the chunks, and notes them."""
         for chunk in chunks:
             self._coming.append(chunk)
             if chunk.ends_window:
@@ -71,10 +70,10 @@ class TrainedDocuments:
             yield chunk
 
     def add(self, samples: Samples, num_tokens: int) -> str | None:
-        """The samples of the next step; what is wrong with them, None if nothing is.
+        """Adds the samples of the next step. Returns a fault in them, or None.
 
-        Document ids begin at 0 and rise by 1 at a time, padding stands at the end and in all three arrays
-        alike, labels are the inputs one token further within a document, and each document is the window's.
+        Document ids begin at 0 and rise by 1 at a time. Padding is at the end and in all three arrays alike.
+        Labels are the inputs one token further within a document. Each document is the window's.
         """
         del num_tokens
         self._seq_len = samples.input_ids.shape[1]
@@ -97,8 +96,8 @@ class TrainedDocuments:
         return None
 
     def pass_over(self, packs: Sequence[Sequence[Stretch]], seq_len: int) -> str | None:
-        """The packs that lie before the cursor in its window, of which the digest in the cursor shows that
-        they were trained; what is wrong with them, None if nothing is.
+        """Takes the packs that lie before the cursor in its window. The digest in the cursor shows that they
+        were trained. Returns a fault in them, or None.
         """
         if packs:
             self._seq_len, self._partial = seq_len, False
@@ -109,15 +108,13 @@ class TrainedDocuments:
         return None
 
     def border(self, at: SourceCursor) -> None:
-        """Counts what lies before the window of `at`, as far as that is not counted: a stretch that begins
-        there counts that window and what follows.
+        """Counts what lies before the window of `at`, if it is not counted yet. A stretch that begins there
+        counts that window and what follows.
         """
         self._pass_done((at.epoch, at.block, at.window))
 
     def end(self) -> str | None:
-        """Counts all that was trained, after the last step and `border`; what is wrong is said by `add` and
-        by the sums.
-        """
+        """Counts all that was trained, after the last step and `border`. `add` and the sums report faults."""
         expected = self._pass_done()
         if expected is not None and expected.num_left < expected.num_stretches:
             for chunk in self._windows[0]:

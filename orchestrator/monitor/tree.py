@@ -1,7 +1,7 @@
-"""A run's lineage as text: what each attempt continued, with how many workers, what it saved, and what left
-the history. Pure: from claims, journal and rows of points to lines.
+"""A run's lineage as text: what each attempt continued, its workers, its points, and what left the history.
 
-Restarts that changed nothing are folded, so that it stays readable over hundreds of attempts.
+It makes lines from claims, journal and rows of points. Restarts that changed nothing are folded, so that it
+stays readable over hundreds of attempts.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from orchestrator.coordinator.survey import Survey
 from orchestrator.history.claim_files import FORK, RESTARTED, RESUME, REWIND, START, AttemptEnd
 from orchestrator.history.claims import Claim, ClaimParent, ForkedFrom
 
-FOLD_ATTEMPTS = 3  # so many routine attempts in a row, or more, are one line
-SHOWN_POINTS = 6  # of an attempt with more, its first and last plain ones are named
+FOLD_ATTEMPTS = 3  # this many routine attempts in a row, or more, become one line
+SHOWN_POINTS = 6  # an attempt with more has only its first and last plain points named
 _WHY = {RESTARTED: "coordinator restarted", START: "start", FORK: "fork", RESUME: "resume", REWIND: "rewind"}
 
 
@@ -42,7 +42,7 @@ class AttemptFacts:
 
     @property
     def is_routine(self) -> bool:
-        """A restart of which there is nothing to say but that it went on."""
+        """Whether it is a restart with no other event."""
         plain = all(_is_plain(row) for row in self.points)
         same = all(size == self.before for _, size in self.worlds)
         went_on = self.kept == self.last and self.outcome != "failed"
@@ -144,7 +144,7 @@ def _steps(attempt: AttemptFacts) -> str:
 
 
 def _points(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each point, but plain ones in a row are counted where there are many."""
+    """A line for each point. Many plain ones in a row are only counted."""
     lines, plain = list[str](), list[Mapping[str, Any]]()
     for row in [*rows, None]:
         if row is not None and _is_plain(row):

@@ -1,5 +1,6 @@
-"""Reading every byte of a run's points: several files at a time, told as it goes on, and gone on with where
-it was interrupted.
+"""Reads every byte of a run's points, several files in parallel, with progress reports.
+
+An interrupted verification can be continued.
 """
 
 from __future__ import annotations
@@ -22,24 +23,26 @@ from orchestrator.resume.verify import Stretch
 from orchestrator.storage.at_once import answers_at_once, asked_at_a_time, at_once
 
 HEALTH = {True: "healthy", False: "damaged", None: "away"}  # a row's `healthy` in words
-NOTE_EVERY_S = 30.0  # what was read is noted at least so often, while it goes on
+NOTE_EVERY_S = 30.0  # interval at which results are noted meanwhile
 
 
 class Progress(Protocol):
-    """Who hears how far it is."""
+    """A receiver of progress."""
 
     def begin(self, num_points: int, num_bytes: int) -> None:
-        """So much is to be read, at the most; may be said again."""
+        """Called with the amount to read, at most; it may be called again."""
 
     def read(self, num_bytes: int) -> None:
-        """A file of so many bytes was read. From any thread."""
+        """Called when a file of so many bytes was read, from any thread."""
 
     def done(self, point: str, healthy: bool | None) -> None:
-        """A point was read, or was before (see `done_before`). None: it cannot be read from here."""
+        """Called when a point was read, or was before (see `done_before`). None: it cannot be read from
+        here.
+        """
 
 
 class NoProgress:
-    """Nobody listens."""
+    """A receiver that does nothing."""
 
     def begin(self, num_points: int, num_bytes: int) -> None:
         """See `Progress`."""
@@ -52,8 +55,8 @@ class NoProgress:
 
 
 def done_before(findings: Sequence[Finding]) -> frozenset[str]:
-    """The points that were whole when they were last read, since the newest verification that came to its end
-    with all points: those of one that was interrupted.
+    """The points that an interrupted verification found whole: those read since the newest verification that
+    completed all points.
     """
     healthy: set[str] = set()
     for found in findings:
@@ -71,10 +74,9 @@ def done_before(findings: Sequence[Finding]) -> frozenset[str]:
 class Verifying:
     """Reads points, `num_threads` files at a time; from afar at least `ASKED_AT_A_TIME`, of several points.
 
-    `note` is given what is found as it goes on, at least every `NOTE_EVERY_S` and when it is interrupted, but
-    not the rest at its end: that its caller has.
-    `before`: points that need not be read. A damaged point is marked, a whole one's mark is lifted
-    (`resume.quarantine`), as far as this process may write there; `by` is who does so.
+    `note` receives the results meanwhile, at least every `NOTE_EVERY_S` and on an interruption, but not the
+    last ones, which the caller has. `before`: points that need not be read. A damaged point is marked, a
+    whole one's mark is removed (`resume.quarantine`), if this process may write there; `by` is the user.
     """
 
     store: PointFiles
@@ -86,9 +88,10 @@ class Verifying:
     clock: Callable[[], float] = time.monotonic
 
     def rows(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """A row for each point: `name`, `healthy`, `damaged`, `quarantined`, `away`. What interrupts it
-        passes through. `away`: on which nodes' disks what is not reached from here lies; then `healthy` is
-        None, for nobody knows.
+        """A row for each point: `name`, `healthy`, `damaged`, `quarantined`, `away`.
+
+        Interruptions pass through. `away` names the nodes whose disks hold files that cannot be reached from
+        here. `healthy` is None then, because it is unknown.
         """
         storage = self.store.storage
         self.progress.begin(len(names), sum(at_once(storage, self._num_bytes, names)))
@@ -128,7 +131,7 @@ class Verifying:
                     "quarantined": marked,
                     "away": str(error),
                 }
-            with suppress(StorageError):  # who may not write there reads nevertheless
+            with suppress(StorageError):  # without the right to write, it only reads
                 self.store.note_reading(name, damages, self.by)
         damaged = [{"file": damage.file, "reason": damage.reason} for damage in damages]
         marked = self.store.is_quarantined(name)
@@ -155,7 +158,7 @@ class Verifying:
 
 @contextmanager
 def _ended(pool: ThreadPoolExecutor) -> Iterator[None]:
-    """Whatever ends it, what was not begun is not read any more."""
+    """On any end, files that are not begun are not read any more."""
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""A run at a glance: is it alive, where does it stand, what went wrong last, when will it be done.
+"""The state of a run in one view: whether it is alive, its progress, its last fault, and its expected end.
 
-Pure: from what was read to one value and one sentence, so that the command, the notebook and a dashboard say
-the same. It reads nothing.
+It makes one value and one sentence from facts that were read before, so that the command, the notebook and a
+dashboard agree. It reads nothing.
 """
 
 from __future__ import annotations
@@ -116,13 +116,13 @@ class RunView:
 
     @property
     def is_over(self) -> bool:
-        """Nothing will change by itself any more."""
+        """Whether nothing will change any more without a command."""
         return self.state in OVER
 
     @property
     def is_broken(self) -> bool:
-        """Somebody should look: it failed, its processes are gone without having ended it, or a part of its
-        folder is.
+        """Whether the run needs attention: it failed, its processes are gone without an end, or a part of its
+        folder is missing.
         """
         return self.state in (FAILED, GONE) or bool(self.missing)
 
@@ -135,7 +135,7 @@ Quiet = Callable[[RunView, int | None], float | None]  # with the number of the 
 
 
 def not_watched(view: RunView, generation: int | None) -> float | None:
-    """What who looks once knows of `quiet_s`."""
+    """The `quiet_s` of a single look."""
     del view, generation
     return None
 
@@ -143,8 +143,8 @@ def not_watched(view: RunView, generation: int | None) -> float | None:
 def view_of(
     run: str, facts: AttemptFacts, tail: Tail, now: datetime, quiet_s: Quiet = not_watched
 ) -> RunView:
-    """The run at a glance. `quiet_s`: what `RunView` has under this name, by who watches: given the view
-    before its sentence is made, which is to say the same, and the newest generation.
+    """Makes the view of a run. `quiet_s` returns the field of this name. It is called with the view before
+    its sentence is made, and with the newest generation.
     """
     newest = _newest(tail)
     rate = _tokens_per_s(tail.steps)
@@ -197,7 +197,7 @@ def _newest(tail: Tail) -> dict[str, Any] | None:
 
 
 def _point(facts: AttemptFacts, tail: Tail) -> dict[str, Any] | None:
-    """The line of the newest resume point; None where the tail does not have it."""
+    """The line of the newest resume point; None if the tail does not have it."""
     return tail.point if tail.point is not None and tail.point["point"] == facts.point else None
 
 
@@ -239,13 +239,13 @@ def _standing(view: RunView, facts: AttemptFacts, tail: Tail, risk: Risk | None,
 
 
 def at_risk(facts: AttemptFacts, tail: Tail) -> Risk | None:
-    """What would be trained again if everything died now; None where a quick look cannot say."""
+    """What would be trained again if everything died now; None if a quick look cannot tell."""
     newest, point = _newest(tail), _point(facts, tail)
     return _risk(point, newest) or _since_resumed(facts, tail, newest) or _all(facts, newest)
 
 
 def _risk(point: dict[str, Any] | None, newest: dict[str, Any] | None) -> Risk | None:
-    """What came after the newest point; None where a quick look cannot say: another attempt may have labelled
+    """What came after the newest point. None if a quick look cannot tell: another attempt may have labelled
     its steps anew.
     """
     key = parse_point_name(point["point"]) if point is not None else None
@@ -269,15 +269,15 @@ def _since_resumed(facts: AttemptFacts, tail: Tail, newest: dict[str, Any] | Non
 
 
 def _all(facts: AttemptFacts, newest: dict[str, Any] | None) -> Risk | None:
-    """What there is to lose before the first point of an attempt that began from nothing."""
+    """What would be lost before the first point of an attempt that began from nothing."""
     if newest is None or newest["attempt"] != facts.number or facts.points or facts.missing:
         return None
     return Risk(steps=newest["step"], tokens=newest["consumed_tokens"]) if facts.has_no_point else None
 
 
 def skipped_lines(skipped: Mapping[str, int] | None, before: str = "") -> list[str]:
-    """How many documents were skipped of each source, a line each, which begins with `before`; nothing of a
-    source that has skipped none.
+    """The number of skipped documents of each source, a line each, which begins with `before`. Sources that
+    skipped none have no line.
     """
     return [
         f"{before}{number:,} document{'' if number == 1 else 's'} of source {source} "
@@ -303,7 +303,7 @@ def left_out(cursor: Cursor) -> dict[str, dict[str, int]]:
 
 
 def left_out_lines(left_out: LeftOut | None, before: str = "") -> list[str]:
-    """The same of documents that are left out for another reason than that they are bad."""
+    """The same for documents that are left out for another reason than being bad."""
     words = {
         "filtered": "dropped by data.transforms",
         "held_out": "held out (data.holdout)",
@@ -320,7 +320,7 @@ def left_out_lines(left_out: LeftOut | None, before: str = "") -> list[str]:
 
 
 def _tokens_per_s(steps: Sequence[dict[str, Any]]) -> float | None:
-    """Over the newest steps of one generation, `steps` newest first."""
+    """The speed over the newest steps of one generation, `steps` newest first."""
     if not steps:
         return None
     newest = (steps[0]["attempt"], steps[0]["generation"])
@@ -331,8 +331,8 @@ def _tokens_per_s(steps: Sequence[dict[str, Any]]) -> float | None:
 
 
 def _left(facts: AttemptFacts, tail: Tail, newest: dict[str, Any] | None) -> tuple[int, Remaining] | None:
-    """The label of the step at which the newest generation stands, and what it has left to train; None where
-    no stop is known, or no generation.
+    """The label of the newest generation's current step, and what it has left to train. None if no stop is
+    known, or no generation.
     """
     begun = tail.generation
     if begun is None:
@@ -360,7 +360,7 @@ def _layout(tail: Tail) -> str | None:
 
 
 def _age(time: str, now: datetime) -> float | None:
-    """Seconds since then; None where this machine's clock is behind the writer's."""
+    """Seconds since then; None if this machine's clock is behind the writer's."""
     age = (now - datetime.fromisoformat(time)).total_seconds()
     return age if age >= 0 else None
 

@@ -1,4 +1,4 @@
-"""A run at a glance for people: lines of text, and a piece of HTML. It decides nothing."""
+"""The view of a run for people: lines of text, and a piece of HTML."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from orchestrator.terminal_text import visible
 
 
 def status_lines(view: RunView) -> list[str]:
-    """A run at a glance: the verdict first, then what is known, a line each."""
+    """The view of a run: the verdict first, then the known facts, a line each."""
     lines = [f"{view.run}: {view.verdict}"]
     if view.step is not None:
         speed = "" if view.tokens_per_s is None else f"  {view.tokens_per_s:,.0f} tokens/s"
         loss = sentences.loss(view.loss)
-        # the verdict says for how long no step came, by the watcher's clock: no other clock stands beside it
+        # the verdict has the time without a step, by the watcher's clock: no other clock's time may stand
+        # beside it
         says_quiet = (view.quiet_s or 0.0) >= STILL_S
         when = moment(view.last_step_at, None if says_quiet else view.last_step_age_s)
         lines.append(f"  last step   {view.step:,}  loss {loss}{speed}  {when}")
@@ -50,7 +51,7 @@ def duration(seconds: float) -> str:
 
 
 def moment(time: str | None, age_s: float | None) -> str:
-    """A time of the journal, and how long ago it was; nothing where there is none."""
+    """A time of the journal with its age; empty if there is none."""
     if time is None:
         return ""
     text = time[:19].replace("T", " ") + " UTC"

@@ -1,7 +1,6 @@
-"""The stream beside the records of a part of a history, from its cursor on: each step's samples are made anew
-and compared with what the journal says was trained.
+"""Compares a part of a history with the stream, from its cursor on.
 
-It knows neither run nor processes.
+Each step's samples are made anew and compared with what the journal says was trained.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from orchestrator.records.arrays import Int32Array
 from orchestrator.records.cursor import Cursor, MixtureShare, SourceCursor
 from orchestrator.records.steps import StepRecord
 
-_COUNTED = ("documents", "special_texts")  # what counts in a source's cursor, and does not begin anew
+_COUNTED = ("documents", "special_texts")  # counts in a source's cursor that do not begin anew
 _RUN_TOKENS = 1 << 18  # skipped samples are drawn by so many tokens at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WalkedStep:
-    """A step as the stream gives it."""
+    """A step made from the stream."""
 
-    first_index: int  # of its first sample
+    first_index: int  # index of its first sample
     turns: list[tuple[str, int]]  # (source, positions) of each sample
     samples: Samples
 
@@ -43,7 +42,7 @@ class WalkedStep:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
     """Where a step differs from the stream; `index`: so many records of the history lie before it.
-    `accepted`: files may have changed under its attempt, which was told to go on with them.
+    `accepted`: files may have changed under its attempt, which was configured to accept that.
     """
 
     index: int
@@ -52,7 +51,7 @@ class Difference:
 
 
 class PartWalk:
-    """The stream beside the records of a part of the history."""
+    """Compares a part of the history with the stream."""
 
     def __init__(
         self,
@@ -67,8 +66,7 @@ class PartWalk:
         """
         self._spec, self._part, self._begin = spec, part, part.begin
         self._open = partial(SourceWalk, spec, packer=packer, windows=windows, by_reference=by_reference)
-        # a history says itself how far it went: the last attempt's num_epochs may be smaller than an earlier
-        # one's
+        # a history has its own end: the last attempt's num_epochs may be smaller than an earlier one's
         self._sources = {
             each.name: self._open(each.name, part.begin.sources.get(each.name, SourceCursor()))
             for each in spec.sources
@@ -84,9 +82,10 @@ class PartWalk:
         self._mixed_in = 0  # the attempt whose rule the mixture follows
 
     def differences(self, compared: Callable[[int], None] = lambda tokens: None) -> Iterator[Difference]:
-        """The wanted steps whose digest or counts are not those of the stream, whose samples are none that
-        can be trained, or that end at another cursor than the journal's. `compared` is called after each
-        other wanted step, with its positions.
+        """Yields the wanted steps that differ from the stream: in digest, counts or end cursor, or with
+        samples that cannot be trained.
+
+        `compared` is called after each other wanted step, with its positions.
         """
         part = self._part
         samples, tokens = self._begin.consumed_samples, self._begin.consumed_tokens
@@ -108,7 +107,7 @@ class PartWalk:
             turns = self._turns(record, num_samples, num_tokens)
             if isinstance(turns, str):
                 yield Difference(index=index, reason=turns)
-                return  # what follows it stands at no place of the stream
+                return  # what follows it has no place in the stream
             found, wrong = self._samples(turns, part.seq_lens[record.attempt, record.generation])
             self.newest = WalkedStep(first_index=samples + self._skipped[0], turns=turns, samples=found[1])
             differs = self._difference(index, samples, num_tokens, found)
@@ -123,7 +122,9 @@ class PartWalk:
                 compared(num_tokens)
 
     def _follow(self, lists: ClaimedLists, index: int) -> str | None:
-        """Goes on with the lists of the next step's attempt; why they cannot follow those before."""
+        """Continues with the lists of the next step's attempt. Returns why they cannot follow those
+        before.
+        """
         before, self._lists = self._lists, lists
         if before is lists:
             return None
@@ -148,7 +149,7 @@ class PartWalk:
         return self._spec.lists_of(source).span(at.epoch).start
 
     def _pass(self, at: SkipAt, samples: int, tokens: int) -> str | None:
-        """Draws what a claim says to have skipped; how it differs from what the stream holds there."""
+        """Draws what a claim says was skipped. Returns how it differs from the stream."""
         skip, drawn, done = at.skip, 0, 0
         seq_len = skip.seq_len
         said = f"attempt {at.attempt} says in its claim to have skipped {skip.samples:,} samples"
@@ -184,7 +185,7 @@ class PartWalk:
         return f"{said}, and to go on at {skip.end}; the stream is at {cursor}"
 
     def _cursor(self, samples: int, tokens: int, known: Cursor) -> Cursor:
-        """Where the stream is, with what `known` knows the place of."""
+        """The stream's position, with the source positions that `known` has."""
         return Cursor(
             consumed_samples=samples,
             consumed_tokens=tokens,
@@ -196,12 +197,12 @@ class PartWalk:
         )
 
     def _others(self, active: Collection[str]) -> bool:
-        """Whether something was trained of a source that is not read any more."""
+        """Whether a source was trained that is not read any more."""
         gone = (walk for name, walk in self._sources.items() if name not in active)
         return any(walk.place() != SourceCursor() for walk in gone)
 
     def _shares(self, samples: int, tokens: int) -> Mapping[str, MixtureShare]:
-        """The mixture's counts by now. While there was one source, all was drawn from it."""
+        """The mixture's counts so far. While there was one source, all came from it."""
         if self._mixture is not None:
             return self._mixture.shares
         drawn = samples + self._skipped[0], tokens + self._skipped[1]
@@ -237,7 +238,7 @@ class PartWalk:
     def _samples(
         self, turns: list[tuple[str, int]], seq_len: int
     ) -> tuple[tuple[Int32Array, Samples], str | None]:
-        """The source's number of each sample, the samples, and what is wrong with them in themselves."""
+        """The source's number of each sample, the samples, and a fault within them, if any."""
         numbers = np.array([self._numbers[source] for source, _ in turns], np.int32)
         parts, wrong = list[tuple[Any, Samples]](), None
         for source, walk in self._sources.items():
@@ -261,7 +262,7 @@ class PartWalk:
     def _difference(
         self, index: int, first_sample: int, num_tokens: int, drawn: tuple[Int32Array, Samples]
     ) -> str | None:
-        """How the record differs from the samples that the stream gives."""
+        """How the record differs from the samples of the stream; None if it does not."""
         record, known, (numbers, found) = self._part.record(index), self._part.known.get(index + 1), drawn
         arrays = found.input_ids, found.labels_of_loss, found.document_ids
         if self._spec.settings.pack_mode != "concat":  # where padding counts as positions
@@ -282,11 +283,11 @@ class PartWalk:
         return f"the journal's cursor after it is {known}, the stream's {cursor}"
 
     def packer(self, source: str) -> ReferencePacker | ReferenceWindows:
-        """What makes the samples of a source."""
+        """The packer of a source's samples."""
         return self._sources[source].packer
 
     def stretches(self) -> Stretches:
-        """What the part took of each source, after its last step."""
+        """The amount that the part took of each source, after its last step."""
         may_be_last = self._part.is_last or len(self._sources) > 1
         last = {
             (name, self._start(name, walk.place())): walk.stretch(may_be_last)

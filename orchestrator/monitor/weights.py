@@ -1,5 +1,6 @@
-"""What is done with the weights of a run's points: which point is meant, and what is said of it. The work
-itself is `resume.export`'s.
+"""Selects a run's point for work with its weights, and makes the document of the result.
+
+`resume.export` does the work.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def export(
     dtype: str | None,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """The document of `export --json`. Raises `RefusedError` for a run without points and a point that it has
-    not, and as `export_point` does.
+    """Makes the document of `export --json`. Raises `RefusedError` for a run without points and for an
+    unknown point, and as `export_point` does.
     """
     name, damages = which_point(uri, store, point)
     exported = export_point(store, name, out, dtype, say=say)
@@ -44,8 +45,8 @@ def export(
 
 
 def which_point(uri: str, store: RunStore, point: str | None) -> tuple[str, tuple[Damage, ...]]:
-    """The named point, also one off the history; without a name the newest healthy one on it, by sizes, and
-    why newer ones were passed over.
+    """Returns the named point, also one off the history. Without a name: the newest point on it that is
+    healthy by sizes, and the reasons against newer ones.
     """
     if point is not None:
         names = store.point_names()

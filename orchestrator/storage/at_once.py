@@ -1,5 +1,6 @@
-"""Many small questions to a storage, and the digests of whole files, with several requests under way at a
-time: one that is far away takes long for each.
+"""Runs many small storage queries, and digests of whole files, with several requests in parallel.
+
+On a remote storage each request takes long.
 """
 
 from __future__ import annotations
@@ -22,29 +23,31 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 ASKED_AT_A_TIME = 16
-_HASHED_AT_A_TIME = 4  # files, each of which is read several stretches ahead
+_HASHED_AT_A_TIME = 4  # files, several parts of which are read ahead
 
 
 def asked_at_a_time(storage: Storage) -> int:
-    """How many small questions to `storage` may be under way: 1 unless several together are faster than one
-    after the other (`Traits.reads_at_a_time`).
+    """How many small queries to `storage` may run in parallel.
+
+    1 unless several together are faster than in sequence (`Traits.reads_at_a_time`).
     """
     return 1 if storage.traits.reads_at_a_time == 1 else ASKED_AT_A_TIME
 
 
 def at_once(storage: Storage, ask: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
-    """What `ask` says of each item, in their order; it asks `storage`, of `asked_at_a_time` items at a time,
-    each in a thread. Where that is 1, this thread asks.
+    """The results of `ask` for each item, in order.
 
-    Raises what `ask` raises, of several errors that of the first item in their order, whichever came first.
-    Then those that were not begun are not asked for, and nothing is under way any more.
+    `ask` queries `storage`. It runs for `asked_at_a_time` items in parallel, each in a thread. If that is 1,
+    it runs in this thread. Raises what `ask` raises: of several errors that of the first item in order,
+    whichever came first. Items that were not begun are then dropped, and no request is running any more.
     """
     return [*answers_at_once(storage, ask, items)]
 
 
 def hashed_at_once(storage: Storage, ask: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
-    """`at_once` for questions whose answers also take CPU time, as a digest does: as many at a time as there
-    are CPUs, or more where `asked_at_a_time` is more.
+    """`at_once` for queries that also take CPU time, such as a digest.
+
+    As many run in parallel as there are CPUs, or `asked_at_a_time` if that is more.
     """
     return [*answers_at_once(storage, ask, items, os.cpu_count() or 1)]
 
@@ -52,8 +55,9 @@ def hashed_at_once(storage: Storage, ask: Callable[[Item], Answer], items: Seque
 def answers_at_once(
     storage: Storage, ask: Callable[[Item], Answer], items: Sequence[Item], at_least: int = 1
 ) -> Generator[Answer, None, None]:
-    """`at_once` for who looks at each answer before the next ones are there; who stops before the end closes
-    it. It asks `at_least` so many at a time.
+    """`at_once` as a generator, which yields each answer before the next ones are there.
+
+    A consumer that stops early must close it. At least `at_least` queries run in parallel.
     """
     most = min(max(asked_at_a_time(storage), at_least), len(items))
     if most <= 1:
@@ -69,20 +73,20 @@ def entries_at_once(
     expect: Callable[[int], None] = lambda num_bytes: None,
     was_read: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[FileEntry]:
-    """`Storage.entry` of each file, in their order. It reads stretches of `READ_BYTES`, several of one file
-    and of several files at a time, and hashes as many files at a time as there are CPUs,
-    at most 4.
+    """`Storage.entry` of each file, in order.
 
-    It holds at most `ASKED_AT_A_TIME` stretches in memory: 128 MiB. `expect` is called with the bytes of all
-    files before they are read, `was_read` with those of each stretch, in any thread. Raises as `Storage.read`
-    and `at_once`, and `StorageError` for a file that became shorter meanwhile.
+    Reads parts of `READ_BYTES`, several of one file and of several files in parallel. Hashes as many files in
+    parallel as there are CPUs, at most 4. Holds at most `ASKED_AT_A_TIME` parts in memory: 128 MiB. `expect`
+    is called with the bytes of all files before they are read, `was_read` with those of each part, in any
+    thread. Raises as `Storage.read` and `at_once`, and `StorageError` for a file that became shorter
+    meanwhile.
     """
     sizes = at_once(storage, storage.size, paths)
     expect(sum(sizes))
     num_cpus = os.cpu_count() or 1
     num_files = max(1, min(num_cpus, _HASHED_AT_A_TIME, len(paths)))
     num_readers = max(num_files, min(ASKED_AT_A_TIME, max(asked_at_a_time(storage), num_cpus)))
-    with _pool(num_files) as hashers, _pool(num_readers) as readers:  # after an error reading ends first
+    with _pool(num_files) as hashers, _pool(num_readers) as readers:  # after an error the readers end first
         entry = partial(_entry, storage, readers, num_readers // num_files, was_read)
         return [*hashers.map(entry, paths, sizes)]
 
@@ -90,7 +94,7 @@ def entries_at_once(
 # ---------------------------------------------------------------------------------------------------- inside
 @contextmanager
 def _pool(num_threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that have ended when the block is left. What has not begun by then is cancelled."""
+    """Threads that have ended when the context exits. Tasks that have not begun by then are cancelled."""
     pool = ThreadPoolExecutor(num_threads, "asking")
     try:
         yield pool
@@ -106,7 +110,7 @@ def _entry(
     path: str,
     size: int,
 ) -> FileEntry:
-    """The entry of one file. `readers` read up to `ahead` stretches of it while this thread hashes."""
+    """The entry of one file. `readers` read up to `ahead` parts of it while this thread hashes."""
     hasher, under_way = blake3(), deque[Future[bytearray]]()
     starts = iter(range(0, size, READ_BYTES))
     while True:
@@ -118,7 +122,7 @@ def _entry(
         stretch = under_way.popleft().result()
         hasher.update(stretch)
         was_read(len(stretch))
-        del stretch  # the next one is asked for before this name is used again
+        del stretch  # frees it before the next one is read
 
 
 def _stretch(storage: Storage, path: str, start: int, num_bytes: int) -> bytearray:

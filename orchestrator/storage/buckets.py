@@ -1,19 +1,19 @@
-"""Buckets of S3, Google Cloud Storage and Azure: how one is reached, and its errors in words.
+"""Access to buckets of S3, Google Cloud Storage and Azure, and explanations of their errors.
 
-One library, obstore, serves all three: it lists with sizes and etags, 1,000 objects a request, where
-pyarrow.fs gives no etag (data rule 13 needs one) but by a request for each object; it creates exclusively,
-which pyarrow.fs cannot; it needs no other Python package, where fsspec's s3fs, gcsfs and adlfs bring three
-trees of them that pin each other's versions.
+One library, obstore, serves all three. It lists with sizes and etags, 1,000 objects a request; pyarrow.fs has
+no etag (data rule 13 needs one) without a request for each object. It creates exclusively, which pyarrow.fs
+cannot. It needs no other Python package; fsspec's s3fs, gcsfs and adlfs bring three trees of packages that
+pin each other's versions.
 
 Credentials come from the usual places. S3: `AWS_ACCESS_KEY_ID` and its kin, a web identity, a container's or
 an instance's role, else the keys of the profile `AWS_PROFILE` in `~/.aws/credentials` or `~/.aws/config` (a
-profile without keys, such as one of SSO, needs boto3, which is asked for them). GCS:
+profile without keys, such as one of SSO, needs boto3, which provides them). GCS:
 `GOOGLE_APPLICATION_CREDENTIALS`, gcloud's own file, the metadata server. Azure:
 `AZURE_STORAGE_CONNECTION_STRING`, or `AZURE_STORAGE_ACCOUNT_NAME` with `AZURE_STORAGE_ACCOUNT_KEY`, a SAS
 token, or a managed identity. Another endpoint: `AWS_ENDPOINT_URL_S3` or `AWS_ENDPOINT_URL`,
 `STORAGE_EMULATOR_HOST`, `AZURE_STORAGE_ENDPOINT`. Public buckets: `AWS_SKIP_SIGNATURE`,
-`GOOGLE_SKIP_SIGNATURE`, `AZURE_SKIP_SIGNATURE` = true. A server of S3 that deletes one object at a time only,
-and does not say so: `AWS_DISABLE_BULK_DELETE` = true.
+`GOOGLE_SKIP_SIGNATURE`, `AZURE_SKIP_SIGNATURE` = true. For a server of S3 that deletes only one object at a
+time and does not report that: `AWS_DISABLE_BULK_DELETE` = true.
 """
 
 from __future__ import annotations
@@ -66,14 +66,16 @@ _OWN = (
 
 
 def is_uri(location: str) -> bool:
-    """Whether this is meant as a URI, and so is no path: it has `://` in it, or begins as a bucket's does, as
-    in `s3:/bucket`. What is one, and that `split_bucket` does not know, is refused by whoever is given it.
+    """Whether `location` is meant as a URI, not as a path.
+
+    It contains `://`, or begins like a bucket's URI, as in `s3:/bucket`. Callers refuse a URI that
+    `split_bucket` does not support.
     """
     return "://" in location or _BEGINS.match(location) is not None
 
 
 def split_bucket(uri: str) -> tuple[str, str] | None:
-    """(the bucket's own URI, the key in it); None for what is no bucket of a known kind."""
+    """(the bucket's own URI, the key in it); None if it is no bucket of a known kind."""
     scheme, _, rest = uri.partition("://")
     bucket, _, key = rest.partition("/")
     if scheme not in SCHEMES or not _BUCKET.fullmatch(bucket):
@@ -82,26 +84,26 @@ def split_bucket(uri: str) -> tuple[str, str] | None:
 
 
 def no_bucket(uri: str) -> str:
-    """What to say of one that `is_uri`, and that `split_bucket` does not know."""
+    """The error text for a URI that `split_bucket` does not support."""
     known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
     text = f"{uri} is no bucket: give one of {known} with the name of a bucket after it, and a prefix in it"
     return text + called_so(uri)
 
 
 def called_so(uri: str) -> str:
-    """How a folder is named that is really called as a URI begins; empty for what begins as none."""
+    """How to name a folder whose name begins like a URI; empty if it does not begin like one."""
     path = re.sub("/+", "/", uri.strip())
     return f"; a folder that is really called so is ./{path}" if _BEGINS.match(uri) else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """In seconds: one request may take `request_s`, its answer included. What is refused for the moment, or
-    breaks off, is repeated by the library within `retry_s` of the first request. `again_s`: what is left of
-    that is begun anew by whoever asks, but not later than so long after its first begin: longer than
-    `request_s`, or one request without an answer would end the call.
+    """Time limits in seconds.
 
-    So a call ends within the sum of the three.
+    `request_s`: one request, including its answer. `retry_s`: the library repeats a request that is refused
+    for the moment, or interrupted, within this time of the first request. `again_s`: the caller starts again
+    after remaining failures, but not later than this after its first start. It is longer than `request_s`;
+    otherwise one request without an answer would end the call. So a call ends within the sum of the three.
     """
 
     request_s: float
@@ -110,26 +112,26 @@ class Limits:
 
     @classmethod
     def within(cls, limit_s: float) -> Limits:
-        """A call ends within `limit_s`; a request that nobody answers is asked once more."""
+        """A call ends within `limit_s`. A request without an answer is tried once more."""
         return cls(request_s=0.3 * limit_s, retry_s=0.2 * limit_s, again_s=0.5 * limit_s)
 
 
-# What carries content: at 8 MiB a part, as much as 70 kB/s need.
+# For requests with content: at 8 MiB a part, they allow 70 kB/s.
 CONTENT = Limits(request_s=120.0, retry_s=30.0, again_s=150.0)
-# A question, or a document of some kB: servers answer in a tenth of a second, and one that says nothing for
-# 9 s says nothing on this connection any more. A claim, a commit, or an end waits no longer than 30 s.
+# For a query, or a document of some kB. Servers answer in a tenth of a second, and one that has not answered
+# for 9 s will not answer on this connection any more. A claim, a commit, or an end waits at most 30 s.
 DOCUMENT = Limits.within(30.0)
 
-_owner: int | None = None  # the process that has reached a bucket
+_owner: int | None = None  # the process that first accessed a bucket
 
 
 def bucket_of(bucket: str, limits: Limits = CONTENT, in_bulk: bool = True) -> Any:
-    """The store of a bucket's own URI, made once per process and kind of limits. It asks nothing yet.
-    `in_bulk`: it may delete many objects of S3 in one request.
+    """The store of a bucket's own URI, made once per process and limits. It makes no request yet.
 
-    Raises `ConfigError` without the library, or for an endpoint that is no URL; `OSError` in words without
-    the account that Azure needs; and `StorageError` in a process that was forked after a bucket
-    was reached: both would use the same connections, which ends in the one hanging or the other one crashing.
+    `in_bulk`: it may delete many objects of S3 in one request. Raises `ConfigError` without the library, or
+    for an endpoint that is no URL. Raises `OSError` with an explanation without the account that Azure needs.
+    Raises `StorageError` in a process that was forked after a bucket was accessed: both would use the same
+    connections, and one of them would hang or crash.
     """
     global _owner  # noqa: PLW0603  there is one library per process
     if _owner not in (None, os.getpid()):
@@ -144,7 +146,7 @@ def bucket_of(bucket: str, limits: Limits = CONTENT, in_bulk: bool = True) -> An
     return store
 
 
-# A process has few buckets; each keeps its connections.
+# A process has few buckets. Each keeps its connections.
 @lru_cache(maxsize=32)
 def _made(bucket: str, limits: Limits, in_bulk: bool) -> Any:
     try:
@@ -170,7 +172,7 @@ def _store(stores: Any, bucket: str, limits: Limits, in_bulk: bool) -> Any:
         )
     if scheme in GCS:
         config = _gcs_config()
-        # an emulator believes everybody, and the library writes nothing without a token
+        # an emulator accepts any token, but the library cannot write without one
         more = {"credential_provider": _nobodys_token} if config else {}
         return store.GCSStore(
             name, config=config, client_options=_client(config, limits), retry_config=_retry(limits), **more
@@ -198,17 +200,17 @@ def _retry(limits: Limits) -> Any:
 
 
 def forget_buckets() -> None:
-    """The next `bucket_of` looks anew where they are and how one is let in: the environment has changed."""
+    """Lets the next `bucket_of` read endpoints and credentials again, after the environment has changed."""
     _made.cache_clear()
     refuses_taken_names.clear()
 
 
-# The own URIs of buckets whose server has refused, in this process, to create a name that is taken.
+# The own URIs of buckets whose server has refused, in this process, to create an existing name.
 refuses_taken_names: set[str] = set()
 
 
 def no_conditional_create(uri: str) -> str:
-    """What is wrong with a bucket that creates an object although its name is taken, and what to use."""
+    """The error text for a bucket that creates an object although its name exists, with alternatives."""
     bucket = (split_bucket(uri) or (uri, ""))[0]
     endpoint = _s3_config().get("endpoint") if may_create_twice(bucket) else None
     at = f" at {urlsplit(endpoint).netloc.rpartition('@')[2]}" if endpoint else ""
@@ -221,8 +223,9 @@ def no_conditional_create(uri: str) -> str:
 
 
 def may_create_twice(bucket: str) -> bool:
-    """Whether this bucket's own URI leads to a server of S3 that is not Amazon's, some of which do not heed
-    the condition of a create.
+    """Whether this bucket's own URI leads to an S3 server that is not Amazon's.
+
+    Some of these ignore the condition of a create.
     """
     return bucket.partition("://")[0] in S3 and "endpoint" in _s3_config()
 
@@ -240,8 +243,9 @@ def _s3_config() -> dict[str, Any]:
 
 
 def _endpoint(name: str, value: str) -> str:
-    """The value of a setting that is a server's URL; the library panics at another text. Raises
-    `ConfigError`.
+    """The value of a setting that is a server's URL. Raises `ConfigError`.
+
+    The library panics if the text is no URL.
     """
     if _URL.fullmatch(value):
         return value
@@ -257,7 +261,7 @@ def _has_own_credentials() -> bool:
 
 
 def _profile() -> dict[str, Any]:
-    """What the AWS command line's files say of the profile."""
+    """The settings of the profile in the AWS command line's files."""
     name, found = os.environ.get("AWS_PROFILE", "default"), dict[str, Any]()
     for variable, path in (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials")):
         file = configparser.RawConfigParser()
@@ -269,7 +273,7 @@ def _profile() -> dict[str, Any]:
 
 
 def _s3_provider(config: dict[str, Any]) -> Any:
-    """Who is asked for the keys of a profile that has none itself."""
+    """The provider of keys for a profile that has none itself."""
     if not os.environ.get("AWS_PROFILE") or "access_key_id" in config or _has_own_credentials():
         return None
     try:
@@ -307,22 +311,23 @@ def _azure_config() -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------- errors
 class NoBucketError(FileNotFoundError):
-    """The bucket itself is not there: nothing is known of an object in it."""
+    """The bucket itself does not exist: nothing is known about an object in it."""
 
 
 @contextmanager
 def explained(uri: str, rights: str = _READING) -> Iterator[None]:
-    """What the library raises about `uri`, as the `OSError` that a file of this machine would raise:
-    `FileNotFoundError`, `PermissionError`, or another one; its text says what is wrong and what to do.
-    `rights`: those that are needed there ("": none was asked for yet); a public bucket gives those to read
-    alone. It has no secrets in it.
+    """Converts the library's errors about `uri` to the `OSError` that a local file would raise.
+
+    That is `FileNotFoundError`, `PermissionError`, or another one. Its text has the problem and a remedy, and
+    contains no secrets. `rights`: those that are needed there ("": no request was made yet). A public bucket
+    grants only those to read.
     """
     from obstore import exceptions
 
     try:
         yield
     except (exceptions.BaseError, FileNotFoundError, PermissionError) as error:
-        raise _in_words(uri, rights, error) from None  # its own text may have what signed the request
+        raise _in_words(uri, rights, error) from None  # its own text may contain the request's signature
 
 
 def _in_words(uri: str, rights: str, error: Exception) -> OSError:
@@ -337,7 +342,7 @@ def _in_words(uri: str, rights: str, error: Exception) -> OSError:
         return FileNotFoundError(errno.ENOENT, "there is no such object", uri)
     if isinstance(error, exceptions.PreconditionError):
         return OSError(errno.ESTALE, "the object was replaced while it was read", uri)
-    # a machine that is no cloud's has nobody at the address that gives a cloud's machines their credentials
+    # a machine outside a cloud gets no answer from the address of a cloud's credentials
     if any(word in text for word in _NO_CREDENTIALS):
         what = f"no credentials for {bucket} were found on this machine"
         return PermissionError(errno.EACCES, f"{what}; {_how_to_sign(bucket, rights)} ({shown})", uri)
@@ -350,7 +355,7 @@ def _in_words(uri: str, rights: str, error: Exception) -> OSError:
 
 
 def _in_short(text: str) -> str:
-    """What the library says, and in place of a document of the server its code and message."""
+    """The library's message, with the code and message of a server's document in place of the document."""
     said = ": ".join(found.strip() for _, found in _SAID.findall(text))
     before = re.split(r"<\?xml|<Error", text)[0].strip() if said else text
     return f"{before[:_SHOWN]} {said[:_SHOWN]}" if said else text[:_SHOWN]

@@ -1,8 +1,8 @@
-"""Large files written past the page cache (O_DIRECT): what a save writes is not read again soon, and a copy
-of it in the cache costs the processor more than all else that a save does, and pushes out the training data.
-FastPersist (arXiv 2406.13768) writes checkpoints so, too.
+"""Writes large files past the page cache (O_DIRECT).
 
-It knows blocks and calls of `Disk`; which files are written so, `LocalStore` decides.
+A saved file is not read again soon. A copy of it in the cache would cost more CPU time than all other work of
+a save, and would evict the training data. FastPersist (arXiv 2406.13768) writes checkpoints the same way.
+`LocalStore` decides which files are written this way.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from collections.abc import Iterable, Iterator
 
 from orchestrator.storage.disk import Disk
 
-_BLOCK_BYTES = 4096  # what the system wants memory, place and length to be multiples of; some less
-_BUFFER_BYTES = 8 << 20  # stays in the processor's cache between its filling and its writing
+_BLOCK_BYTES = 4096  # memory, position and length must be multiples of this; of less on some systems
+_BUFFER_BYTES = 8 << 20  # stays in the CPU's cache between filling and writing
 
 
 def write_direct(disk: Disk, handle: int, views: Iterable[memoryview]) -> None:
-    """Append all of `views` to a new file, whole blocks of it past the cache; what is behind the last block,
-    and all of it where the file system takes no direct writes, as any other write. Nothing is durable before
-    `Disk.fsync`.
+    """Appends all of `views` to a new file, whole blocks of it past the cache.
+
+    The rest after the last block is written normally, and so is everything if the file system does not
+    support direct writes. Nothing is durable before `Disk.fsync`.
     """
     direct = disk.direct(handle, on=True)
     for chunk in _regrouped(views, memoryview(mmap.mmap(-1, _BUFFER_BYTES))):
@@ -35,11 +36,11 @@ def write_direct(disk: Disk, handle: int, views: Iterable[memoryview]) -> None:
             except OSError as error:
                 if not direct or error.errno != errno.EINVAL:
                     raise
-                direct = disk.direct(handle, on=False)  # its blocks are larger, or it took half a one
+                direct = disk.direct(handle, on=False)  # its blocks are larger, or it took half a block
 
 
 def _regrouped(views: Iterable[memoryview], buffer: memoryview) -> Iterator[memoryview]:
-    """The same bytes in `buffer`, which is full each time but the last."""
+    """The same bytes in `buffer`, which is full each time except the last."""
     filled = 0
     for view in views:
         at = 0

@@ -1,5 +1,6 @@
-"""The operating system's calls that storage makes, as a protocol that a test replaces by a model disk; how
-they are used so that a network file system asks its server; and a file that grows.
+"""The system calls of storage as a protocol, which a test replaces by a model disk.
+
+Also the ways to use them so that a network file system asks its server, and a file that grows.
 """
 
 from __future__ import annotations
@@ -16,73 +17,71 @@ from orchestrator.errors import StorageError
 
 Result = TypeVar("Result")
 
-_O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # of Linux
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux only
 
 
 class Disk(Protocol):
-    """The operating system's calls that storage makes, on absolute paths; each raises `OSError` as the system
-    would.
+    """The system calls of storage, on absolute paths. Each raises `OSError` as the system would.
 
-    A test puts a model disk here and so runs the real writers against every power cut.
+    A test uses a model disk here to run the real writers against every power failure.
     """
 
     def create(self, path: str) -> int:
-        """A handle of a new, empty file; FileExistsError if the name is taken."""
+        """A handle of a new, empty file. Raises FileExistsError if the name is taken."""
 
     def write(self, handle: int, data: memoryview) -> int:
-        """Append `data` or a first part of it; the number of bytes taken."""
+        """Appends `data` or a first part of it. Returns the number of bytes written."""
 
     def direct(self, handle: int, on: bool) -> bool:
-        """Whether `write` goes past the page cache from here on; then it may refuse (EINVAL) what does not
-        begin and end at blocks.
+        """Switches direct writes on or off. Returns whether `write` bypasses the page cache from here on.
+
+        It may then refuse (EINVAL) data that do not begin and end at blocks.
         """
 
     def fsync(self, handle: int) -> None:
-        """The file's content is on disk afterwards (its name need not be)."""
+        """Makes the file's content durable (not necessarily its name)."""
 
     def close(self, handle: int) -> None:
-        """Give the handle back."""
+        """Closes the handle."""
 
     def open(self, path: str) -> int:
         """A handle for reading from the start."""
 
     def read(self, handle: int, into: memoryview) -> int:
-        """The next bytes, at most as many as `into` holds; how many, 0 at the end."""
+        """Reads the next bytes, at most as many as `into` holds. Returns their number, 0 at the end."""
 
     def skip(self, handle: int, num_bytes: int) -> None:
-        """The next `read` begins so many bytes after the file's begin."""
+        """Lets the next `read` begin `num_bytes` bytes after the file's beginning."""
 
     def link(self, old: str, new: str) -> None:
-        """A second name for a file; FileExistsError if it is taken."""
+        """Adds a second name for a file. Raises FileExistsError if it is taken."""
 
     def num_links(self, path: str) -> int:
-        """How many names the file has."""
+        """The number of names of the file."""
 
     def unlink(self, path: str) -> None:
-        """Take a file's name away."""
+        """Removes a file's name."""
 
     def make_folder(self, path: str) -> None:
-        """A new folder; FileExistsError if the name is taken."""
+        """Makes a new folder. Raises FileExistsError if the name is taken."""
 
     def remove_folder(self, path: str) -> None:
-        """Remove an empty folder."""
+        """Removes an empty folder."""
 
     def fsync_folder(self, path: str) -> None:
-        """The folder's names are on disk afterwards."""
+        """Makes the folder's names durable."""
 
     def is_folder(self, path: str) -> bool:
         """Whether the name itself is a folder (a link to one is not)."""
 
     def is_open_file(self, path: str, handle: int) -> bool:
-        """Whether the name leads to the file of this handle; FileNotFoundError if it leads to none."""
+        """Whether the name leads to the file of this handle. Raises FileNotFoundError if it leads to none."""
 
     def size(self, path: str) -> int:
-        """Bytes of a file; IsADirectoryError for a folder."""
+        """Bytes of a file. Raises IsADirectoryError for a folder."""
 
     def list(self, path: str) -> Iterable[str]:
-        """The names in a folder, in any order. The real disk reads them in portions, as they are asked
-        for.
-        """
+        """The names in a folder, in any order. The real disk reads them in portions, on demand."""
 
 
 class OsDisk:
@@ -101,12 +100,12 @@ class OsDisk:
         flags = fcntl.fcntl(handle, fcntl.F_GETFL) & ~_O_DIRECT
         if on:
             # Linux refuses O_APPEND together with O_DIRECT on NFS (`nfs_check_flags`). Without O_APPEND a
-            # write goes to the handle's own position, which is the end: nobody else writes this file.
+            # write goes to the handle's own position, which is the end: no other process writes this file.
             flags = flags & ~os.O_APPEND | _O_DIRECT
         try:
             fcntl.fcntl(handle, fcntl.F_SETFL, flags)
         except OSError:
-            return False  # a file system that knows no such writes
+            return False  # the file system does not support direct writes
         return on and bool(_O_DIRECT)
 
     def fsync(self, handle: int) -> None:
@@ -180,10 +179,10 @@ class OsDisk:
 
 
 class AppendHandle:
-    """A file that only grows, written by one process. What was written is sure only after `sync`; a power cut
-    before may tear it.
+    """A file that only grows, written by one process. Data are durable only after `sync`; a power failure
+    before that may tear them.
 
-    A failed `write`, `sync` or `close` raises `StorageError` and leaves the handle unusable: after a failed
+    A failed `write`, `sync` or `close` raises `StorageError` and leaves the handle unusable. After a failed
     fsync the system may have forgotten which bytes were not written, so that a second, successful one would
     prove nothing.
     """
@@ -195,28 +194,29 @@ class AppendHandle:
         self.num_bytes = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append all of `data`."""
+        """Appends all of `data`."""
         self._guarded("write to", lambda handle: write_all(self._disk, handle, memoryview(data)))
         self.num_bytes += len(data)
 
     def sync(self) -> None:
-        """Everything written so far, and the file's name, is on disk afterwards."""
+        """Makes everything written so far, and the file's name, durable."""
         self._guarded("sync", self._disk.fsync)
         if not self._named:
             self._sync_folders()
             self._named = True
 
     def why_lost(self) -> str:
-        """How it shows that the path leads to another file, or to none, or that somebody else has written
-        into this one; empty if all is as it should be (of a closed one: if it is there). Raises
-        `StorageError` if that cannot be determined.
+        """Why the file is no longer the one at its path, or was written by another process; empty if all is
+        well.
+
+        For a closed file, only its existence is checked. Raises `StorageError` if that cannot be determined.
         """
         try:
             found, same = retry_absent(self._disk, self._path, self._look)
         except (FileNotFoundError, NotADirectoryError):
             return f"{self._path} is gone"
         except OSError as error:
-            if error.errno == errno.ESTALE:  # what a network file system says of a deleted file
+            if error.errno == errno.ESTALE:  # the error of a network file system for a deleted file
                 return f"{self._path} is gone"
             raise storage_error("look at", self._path, error) from error
         if not same:
@@ -226,14 +226,16 @@ class AppendHandle:
         return ""
 
     def _look(self) -> tuple[int, bool]:
-        """The size of the file that has the path, and whether it is this one."""
+        """The size of the file at the path, and whether it is this one."""
         with opened(self._disk, self._path):
             same = self._handle is None or self._disk.is_open_file(self._path, self._handle)
             return self._disk.size(self._path), same
 
     def close(self) -> None:
-        """Close without syncing; a second call does nothing. Raises `StorageError` where the file system says
-        only now that a write failed (NFS, FUSE): what was not synced may be lost.
+        """Closes without syncing. A second call does nothing.
+
+        Raises `StorageError` if the file system reports a failed write only now (NFS, FUSE): unsynced data
+        may be lost.
         """
         handle, self._handle = self._handle, None
         if handle is None:
@@ -251,24 +253,25 @@ class AppendHandle:
         try:
             action(self._handle)
         except OSError as error:
-            with suppress(StorageError):  # the first failure is the one to tell
+            with suppress(StorageError):  # the first failure is reported
                 self.close()
             raise storage_error(what, self._path, error) from error
 
 
 def retry_absent(disk: Disk, path: str, action: Callable[[], Result]) -> Result:
-    """Run `action`. If it finds `path` absent, open and list the folder of `path`, then run `action` again.
+    """Runs `action`. If it finds `path` absent, opens and lists the folder of `path`, then runs `action`
+    again.
 
     An NFS client answers "no such file" from its cache until the attributes of the folder expire, after up to
     60 s (nfs(5): `lookupcache`, `acdirmax`). Opening the folder makes the client fetch these attributes from
     the server, and a folder that has changed makes it look up every absent name again (close-to-open; in
     Linux `nfs_lookup_verify_inode` and `nfs_neg_need_reval` of fs/nfs/dir.c). Linux does this before it
-    checks rights, so a folder that may not be read has been asked about, too. Of a list only the first
-    portion is read: it is for clients that refresh names by READDIR, and costs the same in a folder of any
-    size. The mount option `nocto` switches this off.
+    checks rights, so this works for a folder that may not be read, too. Only the first portion of the list is
+    read: it is for clients that refresh names by READDIR, and costs the same in a folder of any size. The
+    mount option `nocto` switches this off.
 
-    A folder that is absent is asked about in the same way, in the folder above it. Raises
-    `FileNotFoundError` if the name is absent on the server, and what `action` and `disk` raise.
+    A folder that is absent is checked in the same way, in the folder above it. Raises `FileNotFoundError` if
+    the name is absent on the server, and what `action` and `disk` raise.
     """
     try:
         return action()
@@ -286,8 +289,8 @@ def opened(disk: Disk, path: str) -> Iterator[int]:
     """A handle of the file, closed at the end.
 
     An NFS client answers a bare stat from its cache for 3 to 60 s (nfs(5): `acregmin`, `acregmax`). It
-    fetches size and links from the server when it opens the file (close-to-open), so ask for them while this
-    is open.
+    fetches size and links from the server when it opens the file (close-to-open), so query them while this is
+    open.
     """
     handle = disk.open(path)
     try:
@@ -297,13 +300,13 @@ def opened(disk: Disk, path: str) -> Iterator[int]:
 
 
 def write_all(disk: Disk, handle: int, view: memoryview) -> None:
-    """Append all of `view`, in as many calls as the system takes."""
+    """Appends all of `view`, in as many calls as the system needs."""
     while view:
         view = view[disk.write(handle, view) :]
 
 
 def storage_error(what: str, full: str, error: OSError) -> StorageError:
-    """What to report of a system call that failed."""
+    """The error for a system call that failed."""
     reason = errno.errorcode.get(error.errno or 0, type(error).__name__)
     if error.errno == errno.EEXIST:
         return StorageError(

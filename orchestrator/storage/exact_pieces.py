@@ -1,4 +1,4 @@
-"""Content that is to have as many bytes as was said, looked at while it is written."""
+"""Checks the size of content while it is written."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from orchestrator.storage.store import Pieces
 
 
 def exact(pieces: Pieces, size: int, name: str) -> Iterator[memoryview]:
-    """The pieces, as bytes. Raises `StorageError` before the end if they are more or fewer than `size`: who
-    writes them must not publish what it has so far.
+    """The pieces, as bytes.
+
+    Raises `StorageError` before the end if they are more or fewer than `size`. The caller must not publish
+    what it has written so far.
     """
     found = 0
     for piece in pieces():

@@ -1,7 +1,7 @@
-"""Small files of a bucket as a folder of this machine, for libraries that read nothing else: those of a
-tokenizer, and the settings of a model.
+"""Downloads small files of a bucket into a local folder, for libraries that read only files.
 
-It knows names and bytes. What lies in a folder already is used where it is.
+They are the files of a tokenizer, and the settings of a model. A location that is already a folder is used
+directly.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from orchestrator.storage.sealed import canonical
 
 
 def small_files(location: str, wanted: Callable[[str], bool]) -> Path:
-    """The folder at `location`; of a URI a folder of this machine with those files below it, none in deeper
-    folders, whose names are `wanted`. All of them are read, into memory, by every call.
+    """The folder at `location`. For a URI, a local folder with the files directly below it whose names are
+    `wanted`.
 
-    That folder is `~/.cache/orchestrator/files/<digest>` (or in `XDG_CACHE_HOME`), named by what the files
-    hold and compared with it by every call: so it depends neither on where they lie nor on who fetched them.
-    Where it cannot be written, or there is no home, it is a temporary folder of this process.
-    Raises as `open_storage`, and `StorageError`.
+    Every call reads all of them into memory. The local folder is `~/.cache/orchestrator/files/<digest>` (or
+    in `XDG_CACHE_HOME`), named by the files' content and compared with it by every call. So it depends
+    neither on their location nor on the process that downloaded them. If it cannot be written, or there is no
+    home, a temporary folder of this process is used. Raises as `open_storage`, and `StorageError`.
     """
     storage = open_storage(location)
     if storage.folder is not None:
@@ -55,7 +55,7 @@ def _kept_in(cache: Path, digest: str, files: Mapping[str, bytes]) -> Path:
         for name, data in files.items():
             (part / name).write_bytes(data)
         shutil.rmtree(folder, ignore_errors=True)  # other content: it was damaged
-        with suppress(OSError):  # another process was quicker
+        with suppress(OSError):  # another process was first
             part.rename(folder)
     except OSError as error:
         raise StorageError(

@@ -1,7 +1,6 @@
-"""A run's storage: the few durable file operations that everything else in this package is built from.
+"""A run's storage: the durable file operations that the rest of the package uses.
 
-It knows paths, bytes and digests; it knows nothing of points, claims or journals, and what a kind of storage
-needs to keep its word is its store's (`orchestrator.storage.store`).
+The store implements them for a kind of storage (`orchestrator.storage.store`).
 """
 
 from __future__ import annotations
@@ -25,44 +24,43 @@ _FIRST_BYTES = 64 << 10  # most files are documents that fit, and memory for 8 M
 
 
 class Storage:
-    """The folder of one run. Paths are relative to it, with `/`; nothing outside can be reached. Pickles;
-    safe to use from threads.
+    """The folder of one run. Paths are relative to it, with `/`; paths outside are refused. Pickles.
+    Thread-safe.
 
-    An operation that fails for a reason that may pass is tried 4 times within about 2 seconds, then raises
-    `StorageError`. A name that holds a file is never written again: there is no call that overwrites or
-    renames.
+    An operation that fails for a temporary reason is tried 4 times within about 2 seconds, then raises
+    `StorageError`. An existing file is never written again: no call overwrites or renames.
     """
 
     def __init__(
         self, root: str, disk: Disk | None = None, sleep: Callable[[float], None] = time.sleep
     ) -> None:
-        """`root` is a local path (made absolute here, so that a process with another current folder means the
-        same); it need not exist.
+        """`root` is a local path, which need not exist.
 
-        Raises `ConfigError` for a URI, and for an empty text.
+        It is made absolute here, so that it means the same in a process with another current folder. Raises
+        `ConfigError` for a URI, and for an empty text.
         """
         self._store: Store = LocalStore(root, disk, sleep)
 
     @classmethod
     def on(cls, store: Store) -> Storage:
-        """The storage that a store keeps."""
+        """The storage on a store."""
         storage = cls.__new__(cls)
         storage._store = store
         return storage
 
     @property
     def root(self) -> str:
-        """The folder's absolute path, or the URI, without a slash at its end."""
+        """The folder's absolute path, or the URI, without a trailing slash."""
         return self._store.root
 
     @property
     def folder(self) -> Path | None:
-        """The folder, where this is one; None in a bucket, of which this machine has no files."""
+        """The folder, if this is one; None for a bucket, which has no files on this machine."""
         return Path(self.root) if isinstance(self._store, LocalStore) else None
 
     @property
     def traits(self) -> Traits:
-        """What this kind of storage can do."""
+        """The capabilities of this kind of storage."""
         return self._store.traits
 
     def __repr__(self) -> str:
@@ -70,86 +68,89 @@ class Storage:
 
     # ---------------------------------------------------------------------- writing
     def write(self, path: str, data: bytes | memoryview) -> FileEntry:
-        """Write a new file and fsync its content; its name is sure only after `sync` of its folder. Folders
-        are made as needed.
+        """Writes a new file and syncs its content. Its name is durable only after `sync` of its folder.
 
-        Returns `path` as given, the size and the blake3 digest. Raises `StorageError` if the name is taken or
-        the disk fails; then no part of the file is left, unless even taking it away failed.
+        Folders are made as needed. Returns `path` as passed, the size and the blake3 digest. Raises
+        `StorageError` if the name is taken or the disk fails; then no part of the file is left, unless even
+        removing it failed.
         """
         view = memoryview(data).cast("B")
         self._store.put(self._inside(path), lambda: (view,), len(view))
         return FileEntry(path=path, bytes=len(view), digest=blake3(view).hexdigest())
 
     def replace(self, path: str, data: bytes) -> None:
-        """A file in the place of one on which nobody relies any more, if there is one; durable and whole, as
-        by `create`. On a disk whoever else creates the name meanwhile keeps it. Raises `StorageError`.
+        """Replaces a file that is no longer needed, or creates it, durably and whole, as `create` does.
+
+        On a disk, another process that creates the name meanwhile keeps it. Raises `StorageError`.
         """
         if self._store.traits.refuses_taken:
             self.delete(path)
             self.create(path, data)
-        else:  # taken away first, a delayed repeat of that might take the new one away
+        else:  # if it were deleted first, a delayed repeat of the deletion could delete the new one
             self.write(path, data)
 
     def put(self, path: str, pieces: Pieces, size: int) -> None:
-        """Write a new file of `size` bytes from pieces of any length in bounded memory, fsync its content;
-        its name is sure only after `sync` of its folder.
+        """Writes a new file of `size` bytes from pieces of any length in bounded memory, and syncs its
+        content.
 
-        `pieces` is called anew for every try; what it gave stays as it is until this returns. Raises as
-        `write`, and whatever `pieces` raises: then no part of the file is left, unless even taking it away
-        failed.
+        Its name is durable only after `sync` of its folder. `pieces` is called again for every try; its
+        pieces must not change until this returns. Raises as `write`, and whatever `pieces` raises: then no
+        part of the file is left, unless even removing it failed.
         """
         self._store.put(self._inside(path), pieces, size)
 
     def beside(self, root: str) -> Storage:
-        """Another folder of the same disk, or prefix of a bucket: reached in the same way, or, where the one
-        is a folder and the other lies in a bucket, as `open_storage` does. Raises as that.
+        """Another folder of the same disk, or prefix of a bucket, accessed in the same way.
+
+        If one is a folder and the other is in a bucket, it is opened as by `open_storage`. Raises as that.
         """
         if is_uri(root) == is_uri(self.root):
             return Storage.on(self._store.beside(root))
         return Storage.on(store_at(root, time.sleep))
 
     def within(self, limit_s: float) -> Storage:
-        """The same storage, of which a call gives up after `limit_s` seconds where it would ask longer (in a
-        bucket; half a minute for a document, minutes for content): a sign of life that comes late is none.
+        """The same storage, whose calls give up after `limit_s` seconds.
+
+        Otherwise a call to a bucket may take half a minute for a document, and minutes for content. A
+        heartbeat must not come late.
         """
         return Storage.on(self._store.within(limit_s))
 
     def take(self, other: Storage, theirs: str, path: str) -> bool:
-        """A file of another folder under a new name here: a second name for the same bytes (a hard link; no
-        file is ever written again), or a copy where the file system cannot: then False. Sure after `sync`, as
-        a `write`.
+        """Adds a file of another folder under a new name here.
 
-        Raises `FileNotFoundError` if there is no such file, `StorageError` if the name is taken or the disk
-        fails.
+        It is a second name for the same bytes (a hard link; no file is ever written again), or a copy if the
+        file system cannot do that: then it returns False. Durable after `sync`, as a `write`. Raises
+        `FileNotFoundError` if there is no such file, `StorageError` if the name is taken or the disk fails.
         """
         theirs, path = other._inside(theirs), self._inside(path)
         source = other._holding(theirs)
         if source is other._store and self._store.copy(other._store, theirs, path):
             return True
         size = source.facts(theirs).size
-        # a copy of each, for the pieces that are read share their memory
+        # copies each piece, because they share their memory
         self._store.put(path, lambda: map(bytes, other._pieces(theirs)), size)
         return False
 
     def sync(self, folder: str) -> None:
-        """The names in `folder`, and those of the folders above it down from the root, are on disk
-        afterwards.
-        """
+        """Makes the names in `folder`, and in the folders above it down from the root, durable."""
         self._store.sync(self._folder(folder))
 
     def create(self, path: str, data: bytes) -> bool:
-        """Create a file exclusively, durably and whole: of all who ever try a name, in any process, exactly
-        one gets True.
+        """Creates a file exclusively, durably and whole.
 
-        A reader sees all of it or nothing (it is written under another name and then linked). On a file
-        system without hard links the name itself is taken first, and a reader may find it torn: then it
-        counts as taken. False: the name is taken. Raises `StorageError`.
+        Of all callers that ever try a name, in any process, exactly one gets True. A reader sees all of it or
+        nothing (it is written under another name and then linked). On a file system without hard links the
+        name itself is taken first, and a reader may find it torn: then it counts as taken. False: the name is
+        taken. Raises `StorageError`.
         """
         return self._store.put(self._inside(path), lambda: (data,), len(data), exclusive=True)
 
     def append(self, path: str) -> AppendHandle:
-        """A new file that grows. Raises `StorageError` if the name is taken or cannot be created, and where
-        files do not grow (in a bucket).
+        """A new file that grows.
+
+        Raises `StorageError` if the name is taken or cannot be created, and in a bucket, where files cannot
+        grow.
         """
         if not isinstance(self._store, AppendingStore):
             raise StorageError(f"cannot create {self.root}/{path} as a file that grows: a bucket has none")
@@ -157,14 +158,15 @@ class Storage:
 
     # ---------------------------------------------------------------------- reading
     def read(self, path: str, start: int = 0) -> bytes:
-        """A file's bytes from `start` on. Raises `FileNotFoundError` if it is surely absent, `StorageError`
-        if that cannot be determined.
+        """A file's bytes from `start` on.
+
+        Raises `FileNotFoundError` if it is certainly absent, `StorageError` if that cannot be determined.
         """
         pieces = [bytes(piece) for piece in self._pieces(self._inside(path), start)]
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def entry(self, path: str) -> FileEntry:
-        """Size and digest of a file, read piece by piece (8 MiB of memory). Raises as `read`."""
+        """Size and digest of a file, read in pieces (8 MiB of memory). Raises as `read`."""
         hasher, num_bytes = blake3(), 0
         for piece in self._pieces(self._inside(path)):
             hasher.update(piece)
@@ -172,9 +174,9 @@ class Storage:
         return FileEntry(path=path, bytes=num_bytes, digest=hasher.hexdigest())
 
     def read_part(self, path: str, start: int, num_bytes: int) -> bytearray:
-        """`num_bytes` bytes of a file from `start` on; fewer, where it ends before. Raises as `read`."""
+        """`num_bytes` bytes of a file from `start` on, or fewer if it ends before. Raises as `read`."""
         path = self._inside(path)
-        if num_bytes > READ_BYTES:  # a length that a damaged file names must not take the memory
+        if num_bytes > READ_BYTES:  # a length in a damaged file must not exhaust the memory
             num_bytes = min(num_bytes, max(0, self._holding(path).facts(path).size - start))
         part = bytearray(num_bytes)
         with memoryview(part) as view:
@@ -183,9 +185,10 @@ class Storage:
         return part
 
     def read_into(self, path: str, start: int, into: memoryview) -> int:
-        """Fill `into` (any item format, C-contiguous, writable) with a file's bytes from `start` on, without
-        another copy of them in memory. Returns how many bytes: fewer than it holds only where the file ends
-        before. Raises as `read`; then `into` may hold anything.
+        """Fills `into` (any item format, C-contiguous, writable) with a file's bytes from `start` on.
+
+        Makes no other copy of them in memory. Returns the number of bytes, which is less than it holds only
+        if the file ends before. Raises as `read`; then the content of `into` is undefined.
         """
         path = self._inside(path)
         return self._holding(path).read(path, start, into.cast("B"))
@@ -204,8 +207,10 @@ class Storage:
         return self._holding(path).facts(path).size
 
     def tag(self, path: str) -> str | None:
-        """What tells this content of a file from any other that it ever has; "" in a folder, where nothing
-        does, None if there is no such file. Raises `StorageError` if that cannot be determined.
+        """A tag that distinguishes this content of a file from any other that it ever has.
+
+        "" in a folder, which has no tags, None if there is no such file. Raises `StorageError` if that cannot
+        be determined.
         """
         try:
             return self._store.facts(self._inside(path)).tag
@@ -213,45 +218,50 @@ class Storage:
             return None
 
     def away(self, path: str) -> str:
-        """Why a file cannot be read from here although nothing says that it is gone; empty if it can, and
-        where all files lie in one place. Raises `StorageError`.
+        """Why a file cannot be read from here although it is not known to be missing; empty if it can.
+
+        Always empty if all files are in one place. Raises `StorageError`.
         """
         return ""
 
     def on_nodes(self, path: str) -> bool:
-        """Whether a file lies on disks of nodes, maybe on several. Raises `StorageError`."""
+        """Whether a file is on disks of nodes, perhaps on several. Raises `StorageError`."""
         return False
 
     def elsewhere(self, path: str) -> bool:
-        """A reader found wrong bytes in a file: whether there is another copy of it, from which it is read
-        from now on. None where all files lie in one place.
+        """Reports wrong bytes in a file. Returns whether there is another copy, from which it is read from
+        now on.
+
+        There is none if all files are in one place.
         """
         return False
 
     def list(self, folder: str) -> list[str]:
-        """The names in a folder, sorted; empty if there is none. May raise `StorageError`."""
+        """The names in a folder, sorted; empty if there is no such folder. May raise `StorageError`."""
         return [found.name for found in self.listed(folder)]
 
     def listed(self, folder: str) -> Sequence[Listed]:
-        """What lies in a folder, sorted by name, with sizes and tags where lists say them (see `Traits`)."""
+        """The content of a folder, sorted by name, with sizes and tags if lists have them (see `Traits`)."""
         return self._store.list(self._folder(folder))
 
     # ---------------------------------------------------------------------- deleting
     def delete(self, path: str) -> None:
-        """Take a file away; durable after `sync` of its folder. Absent is fine."""
+        """Deletes a file; durable after `sync` of its folder. The file may be absent."""
         self._store.delete((self._inside(path),))
 
     def delete_all(self, paths: Sequence[str]) -> None:
-        """As `delete`, in few requests where a store has such."""
+        """Like `delete`, in few requests if the store supports that."""
         self._store.delete([self._inside(path) for path in paths])
 
     def delete_folder(self, folder: str) -> None:
-        """Take a folder and all below it away; links are removed, not followed. Absent is fine."""
+        """Deletes a folder and everything below it. Links are removed, not followed. The folder may be
+        absent.
+        """
         self._store.delete_folder(self._inside(folder))
 
     # ---------------------------------------------------------------------- inside
     def _holding(self, path: str) -> Readable:
-        """Where the content of a file is read."""
+        """The store that holds the content of a file."""
         return self._store
 
     def _inside(self, path: str) -> str:
@@ -266,7 +276,7 @@ class Storage:
         return self._inside(path) if path else ""
 
     def _pieces(self, path: str, start: int = 0) -> Iterator[memoryview]:
-        """From `start` to the end; each piece is overwritten by the next one."""
+        """Yields the bytes from `start` to the end. Each piece is overwritten by the next one."""
         buffer, source = memoryview(bytearray(_FIRST_BYTES)), self._holding(path)
         while (found := source.read(path, start, buffer)) == len(buffer):
             yield buffer

@@ -1,7 +1,7 @@
-"""The user's home and cache folders, on machines where there may be none: no HOME, a uid without a name, a
-read-only home.
+"""The user's home and cache folders, on machines that may have none.
 
-A cache is never needed: what cannot be kept is read or computed again.
+Such machines have no HOME, a uid without a name, or a read-only home. A cache is optional: data that cannot
+be cached are read or computed again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def home() -> Path | None:
 
 
 def ensure_home() -> None:
-    """Gives this process and those it starts a home, which is temporary, and a user name, where they have
-    none: Ray and torch do not start without them.
+    """Sets a temporary home and a user name for this process and its children, if they have none.
+
+    Ray and torch do not start without them.
     """
     if home() is None:
         os.environ["HOME"] = str(temporary_cache_folder())
@@ -39,9 +40,9 @@ def ensure_home() -> None:
 
 
 def expanded(path: str, field: str = "") -> str:
-    """`path` with its leading `~` replaced. `field` is the configuration field that gives it.
+    """`path` with its leading `~` replaced. `field` is its configuration field.
 
-    Raises `ConfigError` where there is no such home: a folder that is really called `~` is never meant.
+    Raises `ConfigError` if there is no such home: a folder with the actual name `~` is never meant.
     """
     found = os.path.expanduser(path)
     if path.startswith("~") and found == path:
@@ -55,8 +56,10 @@ def expanded(path: str, field: str = "") -> str:
 
 
 def cache_folder() -> Path | None:
-    """The folder in which this user's caches of orchestrator are: `XDG_CACHE_HOME`, else that of the
-    operating system in the user's home. None where there is neither. It may not be writable.
+    """The folder of this user's orchestrator caches.
+
+    It is in `XDG_CACHE_HOME`, else in the operating system's cache folder in the user's home. None if there
+    is neither. It may not be writable.
     """
     if usual := os.environ.get("XDG_CACHE_HOME"):
         return Path(usual) / "orchestrator"
@@ -68,8 +71,10 @@ def cache_folder() -> Path | None:
 
 @cache
 def temporary_cache_folder() -> Path:
-    """A folder of this process, deleted when it ends, for files that must be on this machine where no cache
-    can keep them. Raises `StorageError` where there is no room for one either.
+    """A folder of this process, deleted when it ends, for files that must be on this machine and cannot be
+    cached.
+
+    Raises `StorageError` if there is no room for one.
     """
     try:
         folder = tempfile.mkdtemp(prefix="orchestrator-files-")

@@ -1,7 +1,7 @@
-"""A folder of this machine, or one that machines share, as a `Store`.
+"""A local or shared folder as a `Store`.
 
-It knows the steps that make a file durable, and which of them can be tried again; it knows single calls of
-the system only as `Disk`, and nothing of what the files are.
+It implements the steps that make a file durable, and the retries of those that can be repeated. Single system
+calls go through `Disk`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 def require_local(path: str, called: str = "") -> None:
-    """Raises `ConfigError` for a URI. `called`: how the message names it, if not by itself."""
+    """Raises `ConfigError` for a URI. `called`: its name in the message, if not the URI itself."""
     if is_uri(path):
         raise ConfigError(
             f"{called or path} is a URI; this version stores runs in local or shared folders only: mount the "
@@ -52,13 +52,11 @@ def require_local(path: str, called: str = "") -> None:
 
 
 class LocalStore:
-    """See `Store`. A call of the system that fails for a reason that may pass is tried 4 times within about
-    2 seconds.
+    """See `Store`. A system call that fails for a temporary reason is tried 4 times within about 2 seconds.
 
-    A name that holds a file is never written again. Folders are made as needed.
-
-    On a network file system "no such file" and a file's size are the server's answers, not those of this
-    machine's cache: see `retry_absent` and `opened`.
+    An existing file is never written again. Folders are made as needed. On a network file system, "no such
+    file" and a file's size come from the server, not from this machine's cache: see `retry_absent` and
+    `opened`.
     """
 
     traits = Traits(
@@ -73,10 +71,10 @@ class LocalStore:
     def __init__(
         self, root: str, disk: Disk | None = None, sleep: Callable[[float], None] = time.sleep
     ) -> None:
-        """`root` is a local path (made absolute here, so that a process with another current folder means the
-        same); it need not exist.
+        """`root` is a local path, which need not exist.
 
-        Raises `ConfigError` for a URI, and for an empty text.
+        It is made absolute here, so that it means the same in a process with another current folder. Raises
+        `ConfigError` for a URI, and for an empty text.
         """
         require_local(root)
         if not root:
@@ -90,14 +88,14 @@ class LocalStore:
         return LocalStore(root, self.disk, self._sleep)
 
     def within(self, limit_s: float) -> LocalStore:
-        """See `Store`. A call of the system cannot be given up."""
+        """See `Store`. A system call cannot be aborted."""
         return self
 
     # ---------------------------------------------------------------------- writing
     def put(self, path: str, pieces: Pieces, size: int, *, exclusive: bool = False) -> bool:
-        """See `Store`. What fails leaves no part of a file, unless even taking it away failed.
+        """See `Store`. A failure leaves no part of a file, unless even removing it failed.
 
-        Exclusive: the file is written under another name, and then linked. Where a file system has no hard
+        Exclusive: the file is written under another name, and then linked. On a file system without hard
         links the name itself is taken first, and a reader may find it torn: then it counts as taken.
         """
         full = self._full(path)
@@ -136,7 +134,7 @@ class LocalStore:
     # ---------------------------------------------------------------------- reading
     def read(self, path: str, start: int, into: memoryview) -> int:
         """See `Store`."""
-        if not into:  # a folder can be opened, too
+        if not into:  # opening would succeed for a folder, too
             self.facts(path)
             return 0
         full = self._full(path)
@@ -173,7 +171,7 @@ class LocalStore:
         return os.path.join(self.root, path) if path else self.root
 
     def _try(self, what: str, full: str, action: Callable[[], Result]) -> Result:
-        """Run `action` again while it fails for a passing reason; what is left of its failures is a
+        """Runs `action` again while it fails for a temporary reason. Remaining failures become
         `StorageError`.
         """
         try:
@@ -182,13 +180,14 @@ class LocalStore:
             raise storage_error(what, full, error) from error
 
     def _find(self, what: str, full: str, action: Callable[[], Result]) -> Result:
-        """As `_try`, but FileNotFoundError where there is surely no such file (a folder is none, and there is
-        none below a file).
+        """Like `_try`, but raises FileNotFoundError if there is certainly no such file.
+
+        A folder is no file, and there is none below a file.
         """
         return self._or_absent(what, full, lambda: retry_absent(self.disk, full, action))
 
     def _or_absent(self, what: str, full: str, action: Callable[[], Result]) -> Result:
-        """As `_find`, but an answer of `action` counts at once."""
+        """Like `_find`, but accepts the first answer of `action`."""
         try:
             return tried(action, self._sleep)
         except _ABSENT as error:
@@ -215,8 +214,9 @@ class LocalStore:
         try:
             self._fill(handle, full, pieces, size)
         except Exception:
-            # The name is ours alone; the next try needs a fresh file, for a failed fsync cannot be repeated.
-            # If it cannot be taken away either, the next try finds it taken and says so.
+            # No other process uses the name. The next try needs a fresh file, because a failed fsync cannot
+            # be repeated. If the file cannot be removed either, the next try finds the name taken and reports
+            # that.
             with contextlib.suppress(OSError):
                 self.disk.unlink(full)
             raise
@@ -246,7 +246,7 @@ class LocalStore:
         try:
             self.disk.link(temporary, full)
         except FileExistsError:
-            # A network file system may report a link that it made itself, in a request it repeated, as taken.
+            # A network file system that repeats a request may report its own link as taken.
             with opened(self.disk, temporary):
                 return self.disk.num_links(temporary) > 1
         except OSError as error:
@@ -267,13 +267,14 @@ class LocalStore:
         return True
 
     def _make_folders(self, full: str) -> None:
-        """Make `full` and what is missing above it. Folders above the root are made durable here, those below
-        it by `sync`.
+        """Makes `full` and missing folders above it.
+
+        Folders above the root are made durable here, those below it by `sync`.
         """
         missing = []
         while True:
             try:
-                # the server answers, for it is asked to make one
+                # a request to make a folder is answered by the server
                 self._or_absent("make folder", full, partial(self._make_folder, full))
                 break
             except FileNotFoundError:

@@ -1,7 +1,6 @@
 """A prefix of a bucket as a `Store`: objects of S3, Google Cloud Storage or Azure.
 
-It knows requests, and what an answer that was lost may hide; it knows no file system, and nothing of what
-the objects are.
+It implements requests, and handles the effects of lost answers.
 """
 
 from __future__ import annotations
@@ -35,33 +34,33 @@ from orchestrator.storage.tries import tried
 
 Result = TypeVar("Result")
 
-# An object that is longer is uploaded in parts; so many of them, of so many bytes, are held at a time.
+# A longer object is uploaded in parts of this size; at most this many of them are held at a time.
 PART_BYTES = 8 << 20
 _PARTS_AT_A_TIME = 4
 _MOST_PARTS = 10_000  # S3's limit
 _MOST_COPIED_BYTES = 5 << 30  # S3 copies no larger object in one request
-_READ_BYTES = 32 << 20  # so much comes in one answer: one that takes longer than the limit would never end
+_READ_BYTES = 32 << 20  # per request: a longer request could exceed the time limit on every try
 _READS_AT_A_TIME = 8  # of one reader: an answer takes tens of milliseconds to begin
-_AT_A_TIME = 1000  # the most objects that one request lists or deletes
+_AT_A_TIME = 1000  # the maximum number of objects that one request lists or deletes
 _DOCUMENT_BYTES = 1 << 20  # a request with more than that carries content
 _NO_BULK = ("status code: 501", "status code: 405")
 _NO_CONDITIONS = "status code: 501"
-# The folder of objects that are created to try the server; earlier versions kept other ones in such folders,
-# too. No list shows it.
+# The folder of objects that are created to test the server. Earlier versions kept other objects in such
+# folders, too. It is hidden from lists.
 _HIDDEN = f"{TEMPORARY}creates"
-_one_by_one = set[str]()  # the buckets whose server deletes no other way, as it has said
+_one_by_one = set[str]()  # the buckets whose server reported that it has no bulk deletion
 _RIGHTS = "list, read, write and delete in"
-# What an object that was created exclusively carries: who made it.
-TOKEN = "token"  # noqa: S105  no secret: it is there to be read
+# Metadata of an object that was created exclusively: identifies its creator.
+TOKEN = "token"  # noqa: S105  not secret: readers compare it
 
 
 class ObjectStore:
-    """See `Store`. What an upload began and did not finish is seen by nobody; its parts may stay, and cost,
-    until a rule of the bucket removes them.
+    """See `Store`. An unfinished upload is not visible; its parts may stay, and cost, until a rule of the
+    bucket removes them.
 
-    A call gives up after `buckets.DOCUMENT`'s half a minute; one that carries content, more than 1 MiB of it,
-    after `buckets.CONTENT`'s minutes for each part; and all calls of a store that is `within` a limit after
-    that.
+    A call gives up after `buckets.DOCUMENT`'s half a minute. One with content, more than 1 MiB of it, gives
+    up after `buckets.CONTENT`'s minutes for each part. All calls of a store that is `within` a limit give up
+    after that limit.
     """
 
     traits = Traits(
@@ -76,9 +75,9 @@ class ObjectStore:
     def __init__(
         self, root: str, sleep: Callable[[float], None] = time.sleep, limits: Limits | None = None
     ) -> None:
-        """`root`: `s3://bucket/prefix`, or of another scheme. Asks nothing yet. `limits`: of all calls.
+        """`root`: `s3://bucket/prefix`, or of another scheme. Makes no request yet. `limits`: of all calls.
 
-        Raises `ConfigError` for what is no such URI.
+        Raises `ConfigError` if it is no such URI.
         """
         at = split_bucket(root)
         if at is None:
@@ -99,15 +98,15 @@ class ObjectStore:
 
     # ---------------------------------------------------------------------- writing
     def put(self, path: str, pieces: Pieces, size: int, *, exclusive: bool = False) -> bool:
-        """See `Store`. An exclusive one is a document: it is sent in one request.
+        """See `Store`. An exclusive object is a document: it is sent in one request.
 
-        Of a create whose answer is lost nobody knows whether it took effect, and a repeated one is refused by
-        what it made itself. So each carries a random token, and who is refused looks whose it is. (The
-        content would not do: two launches may write equal claims.)
+        If the answer of a create is lost, it is unknown whether it took effect, and a repeated create is
+        refused because of the object that the first one made. So each carries a random token, and a refused
+        caller compares the token. (The content would not be enough: two launches may write equal claims.)
 
         An exclusive one raises `NoConditionalCreateError` if the server answers every try with 501. Each
-        process tries a server of S3 that is not Amazon's once: if that overwrites a taken name, it raises the
-        same.
+        process tests an S3 server that is not Amazon's once, and raises the same if it overwrites an existing
+        name.
         """
         if exclusive:
             with self._told("create", path):
@@ -119,10 +118,10 @@ class ObjectStore:
         return True
 
     def sync(self, folder: str) -> None:
-        """See `Store`. What a bucket has answered is durable already."""
+        """See `Store`. A bucket's answer means that the change is durable."""
 
     def copy(self, source: Store, theirs: str, path: str) -> bool:
-        """See `Store`. By the server, within one bucket, and not of more than 5 GiB."""
+        """See `Store`. Done by the server, within one bucket, and for at most 5 GiB."""
         if not isinstance(source, ObjectStore) or source._bucket_uri != self._bucket_uri:
             return False
         size = source.facts(theirs).size
@@ -135,7 +134,7 @@ class ObjectStore:
 
     # ---------------------------------------------------------------------- reading
     def read(self, path: str, start: int, into: memoryview) -> int:
-        """See `Store`. One request for 32 MiB, and another one where the object ends before `start`."""
+        """See `Store`. One request for 32 MiB, and another one if the object ends before `start`."""
         if not into:
             self.facts(path)
             return 0
@@ -164,15 +163,17 @@ class ObjectStore:
         here = len(prefix) + 1 if prefix else 0
         listed = {name[here:].rstrip("/"): None for name in found["common_prefixes"]}
         listed |= {meta["path"][here:]: _facts(meta) for meta in found["objects"]}
-        # a console that is asked for a folder makes an object whose name is empty in it
+        # a console that makes a folder creates an object with an empty name in it
         for hidden in ("", _HIDDEN):
             listed.pop(hidden, None)
         return [Listed(name=name, facts=facts) for name, facts in sorted(listed.items())]
 
     # ---------------------------------------------------------------------- deleting
     def delete(self, paths: Sequence[str]) -> None:
-        """See `Store`. One request for 1,000 objects of S3, and one for each where a server says that it has
-        no such request (or `AWS_DISABLE_BULK_DELETE` is set).
+        """See `Store`. One request for 1,000 objects of S3.
+
+        One for each object if a server reports that it has no such request (or `AWS_DISABLE_BULK_DELETE` is
+        set).
         """
         self._delete([self._key(path) for path in paths])
 
@@ -180,7 +181,7 @@ class ObjectStore:
         """See `Store`."""
         with self._told("delete folder", folder):
             found = self._ask(folder, lambda library, bucket: self._below(library, bucket, self._key(folder)))
-        # an object of that name goes, too
+        # an object of that name is deleted, too
         self._delete([*found, *([self._key(folder)] if folder else [])])
 
     # ---------------------------------------------------------------------- requests
@@ -191,7 +192,7 @@ class ObjectStore:
         return f"{self.root}/{path}" if path else self.root
 
     def _ask(self, path: str, request: Callable[[Any, Any], Result], num_bytes: int = 0) -> Result:
-        """The answer of the library to one request that moves so much content, and which may be repeated."""
+        """The library's answer to one request, which may be repeated. It moves `num_bytes` of content."""
         return self._tried(lambda: self._ask_once(path, request, num_bytes), num_bytes)
 
     def _tried(self, action: Callable[[], Result], num_bytes: int = 0) -> Result:
@@ -203,7 +204,7 @@ class ObjectStore:
     def _ask_once(
         self, path: str, request: Callable[[Any, Any], Result], num_bytes: int = 0, in_bulk: bool = True
     ) -> Result:
-        # says so if the library is not installed
+        # raises if the library is not installed
         bucket = bucket_of(self._bucket_uri, self._limits_for(num_bytes), in_bulk)
         import obstore
 
@@ -212,7 +213,7 @@ class ObjectStore:
 
     @contextmanager
     def _told(self, what: str, path: str) -> Iterator[None]:
-        """What is left of a request's failures, as `StorageError`."""
+        """Converts the remaining failures of a request to `StorageError`."""
         try:
             yield
         except OSError as error:
@@ -220,7 +221,7 @@ class ObjectStore:
 
     @contextmanager
     def _found(self, what: str, path: str) -> Iterator[None]:
-        """As `_told`, but FileNotFoundError where there is surely no such object."""
+        """Like `_told`, but raises FileNotFoundError if there is certainly no such object."""
         with self._told(what, path):
             try:
                 yield
@@ -253,7 +254,7 @@ class ObjectStore:
         try:
             self._ask_once(path, request, size)
         except OSError:
-            if content.failure is not None:  # the upload was given up for it, and that failed, too
+            if content.failure is not None:  # it ended the upload, and aborting that failed, too
                 raise content.failure from None
             raise
 
@@ -272,7 +273,7 @@ class ObjectStore:
         try:
             with self._conditional():
                 self._ask(path, request)
-                if not refused:  # it is: where the answer to the first request was lost
+                if not refused:  # it is refused if the answer to the first request was lost
                     self._ask(path, request)
         finally:
             with suppress(StorageError):
@@ -283,7 +284,9 @@ class ObjectStore:
 
     @contextmanager
     def _conditional(self) -> Iterator[None]:
-        """`NoConditionalCreateError` for a server that does not know the condition of a request (501)."""
+        """Raises `NoConditionalCreateError` for a server that does not support the condition of a request
+        (501).
+        """
         try:
             yield
         except OSError as error:
@@ -316,7 +319,7 @@ class ObjectStore:
             found = self._token(path)
             if found is not None:
                 return found == token
-            # Refused, and nothing there: two creates that met (S3 answers 409 to both), or one deleted since.
+            # Refused, but absent: two concurrent creates (S3 answers 409 to both), or one deleted since.
             text = "the name was refused as taken, and nothing is there; try again"
             raise unknown or OSError(errno.EIO, text, self._uri(path))
 
@@ -324,7 +327,9 @@ class ObjectStore:
             return self._tried(once)
 
     def _token(self, path: str) -> str | None:
-        """Of the object that is there: what it carries, "" where it was not created exclusively."""
+        """The token of the existing object, "" if it was not created exclusively, None if there is no
+        object.
+        """
         options: Any = {"head": True}
         try:
             found = self._ask_once(
@@ -351,7 +356,8 @@ class ObjectStore:
         try:
             expected = self._ask_once(path, request, len(into))
         except OSError as error:
-            # a range that begins at the end, or after it, is an error to them, each in its own words
+            # a range that begins at the end, or after it, is an error, with a different message on each
+            # server
             if error.errno == errno.EIO and at == 0 and self.facts(path).size <= start:
                 return 0
             raise
@@ -374,7 +380,7 @@ class ObjectStore:
         except NoBucketError:
             raise
         except FileNotFoundError:
-            # what GCS and Azure say of one that is absent; the others may still be there
+            # the answer of GCS and Azure if one object is absent; the others may still exist
             if len(keys) > 1:
                 for key in keys:
                     self._delete_some([key])
@@ -395,7 +401,7 @@ class ObjectStore:
 
 
 class _Noting(Iterator[memoryview]):
-    """What an iterator yields; `failure`: what it raised instead."""
+    """The items of an iterator. `failure`: the error that it raised."""
 
     def __init__(self, pieces: Iterator[memoryview]) -> None:
         self._pieces = pieces
@@ -412,5 +418,5 @@ class _Noting(Iterator[memoryview]):
 
 
 def _facts(meta: Any) -> ObjectFacts:
-    # Azure's list gives it without the quotes that its answers have
+    # Azure's list returns it without the quotes of its other answers
     return ObjectFacts(size=meta["size"], tag=(meta["e_tag"] or "").strip('"'))

@@ -1,6 +1,6 @@
-"""From where a user says that something lies to the storage there: a folder's path, or a bucket's URI.
+"""Opens the storage at a location from a configuration or command: a folder's path, or a bucket's URI.
 
-It knows what is written in configurations and commands; it asks no storage anything.
+It makes no requests.
 """
 
 from __future__ import annotations
@@ -16,42 +16,44 @@ from orchestrator.storage.store_kinds import store_at
 
 
 def is_bucket(location: str) -> bool:
-    """Whether this names a bucket, or what lies in one, and no folder."""
+    """Whether this names a bucket, or a prefix in one, not a folder."""
     return split_bucket(location) is not None
 
 
 def open_storage(location: str, *, sleep: Callable[[float], None] = time.sleep) -> Storage:
-    """What lies at a folder's path (absolute or not, with `~`) or at a bucket's URI, `s3://bucket/prefix`
-    (`gs://`, `az://` and their other names). Asks nothing yet; credentials come from where
-    `storage.buckets` looks for them. `sleep` waits between tries.
+    """The storage at a folder's path (absolute or not, with `~`) or at a bucket's URI.
 
-    Raises `ConfigError` for an empty text, a URI of another kind, what only begins as a bucket's (a folder
-    that is called so is `./s3:`), and one that contains credentials or options.
+    URIs are `s3://bucket/prefix` (`gs://`, `az://` and their other names). Makes no request yet.
+    `storage.buckets` documents the credentials. `sleep` waits between tries.
+
+    Raises `ConfigError` for an empty text, a URI of another kind, a path that begins like a bucket's URI (a
+    folder with such a name is `./s3:`), and a URI that contains credentials or options.
     """
     return Storage.on(store_at(location, sleep))
 
 
 def absolute(location: str) -> str:
-    """The same place, said so that every process means it: an absolute path, or a URI without a slash at its
-    end. Raises as `open_storage`.
+    """The same place in a form that means the same in every process.
+
+    It is an absolute path, or a URI without a trailing slash. Raises as `open_storage`.
     """
     return open_storage(location).root
 
 
 def join(location: str, *names: str) -> str:
-    """What lies in a folder, or below a prefix."""
+    """A place in a folder, or below a prefix."""
     return "/".join((location.rstrip("/"), *names))
 
 
 def split(location: str) -> tuple[str, str]:
-    """The folder, or the prefix, in which something lies, and its name there. A bucket itself has no name."""
+    """The folder or prefix of a place, and its name there. A bucket itself has no name."""
     if "://" in location and location.rstrip("/").count("/") == _SLASHES_OF_A_BUCKET:
         return location.rstrip("/"), ""
     return os.path.split(location.rstrip("/") or "/")
 
 
 def above(location: str) -> tuple[str, ...]:
-    """All that a place lies in, the nearest first: the folders up to `/`, the prefixes up to the bucket."""
+    """All places above a place, the nearest first: the folders up to `/`, the prefixes up to the bucket."""
     if not is_bucket(location):
         return tuple(map(str, PurePath(location).parents))
     found, folder = list[str](), location

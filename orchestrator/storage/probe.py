@@ -1,4 +1,4 @@
-"""Whether a run can be kept in a bucket: tried before a launch begins, with an object that is deleted."""
+"""Tests whether a run can be kept in a bucket, before a launch begins, with an object that is deleted."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from orchestrator.errors import NoConditionalCreateError, StorageError
 from orchestrator.storage.buckets import no_conditional_create
 from orchestrator.storage.files import Storage
 
-PROBE = ".probe-"  # the begin of its name; what a kill leaves is no part of a run
+PROBE = ".probe-"  # prefix of its name; one that is left by a kill is not part of a run
 
 
 def check_bucket(storage: Storage) -> str:
-    """Creates an object twice and deletes it, with about four requests. Returns a warning where the object
-    cannot be deleted, else an empty text.
+    """Creates an object twice and deletes it, with about four requests.
 
-    Raises `NoConditionalCreateError` if the bucket creates a name that is taken (membership rule 9), and
-    `StorageError` if it cannot be written.
+    Returns a warning if the object cannot be deleted, else an empty text. Raises `NoConditionalCreateError`
+    if the bucket creates a name that is taken (membership rule 9), and `StorageError` if it cannot be
+    written.
     """
     name = f"{PROBE}{secrets.token_hex(8)}"
     try:

@@ -1,7 +1,6 @@
-"""Texts of other programs without the secrets that they may repeat: a server's answer, or an address that was
-signed.
+"""Removes secrets from texts of other programs, such as a server's answer or a signed address.
 
-It knows how credentials look, and which of this process's environment are some; it asks nobody for any.
+It recognizes the form of credentials, and secrets in this process's environment.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from urllib.parse import quote
 SHOWN = "***"
 _PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "GCS_", "GCP_")
 _SECRET = re.compile(r"KEY|SECRET|TOKEN|SAS|PASSWORD|CONNECTION_STRING")
-_SHORTEST = 6  # a shorter value is no secret, and stands in many words
+_SHORTEST = 6  # a shorter value is no secret, and occurs in many words
 _SIGNED = re.compile(
     r"""(?ix)
     (\b (?: sig | signature | x-(?:amz|goog)-(?:signature|credential|security-token) | sharedaccesssignature
@@ -26,14 +25,14 @@ _BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]+")
 
 
 def redacted(text: str) -> str:
-    """`text` with `***` where it has what signs a request, or a secret of this process's environment."""
+    """`text` with `***` in place of signatures, and of secrets in this process's environment."""
     for secret in _secrets():
         text = text.replace(secret, SHOWN).replace(quote(secret, safe=""), SHOWN)
     return _BEARER.sub(rf"\1{SHOWN}", _SIGNED.sub(rf"\1{SHOWN}", text))
 
 
 def _secrets() -> list[str]:
-    """The longest first: one may be a part of another."""
+    """Secrets, the longest first, because one may be a part of another."""
     found = set[str]()
     for name, value in os.environ.items():
         if name.startswith(_PREFIXES) and _SECRET.search(name):

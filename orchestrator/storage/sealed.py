@@ -1,7 +1,5 @@
-"""Sealed JSON: a small document that carries the digest of its own content, so that no changed byte of it
-goes unnoticed.
-
-It knows bytes and JSON values; not which files use it.
+"""Sealed JSON: a small document that carries the digest of its own content, which reveals any changed
+byte.
 """
 
 from __future__ import annotations
@@ -17,28 +15,29 @@ FORMAT = 2  # of sealed documents; older ones have no number
 
 
 class SealError(OrchestratorError):
-    """The bytes are not what was written; the text says how that shows."""
+    """The bytes are not those that were written. The text has the reason."""
 
 
 class LaterSealError(SealError):
-    """A later version wrote the document; it is as it was written."""
+    """A later version wrote the document. It is not damaged."""
 
 
 def canonical(value: Any) -> bytes:
-    """`value` (plain JSON types) as bytes that depend on nothing but the value: sorted names, no spaces."""
+    """`value` (plain JSON types) as bytes that depend only on the value: sorted names, no spaces."""
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
 
 
 def seal(content: Any) -> bytes:
     """The document `{"content": …, "digest": blake3 of the canonical content, "format": 2}`, indented, with a
-    last newline.
+    final newline.
     """
     return _written({"content": content, "digest": _digest(content), "format": FORMAT})
 
 
 def unseal(data: bytes) -> Any:
-    """The content of a sealed document, of this format or an earlier one. Raises `SealError` unless the bytes
-    are exactly those that were made of it.
+    """The content of a sealed document, of this format or an earlier one.
+
+    Raises `SealError` unless the bytes are exactly those of its sealed form.
     """
     try:
         document = orjson.loads(data)
@@ -49,7 +48,7 @@ def unseal(data: bytes) -> Any:
     found = _digest(document["content"])
     if found != document["digest"]:
         raise SealError(f"has content of digest {found}, the seal says {document['digest']}")
-    # Spaces and the spelling of numbers are not content: only this catches a change there.
+    # Spaces and the spelling of numbers are not content: only this detects a change of them.
     if _written(document) != data:
         raise SealError("has the content that was sealed, but not the bytes that were written")
     if document.get("format", FORMAT) != FORMAT:

@@ -1,7 +1,7 @@
-"""What a run needs of the place that keeps it, whatever that is: a folder, or a prefix of a bucket.
+"""The protocol of a run's store: a folder, or a prefix of a bucket.
 
-It knows names, whole objects and their bytes. It knows nothing of points, claims or journals, nor of what
-a caller may name: `Storage` stands above every store, and lets no path through that leads out of the root.
+A store handles names and whole objects. `Storage` is above every store, and rejects paths that lead out of
+the root.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Protocol, runtime_checkable
 
 from orchestrator.storage.disk import AppendHandle
 
-# The content of an object from its begin on, in pieces, each of which stays as it is until `put` returns.
-# Called anew for every try.
+# The content of an object from its beginning, in pieces. A piece must not change until `put` returns. Called
+# again for every try.
 Pieces = Callable[[], Iterable[bytes | bytearray | memoryview]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """What one kind of store can do and another cannot.
+    """The capabilities of a kind of store.
 
-    `refuses_taken`: a `put` of a name that is taken raises, exclusive or not. `lists_facts`: `list` says
-    sizes and tags, where another store would have to ask for each name. `appends`: files can grow.
-    `frees_names`: what is created under a name that was deleted is there to stay; elsewhere a delayed repeat
-    of the deletion may take it away. `reads_at_a_time`: so many reads together are faster than one after the
-    other, because each waits for an answer from afar. `cached_by_machine`: what a process has read, others
-    on its machine read from memory.
+    `refuses_taken`: a `put` of a name that is taken raises, exclusive or not. `lists_facts`: `list` has sizes
+    and tags, which another store would have to request for each name. `appends`: files can grow.
+    `frees_names`: an object created under a deleted name stays; otherwise a delayed repeat of the deletion
+    may remove it. `reads_at_a_time`: this many parallel reads are faster than sequential ones, because each
+    waits for a remote answer. `cached_by_machine`: other processes on the machine read from memory what one
+    process has read.
     """
 
     refuses_taken: bool
@@ -39,8 +39,8 @@ class Traits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectFacts:
-    """What a store says of an object without giving its content: `size` in bytes, and a `tag` that is another
-    one whenever the content is (empty where the store has none).
+    """The metadata of an object: `size` in bytes, and a `tag` that changes whenever the content does (empty
+    if the store has none).
     """
 
     size: int
@@ -49,14 +49,14 @@ class ObjectFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """A name in a folder. `facts`: None for a folder, and where lists do not say them (see `Traits`)."""
+    """A name in a folder. `facts`: None for a folder, and if lists do not have them (see `Traits`)."""
 
     name: str
     facts: ObjectFacts | None
 
 
 class Readable(Protocol):
-    """The two of a `Store` by which objects are read."""
+    """The two methods of a `Store` that read objects."""
 
     def read(self, path: str, start: int, into: memoryview) -> int:
         """See `Store`."""
@@ -69,11 +69,10 @@ class Readable(Protocol):
 
 class Store(Protocol):
     """Whole objects below one root. Paths are relative, with `/`, without `..`; "" is the root itself.
-    Folders are there as soon as something lies in them, and may be there empty.
 
-    A call is repeated by the store where that can help and cannot harm, which it alone knows; what then is
-    left of its failures is a `StorageError`, and `FileNotFoundError` if an object is *surely* absent.
-    Pickles; safe to use from threads.
+    A folder exists as soon as it has content, and may exist empty. The store repeats a call if that can help
+    and cannot harm. Remaining failures are a `StorageError`, or `FileNotFoundError` if an object is
+    *certainly* absent. Pickles. Thread-safe.
     """
 
     @property
@@ -87,60 +86,63 @@ class Store(Protocol):
         ...
 
     def beside(self, root: str) -> Store:
-        """Another root, reached in the same way."""
+        """Another root, accessed in the same way."""
         ...
 
     def within(self, limit_s: float) -> Store:
-        """The same root, of which every call comes to an end within `limit_s` seconds where the store has a
-        hand in that (a disk that hangs, hangs): a sign of life that comes late is none.
+        """The same root, whose calls end within `limit_s` seconds, as far as the store can control that.
+
+        A disk that hangs cannot be interrupted. A heartbeat must not come late.
         """
         ...
 
     def put(self, path: str, pieces: Pieces, size: int, *, exclusive: bool = False) -> bool:
-        """Publish an object of `size` bytes, whole or not at all, whatever is raised, by `pieces` too.
+        """Publishes an object of `size` bytes, whole or not at all, whatever is raised, also by `pieces`.
 
-        Exclusive: of all who ever try the name, in any process, exactly one gets True, and it is durable;
-        False: it is taken. Not exclusive: the caller owns the name for good; what happens where it is taken
-        all the same is the store's (`Traits.refuses_taken`), but never a mixture of both; durable after
-        `sync` of its folder. Raises `StorageError` if `pieces` have another number of bytes, and where it
-        cannot be found out what became of it: then the name may be taken, by nobody who knows it. Exclusive:
-        raises `NoConditionalCreateError` where the store cannot refuse a taken name (membership rule 9).
+        Exclusive: of all callers that ever try the name, in any process, exactly one gets True, and the
+        object is durable. False: the name is taken. Not exclusive: the caller owns the name for good. If it
+        is taken nevertheless, the result depends on the store (`Traits.refuses_taken`), but is never a
+        mixture of both. Durable after `sync` of its folder. Raises `StorageError` if `pieces` have another
+        number of bytes, and if the result cannot be determined: the name may then be taken without an owner.
+        Exclusive: raises `NoConditionalCreateError` if the store cannot refuse a taken name (membership rule
+        9).
         """
         ...
 
     def sync(self, folder: str) -> None:
-        """What was put into `folder`, or taken away there, is durable afterwards, and so are the folders from
-        the root down to it.
-        """
+        """Makes changes in `folder` durable: puts, deletions, and the folders from the root down to it."""
         ...
 
     def read(self, path: str, start: int, into: memoryview) -> int:
-        """Fill `into` with an object's bytes from `start` on; fewer than it holds only where the object ends.
-        Returns how many.
+        """Fills `into` with an object's bytes from `start` on, fewer only if the object ends. Returns the
+        number of bytes.
         """
         ...
 
     def facts(self, path: str) -> ObjectFacts:
-        """Of one object, asked for by its name: this, and no list, says that it is absent."""
+        """The metadata of one object, requested by name. Only this, not a list, proves that it is absent."""
         ...
 
     def list(self, folder: str) -> list[Listed]:
-        """What lies in a folder, sorted by name; empty if there is none."""
+        """The content of a folder, sorted by name; empty if there is none."""
         ...
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Take objects away; durable after `sync` of their folders. Absent is fine."""
+        """Deletes objects; durable after `sync` of their folders. They may be absent."""
         ...
 
     def delete_folder(self, folder: str) -> None:
-        """Take a folder and all below it away; links are removed, not followed. Absent is fine, and a file
-        goes as a folder would.
+        """Deletes a folder and everything below it. Links are removed, not followed.
+
+        The folder may be absent. A file of that name is deleted, too.
         """
         ...
 
     def copy(self, source: Store, theirs: str, path: str) -> bool:
-        """An object of another root under a new name here, without its bytes passing through this process;
-        durable after `sync`, as a `put`. False: this cannot be done between these two, read and put it.
+        """Copies an object of another root to a new name here, without passing its bytes through this
+        process.
+
+        Durable after `sync`, as a `put`. False: not possible between these two stores; use `read` and `put`.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The kind of store that keeps a location: a folder on a disk, or a prefix of a bucket."""
+"""Selects the kind of store for a location: a folder on a disk, or a prefix of a bucket."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _QUERY = re.compile(r"\?[^/=]*=")
 
 
 def store_at(location: str, sleep: Callable[[float], None]) -> Store:
-    """The store of a folder's path or of a bucket's URI. Asks nothing yet; `sleep` waits between tries.
-    Raises `ConfigError` as `open_storage` does.
+    """The store of a folder's path or of a bucket's URI. Makes no request yet; `sleep` waits between tries.
+
+    Raises `ConfigError` as `open_storage`.
     """
     if not is_uri(location):
         return LocalStore(location, None, sleep)
@@ -26,9 +27,11 @@ def store_at(location: str, sleep: Callable[[float], None]) -> Store:
 
 
 def require_plain(uri: str, *, pattern: bool = False) -> None:
-    """Raises `ConfigError` for a URI of another kind than a bucket's, and for one that contains credentials
-    or options. It says nothing of what follows the scheme where that may be a secret. `pattern`: names of
-    objects, in which `?` and `#` are no more than characters, unless a query begins so.
+    """Raises `ConfigError` for a URI of another kind than a bucket's, and for one with credentials or
+    options.
+
+    The error does not repeat text after the scheme that may be a secret. `pattern`: for names of objects, in
+    which `?` and `#` are plain characters, unless they begin a query.
     """
     scheme, separator, rest = uri.partition("://")
     if not separator:
@@ -41,7 +44,7 @@ def require_plain(uri: str, *, pattern: bool = False) -> None:
         )
     before, at, _ = rest.partition("/")[0].partition("@")
     options = _QUERY.search(rest) if pattern else re.search("[?#]", rest)
-    # Azure's container@account has no secret in it
+    # Azure's container@account contains no secret
     if (at and (scheme not in AZURE or ":" in before)) or options:
         raise ConfigError(
             f"the {scheme}:// URI has more than a bucket and a prefix in it ('@', '?' or '#'), which may be "

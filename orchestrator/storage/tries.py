@@ -1,6 +1,6 @@
-"""How often one operation of a store is tried, and which failures are worth another try.
+"""The retries of a store's operation, and the errors that are worth a retry.
 
-It knows error numbers only: a store maps what went wrong to the `OSError` that a disk would raise.
+A store converts its errors to the `OSError` that a disk would raise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 TRIES = 4
 FIRST_WAIT_S = 0.2  # before the second try; each later wait is twice as long
-# Asking again cannot help: the answer is about the name or the rights, not about the moment.
+# A retry cannot help: the answer depends on the name or the rights, not on the time.
 _LASTING = frozenset(
     {
         errno.ENOENT,
@@ -34,12 +34,14 @@ _LASTING = frozenset(
 
 
 def tried(action: Callable[[], Result], sleep: Callable[[float], None], again_s: float = math.inf) -> Result:
-    """What `action` returns, run again while it fails for a passing reason, and not later than `again_s`
-    seconds after its first begin. Raises its last `OSError`.
+    """Runs `action`, again while it fails for a temporary reason, until `again_s` seconds after its first
+    start.
+
+    Raises its last `OSError`.
     """
     began = time.monotonic()
     try:
-        return action()  # as nearly always; what retries costs more than most calls
+        return action()  # the common case; tenacity costs more than most calls
     except OSError as error:
         if error.errno in _LASTING or time.monotonic() - began > again_s:
             raise

@@ -1,1 +1,1 @@
-"""What every part of the data plane uses: the settings of a stream, limits of its processes, user code."""
+"""Stream settings, process limits and user code: shared by all parts of the data plane."""

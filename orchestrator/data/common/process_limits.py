@@ -1,8 +1,7 @@
-"""How much of a corpus this process may hold at a time: of a record, of a window, of a decoder's memory, of
-remembered words.
+"""Memory limits of this process: for a record, a window, a decoder and remembered words.
 
-A tokenizer process is given its share of `data.memory_bytes` when it starts; any other process has the limits
-of the data rules alone. None of them shapes the stream: what does not fit stops the run.
+A tokenizer process receives its share of `data.memory_bytes` when it starts. Any other process has only the
+limits of the data rules. The limits do not change the stream: data that exceed one stop the run.
 """
 
 from __future__ import annotations
@@ -13,16 +12,18 @@ from typing import NoReturn
 from orchestrator.errors import DataError
 
 _NO_LIMIT = 1 << 62
-# A document is made of a record by way of so many copies of it, where a character takes four bytes; a record
-# of a window takes so many bytes beside its own, most of them while they are ordered.
+# A document is built from its record through this many copies of it, at four bytes a character. A record of a
+# window takes this many bytes beside its own, most of them while the window's records are ordered.
 COPIES_OF_A_RECORD, BYTES_A_RECORD = 8, 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessLimits:
-    """`words_bytes` may an encoder grow by, `work_bytes` may the window at hand take with the document that
-    is made of it, `decoder_bytes` a decoder ask for, and `open_blocks` be read at a time. `memory_bytes` is
-    the bound that they come from, for messages.
+    """The limits of one process, in bytes except `open_blocks` and `num_tokenizers`.
+
+    `words_bytes`: growth of an encoder. `work_bytes`: the current window and the document built from it.
+    `decoder_bytes`: the memory of one decoder. `open_blocks`: blocks read at a time. `memory_bytes`: the
+    total that the other limits are derived from, for messages.
     """
 
     words_bytes: int = _NO_LIMIT
@@ -34,11 +35,11 @@ class ProcessLimits:
 
     @property
     def record_bytes(self) -> int:
-        """The longest record of which a document can be made."""
+        """The longest record, in bytes, that a document can be built from."""
         return self.work_bytes // COPIES_OF_A_RECORD
 
     def require_record(self, num_bytes: int) -> None:
-        """Raises `DataError` if a record of so many bytes is too long for this process."""
+        """Raises `DataError` if a record of `num_bytes` is too long for this process."""
         if num_bytes > self.record_bytes:
             needed = self._needed(num_bytes * COPIES_OF_A_RECORD)
             raise DataError(
@@ -48,7 +49,7 @@ class ProcessLimits:
             )
 
     def require_records(self, num_records: int) -> None:
-        """Raises `DataError` if a window of so many records does not fit into this process."""
+        """Raises `DataError` if a window of `num_records` records does not fit into this process."""
         work = num_records * BYTES_A_RECORD
         if work > self.work_bytes:
             raise DataError(
@@ -59,7 +60,9 @@ class ProcessLimits:
             )
 
     def refuse_decoder(self, path: str, reason: str) -> NoReturn:
-        """Raises `DataError`: decoding the file at `path` asks for too much, as its library says."""
+        """Raises `DataError`: the decoder of the file at `path` needs too much memory. `reason` is its
+        library's error.
+        """
         more = self._needed(self.work_bytes + 4 * self.decoder_bytes) if self.is_bounded else None
         remedy = f"continue with data.memory_bytes={more} or more, or " if more else ""
         raise DataError(
@@ -69,11 +72,11 @@ class ProcessLimits:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether they come from `data.memory_bytes`."""
+        """Whether the limits come from `data.memory_bytes`."""
         return self.memory_bytes != _NO_LIMIT
 
     def _needed(self, work_bytes: int) -> int:
-        """A bound that leaves so much to a tokenizer, rounded up to 64 MiB."""
+        """The `data.memory_bytes` that gives a tokenizer `work_bytes`, rounded up to 64 MiB."""
         more = self.memory_bytes + 2 * self.num_tokenizers * max(0, work_bytes - self.work_bytes)
         return -(-more // (64 << 20)) * (64 << 20)
 
@@ -82,7 +85,7 @@ _limits = ProcessLimits()
 
 
 def limit_process(limits: ProcessLimits) -> None:
-    """From now on these are the limits of this process."""
+    """Sets the limits of this process."""
     global _limits  # noqa: PLW0603  a process has one memory
     _limits = limits
 

@@ -1,6 +1,6 @@
-"""What shapes the token stream beside the files and the tokenizer, as one frozen value that pickles.
+"""Settings that determine the token stream, besides the files and the tokenizer, as a frozen value.
 
-It is the configuration with its choices made (which id is EOS, say) and knows no file.
+The value pickles. It is the configuration with its defaults resolved, for example which id is EOS.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ if TYPE_CHECKING:
 # data rule 7: a document's tokens are those of its pieces, cut at a border found in the last sixteenth.
 PIECE_BYTES = 1 << 20
 CUT_SHARE = 16
-# A chunk has at most about so many tokens.
+# The approximate maximum number of tokens in a chunk.
 CHUNK_TOKENS = 1 << 20
-# `pack.long_document: split` as earlier versions carried it out: with the stretches of a document of which
-# nothing is learnt. Runs that they started keep it (`frozen.DataRecord.rules`).
+# `pack.long_document: split` as earlier versions implemented it: it keeps the parts of a document that have
+# no loss. Runs started by those versions keep it (`frozen.DataRecord.rules`).
 SPLIT_WHOLE = "split_whole"
-# One document in so many is encoded by both libraries while running, and transformed twice.
+# One document in this many is encoded by both libraries during the run, and transformed twice.
 CHECK_ONE_IN = 1000
-# From so many records on, the share of bad ones is judged at the end of each window; from so many documents
-# on, that of too long ones.
+# The share of bad records is checked at the end of each window after this many records. The share of too long
+# documents is checked after this many documents.
 BAD_SHARE_RECORDS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformRef:
-    """A transform and what it is: `name` as in the configuration; `source` says the blake3 of its module's
-    file, and what that module says in `VERSION`. Of what the module imports only `VERSION` can tell.
+    """A transform and the identity of its code.
+
+    `name` is the name in the configuration. `source` holds the blake3 of its module's file and that module's
+    `VERSION`. Changes in modules that it imports show only in `VERSION`.
     """
 
     name: str
@@ -44,16 +46,19 @@ class TransformRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamSettings:
-    """`bos_id` and `eos_id` stand before and after each document (None: nothing). `num_epochs` None: endless.
+    """Everything that determines the stream of samples, besides files and tokenizer.
 
-    `accept_changed` reads changed files by the frozen list. `loss` says by source what is learnt of a
-    conversation or a prompt: `assistant` (also of a source not named: the assistant's turns, the completion),
-    `last` or `all`. `pack_mode`, `long_document` (or `SPLIT_WHOLE`) and `max_long_share` are those of the
-    configuration's `pack`; `seq_len` is that of the samples, which `concat` need not know. `transforms` and
-    `holdout` (the
-    share of records that is held out) are by source, none where it has none; the stream is that of all other
-    records, or with `held_out` that of these. `piece_bytes` and `chunk_tokens` differ from the defaults in
-    tests only.
+    `bos_id` and `eos_id` are inserted before and after each document (None: nothing). `num_epochs` None:
+    endless. `accept_changed` reads changed files by the frozen list.
+
+    `loss` maps a source to the part of a conversation or a prompt that is trained: `assistant` (the default:
+    the assistant's turns, the completion), `last` or `all`. `pack_mode`, `long_document` (or `SPLIT_WHOLE`)
+    and `max_long_share` are the fields of the configuration's `pack`. `seq_len` is the samples' length;
+    `concat` does not use it.
+
+    `transforms` and `holdout` (the share of records that is held out) are by source; a source without an
+    entry has none. The stream contains all records that are not held out, or with `held_out` only the
+    held-out ones. `piece_bytes` and `chunk_tokens` differ from their defaults only in tests.
     """
 
     seed: int = 0
@@ -81,8 +86,10 @@ class StreamSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixtureSettings:
-    """How several sources take turns (data rule 20): whole-number weights by source; what happens when one
-    has come to its limit (`on_end`: `stop` or `drop`); whether shares are counted `by` tokens or samples.
+    """How several sources are mixed (data rule 20).
+
+    `weights`: whole-number weights by source. `on_end`: what happens when a source reaches its limit, `stop`
+    or `drop`. `by`: whether shares are counted in tokens or samples.
     """
 
     weights: dict[str, int]
@@ -91,7 +98,7 @@ class MixtureSettings:
 
 
 def settings_of(config: JobConfig) -> StreamSettings:
-    """What the configuration says, without its transforms and the ids that its tokenizer gives."""
+    """Settings from the configuration, without transforms and the tokenizer's ids."""
     data = config.data
     return StreamSettings(
         seed=data.seed,
@@ -113,7 +120,7 @@ def settings_of(config: JobConfig) -> StreamSettings:
 
 
 def wanted_of(config: JobConfig, restart: Collection[str] = ()) -> Wanted:
-    """The sources that a job asks for, of which `restart` are started anew."""
+    """The sources that a job reads. Those in `restart` start again from their beginning."""
     names = tuple(source.name for source in config.data.sources)
     refresh = frozenset(names if config.data.refresh == "epoch" else ())
     loss = {source.name: source.loss for source in config.data.sources if source.content != "text"}
@@ -121,7 +128,7 @@ def wanted_of(config: JobConfig, restart: Collection[str] = ()) -> Wanted:
 
 
 def transforms_of(config: JobConfig) -> dict[str, tuple[str, ...]]:
-    """The names of each source's transforms, its own or those of all."""
+    """The transform names of each source: its own, or `data.transforms`."""
     data = config.data
     return {s.name: data.transforms if s.transforms is None else s.transforms for s in data.sources}
 
@@ -129,14 +136,16 @@ def transforms_of(config: JobConfig) -> dict[str, tuple[str, ...]]:
 def with_transforms(
     config: JobConfig, settings: StreamSettings, refs: Mapping[str, TransformRef]
 ) -> StreamSettings:
-    """The settings with each source's transforms, which are found in `refs` by their names."""
+    """The settings with each source's transforms, looked up by name in `refs`."""
     names = transforms_of(config).items()
     return replace(settings, transforms={source: tuple(refs[n] for n in of) for source, of in names if of})
 
 
 def mixture_of(config: JobConfig, num_bytes: Mapping[str, int]) -> MixtureSettings | None:
-    """How the sources take turns; without weights by their files' bytes, and one that has ended is dropped.
-    None for one source.
+    """The mixture of the job's sources, or None for a single source.
+
+    Without weights in the configuration, sources are weighted by their files' bytes, and a source that has
+    ended is dropped.
     """
     data = config.data
     if len(num_bytes) == 1:
@@ -155,7 +164,7 @@ def mixture_of(config: JobConfig, num_bytes: Mapping[str, int]) -> MixtureSettin
 
 
 def limits_of(config: JobConfig) -> dict[str, int | None]:
-    """Limits of epochs of the sources that have other ones than `data.num_epochs`."""
+    """The epoch limits of sources that do not use `data.num_epochs`."""
     data = config.data
     limits: dict[str, int | None] = {s.name: s.max_epochs for s in data.sources if s.max_epochs is not None}
     if len(data.sources) > 1 and data.on_end == "repeat":
@@ -164,7 +173,7 @@ def limits_of(config: JobConfig) -> dict[str, int | None]:
 
 
 def has_list_to_come(config: JobConfig, cursor: Cursor, source: SourceLists) -> bool:
-    """Whether the epoch of a source after the one at hand, if the job goes so far, has a list of its own."""
+    """Whether the source's next epoch, if the job reaches it, has its own list of files."""
     at = cursor.sources.get(source.name, SourceCursor()).epoch
     limit = limits_of(config).get(source.name, config.data.num_epochs)
     goes_on = limit is None or at + 1 < source.began + limit

@@ -1,8 +1,8 @@
-"""A function of a user's own module by `package.module:name`, and what its code is known by.
+"""Loads a function from a user's module, named `package.module:name`, with the identity of its code.
 
-It is looked for as Ray's workers look for it: on `sys.path`, and in the current directory. It knows nothing
-of what the function is for. A process that only reads runs (the page's server, `status`, `audit`) is
-`reading_only`: a name that a run's folder holds is never imported there.
+Modules are searched for as Ray's workers do: on `sys.path` and in the current directory. A process that only
+reads runs (the dashboard server, `status`, `audit`) is `reading_only`: it never imports a name that a run's
+folder holds.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from blake3 import blake3
 
 from orchestrator.errors import ConfigError, RefusedError
 
-# Of a traceback, and of a digest, so much is shown.
+# At most this many characters of a traceback, and digits of a digest, are shown.
 _SHOWN, _DIGITS = 2000, 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserCode:
-    """A function, the blake3 of the file of its module, and that module's `VERSION` (None: it has none)."""
+    """A function, the blake3 of its module's file, and the module's `VERSION` (None: it has none)."""
 
     name: str
     function: Callable[..., Any]
@@ -39,18 +39,21 @@ class UserCode:
 
     @property
     def identity(self) -> str:
-        """What the code is known by, for people and for comparing."""
+        """The code's identity, for messages and comparisons."""
         version = "" if self.version is None else f", VERSION {self.version}"
         return f"module source {self.source}{version}"
 
 
 def load(name: str, where: str) -> UserCode:
-    """The function called `name`, of its module as the file is now: what is known is what is executed. A
-    module that somebody imported earlier stays theirs, it may have been edited since, as in a notebook; the
-    modules that it imports are not looked at.
+    """Loads the function `name` from its module's current file, so that the executed code is the identified
+    code.
 
-    Raises `ConfigError`, which begins with `where`, if there is no such module or function, if the import
-    fails, or if the module has no file to know it by; `RefusedError` where this process is `reading_only`.
+    If another module imported the same module earlier, that import stays as it is: the file may have been
+    edited since, as in a notebook. The modules that it imports are not checked.
+
+    Raises `ConfigError`, whose message begins with `where`, if there is no such module or function, if the
+    import fails, or if the module has no file to identify it by. Raises `RefusedError` if this process is
+    `reading_only`.
     """
     if _reading:
         raise RefusedError(
@@ -73,13 +76,13 @@ def load(name: str, where: str) -> UserCode:
     )
 
 
-# How many `reading_only` contexts are open in this process.
+# One entry for each open `reading_only` context of this process.
 _reading: list[None] = []
 
 
 @contextmanager
 def reading_only() -> Iterator[None]:
-    """Inside, `load` refuses in all threads of this process, and no import looks into the current folder."""
+    """Inside, `load` raises in all threads of this process, and imports do not search the current folder."""
     before, here = sys.path, ""
     with suppress(FileNotFoundError):  # it was deleted
         here = os.getcwd()
@@ -93,19 +96,19 @@ def reading_only() -> Iterator[None]:
 
 
 def is_reading_only() -> bool:
-    """Whether a `reading_only` context is open: names in a run's configuration are not looked up then."""
+    """Whether a `reading_only` context is open. Names in a run's configuration are not looked up then."""
     return bool(_reading)
 
 
 _lock = threading.Lock()
-# The modules that were executed here, and of which content of their files.
+# The modules executed here, each with the content of its file at that time.
 _executed: dict[str, tuple[bytes, ModuleType]] = {}
 
 
 def _import(name: str, where: str) -> tuple[ModuleType, str]:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # Ray's workers have it, a command has not
+        sys.path.append(here)  # Ray's workers have it, a command does not
     try:
         importlib.invalidate_caches()
         spec = importlib.util.find_spec(name)
@@ -126,12 +129,12 @@ def _import(name: str, where: str) -> tuple[ModuleType, str]:
             f"{where}: {error}; it was looked for in {here} and on Python's path: start from the folder that "
             "the module lies in, or install it on every machine of the run"
         ) from error
-    except (Exception, SystemExit) as error:  # whatever a user's module does
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ConfigError(f"{where}: module {name} cannot be imported:\n{shown(error)}") from error
 
 
 def _module(spec: ModuleSpec, content: bytes) -> ModuleType:
-    """The module as this content of its file makes it."""
+    """The module, executed from this content of its file."""
     name = spec.name
     if not str(spec.origin).endswith(".py"):
         return importlib.import_module(name)
@@ -155,6 +158,6 @@ def _module(spec: ModuleSpec, content: bytes) -> ModuleType:
 
 
 def shown(error: BaseException) -> str:
-    """The traceback of an error in user code; of a long one the end."""
+    """The traceback of an error in user code; only the end of a long one."""
     text = "".join(traceback.format_exception(error))
     return text if len(text) <= _SHOWN else f"…{text[-_SHOWN:]}"

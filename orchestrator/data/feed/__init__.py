@@ -1,1 +1,1 @@
-"""From samples to ranks: the feeder over Ray Data, and the feed of a process without Ray."""
+"""Delivery of samples to ranks: the feeder on Ray Data, and a feed for processes without Ray."""

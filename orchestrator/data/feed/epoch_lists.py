@@ -1,7 +1,4 @@
-"""Lists of the files of epochs that come next, made while the feeder goes on with what is there.
-
-It knows neither slots nor ranks.
-"""
+"""Lists the files of coming epochs in the background, while the feeder delivers the current ones."""
 
 from __future__ import annotations
 
@@ -17,30 +14,31 @@ Made = Callable[[str, int, OrchestratorError | None], Coroutine[Any, Any, None]]
 
 
 class EpochLists:
-    """Each list is made once, in a thread: of a hundred thousand files one takes seconds, and the ranks go on
-    meanwhile. For one event loop.
+    """Makes each list once, in a thread. Listing a hundred thousand files takes seconds, and the ranks
+    continue meanwhile. For one event loop.
     """
 
     def __init__(self, spec: DataSpec) -> None:
         self._spec = spec
-        # kept here: the loop itself does not keep them
+        # the event loop itself keeps only weak references
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     @property
     def making(self) -> bool:
-        """Whether one is being made."""
+        """Whether a list is being made."""
         return bool(self._tasks)
 
     def make(self, wanted: Iterable[tuple[str, int]], made: Made) -> None:
-        """Begins those of `wanted` (source, epoch) that are not being made; `made` hears of each, with what
-        went wrong if anything did, and says that it is `done`.
+        """Starts making the lists of `wanted` (source, epoch) that are not being made yet.
+
+        Awaits `made` for each, with its error or None. `made` must call `done`.
         """
         for source, epoch in wanted:
             if (source, epoch) not in self._tasks:
                 self._tasks[source, epoch] = asyncio.create_task(self._make(source, epoch, made))
 
     def done(self, source: str, epoch: int) -> None:
-        """Whoever waited has heard of it."""
+        """Forgets a finished list. `made` calls it once its waiters are notified."""
         del self._tasks[source, epoch]
 
     async def _make(self, source: str, epoch: int, made: Made) -> None:
@@ -49,7 +47,7 @@ class EpochLists:
             await asyncio.to_thread(self._spec.plan_of, source, epoch)
         except OrchestratorError as error:
             wrong = error
-        except Exception as error:  # noqa: BLE001  the ranks must hear of it
+        except Exception as error:  # noqa: BLE001  reported to the ranks
             text = "".join(traceback.format_exception(error))
             wrong = FeedError(f"the files of source {source} could not be listed for epoch {epoch}:\n{text}")
         await made(source, epoch, wrong)

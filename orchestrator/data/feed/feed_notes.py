@@ -1,7 +1,4 @@
-"""What the feeder reports of itself and of the data: counts for people and tests, notes for the journal.
-
-It knows no pipeline and no call; the feeder writes into it.
-"""
+"""What the feeder reports: counts for people and tests, notes for the journal."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.records.cursor import Cursor
 
 CURSOR_TOKENS = 1 << 28
-# of what `OrderedWindow.place` and the reader of a record say
+# matches the text of `OrderedWindow.place` and of a record's reader
 _PARTS = re.compile(
     r"(?P<file>.*?): (?P<place>byte \d+, line (?:\d+|not counted)|row \d+): (?P<why>.*)", re.DOTALL
 )
@@ -22,9 +19,9 @@ _PARTS = re.compile(
 class FeederStats:
     """What the feeder holds, and what it did since its process started.
 
-    `waits` and `wait_s` are of the calls of `get` that found their samples missing. Slots count from the
-    start of the pipeline on; `opens` counts the openings; `bytes_passed` were decoded on the way to cursors;
-    `pipeline_threads` are alive: two while the pipeline runs (ours and Ray Data's).
+    `waits` and `wait_s` count the calls of `get` whose samples were not ready. Slots count from the start of
+    the pipeline. `opens` counts the openings. `bytes_passed` were decoded on the way to cursors.
+    `pipeline_threads` counts threads that are alive: two while the pipeline runs (ours and Ray Data's).
     """
 
     pid: int
@@ -45,22 +42,24 @@ class FeederStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadDocument:
-    """A document that was skipped. `text` says where (file; byte and line, or row) and why, for people."""
+    """A skipped document. `text` is a message with the place (file; byte and line, or row) and the reason."""
 
     source: str
     text: str
 
     @property
     def parts(self) -> tuple[str, str, str]:
-        """The file, the place in it, and why."""
+        """The file, the place in it, and the reason."""
         parts = _PARTS.fullmatch(self.text)
         return (parts["file"], parts["place"], parts["why"]) if parts else ("", "", self.text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedNotes:
-    """For the journal: bad documents that were passed, documents that the two encoder
-    libraries encoded differently, and a cursor about every `CURSOR_TOKENS`, where an audit can begin.
+    """Notes for the journal.
+
+    They hold the bad documents that were skipped, the documents that the two encoder libraries encoded
+    differently, and a cursor about every `CURSOR_TOKENS`, where an audit can begin.
     """
 
     bad_documents: tuple[BadDocument, ...]
@@ -69,17 +68,17 @@ class FeedNotes:
 
 
 class FeedLog:
-    """Collects notes until they are asked for, and gives each once, also where steps are drawn again."""
+    """Collects notes until they are requested. Returns each once, even if steps are drawn again."""
 
     def __init__(self) -> None:
         self._given_to = 0  # samples
-        # by the sample at which a step ends: bad documents that it passed, its cursor
+        # by the last sample of a step: the bad documents in the step, and its cursor
         self._bad: dict[tuple[int, BadDocument], None] = {}
         self._cursors: dict[int, Cursor] = {}
         self._differences: dict[str, None] = {}
 
     def add(self, samples: StepSamples) -> None:
-        """The samples of a step, perhaps not for the first time."""
+        """Adds the notes of a drawn step. The step may have been drawn before."""
         end = samples.cursor.consumed_samples
         if end <= self._given_to:
             return
@@ -90,11 +89,11 @@ class FeedLog:
             self._cursors[end] = samples.cursor
 
     def differences(self, texts: tuple[str, ...]) -> None:
-        """A chunk was taken."""
+        """Adds the encoder differences of a chunk."""
         self._differences.update(dict.fromkeys(texts))
 
     def give(self, consumed_samples: int) -> FeedNotes:
-        """What the steps up to `consumed_samples` passed; differences as soon as they are known."""
+        """Returns the notes of steps up to `consumed_samples`, and all encoder differences known so far."""
         bad = [note for note in self._bad if note[0] <= consumed_samples]
         for note in bad:
             del self._bad[note]

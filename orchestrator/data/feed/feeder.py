@@ -1,9 +1,8 @@
-"""The Feeder actor: takes the token chunks of the Ray Data pipeline in order, packs them, and hands out the
-ranks' shares of steps.
+"""The Feeder actor: packs token chunks and serves shares of steps to the ranks.
 
-It knows no model and no membership; everything it gives is a pure function of (the run's data, a cursor, a
-step's range), so it may be killed and opened again at any time. Ray Data itself is loaded only in the actor's
-process.
+It takes the chunks from the Ray Data pipeline in order. Everything that it returns is a pure function of the
+run's data, a cursor and a step's range. It may therefore be killed and opened again at any time. Ray Data
+itself is loaded only in the actor's process.
 """
 
 from __future__ import annotations
@@ -40,26 +39,27 @@ from orchestrator.errors import DataIdentityError, FeedError, FencedError, Orche
 from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
 
-# A window that was begun so often kills its tokenizer each time.
+# A window that was started this often is assumed to kill its tokenizer each time.
 MAX_EXECUTIONS = 4
-# No tokenizer did anything for so long although samples are waited for: no CPU for them, or storage that
+# A rank waited for samples and no tokenizer made progress for this long: there is no CPU for them, or storage
 # hangs.
 STALL_S = 600.0
-# A pipeline that goes on at another place gets so long to be done with the slots of the place before, a chunk
-# of each at most. Ray may wait for ever for chunks that were lost with their machine.
+# A pipeline that moves to another place has this long to finish the slots of the place before, each at most
+# one chunk. Ray may wait forever for chunks that were lost with their machine.
 ARRIVAL_S = 60.0
-# An answer for later steps waits so long for more of them, once its first one is there: each costs the feeder
-# and Ray two milliseconds, however little is in it.
+# An answer with later steps waits this long for more of them once its first step is ready. Each answer costs
+# the feeder and Ray two milliseconds, whatever its size.
 LINGER_S = 0.1
 
 
 class Feeder:
-    """One per launch; create it with `start_feeder`. All methods run on one event loop; the pipeline is read
-    by a thread.
+    """Serves the ranks and tokenizers of one launch. Create it with `start_feeder`.
 
-    Memory: the tokens of the steps that are asked for next and a chunk, the pipeline's look-ahead in the
-    object store, and `replay_bytes` of steps that may be asked for again. An error of the data is final:
-    every later `get` raises it. After its process died it is blank, and answers `Reopen` until it is opened.
+    All methods run on one event loop. A thread reads the pipeline.
+
+    Memory: the tokens of the next requested steps and one chunk, the pipeline's prefetch in the object store,
+    and `replay_bytes` of steps that may be requested again. A data error is final: every later `get` returns
+    it. After its process has died, the feeder is empty and answers `Reopen` until it is opened.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Feeder:
         memory: MemoryShares | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`spec` is what `pinned` made of the `DataSpec`; no `memory`: without bounds but those above."""
+        """`spec` is what `pinned` made of the `DataSpec`. Without `memory`, only the bounds above apply."""
         self._memory = memory
         self._launch, self._reference = launch, ray.cloudpickle.loads(spec)
         self._spec: DataSpec = ray.get(self._reference)
@@ -93,26 +93,25 @@ class Feeder:
         )
         self._generation = (0, 0)
         self._run: Opening | None = None
-        # the number of the pipeline that runs, if one does: it goes on from place to place
+        # the number of the running pipeline, if any; it is reused from place to place
         self._pipeline: int | None = None
         self._num_pipelines = 0
         self._error: OrchestratorError | None = None
         self._changed = asyncio.Condition()
         self._opens = self._waits = 0
         self._wait_s = 0.0
-        # kept here: the loop itself does not keep them
+        # the event loop itself keeps only weak references
         self._arrivals: asyncio.Task[None] | None = None
         self._lists = EpochLists(self._spec)
         self._feed_log = FeedLog()
 
     # -------------------------------------------------------------------------------- for ranks
     async def open(self, launch: str, generation: tuple[int, int], cursor: Cursor) -> None:
-        """Goes on at `cursor`: from memory if those steps are held, else the pipeline is opened there.
-        Returns before data is there.
+        """Continues at `cursor`: from memory if those steps are held, else by opening the pipeline there.
 
-        Idempotent; a call of an older generation is ignored, and so is one for a place that this generation's
-        opening will come to. Generation (attempt, 0) opens ahead of the first one. Raises `FencedError` for
-        another launch.
+        Returns before data is available. Idempotent. Ignores a call of an older generation, and a call for a
+        place that this generation's opening will reach. Generation (attempt, 0) opens ahead of the first one.
+        Raises `FencedError` for another launch.
         """
         if launch != self._launch:
             raise self._fenced(launch)
@@ -140,12 +139,14 @@ class Feeder:
         micro_batch_size: int,
         urgent: bool = True,
     ) -> tuple[StepShare, ...] | Reopen | OrchestratorError:
-        """The rank's share of the first of `steps`, or of what the data still has of it; waits for it. With
-        it come those of the following ones that need no waiting, about `TOGETHER_BYTES` in all; where it is
-        not `urgent`, those that come within `LINGER_S`, too. `Reopen` if the first lies before what is held.
+        """Waits for the rank's share of the first of `steps`, or for the part of it that the data still have.
 
-        An error is returned, not raised: that of the data, `FeedError` if the pipeline stands still for too
-        long, `FencedError` for another launch.
+        Also returns the shares of the following steps that are ready, about `TOGETHER_BYTES` in all. If not
+        `urgent`, it waits up to `LINGER_S` for them. Returns `Reopen` if the first step lies before what is
+        held.
+
+        Errors are returned, not raised: the error of the data, `FeedError` if the pipeline stalls,
+        `FencedError` for another launch.
         """
         if launch != self._launch:
             return self._fenced(launch)
@@ -179,18 +180,19 @@ class Feeder:
         return tuple(shares)
 
     async def committed(self, consumed_samples: int) -> None:
-        """A point at `consumed_samples` is committed: steps before it will not be asked for again."""
+        """A resume point at `consumed_samples` is committed. Steps before it will not be requested again."""
         if self._run is not None:
             self._run.steps.committed(consumed_samples)
 
     async def notes(self, consumed_samples: int) -> FeedNotes:
-        """What was noted up to `consumed_samples`, each thing once in the feeder's life. What was noted
-        before the process died and was not asked for is lost; the counts in the cursor are not.
+        """Returns the notes up to `consumed_samples`, each once in the feeder's life.
+
+        Notes that were not returned before the process died are lost. The counts in the cursor are not.
         """
         return self._feed_log.give(consumed_samples)
 
     async def stats(self) -> FeederStats:
-        """Counts; also the sign of life that a rank waits for after a restart."""
+        """Returns counts. A rank also uses it to check that a restarted feeder is alive."""
         run = self._run
         return FeederStats(
             pid=os.getpid(),
@@ -210,15 +212,17 @@ class Feeder:
         )
 
     async def close(self) -> None:
-        """Ends the pipeline and waits until its thread is gone; the feeder is blank afterwards."""
+        """Stops the pipeline and waits until its thread has ended. The feeder is empty afterwards."""
         self._run = self._pipeline = None
         await self._notify()
         await self._threads.joined()
 
     # -------------------------------------------------------------------------------- for tokenizers
     async def slot(self, pipeline: int, slot: int) -> WindowTask | None:
-        """What `slot` is, as soon as there is room for it and it is known: this bounds the look-ahead. None:
-        it is no window, or of a place that was left, or that pipeline is over.
+        """Waits until `slot` is known and has room, and returns its task. This bounds the prefetch.
+
+        Returns None if the slot is no window, if it belongs to a place that was left, or if the pipeline is
+        over.
         """
         async with self._changed:
             while (run := self._run_of(pipeline, slot)) is not None:
@@ -230,7 +234,7 @@ class Feeder:
             else:
                 return None
             self._work.note()
-            self._changed.notify_all()  # the slot after it may be given now
+            self._changed.notify_all()  # the next slot may be ready now
             if not isinstance(task, WindowTask):
                 return None
             if run.slots.executions(slot) > MAX_EXECUTIONS:
@@ -246,8 +250,9 @@ class Feeder:
             return task
 
     async def read(self, pipeline: int, slot: int, task: WindowTask, num_windows: int | None) -> bool:
-        """A tokenizer has read `task` for `slot`; `num_windows` as in `Slots.read`. False: it is not wanted
-        any more.
+        """A tokenizer has read `task` for `slot`. `num_windows` as in `Slots.read`.
+
+        Returns False if the task is no longer wanted.
         """
         async with self._changed:
             run = self._run_of(pipeline, slot)
@@ -263,8 +268,9 @@ class Feeder:
             return True
 
     async def working(self, pipeline: int, slot: int, bytes_passed: int) -> bool:
-        """A tokenizer is at work on `slot`; it has passed so many bytes more that lie before its window.
-        False: it is not wanted any more.
+        """A tokenizer is working on `slot` and has skipped `bytes_passed` more bytes before its window.
+
+        Returns False if the slot is no longer wanted.
         """
         if self._run_of(pipeline, slot) is None:
             return False
@@ -272,8 +278,9 @@ class Feeder:
         return True
 
     async def room(self, pipeline: int, slot: int, num_bytes: int) -> bool:
-        """A tokenizer hands on a chunk of so many bytes for `slot`: answers when there is room for another.
-        False: none is wanted any more.
+        """A tokenizer sends a chunk of `num_bytes` for `slot`. Returns once there is room for another.
+
+        Returns False if no more chunks are wanted.
         """
         async with self._changed:
             self._work.note()
@@ -289,8 +296,10 @@ class Feeder:
             return False
 
     async def failed(self, pipeline: int, slot: int, error: OrchestratorError) -> bool:
-        """A tokenizer's error over `slot`: final for this feeder, whatever was still ahead of it, so that it
-        is known at once. False: that slot is not wanted any more, and so its error is none.
+        """Ends the feeder with a tokenizer's error over `slot`, at once, even if earlier slots are
+        unfinished.
+
+        Returns False if the slot is no longer wanted; its error is ignored then.
         """
         async with self._changed:
             if self._run_of(pipeline, slot) is None:
@@ -299,7 +308,7 @@ class Feeder:
             return True
 
     async def _listed(self, run: Opening, source: str, epoch: int, wrong: OrchestratorError | None) -> None:
-        """The list of an epoch was made, or could not be."""
+        """Handles the end of listing an epoch's files: success, or the error `wrong`."""
         async with self._changed:
             self._lists.done(source, epoch)
             self._work.note()
@@ -308,25 +317,25 @@ class Feeder:
             self._changed.notify_all()
 
     def _run_of(self, pipeline: int, slot: int) -> Opening | None:
-        """The run that the slot belongs to, unless it was left."""
+        """The opening that the slot belongs to, unless it was left."""
         run = self._running(pipeline)
         return run if run is not None and run.slots.has(slot) else None
 
     def _running(self, pipeline: int) -> Opening | None:
-        """The run that this pipeline serves, unless it is over."""
+        """The opening that this pipeline serves, unless it is over."""
         return self._run if pipeline == self._pipeline and self._error is None else None
 
     # -------------------------------------------------------------------------------- for the thread
     async def goes_on(self, pipeline: int) -> bool:
-        """Whether this pipeline has more to read; if not, it is none any more."""
+        """Whether this pipeline has more to read. If not, it stops being the current one."""
         run = self._running(pipeline)
         if run is not None and run.over:
             self._pipeline = None
         return run is not None and not run.over
 
     async def take(self, pipeline: int, slot: int, chunk: TokenChunk | None) -> bool:
-        """Hands over a chunk, or a slot without one, once a chunk is wanted; False: none will be any
-        more.
+        """Waits until a chunk is wanted and takes it, or a slot without one. Returns False if no more are
+        wanted.
         """
         async with self._changed:
             while (run := self._running(pipeline)) is not None and not run.wants:
@@ -341,7 +350,7 @@ class Feeder:
             return await self.goes_on(pipeline)
 
     async def pipeline_failed(self, pipeline: int, error: Exception) -> None:
-        """Whatever ended it, the ranks must hear of it."""
+        """Starts another pipeline if possible, else reports the error to the ranks."""
         text = "".join(traceback.format_exception(error))
         ours = (
             error
@@ -362,7 +371,7 @@ class Feeder:
     def _find(
         self, generation: tuple[int, int], step: StepRange
     ) -> HeldStep | Reopen | OrchestratorError | None:
-        """The step, drawn now if its turn has come; None: it is not there yet."""
+        """The step, drawn now if it is next. None if it is not available yet."""
         if self._error is not None:
             return self._error
         run = self._run
@@ -373,7 +382,7 @@ class Feeder:
         held = run.steps.find(step.first_sample)
         if held is not None and held.asked == step:
             return held
-        if held is not None:  # of another batch size or seq_len: drawn again from there
+        if held is not None:  # other batch size or seq_len: drawn again from there
             run = self._start(held.before)
             self._changed.notify_all()
             if run is None:
@@ -390,7 +399,7 @@ class Feeder:
         return None
 
     def _there(self, step: StepRange, first: StepRange) -> HeldStep | None:
-        """The step, if it is held or can be drawn at once; its caller is given those from `first` on."""
+        """The step, if it is held or can be drawn at once. The caller receives the steps from `first` on."""
         run = self._run
         held = None if run is None else run.steps.find(step.first_sample)
         if run is None or held is not None:
@@ -399,7 +408,7 @@ class Feeder:
         return self._draw(run, step) if follows and run.steps.has_room_ahead(first.first_sample) else None
 
     def _may_come(self, first: StepRange) -> bool:
-        """Whether a step that is not there may be there soon."""
+        """Whether a step that is not available may become available soon."""
         run = self._run
         return run is not None and self._error is None and run.steps.has_room_ahead(first.first_sample)
 
@@ -414,8 +423,9 @@ class Feeder:
         return run.steps.append(step, samples)
 
     async def _await_change(self, since: float) -> bool:
-        """Waits, with the lock, until something changed; False: no tokenizer did anything for `stall_s`, and
-        no list is being made for them.
+        """Waits, with the lock, until something changes.
+
+        Returns False if no tokenizer made progress for `stall_s` and no list is being made for them.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(
@@ -425,8 +435,8 @@ class Feeder:
         return self._lists.making or self._work.left_s(since) > 0
 
     async def _let_others(self) -> None:
-        """Gives the lock to those that wait for it, once: a step takes milliseconds, and tokenizers stand
-        still until they are answered.
+        """Releases the lock once for other waiters. A step takes milliseconds, and tokenizers stall until
+        they are answered.
         """
         self._changed.release()
         try:
@@ -435,7 +445,7 @@ class Feeder:
             await self._changed.acquire()
 
     async def _changes_before(self, time: float) -> bool:
-        """Waits, with the lock, until something changes; False: not before `time`."""
+        """Waits, with the lock, until something changes. Returns False if nothing does before `time`."""
         try:
             async with asyncio.timeout(max(0.0, time - self._now())):
                 await self._changed.wait()
@@ -446,7 +456,7 @@ class Feeder:
     def _stalled(self, step: StepRange) -> Reopen | OrchestratorError:
         run = self._run
         if run is None or step.first_sample != run.steps.next_cursor.consumed_samples:
-            # it is not the pipeline that is waited for, but a rank that asks for the steps before
+            # the missing steps were not requested by any rank, so the pipeline is not to blame
             reason = f"nobody asked for what lies before sample {step.first_sample} in {self._stall_s:.0f} s"
             return Reopen(generation=self._generation, reason=reason)
         error = FeedError(
@@ -462,15 +472,16 @@ class Feeder:
             self._changed.notify_all()
 
     def _end(self, error: OrchestratorError) -> None:
-        """The first error is the one that every rank hears of; called with the lock."""
+        """Ends the feeder. Every rank receives the first error. Call with the lock."""
         self._error = self._error or error
         self._changed.notify_all()
 
     # -------------------------------------------------------------------------------- the pipeline
     def _start(self, cursor: Cursor, with_pipeline: bool = True) -> Opening | None:
-        """Goes on at `cursor`; None: it ended at once, in an error. A pipeline that runs goes on there: its
-        tokenizers are there already, and leave the slots of the place before. Not `with_pipeline`: with a new
-        one.
+        """Continues at `cursor`. Returns None if that fails at once.
+
+        A running pipeline moves there: its tokenizers keep running and abandon the slots of the place before.
+        Without `with_pipeline`, a new pipeline is started.
         """
         self._opens += 1
         before = self._run if with_pipeline and self._pipeline is not None else None
@@ -490,13 +501,15 @@ class Feeder:
         return run
 
     def _start_pipeline(self) -> None:
-        """The one before it, if any, ends by itself: its tokenizers are refused and its thread goes."""
+        """Starts a pipeline. The previous one ends by itself: its tokenizers are refused and its thread
+        ends.
+        """
         self._num_pipelines += 1
         self._pipeline = self._num_pipelines
         self._threads.start(self._pipeline, self)
 
     async def _await_arrival(self, run: Opening) -> None:
-        """Gives the pipeline `ARRIVAL_S` to come to the slots of `run`, else starts another one."""
+        """Gives the pipeline `ARRIVAL_S` to reach the slots of `run`, then starts another one."""
         with suppress(TimeoutError):
             async with asyncio.timeout(ARRIVAL_S), self._changed:
                 await self._changed.wait_for(lambda: not self._is_arriving(run))
@@ -508,8 +521,9 @@ class Feeder:
         return wanted and run.slots.arriving
 
     def _start_anew(self, run: Opening) -> bool:
-        """Starts another pipeline if the one that runs has not come to the slots of `run`: none of them is
-        taken, so nothing is lost, and the place before is to blame. Called with the lock.
+        """Starts another pipeline if the running one has not reached the slots of `run`.
+
+        None of those slots is taken, so nothing is lost; the place before is the cause. Call with the lock.
         """
         if not self._is_arriving(run):
             return False

@@ -1,7 +1,4 @@
-"""The feeder of a launch as a Ray actor: how it is named, made, and given the run's data.
-
-It knows nothing of what a feeder does.
-"""
+"""Runs the feeder of a launch as a Ray actor: its name, its creation, and its access to the run's data."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from orchestrator.data.feed.memory import MemoryShares
 from orchestrator.data.feed.pipeline_thread import SLOTS_PER_DATASET
 from orchestrator.data.spec import DataSpec
 
-# Waiting calls at one time: the ranks' and the tokenizers'.
+# The maximum number of concurrent calls of ranks and tokenizers.
 MAX_CALLS = 20_000
 
 
@@ -38,19 +35,20 @@ def start_feeder(
     memory: MemoryShares | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Creates the launch's feeder and returns its handle; it lives as long as the handle's owner. `options`:
-    more for Ray's `.options`. `tokenizer_node`: where its tokenizers run while that node lives;
-    `tokenizer_cpus`: logical CPUs that each of them takes. It uses none itself. `memory`: what each part of
-    the feed may hold; None: what the data rules bound alone.
+    """Creates the launch's feeder and returns its handle. The actor lives as long as the handle's owner.
 
-    `spec` goes into Ray's object store once, and from there to the feeder and to every tokenizer; it must fit
-    there, and each of these processes holds it in memory.
+    `options`: more options for Ray's `.options`. `tokenizer_node`: where its tokenizers run while that node
+    lives. `tokenizer_cpus`: logical CPUs of each tokenizer; the feeder itself reserves none. `memory`: what
+    each part of the feed may hold; None: only the bounds of the data rules.
+
+    `spec` is put into Ray's object store once. The feeder and every tokenizer read it from there and hold it
+    in memory, so it must fit into both.
     """
     wanted: dict[str, Any] = {
         "name": feeder_name(launch),
         "num_cpus": 0,
         "max_restarts": -1,
-        "max_task_retries": 0,  # the ranks ask again themselves
+        "max_task_retries": 0,  # the ranks retry themselves
         "max_concurrency": MAX_CALLS,
         **(options or {}),
     }
@@ -68,8 +66,8 @@ def start_feeder(
 
 
 class FeederActor(Feeder):
-    """The feeder in a process that Ray started, which outlives that Ray for a while: members that save need
-    the batch that they train.
+    """The feeder in a process that Ray started. The process outlives that Ray for a while, because members
+    that save need the batch that they are training.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -79,12 +77,11 @@ class FeederActor(Feeder):
 
 
 def pinned(spec: DataSpec) -> bytes:
-    """Puts it into Ray's object store, where it stays as long as this process is connected, and returns a
-    small value that leads to it.
+    """Puts `spec` into Ray's object store and returns a small value that leads to it.
 
-    A reference that is pickled on its own pins what it refers to. As an argument of the actor it would not,
-    and an actor that is started again needs its arguments once more; in the actor's class, where Ray
-    keeps things, too, there is room for 95 MiB.
+    The object stays as long as this process is connected. A reference that is pickled by itself pins its
+    object. Passed as an actor argument it would not, and a restarted actor needs its arguments again. The
+    actor's class, which Ray also stores, has room for only 95 MiB.
     """
     value: bytes = ray.cloudpickle.dumps(ray.put(spec))  # type: ignore[no-untyped-call]
     return value

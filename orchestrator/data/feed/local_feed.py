@@ -1,8 +1,6 @@
-"""The feed of a process without Ray (plain torchrun): a thread tokenizes ahead, the caller packs and takes
-its rank's share.
+"""The feed of a process without Ray (plain torchrun): a thread tokenizes ahead, the caller packs.
 
-It knows no feeder and no other rank; every rank of such a group reads and tokenizes the whole stream for
-itself.
+Every rank of such a group reads and tokenizes the whole stream and takes its share of it.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ from orchestrator.records.batches import BatchSlice, StepRange
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView
 
-# Chunks of about a million tokens that wait for the packer.
+# Chunks of about a million tokens that are buffered for the packer.
 CHUNKS_AHEAD = 2
 _POLL_S = 0.2
 
 
 class _Reader:
-    """A thread that puts chunks, at last None or the error that ended it, into a short queue."""
+    """A thread that puts chunks into a short queue, and at last None or the error that ended it."""
 
     def __init__(self, chunks: Iterator[TokenChunk]) -> None:
         self.queue: queue.Queue[TokenChunk | Exception | None] = queue.Queue(CHUNKS_AHEAD)
@@ -36,7 +34,7 @@ class _Reader:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread after the chunk at hand."""
+        """Stops the thread after its current chunk."""
         self._over.set()
         self._thread.join()
 
@@ -61,10 +59,10 @@ class _Reader:
 
 
 class InProcessFeed:
-    """`trainer.membership.Feed` of one rank without any other process. `replay_bytes` bounds the steps kept
-    for being asked for again.
+    """`trainer.membership.Feed` of one rank, without any other process.
 
-    Gives the same slices as the Feeder does. Not for several threads.
+    `replay_bytes` bounds the steps that are kept because they may be requested again. Returns the same slices
+    as the Feeder. Not thread-safe.
     """
 
     def __init__(self, spec: DataSpec, replay_bytes: int = 64 << 20) -> None:
@@ -74,19 +72,20 @@ class InProcessFeed:
         self._steps = ReplayBuffer(Cursor(), replay_bytes)
 
     def open(self, view: GenerationView, cursor: Cursor) -> None:
-        """Goes on at `cursor`: from memory if that is held, else by reading from there. Idempotent."""
+        """Continues at `cursor`: from memory if that is held, else by reading from there. Idempotent."""
         del view
         if self._stream is None or not self._steps.serves(cursor):
             self._reopen(cursor)
 
     def prefetch(self, steps: Sequence[StepRange], rank: int, world_size: int, micro_batch_size: int) -> None:
-        """Nothing to ask for: the thread reads ahead by itself."""
+        """Does nothing: the thread reads ahead by itself."""
 
     def get(
         self, step: StepRange, rank: int, world_size: int, micro_batch_size: int, cursor: Cursor
     ) -> BatchSlice:
-        """This rank's share of `step`; `cursor` is the one at `step.first_sample`. Raises the error that the
-        data ended with.
+        """This rank's share of `step`. `cursor` is the cursor at `step.first_sample`.
+
+        Raises the error that the data ended with.
         """
         held = self._steps.find(step.first_sample)
         if self._stream is None or held is None or held.asked != step:
@@ -96,7 +95,7 @@ class InProcessFeed:
         return held.samples.slice(*held.samples_of(rank, world_size, micro_batch_size))
 
     def close(self) -> None:
-        """Ends the reading threads."""
+        """Stops the reading threads."""
         for reader in self._readers.values():
             reader.close()
         self._readers, self._stream = {}, None

@@ -1,7 +1,7 @@
-"""How `data.memory_bytes` is divided among the feeder, the tokenizers and what is on its way between them.
+"""Divides `data.memory_bytes` among the feeder, the tokenizers and the chunks in transit.
 
-Pure: sizes go in, shares come out, and what cannot fit is refused. No share has a part in which samples there
-are, or in their order: a run may be continued with another bound.
+The division is pure: sizes in, shares out, an error if they do not fit. Shares do not affect which samples
+there are, or their order. A run may be continued with another bound.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
 
 MIB = 1 << 20
-# Measured (benchmarks/RESULTS.md): a process with its modules, before it has read anything.
+# Measured (benchmarks/RESULTS.md): a process with its modules loaded, before it reads data.
 FEEDER_PROCESS_BYTES, TOKENIZER_PROCESS_BYTES = 208 * MIB, 208 * MIB
-# A tokenizer's encoders, gigatoken's and that of `tokenizers`, take so much and so much for each entry; a
-# piece of 1 MiB that `tokenizers` encodes takes 124 bytes a byte.
+# A tokenizer's two encoders, gigatoken's and that of `tokenizers`, take this much, plus this much for each
+# vocabulary entry. `tokenizers` takes 124 bytes for each byte of a 1 MiB piece that it encodes.
 _ENCODER_BYTES, _BYTES_AN_ID, _PIECE_BYTES = 32 * MIB, 1280, 128 * MIB
-# A list of files while it is read: the file, its columns, and what is made of them.
+# Copies of a list of files while it is read: the file, its columns, and the values built from them.
 _COPIES_OF_A_LIST = 3
-# Of a token of a step: as it is held, and as its arrays are made for the digest.
+# Bytes of a token of a step: as it is held, and while its arrays are built for the digest.
 _BYTES_A_HELD_TOKEN, _BYTES_A_DRAWN_TOKEN = 6, 24
-# A decoder of .zst and .xz may ask for so much, any other reader takes less than so much.
+# A .zst or .xz decoder may allocate this much; any other reader takes less than this much.
 _LARGE_DECODERS = (".zst", ".zstd", ".xz")
 _LARGE_DECODER_BYTES, _READER_BYTES = 128 * MIB, 12 * MIB
 _MOST_OPEN = 8
-# A record of 200 MiB.
+# Enough for a record of 200 MiB.
 _USUAL_WORK_BYTES = 200 * MIB * COPIES_OF_A_RECORD
 _LEAST_WORDS_BYTES, _USUAL_WORDS_BYTES = 32 * MIB, 256 * MIB
-# A window of text, encoded: 4 bytes for each of its bytes where every byte is a token, seldom as much as one.
+# Bytes of tokens for each byte of a window: 4 if every byte is a token, rarely more than 1.
 _LEAST_A_BYTE, _USUAL_A_BYTE = 1, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryNeeds:
-    """What the shares depend on. `step_tokens` are the positions of a step, `vocab_size` the tokenizer's
-    highest id plus one, `lists_bytes` the lists of files as columns; `large_decoders`: a source has files of
-    .zst or .xz.
+    """The quantities that the shares depend on.
+
+    `step_tokens`: the positions of a step. `vocab_size`: the tokenizer's highest id plus one. `lists_bytes`:
+    the lists of files as columns. `large_decoders`: a source has .zst or .xz files.
     """
 
     num_tokenizers: int
@@ -64,11 +65,13 @@ class MemoryNeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryShares:
-    """The parts of `memory_bytes`, in bytes: what the feeder and each tokenizer take whatever the documents
-    (`feeder_bytes`, `tokenizer_bytes`), steps that may be asked for again and the one being drawn
-    (`replay_bytes`), answers to ranks (`answers_bytes`), tokens that are made and not drawn
-    (`flight_bytes`), and of each tokenizer the words that its encoder remembers, its open files, and the
-    window and document at hand (`words_bytes`, `readers_bytes`, `work_bytes`).
+    """The parts of `memory_bytes`, in bytes.
+
+    Independent of the documents: the feeder and all tokenizers' processes (`feeder_bytes`, `tokenizer_bytes`
+    for each). Steps that may be requested again and the one being drawn: `replay_bytes`. Answers to ranks:
+    `answers_bytes`. Tokens that are encoded and not drawn: `flight_bytes`. For each tokenizer: its encoder's
+    remembered words, its open files, and the current window and document (`words_bytes`, `readers_bytes`,
+    `work_bytes`).
     """
 
     memory_bytes: int
@@ -86,12 +89,12 @@ class MemoryShares:
 
     @property
     def flight_limit(self) -> int:
-        """Where tokenizers wait: each, and the feeder, may have one chunk more."""
+        """The bytes at which tokenizers wait. Each tokenizer, and the feeder, may have one more chunk."""
         return self.flight_bytes - (self.num_tokenizers + 1) * chunk_bytes_at_most()
 
     @property
     def limits(self) -> ProcessLimits:
-        """A tokenizer's."""
+        """The limits of a tokenizer process."""
         return ProcessLimits(
             words_bytes=self.words_bytes,
             work_bytes=self.work_bytes,
@@ -117,18 +120,18 @@ class MemoryShares:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """A share that may be smaller: what it needs at least, and what it usually gets."""
+    """A flexible share: the least that it needs, and its usual size."""
 
     least: int
     usual: int
 
     def of(self, part: int, whole: int) -> int:
-        """`part` of `whole` between the two; beyond it the usual."""
+        """Interpolates between the two at `part` of `whole`. Beyond `whole`: the usual size."""
         return self.least + (self.usual - self.least) * min(part, whole) // max(1, whole)
 
 
 def divide_memory(needs: MemoryNeeds, asked: int | None) -> MemoryShares:
-    """The shares of `asked` bytes; None: of what is usual for these needs.
+    """Divides `asked` bytes. None: the usual total for these needs.
 
     Raises `ConfigError` if the least that is needed is more, with both values and the largest parts.
     """
@@ -145,7 +148,7 @@ def divide_memory(needs: MemoryNeeds, asked: int | None) -> MemoryShares:
     if memory < least:
         raise ConfigError(_too_little(needs, memory, least))
     over, whole, beyond = memory - least, usual - least, max(0, memory - usual) // num
-    if needs.large_decoders:  # they have half of what is left
+    if needs.large_decoders:  # decoders get half of the rest
         beyond //= 2
         decoder_bytes += beyond // open_blocks
         readers_bytes += beyond
@@ -168,7 +171,7 @@ def divide_memory(needs: MemoryNeeds, asked: int | None) -> MemoryShares:
 
 
 def _held(needs: MemoryNeeds) -> dict[str, int]:
-    """What there is whatever the documents."""
+    """The fixed parts, independent of the documents."""
     lists = needs.lists_bytes * _COPIES_OF_A_LIST
     encoder = _ENCODER_BYTES + needs.vocab_size * _BYTES_AN_ID + _PIECE_BYTES
     step = needs.step_tokens * _BYTES_A_HELD_TOKEN
@@ -176,28 +179,28 @@ def _held(needs: MemoryNeeds) -> dict[str, int]:
         "feeder": FEEDER_PROCESS_BYTES + lists,
         "tokenizers": needs.num_tokenizers * (TOKENIZER_PROCESS_BYTES + lists + encoder),
         "steps": max(needs.replay_bytes, MIN_STEPS * step) + needs.step_tokens * _BYTES_A_DRAWN_TOKEN,
-        # one that is read, and one that is asked for ahead
+        # one that is read, and one that is prefetched
         "answers": 2 * (needs.num_ranks * TOGETHER_BYTES + step),
     }
 
 
 def _work(window_bytes: int) -> tuple[int, int]:
-    """(least, usual) of a window with its order, a batch of it and the chunk that is made."""
+    """(least, usual) bytes for a window with its order, a batch of it and the chunk being built."""
     around = 3 * chunk_bytes_at_most()
     return window_bytes * 2 + around, max(window_bytes * (1 + BYTES_A_RECORD), _USUAL_WORK_BYTES) + around
 
 
 def _readers(needs: MemoryNeeds) -> tuple[int, int]:
-    """(open blocks, what a decoder may ask for beside the reader's own buffers)."""
+    """(open blocks, bytes that a decoder may allocate beside the reader's own buffers)."""
     if needs.large_decoders:
         return min(2, needs.num_sources), _LARGE_DECODER_BYTES
     return min(_MOST_OPEN, needs.num_sources), 0
 
 
 def _flight(needs: MemoryNeeds) -> tuple[int, int]:
-    """(least, usual) of the windows that are given and not delivered, and one of each source."""
+    """(least, usual) bytes for windows that are assigned and not delivered, and one of each source."""
     windows = needs.window_bytes * (needs.num_tokenizers + SLOTS_AHEAD + 1 + needs.num_sources)
-    # a step that is gathered, and the chunk that fills it, come beside what is made for later slots
+    # a step being gathered, and the chunk that completes it, add to what is encoded for later slots
     step = max(MAX_WANTED_TOKENS, needs.step_tokens) * _BYTES_A_HELD_TOKEN
     around = 2 * step + (needs.num_tokenizers + 3) * chunk_bytes_at_most()
     return windows * _LEAST_A_BYTE + around, windows * _USUAL_A_BYTE + around
@@ -232,7 +235,7 @@ def _tokenizers(num: int) -> str:
 
 
 def mib(num_bytes: int) -> str:
-    """A number of bytes for people."""
+    """A number of bytes as text, in MiB."""
     return f"{num_bytes / MIB:,.0f} MiB"
 
 
@@ -242,7 +245,7 @@ def memory_of(job: JobConfig, spec: DataSpec) -> MemoryShares:
 
 
 def needs_of_feed(job: JobConfig, spec: DataSpec) -> MemoryNeeds:
-    """What the shares of a job depend on."""
+    """The needs of a job's feed."""
     lists = [plan.manifest.files for of in spec.lists.values() for plan in of.values()]
     return MemoryNeeds(
         num_tokenizers=job.data.num_tokenizers,

@@ -1,7 +1,4 @@
-"""The blocks that a tokenizer process has open: where a window of one was read, a later one is read on from.
-
-It knows no slot and no tokens.
-"""
+"""The open blocks of a tokenizer process: reading a later window continues where an earlier one ended."""
 
 from __future__ import annotations
 
@@ -13,31 +10,32 @@ from orchestrator.data.sources.windows import Window, read_windows
 from orchestrator.data.tokens.chunks import Passed
 from orchestrator.data.tokens.token_chunk import WindowTask
 
-# One block of a source at a time, of so many sources. An open one keeps its file and its decoder's state.
+# At most one block of a source is open, for this many sources. An open block keeps its file and its decoder's
+# state.
 MAX_OPEN = 8
 
 
 class NotWantedError(Exception):
-    """Who is notified of what is passed over does not want the rest."""
+    """The feeder no longer wants the task whose earlier windows are being skipped."""
 
 
 class OpenBlocks:
-    """Reads windows of blocks by their number. Not for several threads."""
+    """Reads windows of blocks by their number. Not thread-safe."""
 
     def __init__(self, max_open: int = MAX_OPEN) -> None:
         self._max_open = max_open
-        self._open: dict[str, _OpenBlock] = {}  # by source; the one that was used last comes last
+        self._open: dict[str, _OpenBlock] = {}  # by source, least recently used first
 
     def read(
         self, task: WindowTask, plan: SourcePlan, settings: StreamSettings, passed: Passed = lambda _: True
     ) -> Window | int:
-        """The task's window; if its block has fewer, how many those are.
+        """The task's window, or the block's number of windows if it has fewer.
 
-        What lies before is read and passed over, from where the block is open or from its beginning: `passed`
-        is called with the decoded bytes of each window of it, for it may take an hour. If it answers False,
-        `NotWantedError` is raised. Raises as `read_windows` does.
+        Windows before it are read and skipped, from the block's open position or from its beginning. That may
+        take an hour, so `passed` is called with the decoded bytes of each skipped window. Raises
+        `NotWantedError` if it returns False. Raises as `read_windows` does.
         """
-        opened = self._open.pop(task.source, None)  # after an error the block is begun anew
+        opened = self._open.pop(task.source, None)  # after an error the block is reopened
         if opened is None or not opened.leads_to(task):
             opened = _OpenBlock(task, read_windows(plan, settings, task.epoch, task.block))
         found = opened.read(task.window, passed)
@@ -54,7 +52,7 @@ class _OpenBlock:
         self._num_windows: int | None = None  # known at the end
 
     def leads_to(self, task: WindowTask) -> bool:
-        """Whether the task's window is still to come, or known to be beyond the end."""
+        """Whether the task's window is still to come, or known to lie beyond the end."""
         ahead = task.window >= (self._next if self._num_windows is None else self._num_windows)
         return (task.epoch, task.block) == self._block and ahead
 
@@ -67,7 +65,7 @@ class _OpenBlock:
             if window.number == number:
                 return window
             num_bytes = sum(int(part.records.sizes.sum()) for part in window.parts)
-            del window  # else there would be two while the next one is read
+            del window  # frees it before the next one is read
             if not passed(num_bytes):
                 raise NotWantedError
         return self._num_windows

@@ -1,6 +1,6 @@
-"""One opening of the stream at a cursor, as plain state: what the slots are, what is delivered and packed.
+"""One opening of the stream at a cursor, as plain state: its slots, delivered chunks and packed steps.
 
-It knows no Ray, no thread and no waiting; the feeder asks it what may happen now.
+The feeder queries it for what may happen now.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from orchestrator.records.cursor import Cursor
 if TYPE_CHECKING:
     from orchestrator.data.feed.memory import MemoryShares
 
-# So many tokens at most, and a chunk, are taken from the pipeline before their steps are drawn.
+# At most this many tokens, and one chunk, are taken from the pipeline before their steps are drawn.
 MAX_WANTED_TOKENS = 1 << 23
 
 
 class Opening:
-    """The stream from `cursor` on: the slots of the pipeline on one side, steps on the other.
+    """The stream from `cursor` on: slots for the pipeline, steps for the ranks.
 
-    `after`: the opening before it, of whose slots the pipeline that runs goes on. Raises `DataIdentityError`
+    `after`: the previous opening; the running pipeline continues from its slots. Raises `DataIdentityError`
     if the data have no such place.
     """
 
@@ -61,8 +61,10 @@ class Opening:
         return self.slots.arriving or bool(self.stream.needs) or self.buffered_tokens < self._wanted_tokens
 
     def want(self, steps: Sequence[StepRange]) -> bool:
-        """So many steps are asked for together: as many more will be, and their tokens are wanted before, up
-        to `MAX_WANTED_TOKENS`. Whether the next chunk is wanted only now.
+        """Requests the tokens of as many steps as `steps` ahead of time, up to `MAX_WANTED_TOKENS`.
+
+        Ranks that request this many steps together will request as many again. Returns whether this call made
+        the next chunk wanted.
         """
         wanted = self.wants
         self._wanted_tokens = min(sum(step.num_tokens for step in steps), MAX_WANTED_TOKENS)
@@ -75,7 +77,7 @@ class Opening:
 
     @property
     def buffered_tokens(self) -> int:
-        """Tokens that are there and not drawn."""
+        """Tokens that are delivered and not drawn."""
         return sum(map(self.stream.buffered_tokens, self.slots.sources))
 
     def begin(self, slot: int) -> WindowTask | NoTask:
@@ -87,17 +89,17 @@ class Opening:
         return task
 
     def announce(self, slot: int, num_bytes: int) -> None:
-        """A tokenizer hands on a chunk of so many bytes for `slot`."""
-        if slot >= self.slots.taken:  # else the window is here already
+        """A tokenizer sends a chunk of `num_bytes` for `slot`."""
+        if slot >= self.slots.taken:  # else the window has already arrived
             self._flight.announce(slot, num_bytes)
 
     def goes_on(self, slot: int) -> Admission:
-        """Whether a tokenizer may hand on another chunk for `slot` now."""
+        """Whether a tokenizer may send another chunk for `slot` now."""
         due, needs = self.slots.taken, bool(self.stream.needs)
         return self._flight.goes_on(slot, due, needs, self.stream.buffered_tokens)
 
     def no_room(self) -> FeedError:
-        """Why no chunk will ever be admitted."""
+        """The error for the case that no chunk will ever be admitted."""
         memory, held = self._memory, self._flight.held_bytes(self.stream.buffered_tokens)
         assert memory is not None, "without a bound there is room"
         return FeedError(
@@ -113,8 +115,9 @@ class Opening:
         return self.slots.awaited
 
     def take(self, slot: int, chunk: TokenChunk | None) -> None:
-        """The next chunk in order, None for a slot without one. Raises `DataIdentityError` if the cursor's
-        tokens are not reproduced.
+        """Takes the next chunk in order, None for a slot without one.
+
+        Raises `DataIdentityError` if the cursor's tokens are not reproduced.
         """
         if self.slots.has(slot):
             self._flight.take(slot, chunk)
@@ -132,7 +135,7 @@ class Opening:
 
 
 def source_windows(spec: DataSpec, cursor: Cursor) -> list[SourceWindows]:
-    """What each source has from the cursor on. Raises `DataIdentityError` if it has no such block."""
+    """The windows of each source from the cursor on. Raises `DataIdentityError` if it has no such block."""
     return [
         SourceWindows(
             source=plan.source,
@@ -152,8 +155,8 @@ def _expected(spec: DataSpec, source: str, epoch: int, position: int) -> int:
 
 
 def expected_windows(plan: SourcePlan, settings: StreamSettings, epoch: int, position: int) -> int:
-    """About how many windows the block at `position` of an epoch has, at least 1. Exact only where reading
-    it shows the same.
+    """The estimated number of windows of the block at `position` of an epoch, at least 1. An estimate, exact
+    only where reading the block gives the same number.
     """
     block = block_at(settings.seed, plan.source, epoch, position, plan.num_blocks, settings.shuffle)
     parts = (part for fragment in plan.fragments(block) for part in plan.parts(fragment))

@@ -1,7 +1,6 @@
-"""The Ray Data pipeline: slot numbers go in, the token chunks of their windows come out in the
-order of the slots.
+"""The Ray Data pipeline: turns slot numbers into the token chunks of their windows, in slot order.
 
-It knows no packing, no step and no rank; what a slot is, and when there is room for it, it asks the feeder.
+Its tokenizers ask the feeder which window a slot is, and wait there until there is room for it.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from orchestrator.data.tokens.encoders import Encoders
 from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import FeedError, OrchestratorError
 
-# One slot per tokenizer at a time: a slot that Ray repeats after a kill can then never stand after one that
-# waits for room, which would wait for ever. The feeder's look-ahead hides the gap between two slots.
+# A tokenizer runs one slot at a time. A slot that Ray repeats after a kill can then never queue behind one
+# that waits for room, which would deadlock. The feeder's prefetch hides the gap between two slots.
 SLOTS_PER_TOKENIZER = 1
-# Training processes come first on a shared machine.
+# Training processes have priority on a shared machine.
 TOKENIZER_NICENESS = 19
 
 _INT32S = ("tokens", "record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file")
-# `loss` is null where all tokens are targets, `output` where each record gives one document
+# `loss` is null if all tokens are targets, `output` if each record gives one document
 _BINARIES = dict.fromkeys(_INT32S, "<i4") | {"place": "<i8", "loss": "?", "output": "<i4"}
 _TEXTS = ("bad_reasons", "encoder_differences")
 _SCALARS = ("source", "epoch", "block", "window", "ends_window", "ends_block")
@@ -62,7 +61,7 @@ _ROW = pa.schema(
 
 
 class SlotSource(Datasource):
-    """Slot numbers, one block each. Reading one opens no file; Ray does it inside the tokenizer."""
+    """Slot numbers, one block each. Reading one opens no file. Ray does it inside the tokenizer."""
 
     def __init__(self, slots: range) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -75,7 +74,7 @@ class SlotSource(Datasource):
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
-        """A task per slot, whatever parallelism Ray proposes: the blocks must not depend on the cluster."""
+        """One task per slot, whatever parallelism Ray proposes: the blocks must not depend on the cluster."""
         del parallelism, per_task_row_limit, data_context
         one = BlockMetadata(num_rows=1, size_bytes=8, input_files=None, exec_stats=None)
         return [ReadTask(partial(_slot_block, slot), one) for slot in self._slots]
@@ -86,14 +85,14 @@ def _slot_block(slot: int) -> list[pa.Table]:
 
 
 class Tokenizer:
-    """What each actor of the pool runs: asks the feeder what a slot is, reads that window and encodes it.
+    """The actor of the pool: asks the feeder for its slot's window, reads that window and encodes it.
 
-    Whatever goes wrong is reported to the feeder first, as an error of ours with its full text; the exception
-    then ends the dataset. A slot that is repeated after this process was killed gives the same chunks.
+    Every failure is first reported to the feeder, as an error of ours with its full text. The exception then
+    ends the dataset. A slot that is repeated after this process was killed gives the same chunks.
     """
 
     def __init__(self, spec: Any, feeder: Any, pipeline: int, limits: ProcessLimits | None) -> None:
-        """`spec`: a reference to it. `pipeline`: the feeder's number of the one that it belongs to."""
+        """`spec`: an object reference to the spec. `pipeline`: the feeder's number of the pipeline."""
         self._reference, self._feeder, self._pipeline = spec, feeder, pipeline
         limits = limits or ProcessLimits()
         limit_process(limits)
@@ -102,7 +101,7 @@ class Tokenizer:
         os.nice(TOKENIZER_NICENESS)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it has one CPU
 
-    # both at the first slot, not at the start: an error here must be reported, not restarted
+    # both are loaded at the first slot: an error at actor start would cause restarts instead of a report
     @cached_property
     def _spec(self) -> DataSpec:
         spec: DataSpec = ray.get(self._reference)
@@ -113,16 +112,17 @@ class Tokenizer:
         return self._spec.build_encoders()
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        """The chunks of one slot, a table of one row each; a row that says so for a slot that is no window,
-        and as the last one of a slot that is not wanted any more, because the feeder went on to another
-        place.
+        """Yields the chunks of one slot, each as a table of one row.
+
+        A slot that is no window yields a row without a chunk. So does a slot that is no longer wanted because
+        the feeder moved to another place, after the chunks made so far.
         """
         slot = int(batch["slot"][0].as_py())
         try:
             for chunk in self._chunks(slot):
                 yield chunk_to_row(slot, chunk)
         except TaskCancelledError:
-            raise  # the dataset is being closed: whoever does that knows why, and says it
+            raise  # the dataset is being closed, and its closer reports why
         except NotWantedError:
             yield _no_window(slot)
         except Exception as error:
@@ -134,17 +134,19 @@ class Tokenizer:
         task, window, wanted = self._read(slot)
         plan = self._spec.plan_of(task.source, task.epoch)
         for chunk in tokenize_window(task, window, plan, self._encoders, self._spec.settings):
-            # asked for each chunk, so that what is made waits for room, and a place that is left is left
-            # within two: the feeder answers when it has time, while the next one is made
+            # Requested for each chunk, so that a tokenizer waits for room and abandons an unwanted place
+            # within two chunks. The feeder answers while the next chunk is made.
             if not ray.get(wanted):
                 raise NotWantedError
             wanted = self._feeder.room.remote(self._pipeline, slot, chunk_bytes(chunk))
             yield chunk
 
     def _read(self, slot: int) -> tuple[WindowTask, Window, Any]:
-        """What the slot is, its window, read, and a reference to whether it is still wanted; the feeder is
-        notified at once of what follows it, which others can then be given. Raises `NotWantedError` if there
-        is no window for it.
+        """Reads the slot's window. Returns its task, the window, and a reference to whether it is still
+        wanted.
+
+        The feeder is notified at once of what follows the window, so that it can assign that to other
+        tokenizers. Raises `NotWantedError` if there is no window for the slot.
         """
         while (task := ray.get(self._feeder.slot.remote(self._pipeline, slot))) is not None:
             plan = self._spec.plan_of(task.source, task.epoch)
@@ -168,8 +170,8 @@ def _no_window(slot: int) -> pa.Table:
 
 
 def _of_ours(error: Exception) -> OrchestratorError:
-    """The error itself if its class says who acts; any other as a `FeedError` with the traceback, because its
-    class may not pickle.
+    """The error itself if it is one of ours. Any other as a `FeedError` with the traceback, because its class
+    may not pickle.
     """
     if isinstance(error, OrchestratorError):
         return error
@@ -179,7 +181,7 @@ def _of_ours(error: Exception) -> OrchestratorError:
 
 
 def chunk_to_row(slot: int, chunk: TokenChunk) -> pa.Table:
-    """A chunk as a table of one row: integers, and the arrays as little-endian bytes, which it shares."""
+    """A chunk as a table of one row: integers, and the arrays as little-endian bytes that share memory."""
     values: dict[str, Any] = {"slot": [slot]}
     values |= {name: [getattr(chunk, name)] for name in _SCALARS}
     values |= {name: [list(getattr(chunk, name))] for name in _TEXTS}
@@ -188,7 +190,7 @@ def chunk_to_row(slot: int, chunk: TokenChunk) -> pa.Table:
 
 
 def _binary(array: npt.NDArray[Any] | None, kind: str) -> pa.LargeBinaryArray:
-    """One value, of the array's memory: Arrow's own way copies it."""
+    """A column of one value over the array's memory. Arrow's own constructor would copy it."""
     if array is None:
         return pa.nulls(1, pa.large_binary())
     data = np.ascontiguousarray(array, dtype=kind).view(np.uint8)
@@ -197,8 +199,9 @@ def _binary(array: npt.NDArray[Any] | None, kind: str) -> pa.LargeBinaryArray:
 
 
 def row_to_chunk(row: pa.Table) -> tuple[int, TokenChunk | None]:
-    """The inverse of `chunk_to_row`: (slot, chunk), no chunk for a slot that is no window. The arrays are
-    read-only views of the table's memory.
+    """The inverse of `chunk_to_row`: (slot, chunk), with None for a slot that is no window.
+
+    The arrays are read-only views of the table's memory.
     """
     slot = int(row["slot"][0].as_py())
     if row["source"][0].as_py() is None:
@@ -210,7 +213,7 @@ def row_to_chunk(row: pa.Table) -> tuple[int, TokenChunk | None]:
 
 
 def _array(value: pa.LargeBinaryArray, kind: str) -> npt.NDArray[Any] | None:
-    """The inverse of `_binary`; a value that is taken out of its column is a copy."""
+    """The inverse of `_binary`. Works on the buffers, because a value taken out of its column is a copy."""
     if value.null_count:
         return None
     _, offsets, data = value.buffers()
@@ -220,12 +223,12 @@ def _array(value: pa.LargeBinaryArray, kind: str) -> npt.NDArray[Any] | None:
 
 
 def _configure(num_cpus: float) -> None:
-    """How Ray Data has to run for us, in this process, which is the feeder's and runs no other dataset."""
+    """Configures Ray Data for this process, the feeder's, which runs no other dataset."""
     take_own_share(num_cpus)
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
-    context.target_max_block_size = 1  # every chunk is a block: it leaves the actor as soon as it is there
-    context.execution_no_progress_timeout_s = -1  # waiting for room is no fault: training may pause for hours
+    context.target_max_block_size = 1  # every chunk is a block: it leaves the actor as soon as it is made
+    context.execution_no_progress_timeout_s = -1  # waiting for room is normal: training may pause for hours
     context.max_errored_blocks = 0
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -241,18 +244,21 @@ def read_chunks(
     tokenizer_cpus: float = 1.0,
     limits: ProcessLimits | None = None,
 ) -> Generator[tuple[int, TokenChunk | None]]:
-    """Runs one dataset over `slots` and yields (slot, chunk) in order; no chunk where a slot is no window.
-    `spec`: a reference to the `DataSpec`; `pipeline`: what the tokenizers tell the feeder who they are.
+    """Runs one dataset over `slots` and yields (slot, chunk) in order, with None for a slot that is no
+    window.
 
-    Each tokenizer takes `tokenizer_cpus` logical CPUs; with 0 it runs beside others, at its low priority.
-    Blocks while the tokenizers have no room. Closing the generator ends the dataset and lets its actors go
-    after the chunk at hand. Raises whatever ended the dataset; a killed tokenizer does not: it is replaced
-    and its slots are repeated.
+    `spec`: an object reference to the `DataSpec`. `pipeline`: the number by which tokenizers identify
+    themselves to the feeder. Each tokenizer takes `tokenizer_cpus` logical CPUs; with 0 it runs beside
+    others, at its low priority.
+
+    Blocks while the tokenizers have no room. Closing the generator ends the dataset; its actors end after
+    their current chunk. Raises the error that ended the dataset. A killed tokenizer is not an error: it is
+    replaced and its slots are repeated.
     """
     _configure(num_tokenizers * tokenizer_cpus)
-    # where the launch has kept room for them, so that they take no worker's place; elsewhere when that node
-    # is gone The same for reading and encoding: else Ray does not fuse the two, and reading, in tasks of its
-    # own, waits for a CPU that nobody has counted.
+    # The node on which the launch has reserved room for tokenizers, so that they take no worker's place;
+    # another node if it is gone. Reading uses the same options as encoding. Otherwise Ray would not fuse the
+    # two, and separate reading tasks would wait for a CPU that was never reserved.
     placed: dict[str, Any] = {"num_cpus": tokenizer_cpus}
     if node_id is not None:
         placed["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node_id, soft=True)

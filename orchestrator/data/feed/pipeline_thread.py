@@ -1,8 +1,6 @@
-"""The thread that reads a pipeline beside the feeder's event loop: one dataset after the other, each chunk
-when it is wanted.
+"""The thread that reads a pipeline beside the feeder's event loop, one dataset after the other.
 
-It knows no step and no rank: what is wanted, and for how long, it asks the feeder. Ray Data is loaded in the
-thread.
+It takes a chunk when the feeder wants one. Ray Data is loaded in the thread.
 """
 
 from __future__ import annotations
@@ -25,16 +23,16 @@ from orchestrator.paused_gc import paused_gc
 
 Result = TypeVar("Result")
 
-# One dataset runs over so many slots, then the next one starts: Ray lists a dataset's inputs in advance.
+# A dataset runs over this many slots, then the next one starts: Ray lists a dataset's inputs in advance.
 SLOTS_PER_DATASET = 256
-# What the threads of a pipeline are called: ours, and Ray Data's.
+# Name prefixes of a pipeline's threads: ours, and Ray Data's.
 _PIPELINE_THREADS = ("pipeline-", DATASET_THREADS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSettings:
-    """What every pipeline of a feeder is: `spec` is a reference to the `DataSpec`; the rest as in
-    `pipeline.read_chunks`.
+    """Settings of all pipelines of a feeder. `spec` is an object reference to the `DataSpec`. For the others,
+    see `pipeline.read_chunks`.
     """
 
     spec: Any
@@ -46,27 +44,29 @@ class PipelineSettings:
 
 
 class Taker(Protocol):
-    """Who takes what a pipeline reads, on the event loop that started its thread."""
+    """The consumer of a pipeline's chunks, on the event loop that started its thread."""
 
     async def goes_on(self, pipeline: int) -> bool:
-        """Whether this pipeline has more to read; if not, it is none any more."""
+        """Whether this pipeline has more to read. If not, it stops being the current one."""
 
     async def take(self, pipeline: int, slot: int, chunk: TokenChunk | None) -> bool:
-        """Hands over a chunk, or a slot without one, once a chunk is wanted; False: none will be any more."""
+        """Waits until a chunk is wanted and takes it, or a slot without one. Returns False if no more are
+        wanted.
+        """
 
     async def pipeline_failed(self, pipeline: int, error: Exception) -> None:
-        """It ended with `error`."""
+        """The pipeline ended with `error`."""
 
 
 class PipelineThreads:
-    """The threads of one feeder: one reads, those before it may be on their way out."""
+    """The threads of one feeder: the current reader, and earlier ones that may still be ending."""
 
     def __init__(self, settings: PipelineSettings) -> None:
         self._settings = settings
         self._threads: list[threading.Thread] = []
 
     def start(self, pipeline: int, taker: Taker) -> None:
-        """Reads the pipeline of this number for `taker`, which lives on the running loop."""
+        """Reads the pipeline of this number for `taker`, which runs on the current event loop."""
         reader = threading.Thread(
             target=read_pipeline,
             args=(self._settings, pipeline, taker, asyncio.get_running_loop()),
@@ -77,7 +77,7 @@ class PipelineThreads:
         reader.start()
 
     async def joined(self) -> None:
-        """Returns when all of them are gone."""
+        """Waits until all threads have ended."""
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
 
@@ -85,8 +85,9 @@ class PipelineThreads:
 def read_pipeline(
     settings: PipelineSettings, pipeline: int, taker: Taker, loop: asyncio.AbstractEventLoop
 ) -> None:
-    """Reads to the end of data or of the pipeline, in the calling thread. Raises nothing: whatever goes wrong
-    `taker` hears.
+    """Reads to the end of the data or of the pipeline, in the calling thread.
+
+    Raises nothing: errors are reported to `taker`.
     """
 
     def call(what: Coroutine[Any, Any, Result]) -> Result:
@@ -98,7 +99,7 @@ def read_pipeline(
             from orchestrator.data.feed.pipeline import read_chunks
 
         feeder, limit = ray.get_runtime_context().current_actor, settings.slots_per_dataset
-        for first in count(0, limit):  # how many slots there will be nobody knows
+        for first in count(0, limit):  # the number of slots is not known in advance
             if not call(taker.goes_on(pipeline)):
                 return
             items = read_chunks(
@@ -115,10 +116,10 @@ def read_pipeline(
                 for slot, chunk in items:
                     if not call(taker.take(pipeline, slot, chunk)):
                         return
-    except Exception as error:  # noqa: BLE001  whatever it is, the ranks must hear of it
+    except Exception as error:  # noqa: BLE001  reported to the ranks
         call(taker.pipeline_failed(pipeline, error))
 
 
 def num_pipeline_threads() -> int:
-    """How many threads of pipelines this process has, ours and Ray Data's."""
+    """The number of this process's pipeline threads, ours and Ray Data's."""
     return sum(thread.name.startswith(_PIPELINE_THREADS) for thread in threading.enumerate())

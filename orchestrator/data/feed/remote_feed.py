@@ -1,7 +1,7 @@
-"""The rank's side of the feeder: `Feed` of the training loop over remote calls, some steps ahead, through a
-restart of the feeder.
+"""The rank's side of the feeder: the training loop's `Feed`, over remote calls.
 
-It knows no pipeline and no packer, so that a training process loads neither.
+It prefetches some steps and survives a restart of the feeder. It does not import the pipeline or the packer,
+so a training process loads neither.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from orchestrator.data.feed.feed_notes import FeedNotes
     from orchestrator.data.packing.step_samples import StepShare
 
-# A killed feeder is back after about a second; a lost machine takes as long as Ray needs to notice.
+# A killed feeder is back after about a second. For a lost machine, it takes as long as Ray needs to detect
+# that.
 AWAY_LIMIT_S = 120.0
-# A feeder that says nothing for so long is asked whether it lives, and has as long again to answer.
+# A feeder that does not answer for this long is checked for life, and has as long again to answer.
 UNRESPONSIVE_S = 60.0
-# A feeder that dies so often over one step dies because of it.
+# A feeder that dies this often over one step dies because of that step.
 MAX_DEATHS = 5
 _RETRY_S = 0.1
 
@@ -39,11 +40,10 @@ _Rank = tuple[int, int, int]  # rank, world size, micro-batch size
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reopen:
-    """The feeder's answer instead of a slice: it holds nothing at that place; open it with the cursor you
-    hold and ask again.
+    """The feeder's answer if it does not hold a step: call `open` with your cursor and ask again.
 
-    `generation` is the newest (attempt, generation) that it has heard of: a caller of an older one has been
-    left behind.
+    `generation` is the newest (attempt, generation) that called the feeder. A caller of an older generation
+    has been left behind.
     """
 
     generation: tuple[int, int]
@@ -52,18 +52,19 @@ class Reopen:
 
 @cache
 def _named(name: str) -> Any:
-    """Asked for once: the GCS, which knows it, may stand still later."""
+    """Looked up once: the GCS, which resolves the name, may hang later."""
     return ray.get_actor(name)
 
 
 async def notes_of(name: str, consumed_samples: int) -> FeedNotes | None:
-    """What the feeder of this name has noted (see `Feeder.notes`), for another actor of its launch; None if
-    it is away.
+    """The notes of the feeder with this name (see `Feeder.notes`), for another actor of its launch.
+
+    Returns None if the feeder is unavailable.
     """
     try:
         feeder = await asyncio.to_thread(_named, name)
         notes: FeedNotes = await feeder.notes.remote(consumed_samples)
-    except (RayError, ValueError):  # the latter: there is no such actor
+    except (RayError, ValueError):  # ValueError: there is no such actor
         return None
     return notes
 
@@ -71,31 +72,33 @@ async def notes_of(name: str, consumed_samples: int) -> FeedNotes | None:
 class RayFeed:
     """`trainer.membership.Feed` of one rank. `feeder` is the handle of the launch's `Feeder`.
 
-    Every answer is a pure function of the range asked for, so a slice fetched ahead stays good in another
-    generation as long as it is still this rank's, and everything may be asked for again. The arrays of a
-    slice belong to the caller and may be written to.
+    Every answer is a pure function of the requested range. A prefetched slice therefore stays valid in
+    another generation as long as it is still this rank's, and everything may be requested again. The arrays
+    of a slice belong to the caller, who may write to them.
     """
 
     def __init__(self, feeder: Any, launch: str, away_limit_s: float = AWAY_LIMIT_S) -> None:
         self._feeder, self._launch, self._away_limit_s = feeder, launch, away_limit_s
         self._generation = (0, 0)
-        self._rank: _Rank = (0, 1, 1)  # whose shares the following are
-        self._held: dict[StepRange, StepShare] = {}  # by what was asked, in the order of the steps
-        self._ahead: tuple[tuple[StepRange, ...], Any] | None = None  # what is asked for
+        self._rank: _Rank = (0, 1, 1)  # the rank of the shares below
+        self._held: dict[StepRange, StepShare] = {}  # by requested step, in the order of the steps
+        self._ahead: tuple[tuple[StepRange, ...], Any] | None = None  # the request in flight
 
     def open(self, view: GenerationView, cursor: Cursor) -> None:
-        """A new generation, which goes on at `cursor`. Returns at once; the feeder opens in the background.
-        Idempotent.
+        """Starts a new generation, which continues at `cursor`.
+
+        Returns at once; the feeder opens in the background. Idempotent.
         """
         self._generation = (view.attempt, view.generation)
-        # what is still this rank's is recognized by its request; a call that fails here shows in the next
-        # `get`
+        # `_serve` drops held shares that are no longer this rank's. A call that fails here shows in the next
+        # `get`.
         self._feeder.open.remote(self._launch, self._generation, cursor)
 
     def prefetch(self, steps: Sequence[StepRange], rank: int, world_size: int, micro_batch_size: int) -> None:
-        """Asks for the slices that will probably be wanted next, unless half of them are here or they are
-        asked for already: the answer then comes while the other half is trained. Never blocks; a failure
-        shows in the `get` for them.
+        """Requests the slices that will probably be needed next.
+
+        Does nothing if half of them are held or if they are already requested: the answer then arrives while
+        the other half is trained. Never blocks. A failure shows in the `get` for them.
         """
         self._serve((rank, world_size, micro_batch_size))
         missing = tuple(step for step in steps if step not in self._held)
@@ -106,18 +109,18 @@ class RayFeed:
     def get(
         self, step: StepRange, rank: int, world_size: int, micro_batch_size: int, cursor: Cursor
     ) -> BatchSlice:
-        """This rank's share of `step`; blocks until it is there. `cursor` is the one at `step.first_sample`,
-        for a feeder that lost its place.
+        """Waits for this rank's share of `step`. `cursor` is the cursor at `step.first_sample`, for a feeder
+        that lost its place.
 
         Raises the error that the data ended with (`DataError`, `DataIdentityError`, …), `FeedError` if no
-        feeder answers, and `RuntimeError` if this rank's generation is over for the others and its samples
+        feeder answers, and `RuntimeError` if the other ranks have left this rank's generation and its samples
         are gone.
         """
         self._serve((rank, world_size, micro_batch_size))
         share = self._held.pop(step, None)
         if share is not None:
             return share.slice()
-        self._held.clear()  # of steps before it, or of another place
+        self._held.clear()  # of earlier steps, or of another place
         ahead, self._ahead = self._ahead, None
         steps, answer = ahead if ahead is not None and ahead[0][0] == step else ((step,), None)
         answer = answer or self._ask(steps)
@@ -127,7 +130,7 @@ class RayFeed:
                 reply = ray.get(answer, timeout=UNRESPONSIVE_S)
             except GetTimeoutError:
                 self._require_alive(step)
-                continue  # the feeder lives, and says itself when it gives up
+                continue  # the feeder is alive, and itself reports when it gives up
             except RayActorError as error:
                 deaths += 1
                 if deaths > MAX_DEATHS:
@@ -148,7 +151,7 @@ class RayFeed:
             answer = self._ask(steps)
 
     def _serve(self, rank: _Rank) -> None:
-        """What is here or asked for is dropped if it is not this rank's."""
+        """Drops held and requested shares if they are not this rank's."""
         if rank != self._rank:
             self._rank, self._ahead = rank, None
             self._held.clear()
@@ -165,8 +168,8 @@ class RayFeed:
         self._feeder.open.remote(self._launch, self._generation, cursor)
 
     def _require_alive(self, step: StepRange) -> None:
-        """Raises `FeedError` if the feeder's process is there, but does not answer: it is frozen."""
-        with suppress(RayActorError):  # dead is not frozen: `get` sees to it
+        """Raises `FeedError` if the feeder's process is alive but does not answer."""
+        with suppress(RayActorError):  # a dead feeder is not frozen; `get` handles it
             try:
                 ray.get(self._feeder.stats.remote(), timeout=UNRESPONSIVE_S)
             except GetTimeoutError as error:
@@ -177,7 +180,7 @@ class RayFeed:
                 ) from error
 
     def _await_feeder(self, last: RayActorError) -> None:
-        """Returns when it answers; `FeedError` where it stays away, or is there and hangs, for too long."""
+        """Waits until the feeder answers. Raises `FeedError` if it is away or hangs for too long."""
         deadline = time.monotonic() + self._away_limit_s
         while (left_s := deadline - time.monotonic()) > 0:
             with suppress(GetTimeoutError):

@@ -1,8 +1,4 @@
-"""The steps that may be asked for again: a bounded row of steps, each beginning where the one before it
-ends.
-
-It knows no pipeline, no Ray and no rank.
-"""
+"""A bounded buffer of consecutive steps that may be requested again."""
 
 from __future__ import annotations
 
@@ -14,17 +10,18 @@ from orchestrator.planning.batches import rank_samples
 from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
 
-# Shares that are there are answered together up to this: through Ray's object store an answer costs the
+# Shares that are ready are answered together up to this size. An answer through Ray's object store costs the
 # feeder over a millisecond, whatever its size.
 TOGETHER_BYTES = 4 << 20
-# However small the limit, these stay: the step being trained and the one fetched ahead of it.
+# The minimum number of held steps, whatever the limit: the one in training and the one prefetched.
 MIN_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldStep:
-    """The samples of a step, what was asked for (more than it holds at the end of the data), and the cursor
-    before it.
+    """The samples of a step, the requested range, and the cursor before the step.
+
+    The range is longer than the samples at the end of the data.
     """
 
     asked: StepRange
@@ -32,20 +29,20 @@ class HeldStep:
     samples: StepSamples
 
     def samples_of(self, rank: int, world_size: int, micro_batch_size: int) -> tuple[int, int]:
-        """A rank's part of it: [start, stop)."""
+        """A rank's samples of the step: [start, stop)."""
         step = self.samples.step
         return rank_samples(step.first_sample, step.num_samples, micro_batch_size, rank, world_size)
 
     @property
     def end(self) -> int:
-        """The first sample after it."""
+        """The first sample after the step."""
         return self.samples.cursor.consumed_samples
 
 
 class ReplayBuffer:
-    """Holds steps in order, at most about `limit_bytes` of them: the oldest go first.
+    """Holds steps in order, at most about `limit_bytes` of them. The oldest are dropped first.
 
-    `start` is the cursor from which the first step will be drawn. A step that is asked for again gives the
+    `start` is the cursor from which the first step will be drawn. A step that is requested again gives the
     same bytes, because it is the same object.
     """
 
@@ -61,16 +58,16 @@ class ReplayBuffer:
 
     @property
     def next_cursor(self) -> Cursor:
-        """Where the next step will be drawn."""
+        """The cursor from which the next step will be drawn."""
         return self._next
 
     @property
     def first_sample(self) -> int:
-        """The oldest sample that can still be given."""
+        """The oldest sample that is still held."""
         return self._steps[0].before.consumed_samples if self._steps else self._next.consumed_samples
 
     def append(self, asked: StepRange, samples: StepSamples) -> HeldStep:
-        """Takes the step drawn at `next_cursor`; drops the oldest ones beyond the limit."""
+        """Adds the step drawn at `next_cursor`. Drops the oldest steps beyond the limit."""
         assert asked.first_sample == self._next.consumed_samples, (
             f"{asked} does not follow {self._next.consumed_samples}"
         )
@@ -88,15 +85,14 @@ class ReplayBuffer:
         return self._by_first.get(first_sample)
 
     def serves(self, cursor: Cursor) -> bool:
-        """Whether the stream from `cursor` on can be given: a held step, or the next one, begins exactly
-        there.
-        """
+        """Whether a held step, or the next one, begins exactly at `cursor`."""
         return cursor == self._next or any(held.before == cursor for held in self._steps)
 
     def has_room_ahead(self, first_sample: int) -> bool:
-        """Whether one more step, as large as the newest, may be drawn before it is waited for; its caller is
-        given those from `first_sample` on. With these, and the one before them, which another rank may still
-        have to ask for, it must fit into half of the limit. The other half is for going back.
+        """Whether one more step, as large as the newest, may be drawn ahead of its request.
+
+        The caller receives the steps from `first_sample` on. These, the step before them, which another rank
+        may still request, and the new step must fit into half of the limit. The other half is for going back.
         """
         ahead = 0
         for held in reversed(self._steps):
@@ -107,7 +103,7 @@ class ReplayBuffer:
         return ahead + newest <= self._limit_bytes // 2
 
     def committed(self, consumed_samples: int) -> None:
-        """Drops the steps that end at or before a committed point: nothing goes back before it while the
+        """Drops the steps that end at or before a committed point. No rank goes back before it while the
         group lives.
         """
         while len(self._steps) > MIN_STEPS and self._steps[0].end <= consumed_samples:
@@ -116,6 +112,6 @@ class ReplayBuffer:
     def _drop_oldest(self) -> None:
         oldest = self._steps.popleft()
         first = oldest.before.consumed_samples
-        if self._by_first.get(first) is oldest:  # after an empty step comes another one at the same place
+        if self._by_first.get(first) is oldest:  # an empty step precedes another one at the same place
             del self._by_first[first]
         self.held_bytes -= oldest.samples.nbytes

@@ -1,7 +1,4 @@
-"""Which window each slot of the pipeline is, and each source's windows back in their order: plain state.
-
-It knows no Ray, no thread, no file and no tokens; who reads a window says what it has found.
-"""
+"""Assigns windows to the slots of the pipeline, and puts each source's windows back in order."""
 
 from __future__ import annotations
 
@@ -13,19 +10,19 @@ from enum import Enum
 from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import DataIdentityError, FeedError
 
-# Windows that are given and not delivered: this many more than there are tokenizers, and one that is taken.
+# Windows that are assigned and not delivered: the number of tokenizers, this many more, and one being taken.
 SLOTS_AHEAD = 1
-# Slots that are done stay known for so long: Ray may execute one again whose process was killed while it
-# ended.
+# Finished slots are remembered for this many slots: Ray may execute one again if its process was killed while
+# it ended.
 SLOTS_REMEMBERED = 64
-# Tokens of a source's window, as long as none was delivered.
+# Estimated tokens of a source's window until one was delivered.
 FIRST_GUESS = 1 << 21
 
 _Key = tuple[int, int, int]  # epoch, block, window
 
 
 class NoTask(Enum):
-    """Why a slot is no window: it is to ask again when something changed, or there are no more windows."""
+    """Why a slot is no window: ask again after a change, or there are no more windows."""
 
     NOT_YET = "not yet"
     OVER = "over"
@@ -37,13 +34,14 @@ def _always(_: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceWindows:
-    """A source from `first` on (None: its data are over there), until epoch `num_epochs` begins (None:
-    endless). `num_blocks` says how many blocks an epoch has, `has_list` whether that is known: if not, none
-    of its windows is given before it is.
+    """A source's windows from `first` until the beginning of epoch `num_epochs`.
 
-    `expected` says of (epoch, block) how many windows it will probably have: an estimate, at least 1, wrong
-    in either direction without harm to the stream. `share` is the source's part of the mixture, in tokens and
-    in any unit.
+    `first` None: its data have ended there. `num_epochs` None: endless. `num_blocks` returns the number of
+    blocks of an epoch. `has_list` returns whether that is known; before it is, none of the epoch's windows is
+    assigned.
+
+    `expected` returns the estimated number of windows of (epoch, block), at least 1. A wrong estimate does
+    not change the stream. `share` is the source's part of the mixture, in tokens, in any unit.
     """
 
     source: str
@@ -56,39 +54,40 @@ class SourceWindows:
 
 
 class Slots:
-    """Gives windows to slots, takes the slots' chunks, and delivers each source's chunks in stream order.
+    """Assigns windows to slots, takes the slots' chunks, and delivers each source's chunks in stream order.
 
-    Slots are given in the order of their numbers, each the next window of the source that will run dry first;
-    asked again, a slot is the same. How many windows a block has is known only when it is read to its end:
-    `expected` of them are given at once, side by side. If there are more, they come before anything later of
-    their source, and what was tokenized early is held; if there are fewer, the slots of those that are not
-    there are given anew. Nothing that is delivered depends on any of this.
+    Slots are assigned in the order of their numbers. Each gets the next window of the source that will run
+    dry first. A slot that is requested again keeps its window. The number of windows of a block is known only
+    when it is read to its end, so `expected` of them are assigned at once, side by side. If there are more,
+    they are assigned before anything later of their source, and chunks that came early are held. If there are
+    fewer, the slots of the missing windows are assigned again. Nothing that is delivered depends on any of
+    this.
 
-    Given and not delivered are at most `limit` windows, however many sources there are. There is always room
-    for a window that others wait for: that it is there is known before the one before it is delivered, and it
-    comes first in the room that this delivery makes.
+    At most `limit` windows are assigned and not delivered, whatever the number of sources. There is always
+    room for a window that others wait for: its existence is known before the window before it is delivered,
+    and it has the first claim on the room that this delivery frees.
 
-    `after`: the same pipeline goes on at another place. The slots that were given there are no windows of
-    this one, and their chunks, which come first, are dropped.
+    `after`: the same pipeline continues at another place. The slots assigned there are no windows of this
+    place, and their chunks, which come first, are dropped.
     """
 
     def __init__(
         self, sources: Sequence[SourceWindows], num_tokenizers: int, after: Slots | None = None
     ) -> None:
         self.limit = num_tokenizers + SLOTS_AHEAD + 1
-        # slots that were taken whole: the number of the one being taken
+        # slots taken completely: the number of the one being taken
         self.taken: int = 0 if after is None else after.taken
-        # slots that were given; all before this number
+        # slots that are assigned: all before this number
         self.given: int = 0 if after is None else after.given
         self._first = self.given  # the slots before it belong to another place
         self._sources = {source.source: _Source(source) for source in sources}
         self._tasks: dict[int, WindowTask | NoTask] = {}
         self._executions: dict[int, int] = {}
-        self._freed: set[int] = set()  # slots that were given a window that is not there
+        self._freed: set[int] = set()  # slots whose window turned out not to exist
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Their names."""
+        """The names of the sources."""
         return tuple(self._sources)
 
     @property
@@ -97,33 +96,37 @@ class Slots:
         return self.taken < self._first
 
     def has(self, slot: int) -> bool:
-        """Whether the slot belongs to this place, given or not."""
+        """Whether the slot belongs to this place, assigned or not."""
         return slot >= self._first
 
     @property
     def undelivered(self) -> int:
-        """Windows that are given and not delivered yet, and slots whose window was not there."""
+        """Windows that are assigned and not delivered yet, and slots whose window did not exist."""
         return sum(source.undelivered for source in self._sources.values()) + len(self._freed)
 
     @property
     def ended(self) -> tuple[str, ...]:
-        """The sources of which everything is delivered."""
+        """The sources that are completely delivered."""
         return tuple(name for name, source in self._sources.items() if source.ended)
 
     @property
     def over(self) -> bool:
-        """Whether everything of every source is delivered."""
+        """Whether every source is completely delivered."""
         return all(source.ended for source in self._sources.values())
 
     @property
     def awaited(self) -> list[tuple[str, int]]:
-        """Each (source, epoch) that comes next and has no list yet: who makes it asks for slots again."""
+        """Each (source, epoch) that comes next and has no list yet. Slots must be requested again once it has
+        one.
+        """
         return [(name, epoch) for name, source in self._sources.items() for epoch in source.awaited]
 
     def begin(self, slot: int, buffered: Callable[[str], int], has_room: bool = True) -> WindowTask | NoTask:
-        """What `slot` is, the same each time, whoever executes it again; `NOT_YET`: there is no room, or it
-        is not known yet what follows. `buffered`: a source's delivered tokens that are not drawn.
-        Without `has_room` a window is given only where no slot is on its way.
+        """The slot's task, the same for each execution of the slot.
+
+        Returns `NOT_YET` if there is no room or the next window is not known yet. `buffered` returns a
+        source's tokens that are delivered and not drawn. Without `has_room`, a window is assigned only if no
+        slot is in transit.
         """
         found = self._tasks.get(slot)
         if found is None and (slot == self.given or slot in self._freed):
@@ -134,23 +137,24 @@ class Slots:
             self._tasks[slot] = found
             self._freed.discard(slot)
             self.given = max(self.given, slot + 1)
-        if found is None:  # its turn will come, or it was taken so long ago that nobody waits for it
+        if found is None:  # assigned later, or taken so long ago that no process waits for it
             return NoTask.NOT_YET if slot > self.given else NoTask.OVER
         self._executions[slot] = self._executions.get(slot, 0) + 1
         return found
 
     def executions(self, slot: int) -> int:
-        """How often the slot was begun as what it is."""
+        """How often the slot was begun with its current task."""
         return self._executions.get(slot, 0)
 
     def read(self, slot: int, task: WindowTask, num_windows: int | None) -> None:
-        """Who read `task` for `slot` has come to the end of its block, which has so many windows (the task's
-        may not be among them), or found the task's and more behind it (None).
+        """Records what a tokenizer found when it read `task` for `slot`.
 
-        Raises `DataIdentityError` if that contradicts the cursor or an earlier reading.
+        `num_windows`: it reached the end of the block, which has this many windows, perhaps without the
+        task's. None: it found the task's window, and more windows follow. Raises `DataIdentityError` if that
+        contradicts the cursor or an earlier reading.
         """
         if self._tasks.get(slot) != task:
-            return  # by a process that was believed dead; another execution has said it
+            return  # from a process believed dead; another execution has reported it
         source, absent = self._sources[task.source], num_windows is not None and num_windows <= task.window
         source.learn(task, num_windows, was_taken=slot < self.taken)
         if absent:
@@ -159,8 +163,9 @@ class Slots:
             self._freed.add(slot)
 
     def take(self, slot: int, chunk: TokenChunk | None) -> list[TokenChunk]:
-        """The next chunk in the order of the slots, None for a slot that is no window; the chunks that their
-        source's stream takes now, none of a slot of the place before.
+        """Takes the next chunk in slot order, None for a slot that is no window.
+
+        Returns the chunks that are now due in their source's stream; none for a slot of the place before.
         """
         if slot == self.taken and self.arriving:
             self.taken += chunk is None or chunk.ends_window
@@ -192,18 +197,18 @@ class Slots:
         if not able or not room:
             return NoTask.NOT_YET
         first = min(able, key=lambda s: (not s.is_behind, (buffered(s.name) + s.coming_tokens) / s.share))
-        # not another one's meanwhile: what is delivered and cannot be drawn is held in memory
+        # no window of another source meanwhile: it could not be drawn and would fill memory
         return NoTask.NOT_YET if first.is_waiting else first.give()
 
 
 class _Block:
-    """A block of which something is given, or is to be given next."""
+    """A block with assigned windows, or the block that is assigned next."""
 
     def __init__(self, epoch: int, block: int, first: WindowTask | None, expected: int) -> None:
         self.epoch, self.block, self.first = epoch, block, first
-        # the next window to give, and the one that its source's stream waits for
+        # the next window to assign, and the one that the source's stream waits for
         self.given = self.due = 0 if first is None else first.window
-        self.known = self.given + 1  # so many are there
+        self.known = self.given + 1  # the number of windows known to exist
         self.num_windows: int | None = None
         self._expected = max(expected, self.known + self.given // 2)
 
@@ -216,32 +221,32 @@ class _Block:
         return self.num_windows is not None and self.given >= self.num_windows
 
     def more_after(self, window: int) -> None:
-        """Another window follows. The longer the block turns out to be, the further it is read ahead."""
+        """Another window follows. The longer the block turns out to be, the further ahead it is read."""
         self._expected = max(self._expected, window + 2 + window // 2)
 
 
 class _Source:
-    """A source's windows: given in stream order as far as they are known, delivered in stream order."""
+    """A source's windows: assigned in stream order as far as they are known, delivered in stream order."""
 
     def __init__(self, windows: SourceWindows) -> None:
         self.name, self.share, self._windows = windows.source, windows.share, windows
         first = windows.first
-        # from the one whose window the stream waits for to the last of which one is given
+        # from the block whose window the stream waits for, to the last block with an assigned window
         self._blocks: deque[_Block] = deque()
         # the block after those
         self._coming: _Block | None = None
         if first is not None:
             expected = windows.expected(first.epoch, first.block)
             self._coming = _Block(first.epoch, first.block, first, expected)
-        # the epoch whose first block comes next, once its list is known
+        # the next epoch, until its list is known
         self._border: int | None = None
-        self._held: dict[_Key, list[TokenChunk]] = {}  # whole windows that came early
+        self._held: dict[_Key, list[TokenChunk]] = {}  # complete windows that came early
         self.undelivered = 0
         self._windows_delivered = self._tokens_delivered = 0
 
     # ------------------------------------------------------------------------------------ giving
     def next_block(self) -> _Block | None:
-        """The block whose window is given next."""
+        """The block of the next window to assign."""
         if self._border is not None and self._windows.has_list(self._border):
             self._coming, self._border = self._block(self._border, 0), None
         return next((block for block in self._blocks if block.to_give), self._coming)
@@ -253,18 +258,18 @@ class _Source:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether nothing can be given before the list of the next epoch is known."""
+        """Whether no window can be assigned before the list of the next epoch is known."""
         return self.next_block() is None and self._border is not None
 
     @property
     def is_behind(self) -> bool:
-        """Whether its next window comes before one that is given already."""
+        """Whether its next window comes before one that is already assigned."""
         block = self.next_block()
         return block is not self._coming and block is not self._blocks[-1]
 
     @property
     def exhausted(self) -> bool:
-        """Whether it is known that no window is left to give."""
+        """Whether it is known that no window is left to assign."""
         no_more = self._coming is None and self._border is None
         return no_more and all(block.all_given for block in self._blocks)
 
@@ -275,12 +280,12 @@ class _Source:
 
     @property
     def coming_tokens(self) -> float:
-        """About the tokens of the windows that are given and not delivered."""
+        """The estimated tokens of the windows that are assigned and not delivered."""
         known = self._windows_delivered
         return self.undelivered * (self._tokens_delivered / known if known else FIRST_GUESS)
 
     def give(self) -> WindowTask:
-        """The next window."""
+        """Assigns the next window."""
         block = self.next_block()
         assert block is not None, f"source {self.name} has a window to give"
         if block is self._coming:
@@ -310,7 +315,7 @@ class _Source:
 
     # ------------------------------------------------------------------------------------ what was read
     def learn(self, task: WindowTask, num_windows: int | None, was_taken: bool = False) -> None:
-        """See `Slots.read`; `was_taken`: the task's window was there before."""
+        """See `Slots.read`. `was_taken`: the slot's chunks were taken before, so the task's window exists."""
         block = self._find(task.epoch, task.block)
         known, whole = (0, None) if block is None else (block.known, block.num_windows)
         if was_taken or num_windows is None:
@@ -334,7 +339,10 @@ class _Source:
 
     # ------------------------------------------------------------------------------------ delivering
     def arrived(self, chunk: TokenChunk) -> Iterable[TokenChunk]:
-        """The chunks of a window come one after the other, those of windows in the order of their slots."""
+        """Delivers the chunk if its window is due, with all held chunks that follow, else holds it.
+
+        Chunks of a window arrive in order, windows in the order of their slots.
+        """
         key = (chunk.epoch, chunk.block, chunk.window)
         if key != self._due:
             self._held.setdefault(key, []).append(chunk)

@@ -1,1 +1,1 @@
-"""The stream for training loops of other people: samples, batches and their state, in one process."""
+"""The stream for external training loops: samples, batches and their state, in one process."""

@@ -1,7 +1,4 @@
-"""An iterator that runs ahead in a thread, by a bounded number of items.
-
-It knows nothing of what the items are.
-"""
+"""An iterator that prefetches a bounded number of items in a thread."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ Item = TypeVar("Item")
 
 
 class Ahead(Generic[Item]):
-    """Takes the items of `items` in a thread of its own; at most `depth` of them wait to be taken, and one is
-    being made. For one consumer.
+    """Iterates over `items` in its own thread. At most `depth` items are buffered and one is being made. For
+    one consumer.
 
-    What the iterator raises, `take` raises when its turn has come, then and ever after.
+    An error of the iterator is raised by `take` after the items before it, and by every later `take`.
     """
 
     def __init__(self, items: Iterator[Item], depth: int, name: str) -> None:
@@ -32,7 +29,7 @@ class Ahead(Generic[Item]):
         self._thread.start()
 
     def take(self) -> Item:
-        """The next item, waited for. Raises `StopIteration` after the last one, `FeedError` once closed."""
+        """Waits for the next item. Raises `StopIteration` after the last one, `FeedError` once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._ended or self._closed)
             if self._closed:
@@ -46,12 +43,12 @@ class Ahead(Generic[Item]):
             raise StopIteration
 
     def close(self) -> None:
-        """Ends the thread after the item at hand, and waits for that. Idempotent, from any thread."""
+        """Stops the thread after its current item and waits for it. Idempotent, thread-safe."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
             self._changed.notify_all()
-        if threading.current_thread() is not self._thread:  # garbage is collected in any thread
+        if threading.current_thread() is not self._thread:  # garbage collection runs in any thread
             self._thread.join()
 
     def _run(self) -> None:
@@ -66,7 +63,7 @@ class Ahead(Generic[Item]):
         except Exception as error:  # noqa: BLE001  the consumer's thread raises it
             self._error = error
         finally:
-            del self._items  # with all that it holds
+            del self._items  # frees all that it holds
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()

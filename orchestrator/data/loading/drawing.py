@@ -1,6 +1,6 @@
-"""A stream that is read, tokenized and packed in this process, as it is drawn from.
+"""Reads, tokenizes and packs a stream in this process, on demand.
 
-It knows no rank and no state; its consumer may be any one thread.
+Its consumer may be any one thread.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from orchestrator.records.cursor import Cursor, SourceCursor
 
 
 class Drawing:
-    """The stream from `cursor` on. Opening reads what shows that the cursor is one of this stream.
+    """The stream from `cursor` on. Opening reads enough to verify that the cursor belongs to this stream.
 
     Raises `DataIdentityError` (with both values) if the data, the tokenizer or the encoder are not those of
-    the cursor, `DataError` for what cannot be read.
+    the cursor, and `DataError` for data that cannot be read.
     """
 
     def __init__(self, spec: DataSpec, cursor: Cursor, seq_len: int | None = None) -> None:
@@ -36,7 +36,7 @@ class Drawing:
         return draw_samples(self._stream, self._next_chunk, seq_len)
 
     def steps(self, global_batch_size: int, seq_len: int) -> Iterator[StepSamples]:
-        """All steps to the end of the data, the last one of fewer samples if need be."""
+        """All steps to the end of the data. The last one may have fewer samples."""
         while True:
             at = self._stream.cursor
             step = next_range(at.consumed_samples, at.consumed_tokens, global_batch_size, seq_len)
@@ -51,7 +51,7 @@ class Drawing:
         return next(self._chunks[source], None)
 
     def _verify(self, source: str) -> None:
-        """Feeds what the cursor's digests are of; it is drawn later."""
+        """Feeds the chunks that the cursor's digests cover. They are drawn later."""
         while (chunk := self._next_chunk(source)) is not None:
             self._stream.feed(chunk)
             if chunk.ends_window or self._stream.buffered_tokens(source):

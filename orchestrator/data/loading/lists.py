@@ -1,7 +1,7 @@
-"""The data of a stream without a run by the lists of files that it reads: those that its folder keeps, else
-the files as they are now.
+"""The data of a stream without a run, with the lists of files that it reads.
 
-It decides nothing: `reading` says which list an epoch reads, `state` whether a state may go on in these.
+The lists come from the stream's folder, or are made from the files as they are now. `reading` determines
+which list an epoch reads, `state` whether a state may continue with these lists.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamData:
-    """`spec` reads the lists of a `StreamReading`; `kept` are the sources whose list lay in the folder,
-    `unwritten` the lists that are to be written there before they are read.
+    """A stream's data. `spec` reads the lists of a `StreamReading`.
+
+    `kept`: the sources whose list was in the folder. `unwritten`: the lists to write there before they are
+    read.
     """
 
     spec: DataSpec
@@ -38,7 +40,9 @@ class StreamData:
     unwritten: tuple[LaterList, ...] = ()
 
     def write(self, storage: Storage) -> bool:
-        """Keeps these lists; False: another process was quicker with other files, and its lists count."""
+        """Writes these lists. Returns False if another process first wrote lists of other files, which then
+        apply.
+        """
         written = [write_later(storage, each) for each in self.unwritten]
         return all(
             there.manifest.digest == mine.manifest.digest
@@ -48,8 +52,9 @@ class StreamData:
 
 
 def frozen_folder(given: str | os.PathLike[str] | None) -> Storage | None:
-    """Where a stream's lists are kept: a folder, or a prefix of a bucket. Raises `RefusedError` for that of a
-    run, and as `open_storage`.
+    """The storage of a stream's lists: a folder, or a prefix of a bucket.
+
+    Raises `RefusedError` for the folder of a run, and as `open_storage`.
     """
     if given is None:
         return None
@@ -66,10 +71,10 @@ def frozen_folder(given: str | os.PathLike[str] | None) -> Storage | None:
 
 
 def stream_data(config: JobConfig, reading: StreamReading, storage: Storage | None) -> StreamData:
-    """The data by these lists. One that is not kept is made of the files as they are now.
+    """The data with these lists. A list that is not kept is made from the files as they are now.
 
-    Raises as `data.preparing.prepare_data` does, `DataIdentityError` also for a list that was made for its
-    epoch and is not in the folder.
+    Raises as `data.preparing.prepare_data`. Raises `DataIdentityError` also for a list that was made for its
+    epoch and is missing from the folder.
     """
     found = _Finding(config=config, reading=reading, storage=storage)
     spec = first_start(config, settings_of(config), found.list_of)
@@ -102,7 +107,7 @@ def _refreshing(config: JobConfig, storage: Storage | None, bases: dict[str, str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Finding:
-    """The list of each source, one after the other, and what is noted of them."""
+    """Finds the list of each source in turn, and collects notes about them."""
 
     config: JobConfig
     reading: StreamReading
@@ -112,7 +117,7 @@ class _Finding:
     bases: dict[str, str] = field(default_factory=dict)
 
     def list_of(self, source: SourceConfig) -> Found:
-        """The list of the epoch at hand."""
+        """The list of the current epoch."""
         version = self.reading.version(source.name)
         there = None if self.storage is None else read_later(self.storage, source.name, version)
         if there is None:

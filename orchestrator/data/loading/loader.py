@@ -39,7 +39,7 @@ Open = Callable[[Mapping[str, Any]], Opened]
 def _made(
     drawing: Drawing, share: Share, tensors: Tensors, collate: Callable[[Batch], Any] | None
 ) -> Iterator[tuple[list[Any], Cursor]]:
-    """(this rank's batches, the cursor after them) of each step."""
+    """Yields (this rank's batches, the cursor after them) for each step."""
     for drawn in drawing.steps(share.global_batch_size, share.seq_len):
         batches = rank_batches(drawn, share, tensors)
         yield (batches if collate is None else [collate(each) for each in batches]), drawn.cursor
@@ -70,8 +70,8 @@ class Loader:
 
     def _begin(self, drawing: Drawing, opened: Opened) -> None:
         self._opened, self._cursor, self._after = opened, opened.cursor, opened.cursor
-        self._rest: deque[Any] = deque()  # of the step at hand
-        self._given = 0  # of the step at hand
+        self._rest: deque[Any] = deque()  # of the current step
+        self._given = 0  # of the current step
         made = _made(drawing, self._share, self._tensors, self._collate)
         self._ahead = Ahead(made, self._prefetch, "batches")
         self._end = weakref.finalize(self, self._ahead.close)

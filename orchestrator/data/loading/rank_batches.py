@@ -1,4 +1,4 @@
-"""A rank's share of a step as batches of arrays or tensors. Pure; it loads torch only for tensors."""
+"""A rank's share of a step as batches of arrays or tensors. Loads torch only for tensors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NAMES = ("input_ids", "labels", "document_ids")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """Which samples of each step a rank gets (`planning.batches.rank_samples`), and in what pieces:
-    `micro_batches`, or all of them as one batch.
+    """Which samples of each step a rank receives (`planning.batches.rank_samples`), and in which batches:
+    single micro-batches (`micro_batches`), or all of them as one batch.
     """
 
     global_batch_size: int  # samples of a step, over all ranks
-    micro_batch_size: int  # samples; ranks get whole micro-batches
+    micro_batch_size: int  # samples; ranks receive whole micro-batches
     seq_len: int
     rank: int
     world_size: int
@@ -32,12 +32,12 @@ class Share:
 
 
 def rank_batches(drawn: StepSamples, share: Share, tensors: Tensors) -> list[Batch]:
-    """The batches of this rank in a step: as many on every rank, so that collectives meet.
+    """The batches of this rank in a step. Every rank has the same number, so that collectives match.
 
-    Each has `input_ids`, `labels` (the next token of each position, -100: no loss), `document_ids` (-1:
-    padding), all (num_samples, seq_len), int32 as arrays, int64 as tensors; `step_targets`: target tokens of
-    the whole step over all ranks, `first_index`: the index of its first sample in the stream. A rank for
-    which the step has no sample gets one row of padding.
+    Each has `input_ids`, `labels` (the next token of each position, -100: no loss) and `document_ids` (-1:
+    padding), all (num_samples, seq_len), int32 as arrays, int64 as tensors. `step_targets` is the number of
+    target tokens of the whole step over all ranks. `first_index` is the index of the batch's first sample in
+    the stream. A rank without samples in the step gets one row of padding.
     """
     step, micro = drawn.step, share.micro_batch_size
     first, stop = rank_samples(0, step.num_samples, micro, share.rank, share.world_size)

@@ -1,7 +1,7 @@
-"""Which lists of files a stream without a run reads from a place on: those that its state names, with what
-the configuration starts anew and refreshes (data rules 23 and 24).
+"""Determines which lists of files a stream without a run reads from a place on.
 
-It reads no file and lists none: `lists` does.
+They are the lists that its state names, with the sources that the configuration restarts and refreshes (data
+rules 23 and 24). `lists` reads and lists the files.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
     from orchestrator.data.spec import DataSpec
 
-# of a hash, so that JSON readers everywhere take it for a whole number
+# bytes of a hash: few enough that every JSON reader keeps the number an integer
 _START_BYTES = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamReading:
-    """What an opening reads: `sources` and the place in them, those that begin anew with it, and the restart
-    that the states from here on say. `before` are the sources of what it continues (empty: none).
+    """What an opening reads.
+
+    `sources` and `cursor`: the sources, and the place in them. `restarted`: the sources that start again
+    here. `restart`: the restart that states from here on record. `before`: the sources of the state that it
+    continues (empty: none).
     """
 
     sources: tuple[SourceLists, ...]
@@ -49,22 +52,22 @@ class StreamReading:
         return next(each for each in self.sources if each.name == source)
 
     def version(self, source: str) -> str:
-        """The list of the epoch at hand."""
+        """The version of the current epoch's list."""
         at = self.cursor.sources.get(source)
         return self.of(source).version(0 if at is None else at.epoch)
 
     def is_refreshed(self, source: str) -> bool:
-        """Whether that was made for its epoch: then it is only in the folder that lists are kept in."""
+        """Whether the current list was made for its epoch: then it exists only in the folder of lists."""
         return order_of(self.version(source))[1] >= 0
 
 
 def reading_of(config: JobConfig, at: Cursor | StreamState | None, keeps_lists: bool) -> StreamReading:
-    """What a job reads from a place on; `keeps_lists`: there is a folder for lists.
+    """What a job reads from a place on. `keeps_lists`: there is a folder for lists.
 
-    A list is known by a number that is made of its place and of how it is listed: every rank finds the same
-    one, and none asks another. One restart is carried out once: a state remembers the one that it was opened
-    with, for as long as the configuration has it. Raises `RefusedError` for a restart at a bare cursor, which
-    remembers nothing, and for refreshed lists without a folder.
+    A list is identified by a number, a hash of its place and of how it is listed. Every rank computes the
+    same number without communication. A restart is carried out once: a state records the restart that it was
+    opened with, for as long as the configuration has it. Raises `RefusedError` for a restart at a bare
+    cursor, which records none, and for refreshed lists without a folder.
     """
     if config.data.refresh is not None and not keeps_lists:
         raise RefusedError(
@@ -108,7 +111,7 @@ def reading_of(config: JobConfig, at: Cursor | StreamState | None, keeps_lists: 
 
 
 def changes_of(reading: StreamReading, state: StreamState | None, spec: DataSpec) -> tuple[str, ...]:
-    """What becomes of the sources of a state, for people."""
+    """Describes, for the user, how the sources of a state continue."""
     if state is None:
         return ()
     seen = {name: files.num for name, files in state.files.items()}
@@ -128,7 +131,7 @@ def _require_no_refreshed(reading: StreamReading, names: Iterable[str]) -> None:
 
 
 def _plain(config: JobConfig) -> Wanted:
-    """What a state asked for that was made before states named lists."""
+    """The request of a state that was made before states named lists."""
     return replace(wanted_of(config), refresh=frozenset())
 
 
@@ -137,7 +140,7 @@ def _bytes(place: Cursor) -> bytes:
 
 
 def _numbers(config: JobConfig, place: bytes) -> Mapping[str, int]:
-    """Per source the number of a list of it that begins at this place."""
+    """By source, the number of a list that begins at this place."""
     sizes = [config.data.fragment_bytes, config.data.window_bytes]
     return {source.name: _number(place, source, sizes) for source in config.data.sources}
 

@@ -41,9 +41,8 @@ class SampleStream:
         part: Part = "train",
         frozen_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Raises `RefusedError` for a rank that the world size does not have, a hold-out that there is not,
-        and a restart or a refresh that cannot be followed from there (`reading_of`); and as `stream_data` and
-        `Drawing` do.
+        """Raises `RefusedError` for a rank outside the world size, a missing hold-out, and a restart or a
+        refresh that cannot be followed from there (`reading_of`). Raises as `stream_data` and `Drawing`.
         """
         if part not in ("train", "holdout"):
             raise RefusedError(f"part={part!r}: there are train and holdout; nothing is read")
@@ -61,7 +60,7 @@ class SampleStream:
         opened = self._resolved(at)
         drawing = Drawing(opened.spec, opened.cursor)
         self._opened = opened
-        self._drawing: Drawing | None = drawing  # until somebody draws from it
+        self._drawing: Drawing | None = drawing  # until a consumer draws from it
         self._samples: Iterator[Sample] | None = None
         self._last: Sample | None = None
 
@@ -82,12 +81,12 @@ class SampleStream:
             spec = continue_from(spec, state, config.data.encoder, config.resume.accept_changed, **how)
         if self._folder is not None and not data.write(self._folder):
             return self._resolved(at)
-        self._data = data if self._folder is None else None  # kept lists are looked at once more
+        self._data = data if self._folder is None else None  # kept lists are checked again
         notes = (*reading.notes, *changes_of(reading, state, spec))
         return Opened(spec=spec, cursor=reading.cursor, restart=reading.restart, notes=notes)
 
     def _data_of(self, reading: StreamReading, any_encoder: bool) -> StreamData:
-        """The data by these lists, prepared once where nothing of them can have changed."""
+        """The data with these lists. Prepared once, unless its lists may have changed."""
         there = self._data
         if there is not None and all(
             reading.version(plan.source) in there.spec.lists[plan.source] for plan in there.spec.plans
@@ -162,7 +161,7 @@ class SampleStream:
         )
 
     def _take_drawing(self) -> Drawing:
-        """One that stands at the next sample and that nobody else draws from."""
+        """A drawing that stands at the next sample and has no other consumer."""
         drawing, self._drawing = self._drawing, None
         return drawing or Drawing(self._opened.spec, self.cursor)
 
@@ -180,8 +179,9 @@ class SampleStream:
 
 
 def _with_any_encoder(config: JobConfig) -> JobConfig:
-    """The job without a comparison of encoders, which takes seconds: a state names the one that was chosen
-    for its stream, and `continue_from` takes that.
+    """The job without a comparison of encoders, which takes seconds.
+
+    A state names the encoder of its stream, which `continue_from` uses.
     """
     return config.model_copy(update={"data": config.data.model_copy(update={"encoder": TOKENIZERS})})
 

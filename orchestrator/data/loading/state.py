@@ -1,4 +1,4 @@
-"""A stream's state for a checkpoint: its place, and of which stream that is. It reads no file."""
+"""A stream's state for a checkpoint: its place, and the identity of the stream."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAMES_DIGITS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilesSeen:
-    """How many files a list has, and a digest of their names."""
+    """The number of files of a list, and a digest of their names."""
 
     num: int
     names: str
@@ -32,12 +32,12 @@ class FilesSeen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamState:
-    """What `state_dict()` gives as plain JSON values: the place of the next unread token, and the identity of
-    files, tokenizer, encoder and settings. Nothing in it depends on rank, world size, batch size or seq_len.
+    """The document that `state_dict()` returns as plain JSON values.
 
-    `sources` say which list each epoch reads, `files` what the lists at hand have: the lists themselves are
-    not in it. `restart` is the one that the stream was opened with. States of older versions have none of
-    these.
+    It holds the place of the next unread token, and the identity of files, tokenizer, encoder and settings.
+    It does not depend on rank, world size, batch size or seq_len. `sources` record which list each epoch
+    reads, `files` describe the current lists. The lists themselves are not in it. `restart` is the restart
+    that the stream was opened with. States of older versions have none of these three.
     """
 
     version: int
@@ -48,13 +48,13 @@ class StreamState:
     restart: RestartRequest | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The state as plain JSON values."""
         found: dict[str, Any] = encode(self)
         return found
 
 
 def state_of(spec: DataSpec, cursor: Cursor, restart: RestartRequest | None) -> dict[str, Any]:
-    """The document for this place of a stream. Its identity is that of the lists that the place lies in."""
+    """The state for this place of a stream. Its identity is that of the lists that the place lies in."""
     plans = {
         plan.source: spec.plan_of(plan.source, cursor.sources.get(plan.source, SourceCursor()).epoch)
         for plan in spec.plans
@@ -80,14 +80,15 @@ def _per_block(source: str) -> str:
 
 
 def files_seen(manifest: Manifest) -> FilesSeen:
-    """What a state keeps of a list."""
+    """The description of a list that a state keeps."""
     names = blake3("\0".join(manifest.files.paths).encode(errors="surrogateescape"))
     return FilesSeen(num=len(manifest.files), names=names.hexdigest()[:_NAMES_DIGITS])
 
 
 def read_state(state: Mapping[str, Any]) -> StreamState:
-    """The inverse of `StreamState.to_json`. Raises `DataIdentityError` for another version's,
-    `OrchestratorError` if it is no such document.
+    """The inverse of `StreamState.to_json`.
+
+    Raises `DataIdentityError` for a state of another version, `OrchestratorError` for anything else.
     """
     if state.get("version", VERSION) != VERSION:
         raise DataIdentityError(
@@ -106,15 +107,15 @@ def continue_from(
     kept: frozenset[str] = frozenset(),
     restarted: frozenset[str] = frozenset(),
 ) -> DataSpec:
-    """The stream that a state names: `spec`, encoded by whoever made the state's stream.
+    """The stream that a state names: `spec`, with the encoder of the state's stream.
 
-    `wanted_encoder` is `data.encoder`. The sources that are `restarted` begin with the files of `spec`; the
-    lists of the `kept` ones were frozen before. Raises `DataIdentityError` with both values if the state is
-    of another stream.
+    `wanted_encoder` is `data.encoder`. The `restarted` sources begin with the files of `spec`. The lists of
+    the `kept` sources were frozen before. Raises `DataIdentityError` with both values if the state is of
+    another stream.
     """
     new = spec.run_identity
     of_files = list(_changed_files(spec, found, accept_changed, kept, restarted))
-    # what differs in its files was said; how they are cut follows from them
+    # differences in a source's files are reported above; its fragments per block follow from them
     free = {name for name in new.manifests if found.identity.manifests.get(name) != new.manifests[name]}
     old = _with_settings_of(found.identity, new, restarted, {_per_block(n) for n in free - restarted})
     refusals = [*of_files, *compare(old, new, accept_changed=True)]
@@ -136,8 +137,8 @@ def continue_from(
 def _with_settings_of(
     old: RunIdentity, new: RunIdentity, restarted: frozenset[str], more: set[str]
 ) -> RunIdentity:
-    """The identity of a state whose `restarted` sources are read as the job says, but for what is learnt of
-    them.
+    """A state's identity in which the `restarted` sources have the job's settings, except for their
+    `loss`.
     """
     prefixes = tuple(f"{OF_A_SOURCE}{name}." for name in restarted)
     fixed = {f"{OF_A_SOURCE}{name}.loss" for name in restarted} & old.settings.keys() & new.settings.keys()
@@ -157,7 +158,7 @@ def _changed_files(
     kept: frozenset[str],
     restarted: frozenset[str],
 ) -> Iterator[str]:
-    """Why the lists at hand are not those of the state, of the sources that both have."""
+    """Why the current lists differ from those of the state, for the sources that both have."""
     for plan in spec.plans:
         name, now = plan.source, plan.manifest
         then = found.identity.manifests.get(name)

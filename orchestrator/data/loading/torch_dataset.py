@@ -1,4 +1,7 @@
-"""A loader as torch's own `DataLoader` takes it. The only file here that imports torch at once."""
+"""A loader as a dataset for torch's `DataLoader`.
+
+The only file of this folder that imports torch at the top.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LoaderDataset(IterableDataset[Any]):
-    """The loader's batches. The state is the loader's."""
+    """The loader's batches. Its state is that of the loader."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

@@ -1,1 +1,1 @@
-"""From tokens to samples: one stream per source, cut into steps."""
+"""Packs tokens into samples: one stream per source, cut into steps."""

@@ -1,6 +1,6 @@
-"""How the documents of a window become packs: which stretch of which document lies in which sample.
+"""Arranges the documents of a window into packs: which stretch of which document goes into which sample.
 
-Pure functions of lengths; they know no tokens, no cursor and no source.
+Pure functions of lengths.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy.typing as npt
 
 from orchestrator.records.arrays import Int64Array
 
-# From so many packs in a window on, best-fit decreasing fills 98 % and more of them (data rule 21).
+# With at least this many packs in a window, best-fit decreasing fills 98 % or more of them (data rule 21).
 MIN_PACKS = 64
 _BYTES_PER_TOKEN = 4
 
 
 def few_packs(source: str, window_bytes: int, seq_len: int) -> tuple[str, ...]:
-    """A note if a window of so many bytes of text has too few documents to fill its packs."""
+    """A note if a window of `window_bytes` of text has too few documents to fill its packs."""
     packs = window_bytes // (_BYTES_PER_TOKEN * seq_len)
     if packs >= MIN_PACKS:
         return ()
@@ -30,10 +30,11 @@ def few_packs(source: str, window_bytes: int, seq_len: int) -> tuple[str, ...]:
 
 
 def stretches(lengths: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """(document, first token, positions) of the stretches of documents of so many tokens, at least two.
+    """Returns (document, first token, positions) of the stretches of documents with `lengths` tokens, at
+    least two.
 
-    A document of n tokens has n - 1 positions, each with the next token as its label; where they are more
-    than `seq_len`, its stretches have `seq_len` positions each, the last one what is left. So each token but
+    A document of n tokens has n - 1 positions, each with the next token as its label. If these are more than
+    `seq_len`, its stretches have `seq_len` positions each, and the last one has the rest. So each token but
     the first is a target once.
     """
     positions = lengths - 1
@@ -45,8 +46,9 @@ def stretches(lengths: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array
 
 
 def best_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Packs of at most `capacity` positions: numbers of the stretches in each, ascending; packs by their
-    first.
+    """Arranges stretches into packs of at most `capacity` positions.
+
+    Returns the numbers of the stretches in each pack, ascending. Packs are ordered by their first stretch.
 
     Best-fit decreasing (Johnson 1973; for training "Fewer Truncations Improve Language Modeling", Ding et al.
     2024): the longest first, ties in their order, each into the pack with the least room that takes it, of

@@ -1,6 +1,6 @@
-"""What chunks a packer must be fed, in which order, and what is judged at the borders of windows and epochs.
+"""Checks the order of the chunks that a packer is fed, and the shares of bad documents.
 
-It knows no packing: every packer of a source asks it about each chunk.
+Every packer of a source passes each chunk to it. It checks shares at the ends of windows and epochs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from orchestrator.records.cursor import SourceCursor
 
 
 class ChunkOrder:
-    """The order of one source's chunks from a cursor on. `num_blocks` says how many blocks an epoch has;
-    `num_epochs` is the epoch before which the source ends (None: it has no end).
+    """The order of one source's chunks from a cursor on.
+
+    `num_blocks` returns the number of blocks of an epoch. The source ends before epoch `num_epochs` (None: it
+    has no end).
     """
 
     def __init__(
@@ -33,12 +35,12 @@ class ChunkOrder:
         self.expected = (start.epoch, start.block, start.window)
         self._inside_window = False
         place = (start.block, start.window, start.record, start.output, start.piece, start.token, start.packs)
-        self._epoch_tokens = 2 if any(place) else 0  # tokens of the epoch that is fed, as far as 2
+        self._epoch_tokens = 2 if any(place) else 0  # tokens fed of the current epoch, counted up to 2
         self.finished = False
 
     @property
     def epoch_begins(self) -> bool:
-        """Whether no token of the epoch came yet."""
+        """Whether no token of the epoch has come yet."""
         return self._epoch_tokens == 0
 
     def require_next(self, chunk: TokenChunk) -> None:
@@ -52,10 +54,10 @@ class ChunkOrder:
             )
 
     def go_on(self, chunk: TokenChunk, num_tokens: int, counts: Counts) -> bool:
-        """The chunk was taken, with so many tokens that are new; `counts` are those after it. Whether it ends
-        the epoch.
+        """Advances past a chunk with `num_tokens` new tokens. Returns whether the chunk ends the epoch.
 
-        Raises `DataError` if too many documents are bad or the epoch has fewer than two tokens.
+        `counts` are those after the chunk. Raises `DataError` if too many documents are bad or the epoch has
+        fewer than two tokens.
         """
         self._epoch_tokens = min(2, self._epoch_tokens + num_tokens)
         epoch, block, window = self.expected
@@ -80,10 +82,10 @@ class ChunkOrder:
         return ends_epoch
 
     def finish(self) -> None:
-        """No chunk will follow: the data end here. Raises `FeedError` if an epoch is not read to its end."""
+        """Ends the data: no chunk will follow. Raises `FeedError` if an epoch was not read to its end."""
         epoch, block, window = self.expected
         at_border = (block, window, self._inside_window) == (0, 0, False)
-        # a cursor after the last epoch that is wanted has nothing to read, wherever it stands
+        # a cursor after the last epoch has nothing to read, at any place
         if not (at_border if self.num_epochs is None else epoch >= self.num_epochs):
             raise FeedError(
                 f"the stream of source {self.source} ended before epoch {epoch}, block {block}, window "
@@ -92,9 +94,11 @@ class ChunkOrder:
         self.finished = True
 
     def _judge_bad_share(self, ends_epoch: bool, counts: Counts) -> None:
-        """Judged at places that do not depend on where the stream was opened or how chunks were cut."""
+        """Checks the share of bad documents. The places of this check do not depend on where the stream was
+        opened or how chunks were cut.
+        """
         if self._settings.held_out:
-            return  # a few records, of a run whose other ones are judged
+            return  # a few records of a run whose other records are checked
         documents, empty, bad, _, filtered, _ = counts
         seen = documents + empty + bad + filtered
         if (ends_epoch or seen >= BAD_SHARE_RECORDS) and bad > self._settings.max_bad_share * seen:
@@ -105,7 +109,7 @@ class ChunkOrder:
 
 
 def _of(counts: Counts) -> str:
-    """What became of a source's records, for people."""
+    """Counts of a source's records by outcome, for messages."""
     documents, empty, bad, _, filtered, held_out = counts
     return (
         f"of its records so far {documents} gave a document, {empty} an empty one or one without a target, "

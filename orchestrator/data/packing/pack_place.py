@@ -1,6 +1,5 @@
-"""How far the packs of a source are taken, and the cursor there: a window, and how many packs of it.
-
-It knows windows that are packed; not how, and no chunk.
+"""The position of a source in its packs: the current window, how many of its packs are taken, and the
+cursor.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from orchestrator.records.cursor import SourceCursor
 
 
 class PackPlace:
-    """How far packs are taken: all windows before the one at hand, and so many of that."""
+    """All windows before the current one are taken, and `taken` packs of the current one."""
 
     def __init__(self, cursor: SourceCursor) -> None:
         self.cursor, self.taken, self._hasher = cursor, 0, token_hasher()
@@ -27,7 +26,7 @@ class PackPlace:
         return new
 
     def take(self, windows: Sequence[PackedWindow], num: int, seq_len: int) -> tuple[list[PackedRun], int]:
-        """The next `num` packs of the windows, and how many of these are behind it now."""
+        """Takes the next `num` packs of the windows. Returns them, and how many windows are used up."""
         runs, passed = list[PackedRun](), 0
         while num:
             window = windows[passed]
@@ -50,13 +49,13 @@ class PackPlace:
 
 
 class PackCursors:
-    """The cursors inside a run, computed when asked for."""
+    """The cursors inside a run, computed on demand."""
 
     def __init__(self, place: PackPlace, windows: Sequence[PackedWindow], seq_len: int) -> None:
         self._place, self._windows, self._seq_len = place, windows, seq_len
 
     def after(self, num_positions: int) -> SourceCursor:
-        """The cursor after the samples that so many positions count for."""
+        """The cursor after the samples that `num_positions` positions count for."""
         place = self._place.copy()
         place.take(self._windows, -(-num_positions // self._seq_len), self._seq_len)
         return place.cursor

@@ -1,7 +1,6 @@
-"""One window of whole documents in packs, for `bestfit` and `pad`: which documents it has, which of them are
-too long, and which go together.
+"""Packs one window of whole documents, for `bestfit` and `pad`.
 
-Pure: it knows no chunk but those of its window, and nothing of what was taken before.
+It determines the window's documents, which of them are too long, and which go together. Pure.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Documents:
 
     tokens: Int32Array  # of all documents
     loss: BoolArray | None  # like tokens
-    begin: Int64Array  # (num_documents,) of each one's tokens
+    begin: Int64Array  # (num_documents,) first token of each
     length: Int64Array  # (num_documents,)
     file: Int32Array  # (num_documents,)
     place: Int64Array  # (num_documents,)
@@ -38,7 +37,7 @@ class Documents:
 
 
 def documents_of(chunks: Sequence[TokenChunk]) -> Documents:
-    """Those of a whole window."""
+    """The documents of a whole window."""
 
     def column(name: str) -> Any:
         return np.concatenate([getattr(chunk, name) for chunk in chunks])
@@ -70,20 +69,20 @@ def documents_of(chunks: Sequence[TokenChunk]) -> Documents:
 class Packs:
     """A window's packs in the order in which they are taken, as stretches of its tokens."""
 
-    begin: Int64Array  # (num_stretches,) of each one's tokens
+    begin: Int64Array  # (num_stretches,) first token of each
     size: Int64Array  # (num_stretches,) positions of each
-    firsts: Int64Array  # (num_packs + 1,) number of each pack's first stretch, and of all
-    long_documents: tuple[str, ...]  # that are skipped: where, and why
+    firsts: Int64Array  # (num_packs + 1,) number of each pack's first stretch; last: of all
+    long_documents: tuple[str, ...]  # skipped documents: the place and the reason
 
     @property
     def num(self) -> int:
-        """Packs."""
+        """The number of packs."""
         return len(self.firsts) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedWindow:
-    """A window that has come to its end, and the cursors at its begin and behind it."""
+    """A complete window, with the cursors before and after it."""
 
     begin: SourceCursor  # `packs` is 0
     end: SourceCursor
@@ -92,7 +91,7 @@ class PackedWindow:
     reasons: tuple[str, ...]  # of bad documents
 
     def run(self, start: int, stop: int, seq_len: int) -> PackedRun:
-        """Its packs [start, stop), in arrays of their own."""
+        """The packs [start, stop), in new arrays."""
         firsts = self.packs.firsts[start : stop + 1]
         begin, size = (a[firsts[0] : firsts[-1]] for a in (self.packs.begin, self.packs.size))
         num = size + 1  # tokens
@@ -109,7 +108,7 @@ class PackedWindow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowPacking:
-    """How the windows of a source are packed: samples have `seq_len` positions."""
+    """Packs the windows of a source into samples of `seq_len` positions."""
 
     source: str
     settings: StreamSettings
@@ -119,9 +118,9 @@ class WindowPacking:
     def packed(
         self, begin: SourceCursor, end: SourceCursor, documents: Documents, reasons: tuple[str, ...]
     ) -> PackedWindow:
-        """The window between these cursors; the counts of documents in no pack are added to `end`. `reasons`:
-        why documents of it are bad.
+        """Packs the window between these cursors.
 
+        The counts of documents in no pack are added to `end`. `reasons`: why documents of the window are bad.
         Raises `DataError` if a document is too long (`pack.long_document: stop`), or too many are (`skip`).
         """
         kept, long_documents = self._kept(documents, begin.epoch)
@@ -153,7 +152,7 @@ class WindowPacking:
         )
 
     def _kept(self, documents: Documents, epoch: int) -> tuple[BoolArray, tuple[str, ...]]:
-        """Which documents go into packs, and of those that are too long, where and why."""
+        """Which documents go into packs, and the place and reason of those that are too long."""
         if self.settings.long_document in ("split", SPLIT_WHOLE):
             return documents.length > 1, ()
         long = documents.length > self.seq_len + 1
@@ -175,9 +174,11 @@ class WindowPacking:
         return [packs[number] for number in pack_order(len(packs), *place).tolist()]
 
     def _judge_long_share(self, end: SourceCursor, *, ends_epoch: bool) -> None:
-        """At the ends of windows, as the share of bad documents is: wherever the stream was opened."""
+        """Checks the share of long documents at the ends of windows, as for bad documents. The places of this
+        check do not depend on where the stream was opened.
+        """
         if self.settings.held_out:
-            return  # a few records, of a run whose other ones are judged
+            return  # a few records of a run whose other records are checked
         long, seen, most = end.long_documents, end.documents, self.settings.max_long_share
         if (ends_epoch or seen >= BAD_SHARE_RECORDS) and long > most * seen:
             raise DataError(
@@ -189,7 +190,7 @@ class WindowPacking:
             )
 
     def _long(self, documents: Documents, number: int, epoch: int) -> str:
-        """Says of a document that it is too long."""
+        """The message that a document is too long."""
         path, place = self.path_of(epoch, int(documents.file[number])), int(documents.place[number])
         return (
             f"{path}: the document at {place} (source {self.source}) has {documents.length[number]:,} "

@@ -1,7 +1,6 @@
-"""One source's token stream, `concat`: chunks of tokens go in, runs of consecutive positions come out.
+"""One source's token stream for `concat`: chunks of tokens in, runs of consecutive positions out.
 
-It knows no file, no tokenizer, no other source and no step; what a chunk holds is taken as it comes, its
-place in the order is checked.
+A chunk's place in the order is checked. Its content is not.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _NOTHING = Run(tokens=np.empty(0, np.int32), document_starts=np.empty(0, np.int6
 
 
 class _Follower:
-    """The cursor of the next input token, moved on with the tokens that are passed."""
+    """The cursor of the next input token, which advances with the tokens that are passed."""
 
     def __init__(self, start: SourceCursor) -> None:
         self.taken = 0  # positions passed since the opening
@@ -37,10 +36,10 @@ class _Follower:
         self._hasher = token_hasher()
         self._hashed_piece: tuple[int, ...] | None = None
         self.unfinished = UnfinishedDocument(start)
-        self._opened_inside = start.piece > 0  # what comes first begins no document
+        self._opened_inside = start.piece > 0  # the first token begins no document
 
     def copy(self) -> _Follower:
-        """Another one at the same place."""
+        """An independent copy."""
         new = _Follower(self.cursor)
         new.taken, new._opened_inside = self.taken, self._opened_inside
         new._hasher, new._hashed_piece = self._hasher.copy(), self._hashed_piece
@@ -48,7 +47,7 @@ class _Follower:
         return new
 
     def passes(self, stop: int, starts: Int64Array) -> Int64Array:
-        """The next input token is at `stop`, if nothing follows it; those of the `starts` at which documents
+        """The next input token is at `stop`, if nothing follows it. Returns the `starts` at which documents
         begin.
         """
         if self._opened_inside and not self.taken:
@@ -57,9 +56,10 @@ class _Follower:
         return starts
 
     def move(self, segment: Segment, stop: int, passed: Int32Array, starts: Int64Array) -> None:
-        """The next input token is the one at `stop`, which lies in `segment`. `starts`: where documents begin
-        in `passed` and right after it. The digest of the unfinished piece's tokens grows with the tokens that
-        are `passed`, so a long piece is not hashed again and again.
+        """Advances to the next input token at `stop`, which lies in `segment`.
+
+        `starts`: where documents begin in `passed` and right after it. The digest of the unfinished piece
+        grows with the `passed` tokens, so that a long piece is not hashed repeatedly.
         """
         starts = self.passes(stop, starts)
         place = segment.place_of(stop)
@@ -74,13 +74,13 @@ class _Follower:
 
 
 class RunCursors:
-    """The cursors inside a run, computed when asked for."""
+    """The cursors inside a run, computed on demand."""
 
     def __init__(self, follower: _Follower, segments: Sequence[Segment], run: Run) -> None:
         self._follower, self._segments, self._run = follower, segments, run
 
     def after(self, num_positions: int) -> SourceCursor:
-        """The cursor after so many positions of the run."""
+        """The cursor after `num_positions` positions of the run."""
         follower = self._follower.copy()
         stop = follower.taken + num_positions
         here = next((segment for segment in self._segments if stop < segment.stop), None)
@@ -92,11 +92,10 @@ class RunCursors:
 
 
 class Packer:
-    """Chunks in, runs of positions out, from a cursor on. Holds the chunks not taken yet; not for several
-    threads.
+    """Turns chunks into runs of positions, from a cursor on.
 
-    `feed` every chunk of the source's tasks from the cursor on, in order, then `finish`; `take` what is
-    there.
+    Holds the chunks that are not taken yet. Not thread-safe. `feed` it every chunk of the source's tasks from
+    the cursor on, in order, then call `finish`; `take` what is available.
     """
 
     def __init__(
@@ -110,14 +109,14 @@ class Packer:
         """`num_epochs` is the source's limit; None: it has no end."""
         self._source = source
         self._order = ChunkOrder(start, source, num_blocks, settings, num_epochs)
-        self._start: SourceCursor | None = start  # until its first chunk has come
+        self._start: SourceCursor | None = start  # until its first chunk arrives
         self._segments: deque[Segment] = deque()
         self._fed = 0  # tokens fed since the opening
-        self._counts: Counts = counts_at(start)  # after what is fed
-        self._epoch_counts = self._counts  # at the beginning of the epoch that is fed
+        self._counts: Counts = counts_at(start)  # after the chunks fed
+        self._epoch_counts = self._counts  # at the beginning of the epoch being fed
         self._document, self._token_document = 0, -1  # numbers of the last entry's and the last token's
         self._follower = _Follower(start)
-        self._reasons: tuple[str, ...] = ()  # of bad documents that are passed
+        self._reasons: tuple[str, ...] = ()  # of bad documents before the cursor
 
     @property
     def finished(self) -> bool:
@@ -126,21 +125,21 @@ class Packer:
 
     @property
     def cursor(self) -> SourceCursor:
-        """Where the next input token lies."""
+        """The cursor of the next input token."""
         return self._follower.cursor
 
     @property
     def num_positions(self) -> int:
-        """Positions that are there and not taken: tokens that have a label after them."""
+        """Positions that are available and not taken: tokens that have a label after them."""
         return max(0, self._fed - self._follower.taken - 1)
 
     def left(self, after: int, seq_len: int) -> int:
-        """Positions that are there behind the next `after` ones, for samples of any length."""
+        """Positions that are available after the next `after` ones, for samples of any length."""
         del seq_len
         return self.num_positions - after
 
     def feed(self, chunk: TokenChunk) -> None:
-        """The next chunk.
+        """Adds the next chunk.
 
         Raises `FeedError` if it is not the next one, `DataIdentityError` if the first does not reproduce the
         cursor's tokens, `DataError` if too many documents are bad or the epoch has fewer than two tokens.
@@ -163,7 +162,7 @@ class Packer:
         )
         segment = Segment(chunk, skip, before)
         num_tokens = segment.stop - segment.start
-        if num_tokens or chunk.bad_reasons:  # millions of documents without a token leave counts alone
+        if num_tokens or chunk.bad_reasons:  # millions of documents without a token add only to the counts
             self._segments.append(segment)
         self._counts = segment.counts_after
         self._document, self._token_document = segment.document_after, segment.token_document_after
@@ -171,13 +170,13 @@ class Packer:
         self._go_on(chunk, num_tokens)
 
     def finish(self) -> None:
-        """No chunk will follow: the data end here. Raises `FeedError` if an epoch is not read to its end."""
+        """Ends the data: no chunk will follow. Raises `FeedError` if an epoch was not read to its end."""
         self._order.finish()
 
     def take(
         self, num_positions: int, seq_len: int, with_cursors: bool = False
     ) -> tuple[Run, RunCursors | None]:
-        """The next positions, all of which must be there; afterwards `cursor` stands behind them."""
+        """Takes the next positions, all of which must be available. `cursor` stands after them afterwards."""
         del seq_len
         assert 0 <= num_positions <= self.num_positions, f"{num_positions} of {self.num_positions} positions"
         start, stop = self._follower.taken, self._follower.taken + num_positions
@@ -190,8 +189,10 @@ class Packer:
         return run, cursors
 
     def passed_reasons(self, all_of_them: bool) -> tuple[str, ...]:
-        """Why documents are bad that the cursor has passed, each once; `all_of_them`: also those behind it,
-        at the end of the data: what follows the last token is passed by no cursor and reported all the same.
+        """Why documents before the cursor are bad, each once.
+
+        `all_of_them`: also those after the cursor, at the end of the data. What follows the last token is
+        passed by no cursor, and must be reported too.
         """
         reasons, self._reasons = self._reasons, ()
         if all_of_them:
@@ -204,9 +205,9 @@ class Packer:
             self._epoch_counts = self._counts
 
     def _after_earlier_pieces(self, chunk: TokenChunk) -> TokenChunk | None:
-        """The chunk without the pieces that lie before the cursor's in its document; None: it has no others.
+        """The chunk without the pieces before the cursor's in its document. None: it has no others.
 
-        They come where the cursor has their digest, and must be those that were trained.
+        These pieces come only if the cursor has their digest. They must be those that were trained.
         """
         start = self._start
         if start is None or not start.earlier_digest:
@@ -228,7 +229,7 @@ class Packer:
         return without_entries(chunk, num)
 
     def _verify_start(self, chunk: TokenChunk) -> int:
-        """How many tokens of the chunk lie before the cursor. Those of the unfinished piece must be the ones
+        """The number of the chunk's tokens before the cursor. Those of the unfinished piece must be those
         that were trained.
         """
         start, self._start = self._start, None
@@ -263,7 +264,7 @@ class Packer:
 
     # ------------------------------------------------------------------------------------ taking
     def _gather(self, start: int, stop: int) -> Run:
-        """Tokens [start, stop) in arrays of their own, and where documents begin in them."""
+        """Tokens [start, stop) in new arrays, and where documents begin in them."""
         here = [segment for segment in self._segments if segment.start < stop]
         starts = [segment.document_starts_between(start, stop) for segment in here]
         masked = any(segment.chunk.loss is not None for segment in here)
@@ -274,7 +275,7 @@ class Packer:
         )
 
     def _move_to(self, stop: int, run: Run) -> None:
-        """Puts the next input token at `stop`, behind the run, and drops what lies wholly before it."""
+        """Moves the next input token to `stop`, after the run, and drops the segments before it."""
         if stop >= self._fed:  # nothing is left to read
             self._follower.passes(stop, run.document_starts)
             return
@@ -282,7 +283,8 @@ class Packer:
         place = self._segments[here].place_of(stop)
         reasons: list[str] = []
         self._follower.move(self._segments[here], stop, run.tokens[:-1], run.document_starts)
-        # at an epoch's border its entries are still to come, be they empty or bad ones before its first token
+        # at an epoch's border, all of its entries are still to come, also empty or bad ones before its first
+        # token
         while here and not (place.epoch_border and self._segments[0].chunk.epoch == place.piece_key[0]):
             reasons += self._segments.popleft().take_reasons(None)
             here -= 1

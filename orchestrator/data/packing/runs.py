@@ -1,7 +1,6 @@
-"""What a source gives to a step: consecutive positions of its stream, or packs of whole documents, and how
-samples are made of them.
+"""The data that a step takes from a source, and the samples made of them.
 
-It knows no chunk and no cursor; the packers make it.
+A run is either consecutive positions of the source's stream (`concat`), or packs of whole documents.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ Rows = tuple[Int32Array, Int32Array, Int32Array]  # inputs, labels, document ids
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Consecutive positions of one source, as arrays of their own: it may be kept when the packer goes on.
+    """Consecutive positions of one source, in its own arrays: it may be kept while the packer continues.
 
     Position p has the input token `tokens[p]` and the label `tokens[p + 1]`.
     """
 
-    tokens: Int32Array  # (num_positions + 1,); empty for a run of none
+    tokens: Int32Array  # (num_positions + 1,); empty for a run without positions
     document_starts: Int64Array  # (num,) positions at which a document begins
-    loss: BoolArray | None = None  # like tokens: False where a token is no target; None: all are
+    loss: BoolArray | None = None  # like tokens: False for a token that is no target; None: all are
 
     @property
     def num_positions(self) -> int:
-        """Input tokens."""
+        """The number of input tokens."""
         return max(0, len(self.tokens) - 1)
 
     @property
@@ -39,17 +38,17 @@ class Run:
         return self.targets_in(self.num_positions)
 
     def targets_in(self, num_positions: int) -> int:
-        """Of the first so many positions, those whose label is a target."""
+        """The targets among the labels of the first `num_positions` positions."""
         return num_positions if self.loss is None else int(self.loss[1 : num_positions + 1].sum())
 
     @property
     def nbytes(self) -> int:
-        """Bytes that keeping it costs."""
+        """The memory of the run, in bytes."""
         loss = 0 if self.loss is None else self.loss.nbytes
         return self.tokens.nbytes + self.document_starts.nbytes + loss
 
     def cut(self, start: int, stop: int, seq_len: int) -> Run:
-        """The run of samples [start, stop) alone: views, with the same rows."""
+        """The run of samples [start, stop): views, with the same rows."""
         first, last = (min(at * seq_len, self.num_positions) for at in (start, stop))
         low, high = self.document_starts.searchsorted([first, last])
         here = slice(first, last + 1 if last > first else first)
@@ -60,8 +59,9 @@ class Run:
         )
 
     def rows(self, start: int, stop: int, seq_len: int) -> Rows:
-        """Samples [start, stop); the last is padded where the run does not fill it. Inputs and labels may be
-        views of the run, so nobody writes to them.
+        """Samples [start, stop). The last is padded if the run does not fill it.
+
+        Inputs and labels may be views of the run. Do not write to them.
         """
         num, first = stop - start, start * seq_len
         full = max(0, min(self.num_positions, stop * seq_len) - first)  # positions that are not padding
@@ -81,7 +81,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedRun:
-    """Packs of one source, each a sample of its own: documents, or stretches of one, side by side.
+    """Packs of one source, each a sample: documents, or stretches of one, side by side.
 
     A stretch of n positions has n + 1 tokens: the first n are its inputs, the last n its labels.
     """
@@ -89,12 +89,12 @@ class PackedRun:
     seq_len: int
     tokens: Int32Array  # of all stretches, one after the other
     sizes: Int64Array  # (num_stretches,) positions of each
-    firsts: Int64Array  # (num_packs + 1,) number of each pack's first stretch, and of all
-    loss: BoolArray | None = None  # like tokens: False where a token is no target; None: all are
+    firsts: Int64Array  # (num_packs + 1,) number of each pack's first stretch; last: of all
+    loss: BoolArray | None = None  # like tokens: False for a token that is no target; None: all are
 
     @property
     def num_packs(self) -> int:
-        """Samples."""
+        """The number of samples."""
         return len(self.firsts) - 1
 
     @property
@@ -103,7 +103,7 @@ class PackedRun:
         return self.targets_in(self.num_packs * self.seq_len)
 
     def targets_in(self, num_positions: int) -> int:
-        """Of the samples that so many positions count for, the labels that are targets."""
+        """The targets among the labels of the samples that `num_positions` positions count for."""
         stop = int(self.firsts[-(-num_positions // self.seq_len)])
         if self.loss is None:
             return int(self.sizes[:stop].sum())
@@ -112,12 +112,12 @@ class PackedRun:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that keeping it costs."""
+        """The memory of the run, in bytes."""
         loss = 0 if self.loss is None else self.loss.nbytes
         return self.tokens.nbytes + self.sizes.nbytes + self.firsts.nbytes + loss
 
     def cut(self, start: int, stop: int, seq_len: int) -> PackedRun:
-        """The run of samples [start, stop) alone: views, with the same rows."""
+        """The run of samples [start, stop): views, with the same rows."""
         assert seq_len == self.seq_len, f"packs of {self.seq_len} positions as samples of {seq_len}"
         firsts = self.firsts[start : stop + 1]
         low, high = int(firsts[0]), int(firsts[-1])
@@ -132,7 +132,7 @@ class PackedRun:
         )
 
     def rows(self, start: int, stop: int, seq_len: int) -> Rows:
-        """Samples [start, stop), padded behind their last stretch."""
+        """Samples [start, stop), padded after their last stretch."""
         assert seq_len == self.seq_len, f"packs of {self.seq_len} positions as samples of {seq_len}"
         num, firsts = stop - start, self.firsts[start : stop + 1]
         low, high = int(firsts[0]), int(firsts[-1])
@@ -158,7 +158,7 @@ class PackedRun:
 
 
 def joined(runs: Sequence[PackedRun], seq_len: int) -> PackedRun:
-    """One run of all of them."""
+    """All runs as one."""
     if len(runs) == 1:
         return runs[0]
     if not runs:
@@ -178,8 +178,10 @@ def joined(runs: Sequence[PackedRun], seq_len: int) -> PackedRun:
 
 
 def _document_numbers(starts: Int64Array, num_samples: int, seq_len: int) -> Int32Array:
-    """The number of each position's document within its sample, (num_samples * seq_len,). A sample begins
-    with document 0, wherever in it; `starts` are positions at which the next one begins.
+    """The number of each position's document within its sample, (num_samples * seq_len,).
+
+    A sample begins with document 0, at any place in it. `starts` are positions at which the next document
+    begins.
     """
     begins = np.arange(0, num_samples * seq_len, seq_len)
     borders = np.unique(np.concatenate([begins, starts]))
@@ -188,8 +190,8 @@ def _document_numbers(starts: Int64Array, num_samples: int, seq_len: int) -> Int
 
 
 def _spread(sizes: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Of every position of stretches of these sizes: the number of its stretch's first token, and its own
-    number within it.
+    """For every position of stretches of these sizes: the index of its stretch's first token, and its own
+    index within the stretch.
     """
     within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return np.repeat(np.cumsum(sizes + 1) - sizes - 1, sizes), within

@@ -1,7 +1,7 @@
-"""The stream in one process: chunks are drawn as they are needed, steps and samples come out.
+"""Draws steps and samples from a stream in one process, reading chunks on demand.
 
-This is the one loop that draws, feeds and finishes; the public stream and the feed of a process without Ray
-run it. (The Feeder's chunks come by themselves: there `feed.opening` does the same in turns.)
+The public stream and the feed of a process without Ray use this loop of draw, feed and finish. The Feeder's
+chunks arrive by themselves, so `feed.opening` has its own loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Sample", "draw_samples", "draw_step", "open_samples"]
 
-# Samples are drawn by so many tokens at a time where the chunks hold them: what a draw costs vanishes in it.
+# Samples are drawn in batches of about this many tokens, if the chunks hold them, which makes the cost of a
+# draw negligible.
 _RUN_TOKENS = 1 << 18
 
 
@@ -33,7 +34,7 @@ def draw_step(
     whole: bool = True,
     with_cursors: bool = False,
 ) -> StepSamples:
-    """`Stream.draw`, fed by `next_chunk(source)` as long as something is missing; None ends a source."""
+    """`Stream.draw`, fed by `next_chunk(source)` while data are missing. None ends a source."""
     while (samples := stream.draw(step, whole, with_cursors)) is None:
         for source in stream.needs:
             chunk = next_chunk(source)
@@ -46,8 +47,9 @@ def draw_step(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One sample of the canonical stream. Arrays are int32 of shape (seq_len,); label -100: no loss; document
-    id -1: padding.
+    """One sample of the canonical stream. Arrays are int32 of shape (seq_len,).
+
+    Label -100: no loss. Document id -1: padding.
     """
 
     index: int
@@ -60,15 +62,15 @@ class Sample:
 
     @property
     def cursor(self) -> Cursor:
-        """The place after it: a stream opened there continues with the next. Computed when asked for."""
+        """The place after it: a stream opened there continues with the next sample. Computed on demand."""
         return self._step.cursor_after(self._number + 1)
 
 
 def open_samples(spec: DataSpec, cursor: Cursor, seq_len: int) -> Iterator[Sample]:
-    """The samples from `cursor` on, in this process, to the end of the data. The last may be shortened.
+    """The samples from `cursor` to the end of the data, in this process. The last may be shortened.
 
-    Raises `DataIdentityError` if the files or the tokenizer are not those of the cursor, `DataError` for what
-    cannot be read.
+    Raises `DataIdentityError` if the files or the tokenizer are not those of the cursor, `DataError` for data
+    that cannot be read.
     """
     encoders = spec.build_encoders()
     chunks = {plan.source: spec.chunks(cursor, plan.source, encoders) for plan in spec.plans}
@@ -78,7 +80,7 @@ def open_samples(spec: DataSpec, cursor: Cursor, seq_len: int) -> Iterator[Sampl
 def draw_samples(
     stream: Stream, next_chunk: Callable[[str], TokenChunk | None], seq_len: int
 ) -> Iterator[Sample]:
-    """The samples of a stream from where it stands, fed as `draw_step` does."""
+    """The samples of a stream from its current place, fed as in `draw_step`."""
     num_samples, names = max(1, _RUN_TOKENS // seq_len), stream.names
     while True:
         step = StepRange(

@@ -1,6 +1,6 @@
-"""A chunk of tokens as a stretch of the stream: where documents begin in it, and the cursor of its positions.
+"""A chunk of tokens as a segment of the stream: its document starts, and the cursors of its positions.
 
-It knows one chunk and what was counted before it; the packer strings segments together.
+The packer strings segments together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Counts = tuple[int, int, int, int, int, int]  # documents, empty, bad, special t
 
 
 def counts_at(cursor: SourceCursor) -> Counts:
-    """What is counted at a cursor."""
+    """The counts of a cursor."""
     return (
         cursor.documents,
         cursor.empty_documents,
@@ -30,7 +30,7 @@ def counts_at(cursor: SourceCursor) -> Counts:
 
 
 def counted(counts: Counts) -> dict[str, Any]:
-    """The same as fields of a cursor."""
+    """The counts as fields of a cursor."""
     documents, empty, bad, special, filtered, held_out = counts
     return {
         "documents": documents,
@@ -57,11 +57,11 @@ def counts_after(before: Counts, chunk: TokenChunk) -> Counts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Before:
-    """What precedes a segment in the stream. `position` counts tokens from the place where it was opened.
+    """What precedes a segment in the stream.
 
-    `document` is the number of the last entry's document, `token_document` that of the last token's, -1 for
-    none. `epoch_counts` are the counts at the epoch's beginning, `epoch_begins`: no token of the epoch came
-    yet.
+    `position` counts tokens from the place where the stream was opened. `document` is the number of the last
+    entry's document, `token_document` that of the last token's, -1 for none. `epoch_counts` are the counts at
+    the epoch's beginning. `epoch_begins`: no token of the epoch has come yet.
     """
 
     position: int
@@ -74,7 +74,7 @@ class Before:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a token lies: its entry in the segment, its number in the piece, and what is passed before it.
+    """The place of a token: its entry in the segment, its index in the piece, and the counts before it.
 
     `piece_key` is (epoch, block, window, record, output, piece). At an epoch's first token the cursor is
     (epoch, 0, …) in normal form, before any entry of the epoch.
@@ -87,8 +87,10 @@ class Place:
     counts: Counts
 
     def cursor(self, prefix_digest: str, earlier: tuple[int, str]) -> SourceCursor:
-        """The cursor, given the digest of the piece's earlier tokens (empty for none), and the number and the
-        digest of those in the document's earlier pieces.
+        """The cursor at this place.
+
+        `prefix_digest` is the digest of the piece's earlier tokens (empty for none). `earlier` is the number
+        and the digest of the tokens in the document's earlier pieces.
         """
         epoch, block, window, record, output, piece = self.piece_key
         if self.epoch_border:
@@ -110,7 +112,7 @@ class Place:
 
 
 def without_entries(chunk: TokenChunk, num: int) -> TokenChunk:
-    """The chunk without its first `num` entries and their tokens, none of which is a bad document."""
+    """The chunk without its first `num` entries and their tokens. None of these may be a bad document."""
     columns = ("record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file", "place")
     kept: dict[str, Any] = {name: getattr(chunk, name)[num:] for name in columns}
     first = int(chunk.num_tokens[:num].sum())
@@ -120,7 +122,7 @@ def without_entries(chunk: TokenChunk, num: int) -> TokenChunk:
 
 
 class Segment:
-    """Tokens of one chunk from `skip` on (those before it were drawn before the stream was opened)."""
+    """Tokens of one chunk from `skip` on. Those before it were drawn before the stream was opened."""
 
     def __init__(self, chunk: TokenChunk, skip: int, before: Before) -> None:
         self.chunk, self._skip, self._before = chunk, skip, before
@@ -133,10 +135,10 @@ class Segment:
         whole = is_piece & (chunk.last_piece == 1)
         empty, bad, filtered, held_out = (chunk.kind == kind for kind in (EMPTY, BAD, FILTERED, HELD_OUT))
         passed = np.stack([whole, empty, bad, chunk.special_texts, filtered, held_out])
-        self._counts = np.zeros((len(passed), len(chunk.kind) + 1), np.int64)  # what is passed before entry i
+        self._counts = np.zeros((len(passed), len(chunk.kind) + 1), np.int64)  # counts before entry i
         np.cumsum(passed, axis=1, out=self._counts[:, 1:])
         self._reasons_taken = 0
-        # a document begins with its first token, though a piece of no tokens may come before it
+        # a document begins with its first token; a piece without tokens may come before that
         document = before.document + np.cumsum(is_piece & (chunk.piece == 0), dtype=np.int64)
         filled = chunk.num_tokens > 0
         documents = document[filled]
@@ -181,7 +183,7 @@ class Segment:
         return self._document_starts[first:last]
 
     def place_of(self, position: int) -> Place:
-        """The place of the token at `position`, which is one of the segment's."""
+        """The place of the token at `position`, which must lie in the segment."""
         assert self.start <= position < self.stop, f"position {position} of [{self.start}, {self.stop})"
         chunk = self.chunk
         entry = int(self._ends.searchsorted(position, side="right"))
@@ -197,7 +199,7 @@ class Segment:
         )
 
     def piece_tokens(self, place: Place) -> Int32Array:
-        """The tokens of the place's piece before its token, also those that were drawn before the opening."""
+        """The tokens of the place's piece before its token, including those drawn before the opening."""
         first = int(self._begins[place.entry]) - self.start + self._skip
         return self.chunk.tokens[first : first + place.token]
 

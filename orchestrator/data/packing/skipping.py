@@ -1,7 +1,4 @@
-"""Samples that are drawn and not trained: the stream's place after them.
-
-It decides nothing and knows no claim; see `planning.skipping`.
-"""
+"""Draws samples that are not trained, and returns the stream's cursor after them. See `planning.skipping`."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from orchestrator.records.cursor import Cursor
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
 
-# Samples are drawn by so many tokens at a time: what is held is about a chunk of each source.
+# Samples are drawn in batches of about this many tokens. About one chunk of each source is held.
 _RUN_TOKENS = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passed:
-    """What was drawn: samples, positions, and the cursor after them. `ends`: nothing follows."""
+    """The drawn samples and positions, and the cursor after them. `ends`: nothing follows."""
 
     samples: int
     tokens: int
@@ -30,10 +27,10 @@ class Passed:
 
 
 def draw_past(spec: DataSpec, cursor: Cursor, num_samples: int, seq_len: int) -> Passed:
-    """Draws `num_samples` from `cursor` on, or as many as the data still have, in this process: their text is
-    tokenized once. Counts of trained samples and tokens stay; those of skipped ones rise.
+    """Draws `num_samples` from `cursor` on, or as many as the data still have, in this process.
 
-    Raises as `open_samples` does.
+    Their text is tokenized once. The counts of trained samples and tokens stay; those of skipped ones
+    increase. Raises as `open_samples`.
     """
     stream, encoders = spec.stream(cursor, seq_len), spec.build_encoders()
     chunks = {plan.source: spec.chunks(cursor, plan.source, encoders) for plan in spec.plans}

@@ -1,8 +1,4 @@
-"""A step's samples: what was drawn from the sources, to be handed out, again if need be, and a part of them
-on its way to a rank.
-
-It knows no chunk and no file; the stream makes it.
-"""
+"""The samples of a step, which may be served several times, and a rank's share of them in transit."""
 
 from __future__ import annotations
 
@@ -25,11 +21,11 @@ _NAMES = ("source_numbers", "input_ids", "labels", "document_ids")
 
 
 class StepSamples:
-    """One step's samples: of each source the run of positions that it gives, which sample is whose, and the
-    cursor after it. Immutable.
+    """One step's samples: the run of positions from each source, each sample's source, and the cursor after
+    it.
 
-    It holds its own copy of the tokens, so it may be kept when the stream has gone on. Arrays of samples are
-    made when asked for.
+    Immutable. It has its own copy of the tokens, so it may be kept while the stream continues. Arrays of
+    samples are made on demand.
     """
 
     def __init__(
@@ -42,18 +38,18 @@ class StepSamples:
         bad_reasons: tuple[tuple[str, str], ...],
         cursors: Callable[[int], Cursor] | None = None,
     ) -> None:
-        self.step = step  # what it really holds
+        self.step = step  # the samples that it holds, perhaps fewer than requested
         self.numbers = numbers  # (num_samples,) the number of each sample's source
         self.cursor = cursor  # the run's place after it
-        self.end_of_data = end_of_data  # no target follows it
-        # (source, why) of the bad documents that the cursor passes in this step
+        self.end_of_data = end_of_data  # no target follows the step
+        # (source, reason) of the bad documents that the cursor passes in this step
         self.bad_reasons = bad_reasons
         self._runs = runs  # by the source's number
         self._cursors = cursors
 
     @property
     def first_index(self) -> int:
-        """Index of its first sample: samples drawn before it on the lineage."""
+        """Index of the first sample: the number of samples drawn before it on the lineage."""
         return self.step.first_sample + self.cursor.skipped_samples
 
     @cached_property
@@ -63,17 +59,17 @@ class StepSamples:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that keeping it costs."""
+        """The memory of the step, in bytes."""
         return self.numbers.nbytes + sum(run.nbytes for run in self._runs.values())
 
     @cached_property
     def digest(self) -> int:
-        """The sum modulo 2^64 of its samples' digests."""
+        """The sum modulo 2^64 of the digests of its samples."""
         return batch_digest(self.first_index, *self.rows(0, self.step.num_samples))
 
     @cached_property
     def facts(self) -> StepFacts:
-        """What every rank gets with its share of it."""
+        """The facts that every rank receives with its share of the step."""
         return StepFacts(
             step=self.step,
             targets=self.targets,
@@ -83,7 +79,7 @@ class StepSamples:
         )
 
     def cursor_after(self, num_samples: int) -> Cursor:
-        """The run's place after so many of its samples; of a step that was drawn with them."""
+        """The cursor after `num_samples` of its samples. The step must have been drawn with cursors."""
         assert self._cursors is not None, "the step was drawn without cursors"
         return self.cursor if num_samples == self.step.num_samples else self._cursors(num_samples)
 
@@ -94,29 +90,31 @@ class StepSamples:
         return start - first, stop - first
 
     def share(self, start: int, stop: int) -> StepShare:
-        """Samples [start, stop), by their count of trained samples in the run, without their arrays. Raises
-        `FeedError` if they are not all in the step.
+        """Samples [start, stop), numbered by trained samples of the run, without their arrays.
+
+        Raises `FeedError` if they are not all in the step.
         """
         low, high = self._within(start, stop)
         numbers, runs = self.numbers[low:high], self._cut(low, high)
         return StepShare(facts=self.facts, start=start, stop=stop, numbers=numbers, runs=runs)
 
     def slice(self, start: int, stop: int) -> BatchSlice:
-        """The same as arrays. Raises as `share` does."""
+        """`share` as arrays. Raises as `share`."""
         return self.share(start, stop).slice()
 
     def arrays(self, start: int, stop: int) -> Arrays:
-        """Source numbers (num,), inputs, labels, document ids (num, seq_len) of samples [start, stop),
-        counted within the step, in arrays of their own.
+        """Arrays of samples [start, stop), counted within the step, in their own memory.
+
+        Returns source numbers (num,), and inputs, labels and document ids (num, seq_len).
         """
         return _owned(*self.rows(start, stop))
 
     def rows(self, start: int, stop: int) -> Arrays:
-        """The same; inputs and labels may be views of one memory, so nobody writes to them."""
+        """The same arrays. Inputs and labels may be views of shared memory: do not write to them."""
         return _rows(self.numbers[start:stop], self._cut(start, stop), self.step.seq_len)
 
     def _cut(self, start: int, stop: int) -> dict[int, Run | PackedRun]:
-        """The runs of samples [start, stop) alone, counted within the step."""
+        """The runs of samples [start, stop), counted within the step."""
         if len(self._runs) == 1:
             ((number, only),) = self._runs.items()
             return {number: only.cut(start, stop, self.step.seq_len)}
@@ -129,7 +127,7 @@ class StepSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """What holds for the whole step: see `BatchSlice`. Packed once, however many ranks it is sent to."""
+    """Facts about the whole step: see `BatchSlice`. Pickled once, however many ranks it is sent to."""
 
     step: StepRange
     targets: int
@@ -152,8 +150,9 @@ def _unpacked(packed: bytes) -> StepFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepShare:
-    """Samples [start, stop) of a step as the runs that they are made of: with a third of the bytes of their
-    arrays, which a rank makes for itself. See `BatchSlice`.
+    """Samples [start, stop) of a step, as the runs that they are made of.
+
+    They take a third of the bytes of their arrays, which each rank makes itself. See `BatchSlice`.
     """
 
     facts: StepFacts
@@ -168,7 +167,7 @@ class StepShare:
         return self.numbers.nbytes + sum(run.nbytes for run in self.runs.values())
 
     def slice(self) -> BatchSlice:
-        """The same with arrays of its own, which belong to the caller."""
+        """The share as arrays in their own memory, which belong to the caller."""
         facts, arrays = self.facts, _owned(*_rows(self.numbers, self.runs, self.facts.step.seq_len))
         return BatchSlice(
             step=facts.step,
@@ -183,13 +182,14 @@ class StepShare:
 
 
 def _owned(numbers: Int32Array, inputs: Int32Array, labels: Int32Array, documents: Int32Array) -> Arrays:
-    """What `_rows` gives, to be written to."""
+    """Writable copies of the arrays of `_rows`."""
     return numbers.copy(), inputs.copy(), labels.copy(), documents
 
 
 def _rows(numbers: Int32Array, runs: Mapping[int, Run | PackedRun], seq_len: int) -> Arrays:
-    """All samples of these runs, in the order in which their sources take turns; inputs and labels may be
-    views of one memory, so nobody writes to them.
+    """All samples of these runs, in the order of their sources in the mixture.
+
+    Inputs and labels may be views of shared memory: do not write to them.
     """
     if len(runs) == 1:
         (only,) = runs.values()

@@ -1,7 +1,7 @@
-"""The run's stream: the sources' packers and the mixture, drawn in steps from one cursor on.
+"""The run's stream: the packers of its sources and the mixture, drawn in steps from one cursor on.
 
-It knows no file and no tokenizer. Which source a sample comes from depends on the cursor and on what the
-sources hold alone: neither on the order in which chunks come nor on how samples are divided into steps.
+The source of a sample depends only on the cursor and on the content of the sources. It does not depend on the
+order in which chunks arrive, or on how samples are divided into steps.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ __all__ = ["Stream", "StreamSource"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamSource:
-    """What the stream has to know of a source: its name, its number in the digests, how many blocks an epoch
-    has, and the epoch before which it ends (None: endless). `path_of` gives a file's path by epoch and
-    number, for messages.
+    """The properties of a source that the stream needs.
+
+    `name`, `number` (in the digests), `num_blocks` of an epoch, and the epoch before which it ends
+    (`num_epochs`, None: endless). `path_of` returns a file's path by epoch and number, for messages.
     """
 
     name: str
@@ -43,13 +44,12 @@ class StreamSource:
 
 
 class Stream:
-    """Chunks in, steps out, from a cursor on. Holds the chunks not drawn yet; not for several threads.
+    """Turns chunks into steps, from a cursor on. Holds the chunks that are not drawn yet. Not thread-safe.
 
-    `feed` each source's chunks from the cursor on, in that source's order, then `finish` it; `draw`
-    consecutive steps. With one source, its last sample is padded
-    where the data do not fill it. With several, data rule 20: under `on_end: stop` the stream ends before the
-    first sample that its source cannot fill; under `drop` that source gives what it has, and the others go
-    on.
+    `feed` each source's chunks from the cursor on, in that source's order, then `finish` the source; `draw`
+    consecutive steps. With one source, the last sample is padded if the data do not fill it. With several
+    sources, data rule 20 applies. Under `on_end: stop`, the stream ends before the first sample that its
+    source cannot fill. Under `drop`, that source gives what it has, and the others continue.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Stream:
         self._before = cursor
         self._names = [source.name for source in sources]
         self._numbers = {source.name: source.number for source in sources}
-        # one source goes without a mixture's counts, unless it was one of several
+        # a single source has no mixture counts, unless it was one of several before
         self._mixed = (
             len(sources) > 1 or bool(cursor.mixture) or not cursor.sources.keys() <= self._numbers.keys()
         )
@@ -77,8 +77,8 @@ class Stream:
         weights = {source.name: 1 for source in sources} if mixture is None else mixture.weights
         by = "tokens" if mixture is None else mixture.by
         self._mixture = Mixture.at(weights, self._limits, _shares(cursor), by)
-        self._asked: StepRange | None = None  # the shape of the steps that are drawn
-        self._needs: frozenset[str] | None = None  # until it is asked for again
+        self._asked: StepRange | None = None  # the shape of the last step drawn
+        self._needs: frozenset[str] | None = None  # cached until something changes
 
     @property
     def names(self) -> dict[int, str]:
@@ -87,14 +87,15 @@ class Stream:
 
     @property
     def cursor(self) -> Cursor:
-        """The place of the next sample."""
+        """The cursor of the next sample."""
         return self._before
 
     @property
     def needs(self) -> frozenset[str]:
-        """The sources whose next chunk is wanted now: for the step that was asked for last, and as soon as
-        that is drawn for another one like it, so that it is there before it is asked for. Before the first
-        step: each source's first one.
+        """The sources whose next chunk is wanted now.
+
+        They are those that the last requested step needs, or once that is drawn another step like it, so that
+        its chunks arrive before it is requested. Before the first step: each source, for its first chunk.
         """
         if self._needs is None:
             if self._asked is None:
@@ -110,11 +111,11 @@ class Stream:
         return packer.num_positions == 0 and not packer.finished
 
     def buffered_tokens(self, source: str) -> int:
-        """Positions of a source that are there and not drawn."""
+        """Positions of a source that are available and not drawn."""
         return self._packers[source].num_positions
 
     def feed(self, chunk: TokenChunk) -> None:
-        """The next chunk of its source. Raises as `Packer.feed` does."""
+        """Adds the next chunk of its source. Raises as `Packer.feed`."""
         packer = self._packers.get(chunk.source)
         if packer is None:
             raise FeedError(
@@ -124,17 +125,19 @@ class Stream:
         self._needs = None
 
     def finish(self, source: str) -> None:
-        """No chunk of this source will follow. Raises `FeedError` if an epoch is not read to its end."""
+        """Ends a source: no chunk of it will follow. Raises `FeedError` if an epoch was not read to its
+        end.
+        """
         self._packers[source].finish()
         self._needs = None
 
     def draw(self, step: StepRange, whole: bool = True, with_cursors: bool = False) -> StepSamples | None:
-        """The samples of `step`, or what the data still have of them; None: chunks of the sources that
-        `needs` names are needed first.
+        """The samples of `step`, or those that the data still have. None: chunks of the sources in `needs`
+        come first.
 
-        Not `whole`: also fewer of them, as many as are there, but at least one. `with_cursors`: the cursor
-        after each sample can be asked of them. Raises `FeedError` if the step does not begin where the one
-        before ended.
+        If not `whole`, it also returns fewer samples, as many as are available, but at least one.
+        `with_cursors`: the result has the cursor after each sample. Raises `FeedError` if the step does not
+        begin where the previous one ended.
         """
         if step.first_sample != self._before.consumed_samples:
             raise FeedError(
@@ -152,7 +155,7 @@ class Stream:
 
     # ------------------------------------------------------------------------------------ deciding
     def _plan(self, step: StepRange) -> _Plan:
-        """Which samples the step gets, as far as what is there decides it; nothing is taken."""
+        """Decides the samples of the step, as far as the available data allow. Takes nothing."""
         plan = _Plan(mixture=self._mixture.copy())
         if not self._mixed:
             self._plan_one(step, plan)
@@ -163,7 +166,7 @@ class Stream:
             if source is None:
                 return plan
             plan.add(source, min(wanted, self._left(plan, source, step.seq_len)))
-        # whether anything follows: the next sample, as a step of whole samples would take it
+        # whether anything follows: checks the next sample, as a step of whole samples would take it
         self._next(plan, step.seq_len, step.seq_len, ahead=True)
         return plan
 
@@ -173,7 +176,8 @@ class Stream:
         packer = self._packers[source]
         num = packer.left(0, step.seq_len)
         if not packer.finished and num < step.num_tokens + 1:
-            # one position is left, so that the end of the data is never found behind a step that did not know
+            # one position is kept, so that the end of the data is never found after a step that did not
+            # report it
             plan.needs, num = source, max(0, num - 1) // step.seq_len * step.seq_len
         num = min(num, step.num_tokens)
         plan.positions[source] = plan.num_tokens = num
@@ -181,8 +185,10 @@ class Stream:
         plan.ends = packer.finished and packer.left(num, step.seq_len) == 0
 
     def _next(self, plan: _Plan, seq_len: int, wanted: int, ahead: bool = False) -> str | None:
-        """The source of the next sample; None: the data end (`plan.ends`), or that cannot be known before
-        more of a source is there (`plan.needs`). `ahead` leaves the plan's mixture as it is.
+        """The source of the next sample.
+
+        None: the data end (`plan.ends`), or more of a source is needed to decide (`plan.needs`). `ahead` does
+        not change the plan's mixture.
         """
         mixture, ended = plan.mixture, list[tuple[str, int]]()
         while (source := mixture.next(seq_len)) is not None:
@@ -199,7 +205,7 @@ class Stream:
                 break
             limit = self._limits[source]
             assert limit is not None, f"source {source} has no end and ended"
-            # a source ends when its next sample is due, and only if one of another source follows
+            # a source ends when its next sample is due, and only if a sample of another source follows
             mixture = mixture.copy()
             mixture.end(source, limit)
             ended.append((source, limit))
@@ -255,7 +261,7 @@ class Stream:
 
 
 def _packer(start: SourceCursor, source: StreamSource, settings: StreamSettings) -> Packer | WindowPacker:
-    """What makes samples of a source's chunks, by `pack.mode`."""
+    """The packer of a source, by `pack.mode`."""
     if settings.pack_mode == "concat":
         return Packer(start, source.name, source.num_blocks, settings, source.num_epochs)
     path_of = {} if source.path_of is None else {"path_of": source.path_of}
@@ -263,7 +269,7 @@ def _packer(start: SourceCursor, source: StreamSource, settings: StreamSettings)
 
 
 def _shares(cursor: Cursor) -> Mapping[str, MixtureShare]:
-    """The mixture's counts. While a run had one source, all that was drawn was of that."""
+    """The mixture's counts. While a run had one source, everything drawn was of that source."""
     if cursor.mixture or len(cursor.sources) != 1:
         return cursor.mixture
     drawn = cursor.drawn_from(tuple(cursor.sources))
@@ -272,19 +278,19 @@ def _shares(cursor: Cursor) -> Mapping[str, MixtureShare]:
 
 @dataclass(kw_only=True, slots=True)
 class _Plan:
-    """Samples of a step as they are decided, one after the other."""
+    """The samples of a step, decided one after the other."""
 
-    mixture: Mixture  # after them
+    mixture: Mixture  # after these samples
     sources: list[str] = field(default_factory=list)  # of each sample
-    lengths: list[int] = field(default_factory=list)  # positions of each, where there are several sources
+    lengths: list[int] = field(default_factory=list)  # positions of each, with several sources
     positions: dict[str, int] = field(default_factory=dict)  # by source
     num_tokens: int = 0
     ended: list[tuple[int, str, int]] = field(default_factory=list)  # before sample, source, its limit
-    needs: str | None = None  # what comes next cannot be decided before more of this source is there
+    needs: str | None = None  # the next sample cannot be decided before more of this source arrives
     ends: bool = False  # nothing follows
 
     def add(self, source: str, length: int) -> None:
-        """One more sample."""
+        """Adds one sample."""
         self.sources.append(source)
         self.lengths.append(length)
         self.positions[source] = self.positions.get(source, 0) + length
@@ -293,7 +299,7 @@ class _Plan:
 
 
 class _Inside:
-    """The run's place inside a step, after any of its samples."""
+    """The run's cursors inside a step, after any of its samples."""
 
     def __init__(
         self,
@@ -307,7 +313,7 @@ class _Inside:
         self._plan, self._seq_len, self._runs = plan, seq_len, runs
 
     def after(self, num_samples: int) -> Cursor:
-        """The cursor after so many of the step's samples."""
+        """The cursor after `num_samples` of the step's samples."""
         plan, before = self._plan, self._before
         if not plan.lengths:
             positions = {name: min(num_samples * self._seq_len, plan.num_tokens) for name in self._runs}

@@ -1,7 +1,4 @@
-"""The earlier tokens of the document at hand, as their number and digest: what a resume has to reproduce.
-
-It knows no chunk and no file; the packer says which tokens are passed and where documents begin.
-"""
+"""The number and digest of the current document's earlier tokens, which a resume must reproduce."""
 
 from __future__ import annotations
 
@@ -13,8 +10,10 @@ from orchestrator.records.cursor import SourceCursor
 
 
 class UnfinishedDocument:
-    """Follows a stream from `start` on. What lies in the pieces before the one at hand is known if the stream
-    was opened in a document's first piece, or at a cursor that has it; else from the next document on.
+    """Follows a stream from `start` on.
+
+    The tokens in earlier pieces of the document are known if the stream was opened in the document's first
+    piece, or at a cursor that records them. Otherwise they are known from the next document on.
     """
 
     def __init__(self, start: SourceCursor) -> None:
@@ -23,7 +22,7 @@ class UnfinishedDocument:
         self._earlier = (start.earlier_tokens, start.earlier_digest)
 
     def copy(self) -> UnfinishedDocument:
-        """Another one at the same place."""
+        """An independent copy."""
         new = copy(self)
         new._hasher = self._hasher.copy()
         return new
@@ -34,16 +33,16 @@ class UnfinishedDocument:
         return self._num, self._hasher.hexdigest()
 
     def add(self, tokens: Int32Array) -> None:
-        """More tokens of the same document are passed."""
+        """Passes more tokens of the same document."""
         add_tokens(self._hasher, tokens)
         self._num += len(tokens)
 
     def move(self, tokens: Int32Array, begin: int | None, piece: int, token: int) -> tuple[int, str]:
-        """`tokens` are passed; the last document that begins among them or right after them does so at
-        `begin` (None: there is none). The next token is number `token` of piece `piece`.
+        """Passes `tokens`. The next token is number `token` of piece `piece`.
 
+        The last document that begins among them or right after them begins at `begin` (None: there is none).
         Returns number and digest of the tokens in the document's earlier pieces: (0, "") in the first piece,
-        and where they are not known.
+        and if they are not known.
         """
         if begin is not None:
             self._known, self._hasher, self._num = True, token_hasher(), 0

@@ -1,8 +1,7 @@
-"""One source's samples of whole documents, `bestfit` and `pad`: chunks go in, packs come out, window by
-window.
+"""One source's samples of whole documents (`bestfit`, `pad`): chunks in, packs out, window by window.
 
-It knows no file, no tokenizer, no other source and no step. A cursor counts the packs taken of a window: who
-opens it there has the window tokenized once more, packs it again, and must find what was taken.
+A cursor counts the packs taken of a window. Opening it there tokenizes and packs the window again, and must
+reproduce the packs that were taken.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ def _by_number(_: int, file: int) -> str:
 
 
 class WindowPacker:
-    """Chunks in, packs out, from a cursor on, `pack.mode` `bestfit` or `pad`. Not for several threads.
+    """Turns chunks into packs, from a cursor on, for `pack.mode` `bestfit` or `pad`. Not thread-safe.
 
-    A document without a target is counted and in no pack. A pack is a sample and counts as `seq_len`
-    positions, however many documents fill it; documents are never divided but by `pack.long_document: split`.
-    Holds the windows whose packs are not all taken, and the one that is coming.
+    A document without a target is counted and is in no pack. A pack is a sample and counts as `seq_len`
+    positions, however many documents it holds. Documents are divided only by `pack.long_document: split`.
+    Holds the windows whose packs are not all taken, and the window being fed.
     """
 
     def __init__(
@@ -46,19 +45,19 @@ class WindowPacker:
         """`num_epochs` is the source's limit; None: it has no end."""
         self._source, self._settings = source, settings
         self._order = ChunkOrder(start, source, num_blocks, settings, num_epochs)
-        self._start: SourceCursor | None = start  # until its window has come
-        # a history may be read by a job of another length: what is left of a window has the cursor's
+        self._start: SourceCursor | None = start  # until its window arrives
+        # a job with another length may read the history: the rest of a window has the cursor's length
         seq_len = start.pack_seq_len if start.packs else settings.seq_len
         self._packing = WindowPacking(source=source, settings=settings, seq_len=seq_len, path_of=path_of)
-        self._coming: list[TokenChunk] = []  # of the window that is fed
+        self._coming: list[TokenChunk] = []  # of the window being fed
         self._windows: deque[PackedWindow] = deque()
         self._place = PackPlace(start)
-        # the begin of the window that is coming, with the counts before it
+        # the beginning of the window being fed, with the counts before it
         self._begin = replace(start, packs=0, pack_seq_len=0, prefix_digest="")
-        # after all that is fed
+        # after everything fed
         self._counts: Counts = counts_at(start)
         self._epoch_has_packs = (start.block, start.window, start.packs) != (0, 0, 0)
-        self._reasons: tuple[str, ...] = ()  # of documents that are passed
+        self._reasons: tuple[str, ...] = ()  # of passed documents
 
     @property
     def finished(self) -> bool:
@@ -67,12 +66,12 @@ class WindowPacker:
 
     @property
     def cursor(self) -> SourceCursor:
-        """The window of the next pack, and how many of it were taken."""
+        """The window of the next pack, and how many of its packs were taken."""
         return self._place.cursor
 
     @property
     def num_positions(self) -> int:
-        """Positions that are there and not taken: so many for each pack, whatever it holds."""
+        """Positions that are available and not taken: `seq_len` for each pack, whatever it holds."""
         return (sum(window.packs.num for window in self._windows) - self._place.taken) * self._seq_len
 
     @property
@@ -80,17 +79,16 @@ class WindowPacker:
         return self._packing.seq_len
 
     def left(self, after: int, seq_len: int) -> int:
-        """Positions that are there behind the samples that the next `after` positions count for.
+        """Positions that are available after the samples that the next `after` positions count for.
 
-        Raises `DataIdentityError` if the samples have another length now and a window's packs are taken in
-        part.
+        Raises `DataIdentityError` if the sample length has changed and a window's packs are partly taken.
         """
         if seq_len != self._seq_len:
             self._change(seq_len)
         return self.num_positions - -(-after // seq_len) * seq_len
 
     def feed(self, chunk: TokenChunk) -> None:
-        """The next chunk.
+        """Adds the next chunk.
 
         Raises `FeedError` if it is not the next one, `DataIdentityError` if the first window does not
         reproduce the cursor's packs, `DataError` if a document is too long (`pack.long_document: stop`), if
@@ -103,7 +101,7 @@ class WindowPacker:
                 start, f"it names a token, and pack.mode is {self._settings.pack_mode}"
             )
         if chunk.ends_window or chunk.bad_reasons or (chunk.kind == PIECE).any():
-            self._coming.append(chunk)  # of other ones counts are all that is left
+            self._coming.append(chunk)  # other chunks add only to the counts
         self._counts = counts_after(self._counts, chunk)
         ends_epoch = self._order.go_on(chunk, len(chunk.tokens), self._counts)
         if not chunk.ends_window:
@@ -124,13 +122,13 @@ class WindowPacker:
             self._epoch_has_packs = False
 
     def finish(self) -> None:
-        """No chunk will follow: the data end here. Raises `FeedError` if an epoch is not read to its end."""
+        """Ends the data: no chunk will follow. Raises `FeedError` if an epoch was not read to its end."""
         self._order.finish()
 
     def take(
         self, num_positions: int, seq_len: int, with_cursors: bool = False
     ) -> tuple[PackedRun, PackCursors | None]:
-        """The packs that the next positions count for, all of which must be there."""
+        """Takes the packs that the next positions count for, all of which must be available."""
         num = -(-num_positions // seq_len)
         assert num * seq_len <= self.num_positions, f"{num_positions} of {self.num_positions} positions"
         cursors = None
@@ -143,8 +141,9 @@ class WindowPacker:
         return joined(runs, seq_len), cursors
 
     def passed_reasons(self, all_of_them: bool) -> tuple[str, ...]:
-        """Why documents are bad, or too long, in the windows behind the cursor, each once; `all_of_them`:
-        also in those that follow, at the end of the data.
+        """Why documents in the windows before the cursor are bad, or too long, each once.
+
+        `all_of_them`: also in the windows after it, at the end of the data.
         """
         reasons, self._reasons = self._reasons, ()
         if all_of_them:
@@ -156,14 +155,14 @@ class WindowPacker:
 
     # ------------------------------------------------------------------------------------ a window
     def _close(self, chunks: list[TokenChunk]) -> PackedWindow:
-        """The window of these chunks, whose last one was taken."""
+        """The window of these chunks, the last of which was just taken."""
         epoch, block, window = self._order.expected
         behind = SourceCursor(epoch=epoch, block=block, window=window, **counted(self._counts))
         reasons = tuple(reason for chunk in chunks for reason in chunk.bad_reasons)
         return self._packing.packed(self._begin, behind, documents_of(chunks), reasons)
 
     def _verify_start(self, window: PackedWindow) -> None:
-        """The packs of the first window that the cursor counts must be those that were trained."""
+        """Verifies that the packs that the cursor counts in the first window are those that were trained."""
         start, self._start = self._start, None
         if start is None or not start.packs:
             return
@@ -179,7 +178,7 @@ class WindowPacker:
         self._place = taken
 
     def _change(self, seq_len: int) -> None:
-        """The samples have this length from here on."""
+        """Changes the length of samples from here on."""
         taken = self._place.taken or (self._start.packs if self._start is not None else 0)
         if taken:
             raise self._not_this_length(taken, self._seq_len, seq_len)

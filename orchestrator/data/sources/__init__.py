@@ -1,1 +1,1 @@
-"""From paths to records: which files, how they are cut, and their records in windows."""
+"""Turns paths into records: lists files, cuts them, and reads their records in windows."""

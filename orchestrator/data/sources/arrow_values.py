@@ -1,5 +1,7 @@
-"""Values of Arrow columns as plain Python values, the same on every machine: pyarrow's own conversion gives
-pandas' types where pandas is installed, and time zones of whichever library is there.
+"""Converts values of Arrow columns to plain Python values, the same on every machine.
+
+pyarrow's own conversion returns pandas types if pandas is installed, and time zones of the library that is
+installed.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import orjson
 from orchestrator.data.sources.content import BadRecordError
 
 _Value = Callable[[Any], Any]
-# Nanoseconds of a unit.
+# Nanoseconds of each unit.
 _UNIT_NS = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1000, "ns": 1}
 _EPOCH = datetime(1970, 1, 1)
 _PLAIN = (
@@ -25,15 +27,17 @@ _LISTS = ("list", "large_list", "fixed_size_list")
 
 
 def is_json(kind: Any, metadata: Any = None) -> bool:
-    """Whether values of the type are JSON texts that stand for their values: Arrow's extension type
-    `arrow.json`, also where a reader that does not know it has left its name in a field's `metadata`.
+    """Whether values of the type are JSON texts that stand for their values (Arrow's extension type
+    `arrow.json`).
+
+    A reader that does not support the type leaves its name in a field's `metadata`, which is checked too.
     """
     name = getattr(kind, "extension_name", "") or (metadata or {}).get(b"ARROW:extension:name", b"").decode()
     return bool(name == "arrow.json")
 
 
 def parsed_json(text: str | bytes | None) -> Any:
-    """The value of a JSON text, None of a null. Raises `BadRecordError`."""
+    """The value of a JSON text, None for a null. Raises `BadRecordError`."""
     if text is None:
         return None
     try:
@@ -58,13 +62,14 @@ def is_plain(kind: Any) -> bool:
 
 
 def plain_value(kind: Any) -> _Value:
-    """What makes of an Arrow scalar of this type a Python value: `None`, `bool`, `int`, `float`, `Decimal`,
-    `str`, `bytes`, `date`, `time`, `timedelta`; of a timestamp a `datetime`, in UTC where the column has a
-    time zone, else without one; of a list a list, of a struct a dict with all its fields, of a map a list of
-    pairs; of Arrow's JSON what it says.
+    """Returns the function that converts an Arrow scalar of this type to a Python value.
 
-    It raises `BadRecordError` for a text that is no UTF-8, and for a time with nanoseconds or outside of
-    Python's years.
+    Values are `None`, `bool`, `int`, `float`, `Decimal`, `str`, `bytes`, `date`, `time` and `timedelta`. A
+    timestamp becomes a `datetime`, in UTC if the column has a time zone, else without one. A list becomes a
+    list, a struct a dict with all its fields, a map a list of pairs, Arrow's JSON its parsed value.
+
+    The function raises `BadRecordError` for a text that is not UTF-8, and for a time with nanoseconds or
+    outside of Python's range of years.
     """
     import pyarrow as pa
 
@@ -104,7 +109,7 @@ def _as_py(scalar: Any) -> Any:
 
 
 def _since(unit: str, make: Callable[[timedelta], Any]) -> _Value:
-    """Of a scalar that counts a unit."""
+    """The converter of a scalar that counts a unit."""
 
     def value(scalar: Any) -> Any:
         count = scalar.value

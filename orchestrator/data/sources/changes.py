@@ -1,7 +1,7 @@
-"""How the files of a frozen list differ from it now: names, sizes and times first, contents only where these
-differ.
+"""Compares the files of a frozen list with the current ones.
 
-It says what it finds and decides nothing; `unchanged` does.
+Names, sizes and times are compared first, contents only if these differ. `unchanged` decides about the
+result.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from orchestrator.errors import DataError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
-    """What lies at a manifest's base now: `now` is the list without the files that are gone; how files
-    differ, and which are gone or have fewer row groups than the run reads, for people.
+    """The current files at a manifest's base.
+
+    `now` is the list without missing files. `changed` and `gone` are messages: how files differ, and which
+    are missing or have fewer row groups than the run reads.
     """
 
     now: Manifest
@@ -36,10 +38,10 @@ class Changes:
 
 
 def changes_since(manifest: Manifest, listing: Listing | None = None) -> Changes:
-    """How the files at the manifest's base differ from it. A file whose size and time are the same is not
-    opened (data rule 13), and one that `listing` has seen at that base just now is not asked for again.
+    """How the files at the manifest's base differ from it.
 
-    Raises `DataError` if one cannot be looked at or read.
+    A file with the same size and time is not opened (data rule 13). A file that `listing` has just seen at
+    that base is not queried again. Raises `DataError` if a file cannot be queried or read.
     """
     suspects = [manifest.files[i] for i in _other_sizes_or_times(manifest, listing)]
     looks = in_threads(lambda row: _look(manifest, row), suspects)
@@ -52,7 +54,7 @@ def changes_since(manifest: Manifest, listing: Listing | None = None) -> Changes
 
 
 def _other_sizes_or_times(manifest: Manifest, listing: Listing | None) -> list[int]:
-    """The numbers of the files that are not plainly the same."""
+    """The numbers of the files whose size or time differs."""
     files, etags = manifest.files, listing.etags if listing is not None else ()
     known = listing is not None and listing.base == manifest.base
     if listing is not None and known and files.same_paths(listing.names) and not etags:
@@ -63,7 +65,7 @@ def _other_sizes_or_times(manifest: Manifest, listing: Listing | None) -> list[i
     seen = _seen(listing) if listing is not None and known else {}
 
     def now(path: str) -> tuple[int, _Sign] | None:
-        if path in seen or is_remote(manifest.base):  # what a bucket has not listed is not there, or hidden
+        if path in seen or is_remote(manifest.base):  # not listed by a bucket: missing or hidden
             return seen.get(path)
         return _size_and_time(os.path.join(manifest.base, path))
 
@@ -75,7 +77,7 @@ _Sign = int | str
 
 
 def _seen(listing: Listing) -> dict[str, tuple[int, _Sign]]:
-    """Of each name its size, and its time or what its bucket knows it by."""
+    """For each name, its size, and its time or its bucket's identifier."""
     times: list[int] = listing.mtimes_ns.tolist()
     signs: Iterable[_Sign] = [ETAG + etag for etag in listing.etags] or times
     return dict(zip(listing.names, zip(listing.sizes.tolist(), signs, strict=True), strict=True))
@@ -90,7 +92,7 @@ def _size_and_time(path: str) -> tuple[int, int] | None:
 
 
 def _look(manifest: Manifest, row: FileRow) -> tuple[FileRow | None, str | None]:
-    """(the row as it would be now, None if it is gone; how it differs, None if it is the same)."""
+    """(the file's current row, None if it is missing; how it differs, None if it is the same)."""
     path = os.path.join(manifest.base, row.path)
     try:
         if not (is_remote(manifest.base) or stat.S_ISREG(os.stat(path).st_mode)):

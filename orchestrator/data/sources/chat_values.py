@@ -1,8 +1,8 @@
-"""The values of a chat as chat templates need them: JSON text is parsed where a list or an object belongs.
+"""Parses the values of a chat into the types that chat templates expect.
 
-A template reads whatever it gets: tools that are one JSON text would be rendered letter by letter. So each
-value has its type here, or the record is refused by name. What stands where, and which forms are read, is in
-docs/formats.md.
+JSON text is parsed where a list or an object belongs. A template renders any value: tools given as one JSON
+text would be rendered letter by letter. So each value gets its type here, or the record is refused by name.
+docs/formats.md lists the fields and the accepted forms.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from orchestrator.data.sources.content import (
     names,
 )
 
-# Arguments of transformers' apply_chat_template: not variables that a record may set.
+# Arguments of transformers' apply_chat_template, which a record may not set as variables.
 _RESERVED = (
     *("messages", "conversation", "tools", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "tokenize", "return_assistant_tokens_mask"),
 )
-# Where a tool or its function has a JSON schema.
+# The fields of a tool or its function that hold a JSON schema.
 _SCHEMA_FIELDS = (
     *("parameters", "input_schema", "inputSchema"),
     *("output_schema", "outputSchema", "return", "response"),
 )
 # Keywords of JSON Schema (drafts 3 to 2020-12) whose value is one schema, an object of schemas by the user's
-# names, or a list of schemas; and further ones whose value may be an object.
+# names, or a list of schemas; and other keywords whose value may be an object.
 _SCHEMA_AT = frozenset(
     (
         *("items", "additionalItems", "unevaluatedItems", "contains", "propertyNames", "contentSchema"),
@@ -45,10 +45,10 @@ _OTHER_OBJECTS = frozenset(("default", "const", "examples", "dependencies", "dep
 
 
 def typed_conversation(field: str, messages: Any, beside: Mapping[str, Any]) -> Conversation:
-    """The conversation of a record's `messages`, which stand in `field`, and of what lies `beside` them:
-    `tools` and `chat_template_kwargs`.
+    """The conversation of a record's `messages` and of the values `beside` them.
 
-    Raises `WrongChatValueError` for a value of another type than templates read.
+    `field` is the name of the messages' field. `beside` may hold `tools` and `chat_template_kwargs`. Raises
+    `WrongChatValueError` for a value of a type that templates do not read.
     """
     where = repr(field)
     listed = _list_at(where, messages, "messages")
@@ -83,7 +83,7 @@ def _message(where: str, value: Any) -> dict[str, Any]:
     if message.get("tool_calls") is not None:
         calls = _list_at(f"`tool_calls` of {where}", message["tool_calls"], "calls")
         changed["tool_calls"] = [_call(f"call {i} of {where}", call) for i, call in enumerate(calls, start=1)]
-    if message.get("function_call") is not None:  # a call as OpenAI's API had it before `tool_calls`
+    if message.get("function_call") is not None:  # a call in OpenAI's API before `tool_calls`
         at = f"`function_call` of {where}"
         changed["function_call"] = _with_arguments(at, _object_at(at, message["function_call"], "an object"))
     if message.get("weight") not in (None, 0, 1):
@@ -94,7 +94,7 @@ def _message(where: str, value: Any) -> dict[str, Any]:
 
 
 def _require_content(where: str, content: Any) -> None:
-    """A text, null, a list of parts, or an object (what a tool gave back, in some templates)."""
+    """Requires a text, null, a list of parts, or an object (a tool's result, in some templates)."""
     if content is None or isinstance(content, (str, dict)):
         return
     if not isinstance(content, list):
@@ -108,7 +108,7 @@ def _require_content(where: str, content: Any) -> None:
 
 
 def _call(where: str, value: Any) -> dict[str, Any]:
-    """A call of a tool: {"function": {"name", "arguments"}}, or these two alone."""
+    """A tool call: {"function": {"name", "arguments"}}, or just these two fields."""
     call = dict(_object_at(where, value, "an object"))
     if call.get("function") is None:
         return _with_arguments(where, call)
@@ -117,7 +117,7 @@ def _call(where: str, value: Any) -> dict[str, Any]:
 
 
 def _with_arguments(where: str, function: dict[str, Any]) -> dict[str, Any]:
-    """Arguments are an object or its JSON text. The template decides which it takes (`tokens.call_forms`)."""
+    """Requires arguments to be an object or JSON text. The template decides which (`tokens.call_forms`)."""
     arguments = function.get("arguments")
     if arguments is not None and not isinstance(arguments, (str, dict)):
         raise _wrong(f"`arguments` of {where}", arguments, "an object, or its JSON text,")
@@ -147,22 +147,23 @@ def _tool(place: str, value: Any) -> dict[str, Any]:
 
 
 def _with_schemas(place: str, function: dict[str, Any]) -> dict[str, Any]:
-    """A tool or its function, with the JSON schemas that it has."""
+    """A tool or its function, with its JSON schemas parsed."""
     schemas = {name: function[name] for name in _SCHEMA_FIELDS if function.get(name) is not None}
     return function | {name: _parameters(f"{place}.{name}", each) for name, each in schemas.items()}
 
 
 # ------------------------------------------------------------------------------------------ JSON schemas
 def _parameters(place: str, value: Any) -> dict[str, Any]:
-    """A schema, or a map from the names of parameters to their schemas, as some data sets have it."""
+    """A schema, or a map from parameter names to their schemas, as in some data sets."""
     parameters = _object_at(f"`{place}`", value, "an object (a JSON schema)")
     read = _named_schemas if _maps_names(parameters) else _schema_object
     return read(place, parameters)
 
 
 def _maps_names(parameters: dict[str, Any]) -> bool:
-    """Whether these are schemas by the names of parameters: all values are objects, and the keys are not
-    those of a schema with such values.
+    """Whether these are schemas by parameter names.
+
+    All values are objects, and the keys are not only keywords of a schema with such values.
     """
     if "properties" in parameters or not all(isinstance(each, dict) for each in parameters.values()):
         return False
@@ -186,7 +187,7 @@ def _schema_object(place: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_keyword(place: str, name: str, value: Any) -> Any:
-    """The value of a schema's keyword. That of an unknown one is data and stays as it is."""
+    """The value of a schema's keyword. The value of an unknown keyword is data and stays as it is."""
     at = f"`{place}`"
     if name in _SCHEMAS_BY_NAME:
         return _named_schemas(place, _object_at(at, value, "an object"))
@@ -219,7 +220,7 @@ def _listed_schemas(place: str, schemas: list[Any]) -> list[Any]:
 
 
 def _dependency(place: str, keyword: str, value: Any) -> Any:
-    """The names of the properties that another one requires; in drafts before 2019-09 also a schema."""
+    """The names of the properties that another property requires; in drafts before 2019-09 also a schema."""
     if keyword == "dependentRequired":
         return _list_at(f"`{place}`", value, "names")
     parsed = _parsed(f"`{place}`", value, "a list of names or a JSON schema")
@@ -253,7 +254,7 @@ def _object_at(where: str, value: Any, what: str) -> dict[str, Any]:
 
 
 def _parsed(where: str, value: Any, what: str) -> Any:
-    """The value, or that of a JSON text, which is parsed once."""
+    """The value, or the parsed value of a JSON text. Parses once."""
     if not isinstance(value, str):
         return value
     found = json_value(value, where)

@@ -1,7 +1,7 @@
-"""The records of a source that is Python code, as the one virtual file that lists and readers know.
+"""The records of a source that is Python code, as one virtual file.
 
-Its folder is `python://`, its name `package.module:function`; it has records and no bytes. What a record
-becomes, the format `python` says.
+Its folder is `python://`, its name `package.module:function`. It has records and no bytes. The format
+`python` turns records into documents.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import Any, NoReturn, Self
 from orchestrator.data.common.user_code import load, shown
 from orchestrator.errors import ConfigError, DataError
 
-# joined with the name it is what the file is called
+# joined with the name, it is the path of the file
 BASE = "python://"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Opened:
-    """What a factory returned, how many records that has, and what both are known by."""
+    """The object that a factory returned, its number of records, and the identity of the object and its
+    code.
+    """
 
     records: Any
     num_records: int
@@ -34,13 +36,16 @@ _opened: dict[str, _Opened] = {}
 
 
 class CodeRecords:
-    """An `InputFile` of records: `size` is their number, `etag` what they and their code are known by."""
+    """An `InputFile` of records: `size` is their number, `etag` the identity of the records and their
+    code.
+    """
 
     mtime_ns = 0
 
     def __init__(self, name: str) -> None:
-        """Calls the factory, once per process. Raises `ConfigError` if it cannot be called, or returns
-        something else than an indexable with a length.
+        """Calls the factory, once per process.
+
+        Raises `ConfigError` if it cannot be called, or returns an object without indexing or a length.
         """
         self.name = name
         with _lock:
@@ -51,24 +56,26 @@ class CodeRecords:
 
     @classmethod
     def anew(cls, name: str) -> Self:
-        """The same, of a factory that is called again: what it returns may be something else by now."""
+        """The same, with a new call of the factory, which may return other records by now."""
         with _lock:
             _opened.pop(name, None)
         return cls(name)
 
     def record(self, index: int) -> Any:
-        """The record. Raises `DataError` with the place and the traceback where the user's code fails."""
+        """The record. Raises `DataError` with the place and the traceback if the user's code fails."""
         try:
             return self._records[index]
-        except (Exception, SystemExit) as error:  # whatever a user's code does: no bad record, but a fault
+        except (Exception, SystemExit) as error:  # user code may raise anything; no bad record
             raise DataError(
                 f"{self.name}[{index}]: its __getitem__ failed; fix the code (a change of it is another "
                 f"identity, see resume.accept_changed):\n{shown(error)}"
             ) from error
 
     def several(self, indices: range) -> list[Any]:
-        """These records, by one call where the user's object has `__getitems__`, the protocol of torch and of
-        `datasets`. Raises as `record` does, with the place of the one that fails if one does by itself.
+        """The records of `indices`.
+
+        Uses one call if the user's object has `__getitems__`, the protocol of torch and of `datasets`. Raises
+        as `record`, with the place of the record that fails if one fails by itself.
         """
         ask = getattr(self._records, "__getitems__", None)
         if not callable(ask):
@@ -92,11 +99,11 @@ class CodeRecords:
         return list(found)
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """It has no bytes."""
+        """Raises: the file has no bytes."""
         self._no_bytes()
 
     def stream(self) -> io.BufferedIOBase:
-        """It has no bytes."""
+        """Raises: the file has no bytes."""
         self._no_bytes()
 
     def _no_bytes(self) -> NoReturn:
@@ -122,7 +129,7 @@ def _open(name: str) -> _Opened:
         num_records = operator.index(len(records))
         fingerprint = getattr(records, "fingerprint", None)
         known_by = fingerprint() if callable(fingerprint) else None
-    except (Exception, SystemExit) as error:  # whatever a user's code does
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
         raise ConfigError(
             f"{where}: it cannot be called without arguments, or what it returns has no length or a "
             f"fingerprint() that fails:\n{shown(error)}"

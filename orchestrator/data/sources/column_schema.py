@@ -1,6 +1,4 @@
-"""Which columns of an Arrow schema a source's documents are made of and its transforms see, and whether it
-has them.
-"""
+"""The columns of an Arrow schema that documents and transforms read, and checks that they exist."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from orchestrator.errors import ConfigError
 
 
 def columns_of(schema: Any, content: Content) -> dict[str, tuple[str, ...]]:
-    """The columns that are read: each field's name, and the way to it in the schema."""
+    """The columns that are read: each field's name, and its path in the schema."""
     ways = {f: (f,) if f in schema.names else tuple(f.split(".")) for f in content.read}
     if content.kind == "chat":
         *around, _ = ways[content.messages_field]
@@ -34,9 +32,7 @@ def _inner_names(schema: Any, way: list[str]) -> list[str]:
 
 
 def require_columns(path: str, schema: Any, content: Content) -> None:
-    """Raises `ConfigError` if the file's schema has not the columns that `content` names, each once, or one
-    of another type.
-    """
+    """Raises `ConfigError` if a column that `content` names is missing, not unique, or of a wrong type."""
     for field, way in columns_of(schema, content).items():
         if (num := schema.names.count(way[0])) > 1:
             raise ConfigError(
@@ -56,7 +52,7 @@ def require_columns(path: str, schema: Any, content: Content) -> None:
 
 
 def unreadable_type(path: str, field: str, kind: Any, error: Exception) -> ConfigError:
-    """The refusal of a column of a type that Arrow cannot compute with."""
+    """The error for a column of a type that Arrow cannot compute with."""
     return ConfigError(
         f"{path}: column {field!r} is {kind}, which cannot be read: {error}; write it as large_string, as "
         "large_list or as a struct of these",
@@ -103,7 +99,7 @@ def _holds(field: str, content: Content) -> str:
 
 
 def is_text(kind: Any) -> bool:
-    """Whether values of the type are texts, or bytes that may be."""
+    """Whether values of the type are texts, or bytes that may be texts."""
     import pyarrow as pa
 
     plain = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -112,8 +108,9 @@ def is_text(kind: Any) -> bool:
 
 
 def _require_chat_type(column: str, kind: Any, field: str, content: Content) -> None:
-    """Raises `ConfigError` where no value of a column of this type is what a chat has there: the messages or
-    tools as lists of objects, variables of a template as an object, each of them also as JSON.
+    """Raises `ConfigError` if no value of a column of this type fits a chat.
+
+    Messages and tools are lists of objects, variables of a template an object. Each may also be JSON text.
     """
     import pyarrow as pa
 

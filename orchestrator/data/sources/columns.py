@@ -1,7 +1,6 @@
-"""Columns of Arrow data as records, a stretch at a time.
+"""Reads columns of Arrow data as records, in batches.
 
-It knows no file and no order. A text is held as its bytes, anything else as Arrow values, of which a row
-becomes a Python object when it is asked for.
+A text is held as its bytes, any other value as Arrow data. A row becomes a Python object on access.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from orchestrator.data.sources.plain_arrays import plain_array
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Records, Values, Whole
 from orchestrator.records.arrays import Int64Array
 
-# Values are handed on in stretches of about so many bytes.
+# Values are yielded in batches of about this many bytes.
 BATCH_BYTES = 4 << 20
 
 
 def read_columns(
     batches: Iterator[Any], content: Content, first_row: int, columns: dict[str, tuple[str, ...]]
 ) -> Iterator[Batch]:
-    """The rows of record batches as records, from row `first_row` of the file on. Of a text alone that is its
-    bytes, else an object of the fields.
+    """The rows of record batches as records, from row `first_row` of the file on.
 
-    At any time it holds a record batch, and values of a few `BATCH_BYTES` or one value.
+    A record is the bytes of a text if that is all that is read, else an object of the fields. Holds at most
+    one record batch, and values of a few `BATCH_BYTES` or one value.
     """
     done = first_row
     is_text = content.kind == "text" and not content.transform_fields
@@ -45,8 +44,8 @@ def read_columns(
 
 
 def require_readable(path: str, schema: Any, content: Content) -> None:
-    """Raises `ConfigError` if the schema lacks a column that `content` names, or has it of a type that is not
-    the content's or that cannot be read.
+    """Raises `ConfigError` if a column that `content` names is missing, has a wrong type, or cannot be
+    read.
     """
     require_columns(path, schema, content)
     for field, way in columns_of(schema, content).items():
@@ -57,8 +56,9 @@ def require_readable(path: str, schema: Any, content: Content) -> None:
 
 @lru_cache(maxsize=256)
 def _why_unreadable(column: Any, content: Content, field: str, way: tuple[str, ...]) -> Exception | None:
-    """Reads rows of nulls, so that a function that Arrow lacks for a type shows before the start. It takes
-    2 ms, and the files of a source have the same columns.
+    """Reads rows of nulls, so that a function that Arrow lacks for a type shows before the start.
+
+    Takes 2 ms. Cached, because the files of a source have the same columns.
     """
     import pyarrow as pa
 
@@ -93,8 +93,10 @@ def _at(batch: Any, way: tuple[str, ...]) -> Any:
 
 
 def _joined(columns: Iterator[Any]) -> Iterator[Any]:
-    """The columns, of which several that have at most `BATCH_BYTES` together are made one: what follows costs
-    about the same for one value as for a thousand. A dictionary counts as often as it comes.
+    """Joins columns that have at most `BATCH_BYTES` together.
+
+    The following steps cost about the same for one value as for a thousand. A dictionary is counted each time
+    it occurs.
     """
     import pyarrow as pa
 
@@ -110,7 +112,7 @@ def _joined(columns: Iterator[Any]) -> Iterator[Any]:
 
 
 def _cut(column: Any, make: Callable[[Any], Records]) -> Iterator[Records]:
-    """The column in stretches of at most about `BATCH_BYTES` decoded, or of one value."""
+    """Cuts the column into parts of about `BATCH_BYTES` decoded at most, or of one value."""
     sizes = value_sizes(column)
     begin = 0
     while begin < len(column):
@@ -124,8 +126,8 @@ def _cut(column: Any, make: Callable[[Any], Records]) -> Iterator[Records]:
 
 
 def value_sizes(column: Any) -> Int64Array:
-    """(num_values,) bytes of the text in each value, 8 for each number, and 1 for each item of a list; 0 for
-    a null.
+    """(num_values,) bytes of the text in each value, 8 for each number, 1 for each item of a list, 0 for a
+    null.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -162,8 +164,9 @@ def value_sizes(column: Any) -> Int64Array:
 
 
 def _values(column: Any) -> Values:
-    """The values of an Arrow array of strings or bytes, without a copy of them. What is no UTF-8 is there,
-    too: it must show as a bad document, not end the reading.
+    """The values of an Arrow array of strings or bytes, without a copy.
+
+    Values that are not UTF-8 are kept too: they must show as bad documents, not end the reading.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -178,8 +181,9 @@ def _values(column: Any) -> Values:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of several columns, or of nested ones, as an Arrow array of structs; a row is made a dict when it
-    is asked for, of what `made` makes of each column's value.
+    """Rows of several columns, or of nested ones, as an Arrow array of structs.
+
+    A row becomes a dict on access: `made` converts the value of each column.
     """
 
     array: Any
@@ -208,12 +212,12 @@ class Rows:
         return int(self.sizes[:index].sum())
 
     def cut(self, start: int, stop: int) -> Rows:
-        """Rows [start, stop), of the same array."""
+        """Rows [start, stop) of the same array."""
         return Rows(self.array[start:stop], self.sizes[start:stop], self.made)
 
 
 class _Objects:
-    """Makes `Rows` of arrays of one type."""
+    """Makes `Rows` from arrays of one type."""
 
     def __init__(self, content: Content) -> None:
         self._content = content
@@ -231,16 +235,18 @@ class _Objects:
 
 
 def _chat_values(field: Any, as_stored: bool) -> Callable[[Any], Any]:
-    """What makes of an Arrow scalar the messages of a chat, or what lies beside them. Inner fields that are
-    null are left out, since a file of columns has every field in every row; the text and the role of a
-    message stay. JSON is parsed, and what it says stays whole, unless the values are wanted `as_stored`.
+    """Returns the function that converts an Arrow scalar to a chat's messages, or a field beside them.
+
+    Inner fields that are null are left out, because a file of columns has every field in every row. A
+    message's `role` and `content` stay. JSON is parsed, and its value stays complete, unless values are
+    wanted `as_stored`.
     """
     read = _without_nulls if as_stored else _reader(field)
     return lambda scalar: read(scalar.as_py())
 
 
 def _reader(field: Any) -> Callable[[Any], Any]:
-    """The same of a Python value of the field."""
+    """The same for a Python value of the field."""
     import pyarrow as pa
 
     kind = field.type

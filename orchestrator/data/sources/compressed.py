@@ -1,7 +1,7 @@
-"""The decoded content of a file in pieces, by the ending of its name: gzip, zstd, bzip2, xz, or as it lies.
+"""Decodes the content of a file in pieces: gzip, zstd, bzip2, xz, or plain, by the ending of its name.
 
-A stream that is cut off raises `EOFError`, a damaged one what its library raises (`DAMAGE`); streams that
-follow each other in a file are read on. What is held is bounded, however much a few bytes decode to.
+A truncated stream raises `EOFError`, a damaged one the error of its library (`DAMAGE`). Consecutive streams
+in a file are all read. Memory is bounded, however much a few bytes decode to.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from orchestrator.data.common.process_limits import process_limits
 from orchestrator.data.sources.input_file import InputFile
 from orchestrator.data.sources.records_in_memory import join
 
-# Plain input is read, and decoded pieces have at most, so many bytes.
+# The bytes of a read of plain input, and at most of a decoded piece.
 READ_BYTES = 1 << 20
-# bz2 and xz are read in such pieces: what is left of one is copied at each stream's end.
+# bz2 and xz are read in pieces of this size: the rest of one is copied at each stream's end.
 _STREAM_READ_BYTES = 1 << 16
-# So much of a zstd file may decode to 64 MiB, but not to more.
+# This much of a zstd file may decode to 64 MiB at most.
 _ZSTD_READ_BYTES = 1 << 11
-# What a zstd or xz stream may ask for, where the process has no limit of its own; the strongest preset of xz
-# takes 65 MiB, a usual zstd stream 8.
+# Memory limits of a zstd or xz stream if the process has no limit of its own. The strongest preset of xz
+# takes 65 MiB, a typical zstd stream 8.
 _ZSTD_WINDOW_BYTES, _XZ_MEMORY_BYTES = 1 << 31, 1 << 30
 COMPRESSED = (".gz", ".zst", ".zstd", ".bz2", ".xz")
 DAMAGE: tuple[type[Exception], ...] = (  # type: ignore[assignment]  # its stub calls error an instance
@@ -39,12 +39,12 @@ DAMAGE: tuple[type[Exception], ...] = (  # type: ignore[assignment]  # its stub 
 
 
 def with_compressed(*suffixes: str) -> tuple[str, ...]:
-    """The endings, and each with that of a compression behind it."""
+    """The endings, each also with that of every compression appended."""
     return tuple(suffix + pressed for suffix in suffixes for pressed in ("", *COMPRESSED))
 
 
 def decoded(file: InputFile, path: str, file_bytes: int) -> Iterator[bytes]:
-    """The decoded content of the file's first `file_bytes` in pieces; the ending of `path` says how."""
+    """The decoded content of the file's first `file_bytes`, in pieces, by the ending of `path`."""
     begin = io.BufferedReader(_Begin(file.stream(), file_bytes))
     try:
         if path.endswith(".gz"):
@@ -71,7 +71,7 @@ def decoded(file: InputFile, path: str, file_bytes: int) -> Iterator[bytes]:
 
 
 class _Begin(io.RawIOBase):
-    """The first bytes of a stream: what is appended while it is read is not seen."""
+    """The first bytes of a stream. Data appended while it is read is not visible."""
 
     def __init__(self, stream: io.BufferedIOBase, num_bytes: int) -> None:
         self._stream, self._at, self._left = stream, 0, num_bytes
@@ -91,14 +91,16 @@ class _Begin(io.RawIOBase):
 def _gunzip(file: io.BufferedReader[Any]) -> Iterator[bytes]:
     if not file.peek(1):
         raise EOFError("it is empty, which no gzip file is")
-    # zlib-ng is zlib at three times its speed: every tokenizer that reads a large file decodes all of it
+    # zlib-ng is zlib at three times its speed; every tokenizer that reads a large file decodes all of it
     with gzip_ng.GzipNGFile(fileobj=file, mode="rb") as stream:  # type: ignore[no-untyped-call]
         while piece := stream.read(READ_BYTES):
             yield piece
 
 
 def _unzstd(file: io.BufferedReader[Any]) -> Iterator[bytes]:
-    """Frame after frame. python-zstandard's own reader ends without an error where the file is cut off."""
+    """Decodes frame after frame. python-zstandard's own reader ends without an error if the file is
+    truncated.
+    """
     decompressor = zstandard.ZstdDecompressor(
         max_window_size=min(_ZSTD_WINDOW_BYTES, process_limits().decoder_bytes)
     )
@@ -120,7 +122,7 @@ def _unzstd(file: io.BufferedReader[Any]) -> Iterator[bytes]:
 
 
 class _Decompressor(Protocol):
-    """What bz2 and lzma have in common."""
+    """The common interface of the bz2 and lzma decompressors."""
 
     @property
     def eof(self) -> bool: ...
@@ -140,8 +142,9 @@ def _unxz() -> _Decompressor:
 def _streams(
     file: io.BufferedReader[Any], begin: Callable[[], _Decompressor], padding: bytes
 ) -> Iterator[bytes]:
-    """Stream after stream, with `padding` between them. The libraries' own readers pass over what comes after
-    a stream and is none, without a word.
+    """Decodes stream after stream, with `padding` between them.
+
+    The libraries' own readers silently skip data after a stream that are no stream.
     """
     stream, data = None, b""
     while data := (data if stream else data.lstrip(padding)) or file.read(_STREAM_READ_BYTES):
@@ -165,24 +168,24 @@ def _cut(data: bytes) -> Iterator[bytes]:
 
 
 class ExactReader:
-    """A stream of pieces that is read by exact numbers of bytes. `place` counts those that were."""
+    """Reads exact numbers of bytes from a stream of pieces. `place` counts the bytes read."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces, self._held, self._at = pieces, b"", 0
         self.place = 0
 
     def read(self, num_bytes: int, what: str) -> bytes:
-        """So many bytes of `what`. Raises `EOFError` if there are fewer."""
+        """`num_bytes` bytes of `what`. Raises `EOFError` if there are fewer."""
         found = list[bytes]()
         self._pass(num_bytes, what, found)
         return join(found) if found else b""
 
     def skip(self, num_bytes: int, what: str) -> None:
-        """Passes over so many bytes of `what`. Raises as `read` does."""
+        """Skips `num_bytes` bytes of `what`. Raises as `read`."""
         self._pass(num_bytes, what, None)
 
     def at_end(self) -> bool:
-        """Whether nothing follows."""
+        """Whether no bytes follow."""
         while self._at == len(self._held):
             piece = next(self._pieces, None)
             if piece is None:

@@ -1,7 +1,6 @@
-"""The kinds of documents: plain text, a conversation, or a prompt with its completion; and the fields of a
-record of which each is made.
+"""The kinds of documents (plain text, conversation, prompt with completion), and the fields that each
+needs.
 """
-
 
 from __future__ import annotations
 
@@ -9,16 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Of a record's fields so many are named, each so far.
+# At most this many fields of a record are named in messages, with at most this many characters each.
 _NUM_NAMES, _NAME_LENGTH = 12, 60
-# What a document of each content is made of: `<name>_field` of the configuration.
+# The fields that a document of each content needs: `<name>_field` of the configuration.
 _FIELDS = {"text": ("text",), "chat": ("messages",), "prompt": ("prompt", "completion")}
-# Beside its messages a chat may say which tools the model is offered, and set variables of its template.
+# Beside its messages, a chat may hold the tools offered to the model, and variables of its template.
 TOOLS_FIELD, KWARGS_FIELD = "tools", "chat_template_kwargs"
 BESIDE_MESSAGES = (TOOLS_FIELD, KWARGS_FIELD)
 
 
-# What names a record's fields in the configuration, by content.
+# The settings that name a record's fields, by content.
 FIELD_SETTINGS = {
     "text": "text_field",
     "chat": "messages_field",
@@ -27,28 +26,28 @@ FIELD_SETTINGS = {
 
 
 class BadRecordError(Exception):
-    """A record that is no document; the text is the reason, `code` that of the error which it becomes."""
+    """A record that is no document. The text is the reason; `code` is that of the error raised for it."""
 
     code: str | None = None
 
 
 class WrongFieldError(BadRecordError):
-    """A record without what is looked for in the field where it is looked for."""
+    """A record whose configured field is missing or has a wrong value."""
 
 
 class WrongChatValueError(WrongFieldError):
-    """A chat with a value of another type than its template needs."""
+    """A chat with a value of a type that its template does not expect."""
 
     code = "data.chat_value_type"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """The turns of a chat, in order, as JSON objects (`role`, `content`, …) for a tokenizer's template, the
-    tools that it is offered, None where the record has none, and variables that it sets for the template.
+    """The messages of a chat, in order, as JSON objects (`role`, `content`, …) for a tokenizer's template.
 
-    `as_stored`: its values stand as the record has them, `weight` means nothing, and it sets no variables
-    (see `Content`).
+    `tools`: the tools offered to the model, None if the record has none. `template_kwargs`: variables that
+    the record sets for the template. `as_stored`: its values are those of the record, `weight` has no effect,
+    and it sets no variables (see `Content`).
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -59,7 +58,7 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompted:
-    """A text that is given and the one that is to follow it."""
+    """A prompt and the completion that follows it."""
 
     prompt: str
     completion: str
@@ -70,8 +69,9 @@ Document = str | Conversation | Prompted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Described:
-    """A document with further fields of its record, by their names in `Content.transform_fields`: what its
-    transforms see beside it. One that the record has not is None.
+    """A document with further fields of its record, for its transforms.
+
+    The fields are keyed by their names in `Content.transform_fields`. A field that the record lacks is None.
     """
 
     document: Document
@@ -79,16 +79,16 @@ class Described:
 
 
 def bare(found: Document | Described | None) -> Document | None:
-    """The document alone."""
+    """The document without the fields."""
     return found.document if isinstance(found, Described) else found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
-    """Which fields of a record its document is made of; `kind` is `data.sources[].content`.
+    """The fields of a record that its document is made of. `kind` is `data.sources[].content`.
 
-    A field's name is that of a field of the record, else a way into inner ones: `meta.body`.
-    `transform_fields` are further ones, for its transforms alone. `as_stored`: a list of chats that an
+    A field's name is that of a field of the record, else a path of inner fields: `meta.body`.
+    `transform_fields` are further fields, for its transforms only. `as_stored`: a list of chats that an
     earlier version froze. Their values are rendered as they are stored, so that the run keeps its stream.
     """
 
@@ -107,7 +107,7 @@ class Content:
 
     @property
     def needed(self) -> Content:
-        """The same without the names of fields that a document is not made of."""
+        """The same, with the names of unused fields reset."""
         used = {f"{name}_field" for name in _FIELDS[self.kind]}
         return Content(
             kind=self.kind,
@@ -122,17 +122,17 @@ class Content:
         return tuple(dict.fromkeys((*self.fields, *self.transform_fields)))
 
     def setting_of(self, field: str) -> str:
-        """What of the configuration names this field, for messages."""
+        """The setting that names this field, for messages."""
         return self.settings if field in self.fields else "transform_fields"
 
     @property
     def settings(self) -> str:
-        """What of the configuration names these fields, for messages."""
+        """The settings that name these fields, for messages."""
         return " and ".join(f"{name}_field" for name in _FIELDS[self.kind])
 
 
 def names(record: Mapping[str, Any]) -> str:
-    """The record's fields, for people; of many the first."""
+    """The record's field names, for messages; only the first of many."""
     found = [str(name) for name in record]
     short = [name if len(name) <= _NAME_LENGTH else name[:_NAME_LENGTH] + "…" for name in found]
     more = f" and {len(short) - _NUM_NAMES} more" if len(short) > _NUM_NAMES else ""
@@ -140,6 +140,6 @@ def names(record: Mapping[str, Any]) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What JSON calls a value."""
+    """The JSON type of a value."""
     kinds = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
     return "null" if value is None else kinds.get(type(value), type(value).__name__)

@@ -1,4 +1,4 @@
-"""How the document of a record is made of its fields."""
+"""Makes the document of a record from its fields."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from orchestrator.data.sources.content import (
 
 
 def document_of(record: Mapping[str, Any], content: Content) -> Document:
-    """The document of a record's fields. Raises `BadRecordError` if it has none: `WrongFieldError` if a field
-    is missing or holds something else.
+    """The document of a record. Raises `BadRecordError` if it has none.
+
+    Raises `WrongFieldError` if a field is missing or has a wrong type.
     """
     if content.kind == "text":
         return text_at(record, content.text_field)
@@ -38,8 +39,9 @@ def document_of(record: Mapping[str, Any], content: Content) -> Document:
 def described(
     record: Mapping[str, Any], content: Content, plain: Callable[[Any], Any] | None = None
 ) -> Document | Described:
-    """The document, with the fields that its transforms see if `content` names any; `plain` makes of a value
-    what they get. Raises as `document_of` does.
+    """The document, with the fields for its transforms if `content` names any.
+
+    `plain` converts each field's value for the transforms. Raises as `document_of`.
     """
     document = document_of(record, content)
     if not content.transform_fields:
@@ -51,7 +53,7 @@ def described(
 
 
 def text_at(record: Mapping[str, Any], field: str) -> str:
-    """The text in a field. Raises as `document_of` does."""
+    """The text in a field. Raises as `document_of`."""
     text = value_at(record, field)
     if text is None:
         raise BadRecordError(f"{field!r} is null")
@@ -63,7 +65,7 @@ def text_at(record: Mapping[str, Any], field: str) -> str:
 
 
 def value_at(record: Mapping[str, Any], field: str) -> Any:
-    """What a record holds in a field: in the one of that very name, else on the way that its dots lead."""
+    """The value of a field: the field of exactly that name, else the one at the path that its dots spell."""
     if field in record:
         return record[field]
     first, dot, rest = field.partition(".")
@@ -84,7 +86,7 @@ def value_at(record: Mapping[str, Any], field: str) -> Any:
 
 
 def value_or_none(record: Mapping[str, Any], field: str) -> Any:
-    """What `value_at` finds; None where it finds nothing."""
+    """The value of `value_at`, or None if it finds none."""
     if field in record:
         return record[field]
     at: Any = record
@@ -119,7 +121,7 @@ def _stored_conversation(record: Mapping[str, Any], field: str) -> Conversation:
 
 
 def _beside(record: Mapping[str, Any], field: str, name: str) -> Any:
-    """What lies beside the messages under this name; None if there is nothing."""
+    """The value beside the messages under this name, or None."""
     around = field.rpartition(".")[0]
     if not around or field in record:
         return record.get(f"{around}.{name}", record.get(name))

@@ -1,6 +1,6 @@
-"""What the file system says of many names at once, as columns; and of what is no file, what is wrong with it.
+"""The file system's facts about many names at once, as columns, and errors for names that are no files.
 
-It opens nothing and knows no source.
+It opens no file.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy.typing as npt
 from orchestrator.data.sources.in_threads import stretches_in_threads
 from orchestrator.records.arrays import Int64Array
 
-# A storage that says of a file what it is in this time is asked by one thread.
+# A storage that answers a `stat` in this time is queried by one thread.
 QUICK_STAT_S = 50e-6
 _FACTS = ("st_mode", "st_dev", "st_ino", "st_size", "st_mtime_ns")
-# Of a mode, the bits that say what it is of (`S_IFMT`).
+# The bits of a mode that hold the file type (`S_IFMT`).
 _KIND = 0o170000
 _MASK63 = (1 << 63) - 1
 _facts_of = attrgetter(*_FACTS)
@@ -30,8 +30,10 @@ _Facts = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileFacts:
-    """(num_names,) each: of what a name leads to, links followed, the mode, the numbers of device and file,
-    the size and when it was last written; all 0 for those in `errors`, of which it says why.
+    """Facts about the targets of names, links followed, each (num_names,).
+
+    They are the mode, the device and file numbers, the size and the modification time. All are 0 for names in
+    `errors`, which holds the reason.
     """
 
     modes: Int64Array
@@ -43,11 +45,11 @@ class FileFacts:
 
     @property
     def regular(self) -> npt.NDArray[np.bool_]:
-        """(num_names,) whether it is a file."""
+        """(num_names,) whether each is a regular file."""
         return np.asarray(self.modes & _KIND == stat.S_IFREG)
 
     def take(self, which: npt.NDArray[np.bool_]) -> FileFacts:
-        """Those of the files that are marked."""
+        """The facts of the selected files."""
         columns = (self.modes, self.devices, self.numbers, self.sizes, self.mtimes_ns)
         modes, devices, numbers, sizes, mtimes_ns = (column[which] for column in columns)
         return FileFacts(
@@ -56,9 +58,7 @@ class FileFacts:
 
     @property
     def all_differ(self) -> bool:
-        """Whether all are files of their own for certain. What the file system numbers alike, or not at all,
-        may be one file.
-        """
+        """Whether all are certainly distinct files. Files with the same number, or none, may be one file."""
         order = np.lexsort((self.numbers, self.devices))
         device, number = self.devices[order], self.numbers[order]
         same = (device[1:] == device[:-1]) & (number[1:] == number[:-1])
@@ -66,7 +66,7 @@ class FileFacts:
 
 
 def look_at(base: str, names: Sequence[str]) -> FileFacts:
-    """What is known of these names of a folder: one `stat` each."""
+    """The facts about names in a folder: one `stat` each."""
     looks = stretches_in_threads(partial(_look, os.path.join(base, "")), names, quick_s=QUICK_STAT_S)
     table = np.concatenate([part for part, _ in looks] or [np.empty((0, len(_FACTS)), np.int64)])
     errors, begin = dict[int, OSError](), 0
@@ -80,7 +80,7 @@ def look_at(base: str, names: Sequence[str]) -> FileFacts:
 
 
 def _look(begin: str, names: Sequence[str]) -> tuple[Int64Array, dict[int, OSError]]:
-    try:  # nearly always
+    try:  # the common case
         return np.array([_facts_of(os.stat(begin + name)) for name in names], np.int64), {}
     except (OSError, OverflowError):
         pass
@@ -97,7 +97,7 @@ def _look(begin: str, names: Sequence[str]) -> tuple[Int64Array, dict[int, OSErr
 
 
 def why_irregular(path: str, mode: int, error: OSError | None) -> str | None:
-    """What is wrong with what is no file; None for a folder, and for what is not there any more."""
+    """The error for a name that is not a file. None for a folder, and for a name that no longer exists."""
     if error is not None:
         if os.path.islink(path):
             return f"{path} is a link to {os.readlink(path)!r}, which is not there"

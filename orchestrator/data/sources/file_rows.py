@@ -1,7 +1,7 @@
-"""The rows of a manifest as columns: a hundred thousand files are six arrays, and a row is made when it is
-asked for.
+"""The rows of a manifest as columns.
 
-It holds values and reads nothing; what they mean for the stream says `manifest`.
+A hundred thousand files are six arrays. A row object is made on access. `manifest` defines what the rows mean
+for the stream.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from orchestrator.errors import DataIdentityError
 from orchestrator.records.arrays import Int64Array
 
 VERSION = 1
-# Rows are turned into Python objects by so many at a time.
+# Rows are converted to Python objects in batches of this size.
 _STRETCH = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRow:
-    """One file: path relative to the source's base, size, and what shows whether it is still the same.
+    """One file: its path relative to the source's base, its size, and values that detect a change.
 
-    `probe` is the xxh3_64 (16 hex digits) of its first and its last 4 KiB; of a file in an object store
+    `probe` is the xxh3_64 (16 hex digits) of its first and its last 4 KiB; for a file in an object store,
     `etag:` and its etag. `group_rows` and `group_bytes` (decoded) describe the row groups of a Parquet file.
     """
 
@@ -42,14 +42,14 @@ class FileRow:
 _NAMES = ("path", "bytes", "mtime_ns", "probe", "group_rows", "group_bytes")
 _LISTS = ("group_rows", "group_bytes")
 _DIGESTED = [name for name in _NAMES if name != "mtime_ns"]
-# A text with none of these is in JSON what it is.
+# A text with none of these characters is the same in JSON.
 _ESCAPED = r'["\\\x00-\x1f]'
 
 
 class Files(Sequence[FileRow]):
-    """A manifest's rows. Never changes; equal to another one of equal rows.
+    """A manifest's rows. Immutable; equal to another one with equal rows.
 
-    Pickles as its columns, about 60 bytes and the path of each file. Arrays that it gives are read-only.
+    Pickles as its columns, about 60 bytes and the path of each file. Its arrays are read-only.
     """
 
     __slots__ = ("_columns", "_digests", "_last")
@@ -58,7 +58,7 @@ class Files(Sequence[FileRow]):
         """`columns` are Arrow arrays by the names of `FileRow`'s fields."""
         self._columns = columns
         self._digests: dict[tuple[str, str], str] = {}
-        # a file of many units is asked for once for each: its row may hold ten thousands of numbers
+        # a file is accessed once for each of its units, and its row may hold tens of thousands of numbers
         self._last: tuple[int, FileRow] | None = None
 
     @classmethod
@@ -69,7 +69,7 @@ class Files(Sequence[FileRow]):
 
     @classmethod
     def of_table(cls, table: Any) -> Files:
-        """From `table`. Raises `DataIdentityError` where that has other columns, or no value."""
+        """The inverse of `table`. Raises `DataIdentityError` if the table has other columns, or nulls."""
         found = {field.name: field.type for field in table.schema}
         if found != dict(_kinds()):
             raise DataIdentityError(f"its columns are {found}, expected are {dict(_kinds())}")
@@ -137,7 +137,7 @@ class Files(Sequence[FileRow]):
     # ------------------------------------------------------------------------------------ columns
     @property
     def paths(self) -> list[str]:
-        """The paths, made anew at each call."""
+        """The paths, as a new list for each call."""
         paths: list[str] = self._columns["path"].to_pylist()
         return paths
 
@@ -158,18 +158,20 @@ class Files(Sequence[FileRow]):
 
     @property
     def mtimes_ns(self) -> Int64Array:
-        """(num_files,) when each was last written."""
+        """(num_files,) modification time of each."""
         return _numbers(self._columns["mtime_ns"])
 
     @property
     def probes(self) -> list[str]:
-        """The probes, made anew at each call."""
+        """The probes, as a new list for each call."""
         probes: list[str] = self._columns["probe"].to_pylist()
         return probes
 
     @property
     def group_ends(self) -> Int64Array:
-        """(num_files + 1,) where each file's row groups begin in `group_sizes`, and where the last ends."""
+        """(num_files + 1,) the first index of each file's row groups in `group_sizes`, and the end of the
+        last.
+        """
         offsets = _numbers(self._columns["group_bytes"].offsets).astype(np.int64)
         return offsets - offsets[:1]
 
@@ -179,8 +181,8 @@ class Files(Sequence[FileRow]):
         return _numbers(self._columns["group_bytes"].flatten())
 
     def paths_end(self, endings: Sequence[str]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """(num_files,) whether each path ends with one of these."""
-        # not by pyarrow.compute, which takes a CPU second to import
+        """(num_files,) whether each path has one of these endings."""
+        # without pyarrow.compute, which takes a CPU second to import
         wanted, paths = tuple(endings), self._columns["path"].to_pylist()
         return np.fromiter((path.endswith(wanted) for path in paths), np.bool_, len(paths))
 
@@ -191,7 +193,7 @@ class Files(Sequence[FileRow]):
         return len(names) == len(self) and bool(self._columns["path"].equals(arrow_array(names, pa.string())))
 
     def replaced(self, changed: Mapping[str, FileRow | None]) -> Files:
-        """With other rows for these paths; None: without its row."""
+        """The rows, with these paths' rows replaced. None removes a row."""
         if not changed:
             return self
         rows = (changed.get(row.path, row) for row in self)
@@ -203,7 +205,9 @@ class Files(Sequence[FileRow]):
         return sum(int(column.nbytes) for column in self._columns.values())
 
     def digest(self, format_: str, text_field: str) -> str:
-        """blake3 of a JSON list of the version, these two, and of each row what is no time. Computed once."""
+        """blake3 of a JSON list: the version, both arguments, and every row without its time. Computed
+        once.
+        """
         if (format_, text_field) not in self._digests:
             hasher = blake3(orjson.dumps([VERSION, format_, text_field])[:-1] + b",[")
             for start in range(0, len(self), _STRETCH):
@@ -220,8 +224,9 @@ def _zipped(columns: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def _plain_json(columns: Mapping[str, Any]) -> memoryview | None:
-    """The rows as `orjson.dumps` writes them, a comma between two, ten times as fast: of files without groups
-    whose paths need no escapes. None of others.
+    """The rows as `orjson.dumps` writes them, separated by commas, ten times as fast.
+
+    Returns None if a file has groups or a path needs escapes.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -230,12 +235,12 @@ def _plain_json(columns: Mapping[str, Any]) -> memoryview | None:
     has_groups = any(len(column.flatten()) for column in groups)
     if has_groups or any(pc.any(pc.match_substring_regex(c, _ESCAPED)).as_py() for c in (path, probe)):
         return None
-    # not as Python texts, of which pyarrow would make scalars, which imports pandas
+    # not as Python texts, which pyarrow would convert to scalars, which imports pandas
     begin, first, second, end, nothing = arrow_array([',["', '",', ',"', '",[],[]]', ""], pa.string())
     joined = pc.binary_join_element_wise(
         begin, path, first, pc.cast(size, "string"), second, probe, end, nothing
     )
-    _, _, data = joined.buffers()  # of a new array: it begins with the first row and ends with the last
+    _, _, data = joined.buffers()  # a new array: its buffer holds exactly the rows
     return memoryview(data)[1 : int(pc.sum(pc.binary_length(joined)).as_py())]
 
 
@@ -258,7 +263,7 @@ def _values(column: Any) -> list[Any]:
 
 
 def _numbers(column: Any) -> Int64Array:
-    # not by `to_numpy`, which imports pandas
+    # without `to_numpy`, which imports pandas
     kind = np.dtype(f"i{column.type.bit_width // 8}")
     numbers = np.frombuffer(column.buffers()[1] or b"", kind)
     return numbers[column.offset : column.offset + len(column)]

@@ -1,5 +1,6 @@
-"""Footers of Parquet files that a process reads: a file is opened once for each of its row groups, and its
-footer, which describes all of them, is read once for all.
+"""Caches the footers of Parquet files.
+
+A file is opened once for each of its row groups. Its footer, which describes all of them, is read once.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from typing import Any
 
 from orchestrator.data.sources.input_file import InputFile, for_arrow
 
-# Kept are the last ones, of so many bytes together as they lie in their files (in memory six times as many),
-# and the newest in any case: it is in use.
+# The cache keeps the most recently used footers, up to this many bytes as stored in their files (six times as
+# many in memory), and always the newest, which is in use.
 MAX_BYTES = 8 << 20
 _Key = tuple[str, int, int, str]
 _lock = threading.Lock()
-_kept: dict[_Key, Any] = {}  # the one that was used last comes last
+_kept: dict[_Key, Any] = {}  # least recently used first
 
 
 def footer(file: InputFile) -> Any:

@@ -1,6 +1,6 @@
-"""How a source's files are cut into fragments and blocks: arithmetic on the frozen list, nothing is read.
+"""Cuts a source's files into fragments and blocks, by arithmetic on the frozen list. Nothing is read.
 
-It knows no seed and no order; `planning.order` says when a block is read.
+`planning.order` determines when a block is read.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from orchestrator.data.sources.manifest import Manifest
 from orchestrator.records.arrays import Int64Array
 from orchestrator.storage.files import Storage
 
-# Compressed text is reckoned at so many times its size.
+# Compressed text is estimated at this many times its size.
 DECODED_RATIO = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SourcePlan:
-    """A manifest cut into fragments, and those into blocks of `fragments_per_block` (data rule 8).
+    """A manifest cut into fragments, and these into blocks of `fragments_per_block` (data rule 8).
 
-    `run_fragments[i]` and `run_files[i]` are the first fragment and the first file of run i, where a run is
-    either one file of several fragments or some files joined to one; both end with the totals, shape
-    (num_runs + 1,). `reference` names the run's frozen list that it was made of, where there is one: then it
-    pickles as that (see `plan_reference`), else with all its files.
+    `run_fragments[i]` and `run_files[i]` are the first fragment and the first file of run i. A run is either
+    one file of several fragments, or several files joined to one fragment. Both arrays end with the totals,
+    shape (num_runs + 1,). `reference` names the run's frozen list that the plan was made from, if there is
+    one: the plan then pickles as that (see `PlanReference`), else with all its files.
     """
 
     manifest: Manifest
@@ -48,12 +48,12 @@ class SourcePlan:
 
     @property
     def num_fragments(self) -> int:
-        """How many fragments the source has."""
+        """The number of fragments of the source."""
         return int(self.run_fragments[-1])
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks an epoch has."""
+        """The number of blocks of an epoch."""
         return -(-self.num_fragments // self.fragments_per_block)
 
     def fragments(self, block: int) -> range:
@@ -63,7 +63,7 @@ class SourcePlan:
         return range(start, min(start + self.fragments_per_block, self.num_fragments))
 
     def parts(self, fragment: int) -> tuple[FilePart, ...]:
-        """What a fragment consists of, in reading order."""
+        """The parts of a fragment, in reading order."""
         run = int(np.searchsorted(self.run_fragments, fragment, side="right")) - 1
         (first, end), (begin, after) = self.run_files[run : run + 2].tolist(), self._fragments_of(run)
         part, num, files = fragment - begin, after - begin, self.manifest.files
@@ -105,9 +105,10 @@ def _whole(manifest: Manifest, fragments: Int64Array, files: Int64Array, per_blo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanReference:
-    """A plan by where its list is frozen: `path` is that file in `storage` (as `open_storage` takes
-    it: that of the run, which every process of a run sees), `digest` that of the manifest, `base` where the
-    files lie in this job.
+    """A plan, by the place of its frozen list.
+
+    `path` is the list's file in `storage`, a location for `open_storage`: the run's storage, which every
+    process of a run can reach. `digest` is that of the manifest. `base` is where the files lie in this job.
     """
 
     storage: str
@@ -118,12 +119,12 @@ class PlanReference:
     window_bytes: int
 
 
-# A process has few sources, and of each the list that is read now and the one before.
+# A process has few sources, and needs each one's current list and the one before.
 @lru_cache(maxsize=64)
 def load_plan(reference: PlanReference) -> SourcePlan:
-    """The plan that `reference` names, read once per process (a hundred thousand files: 0.2 s) and kept.
+    """The plan that `reference` names, read once per process (a hundred thousand files: 0.2 s) and cached.
 
-    Raises `DataIdentityError` if the frozen list is gone or altered.
+    Raises `DataIdentityError` if the frozen list is missing or altered.
     """
     manifest = read_list(reference.storage, reference.path, reference.digest)
     plan = plan_source(
@@ -135,8 +136,9 @@ def load_plan(reference: PlanReference) -> SourcePlan:
 def frozen_at(
     plan: SourcePlan, storage: Storage, path: str, fragment_bytes: int, window_bytes: int
 ) -> SourcePlan:
-    """The plan, pickling as a reference to the frozen list at `path` in `storage`, of which it was made with
-    these.
+    """The plan, which now pickles as a reference to the frozen list at `path` in `storage`.
+
+    `fragment_bytes` and `window_bytes` are those that the plan was made with.
     """
     return replace(
         plan,
@@ -152,8 +154,10 @@ def frozen_at(
 
 
 def plan_source(manifest: Manifest, fragment_bytes: int, window_bytes: int) -> SourcePlan:
-    """Cuts a manifest: ranges of about `fragment_bytes` of plain lines, one fragment per row group, small
-    files joined up to it, and anything else (a compressed file, a text file) whole.
+    """Cuts a manifest into fragments.
+
+    Plain lines are cut into ranges of about `fragment_bytes`. Each row group is a fragment. Small files are
+    joined up to `fragment_bytes`. Any other file (compressed, or text) is one fragment.
     """
     files = manifest.files
     num = _num_fragments(manifest, fragment_bytes)
@@ -175,12 +179,12 @@ def plan_source(manifest: Manifest, fragment_bytes: int, window_bytes: int) -> S
 
 
 def _run_ends(sizes: Int64Array, alone: npt.NDArray[np.bool_], fragment_bytes: int) -> Iterator[int]:
-    """Where each run ends. A file that stands `alone` is a run; others are joined while they fit."""
+    """The end of each run. A file that is `alone` is a run; others are joined while they fit."""
     num_files = len(sizes)
     ends = np.cumsum(sizes)
     begins = ends - sizes
     numbers = np.arange(num_files, dtype=np.int64)
-    # a run that begins at file i ends before the first file that does not fit, or stands alone
+    # a run that begins at file i ends before the first file that does not fit, or is alone
     full = np.maximum(np.searchsorted(ends, begins + fragment_bytes, side="right"), numbers + 1)
     lonely = np.append(np.flatnonzero(alone), num_files)
     next_alone = lonely[np.searchsorted(lonely, numbers, side="right").clip(max=len(lonely) - 1)]
@@ -192,13 +196,13 @@ def _run_ends(sizes: Int64Array, alone: npt.NDArray[np.bool_], fragment_bytes: i
 
 
 def is_plain(manifest: Manifest, part: FilePart) -> bool:
-    """Whether the part's bytes can be read from any place on, or are one record."""
+    """Whether the part can be read from any byte on, or is one record."""
     streamed = part.group is not None or format_of(manifest.format).cut is Cut.STREAM
     return not (streamed or _is_compressed(manifest, part.file))
 
 
 def decoded_bytes(manifest: Manifest, part: FilePart) -> int:
-    """About how many bytes of records the part holds: what a compressed one really holds shows when it is
+    """The approximate bytes of the part's records. The exact size of a compressed part shows only when it is
     read.
     """
     if part.group is not None:
@@ -215,8 +219,9 @@ def _has_units(manifest: Manifest) -> bool:
 
 
 def num_window_shuffled(plan: SourcePlan, window_bytes: int) -> int:
-    """How many files that cannot be read from any place on (compressed ones, row groups) lie in a block that
-    decodes to more than a window.
+    """How many files lie in a block that decodes to more than a window and cannot be read from any byte on.
+
+    Such files are compressed ones, and row groups.
     """
     files, per_block = plan.manifest.files, plan.fragments_per_block
     if _has_units(plan.manifest):
@@ -232,7 +237,7 @@ def num_window_shuffled(plan: SourcePlan, window_bytes: int) -> int:
     num, sizes, first = np.diff(plan.run_fragments), files.sizes, plan.run_files[:-1]
     begin, end = plan.run_fragments[:-1] // per_block, (plan.run_fragments[1:] - 1) // per_block
     decoded = np.add.reduceat(np.where(compressed, DECODED_RATIO, 1) * sizes, first)
-    # of a file of several fragments, which is plain, only the first and the last block have other files
+    # of a file with several fragments, which is plain, only the first and the last block contain other files
     here = np.minimum(num, (begin + 1) * per_block - plan.run_fragments[:-1])
     in_first = np.where(num > 1, _cut(sizes[first], here, num), decoded)
     in_last = decoded - _cut(sizes[first], end * per_block - plan.run_fragments[:-1], num)
@@ -244,12 +249,12 @@ def num_window_shuffled(plan: SourcePlan, window_bytes: int) -> int:
 
 
 def _cut(size: Int64Array, part: Int64Array, num: Int64Array) -> Int64Array:
-    """`part * size // num`, of which the product may be too large."""
+    """`part * size // num`, without overflow of the product."""
     return part * (size // num) + part * (size % num) // num
 
 
 def _num_fragments(manifest: Manifest, fragment_bytes: int) -> Int64Array:
-    """(num_files,) of each file, were it alone."""
+    """(num_files,) fragments of each file, if it were alone."""
     files = manifest.files
     cut = format_of(manifest.format).cut
     if cut is Cut.UNITS:

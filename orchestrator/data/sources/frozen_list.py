@@ -1,7 +1,6 @@
-"""A frozen list of files, as many processes of a run read it: from the run's storage, or from this machine's
-copy of what a bucket holds.
+"""Reads a frozen list of files, from the run's storage or from this machine's cache of a bucket.
 
-The digest decides which list it is; where it was read from does not.
+The digest identifies the list, wherever it was read from.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ from orchestrator.storage.open import is_bucket, join, open_storage
 
 
 def read_list(storage: str, path: str, digest: str) -> Manifest:
-    """The list at `path` of a run's storage. Where that is a bucket, each user of a machine reads it once:
-    `~/.cache/orchestrator/lists` (or in `XDG_CACHE_HOME`) keeps it under its digest.
+    """The list at `path` of a run's storage.
 
-    Raises `DataIdentityError` if it is gone, altered, or not the one with that digest.
+    If that is a bucket, each user of a machine reads it once: `~/.cache/orchestrator/lists` (or in
+    `XDG_CACHE_HOME`) keeps it under its digest. Raises `DataIdentityError` if it is missing, altered, or does
+    not have that digest.
     """
     where = join(storage, path)
     cache = cache_folder()
@@ -46,7 +46,7 @@ def read_list(storage: str, path: str, digest: str) -> Manifest:
 
 
 def _kept(copy: Path, digest: str) -> Manifest | None:
-    """The list of that digest, if a whole one is kept here."""
+    """The cached list with that digest, if it is complete."""
     with suppress(OSError, OrchestratorError):
         manifest = from_parquet(copy.read_bytes(), str(copy))
         if manifest.digest == digest:
@@ -55,7 +55,7 @@ def _kept(copy: Path, digest: str) -> Manifest | None:
 
 
 def _keep(copy: Path, data: bytes) -> None:
-    """Without a place for it each process asks the bucket."""
+    """Caches the list. If that fails, each process reads the bucket."""
     part = copy.with_name(f"{copy.name}.{secrets.token_hex(4)}")
     with suppress(OSError):
         copy.parent.mkdir(parents=True, exist_ok=True)

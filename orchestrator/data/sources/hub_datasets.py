@@ -1,12 +1,11 @@
-"""Datasets of the Hugging Face hub: `hf://datasets/ORG/NAME[@REVISION][/PATH]`, as pyarrow, DuckDB and Polars
-write them.
+"""Datasets of the Hugging Face hub, named `hf://datasets/ORG/NAME[@REVISION][/PATH]`.
 
-A revision is a name that may mean another commit tomorrow; a commit's files never change. So a revision is
-resolved to its commit when a source is listed, the commit stands in the base of the frozen list, and every
-file is known by the hash of its content (the etag).
+pyarrow, DuckDB and Polars use the same names. A revision may mean another commit tomorrow; a commit's files
+never change. So a revision is resolved to its commit when a source is listed. The base of the frozen list
+contains the commit, and every file is identified by the hash of its content (the etag).
 
-The library is `huggingface_hub`: it knows the token (`HF_TOKEN`, or `hf auth login`), `HF_ENDPOINT`, proxies
-and the hub's limits of requests. Files are read by byte ranges, nothing is put into its cache.
+The library `huggingface_hub` handles the token (`HF_TOKEN`, or `hf auth login`), `HF_ENDPOINT`, proxies and
+the hub's rate limits. Files are read by byte ranges; nothing is put into its cache.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubPath:
-    """A path in a dataset, as its URI names it; `revision` is `main` where it names none."""
+    """A path in a dataset, as in its URI. `revision` is `main` if the URI has none."""
 
     repo: str
     revision: str
@@ -72,17 +71,19 @@ def split_hub(uri: str) -> HubPath:
 
 
 def _revision(given: str | None) -> str:
-    """As the hub calls it: DuckDB writes `~parquet` for the branch of files that the hub converts itself."""
+    """The hub's name of a revision: DuckDB writes `~parquet` for the branch of files that the hub converts
+    itself.
+    """
     if given is None:
         return _MAIN
     return f"refs/convert/{given[1:]}" if given.startswith("~") else unquote(given)
 
 
 def pinned(paths: Sequence[str], base: str = "") -> list[str]:
-    """The URIs with commits for their revisions. Each revision is looked up once, so that all paths of a
-    source mean one commit; none is, of the dataset of which `base` names a commit: that one is taken.
+    """The URIs with their revisions replaced by commits.
 
-    Raises `OSError` in words.
+    Each revision is resolved once, so that all paths of a source use one commit. For the dataset of which
+    `base` names a commit, that commit is used and none is resolved. Raises `OSError` with an explanation.
     """
     known = dict[tuple[str, str], str]()
     found = []
@@ -96,13 +97,13 @@ def pinned(paths: Sequence[str], base: str = "") -> list[str]:
 
 
 def same_revisions(paths: Sequence[str], others: Sequence[str]) -> bool:
-    """Whether the URIs name the same revisions of the same datasets, wherever in them."""
+    """Whether the URIs name the same revisions of the same datasets, with any paths in them."""
     mine, theirs = ({split_hub(p).root for p in each if is_hub(p)} for each in (paths, others))
     return mine == theirs
 
 
 def commit_of(path: HubPath) -> str:
-    """The commit that a revision means now. Raises `OSError` in words."""
+    """The current commit of a revision. Raises `OSError` with an explanation."""
     if _COMMIT.fullmatch(path.revision):
         return path.revision
 
@@ -119,7 +120,7 @@ class HubDatasets:
     """The hub as a storage; see `RemoteStore`. URIs name commits."""
 
     def head(self, uri: str) -> RemoteObject | None:
-        """See `RemoteStore`. What is known of a file at a commit is asked for once per process."""
+        """See `RemoteStore`. The facts about a file at a commit are queried once per process."""
         found = _facts(uri)
         return None if found is None else RemoteObject(name=uri, size=found[0], mtime_ns=0, etag=found[1])
 
@@ -148,7 +149,7 @@ class HubDatasets:
                 )
 
     def read(self, uri: str, start: int, stop: int, etag: str) -> bytes:
-        """See `RemoteStore`: a commit's file is always the same."""
+        """See `RemoteStore`. A commit's file is always the same."""
         del etag
         from huggingface_hub import utils
 
@@ -164,7 +165,7 @@ class HubDatasets:
             return bytes(answer.content)
 
 
-# of a file that is read in fragments each opening asks
+# cached: a file that is read in fragments needs them at each opening
 @lru_cache(maxsize=1 << 16)
 def _facts(uri: str) -> tuple[int, str] | None:
     def ask() -> tuple[int, str] | None:
@@ -197,19 +198,20 @@ def _url(uri: str) -> str:
     reraise=True,
 )
 def _asked(uri: str, ask: Callable[[], Result]) -> Result:
-    """A question that the library itself asks once only."""
+    """A request with retries, for calls that the library itself does not retry."""
     with explained(uri):
         return ask()
 
 
 @contextmanager
 def explained(uri: str) -> Iterator[None]:
-    """What the library raises about `uri`, as the `OSError` that a file of this machine would raise; its text
-    says what is wrong and what to do.
+    """Converts the library's errors about `uri` to the `OSError` that a local file would raise.
+
+    Its text has the problem and a remedy.
     """
     try:
         yield
-    except Exception as error:  # two dozen classes of the library and of those below it
+    except Exception as error:  # two dozen classes of the library and of its dependencies
         if type(error) is OSError:
             raise
         raise _in_words(uri, error) from error

@@ -1,7 +1,4 @@
-"""Many small questions to a storage at a time: one that is far away takes long for each.
-
-It knows no file; what is asked, the caller says.
-"""
+"""Runs many small storage queries in parallel, because each takes long on a remote storage."""
 
 from __future__ import annotations
 
@@ -13,17 +10,19 @@ from typing import TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# An item is not worth a task of its own.
+# A single item is too small for a task.
 _STRETCH = 64
-# So much later than a quick storage would it may have answered.
+# How much later than a quick storage it may answer.
 _PATIENCE_S = 0.05
 
 
 def in_threads(
     look: Callable[[Item], Result], items: Sequence[Item], num_threads: int = 8, quick_s: float = 0.0
 ) -> list[Result]:
-    """What `look` says of each, in order. As long as an item takes no more than `quick_s`, it is called
-    in this thread: threads would only wait for each other. Raises what `look` raises.
+    """The results of `look` for each item, in order.
+
+    As long as an item takes no more than `quick_s`, `look` runs in this thread, because threads would only
+    wait for each other. Raises what `look` raises.
     """
     parts = stretches_in_threads(lambda stretch: [*map(look, stretch)], items, num_threads, quick_s)
     return [found for part in parts for found in part]
@@ -35,7 +34,7 @@ def stretches_in_threads(
     num_threads: int = 8,
     quick_s: float = 0.0,
 ) -> list[Result]:
-    """The same where `look` is asked for a stretch of items at a time: what it says of each stretch, in
+    """The same with `look` called for a batch of items at a time. Returns the result of each batch, in
     order.
     """
     stretches = (items[start : start + _STRETCH] for start in range(0, len(items), _STRETCH))

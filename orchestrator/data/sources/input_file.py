@@ -1,7 +1,4 @@
-"""The one face by which the data plane opens a file of a source, wherever it lies.
-
-It knows no format: it gives bytes and what the file system says of the file.
-"""
+"""The common interface for opening a file of a source, on any storage."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ _BUFFER_BYTES = 1 << 20
 
 
 class InputFile(Protocol):
-    """An open file. Reading raises `OSError`; nothing of it moves with what another reader reads.
+    """An open file. Reading raises `OSError`. Readers do not share a position.
 
-    `name` is for messages, and the path of a local file; `etag` is empty where the storage has none.
+    `name` is for messages, and the path of a local file. `etag` is empty if the storage has none.
     """
 
     @property
     def name(self) -> str:
-        """What the file is called in messages."""
+        """The file's name in messages."""
         ...
 
     @property
@@ -35,20 +32,20 @@ class InputFile(Protocol):
 
     @property
     def mtime_ns(self) -> int:
-        """When it was last written, in nanoseconds since 1970."""
+        """The modification time, in nanoseconds since 1970."""
         ...
 
     @property
     def etag(self) -> str:
-        """What the storage says the content is known by."""
+        """The storage's identifier of the content."""
         ...
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """Bytes [offset, offset + num_bytes); fewer at the end of the file only."""
+        """Bytes [offset, offset + num_bytes); fewer only at the end of the file."""
         ...
 
     def stream(self) -> io.BufferedIOBase:
-        """The whole file as a seekable stream with a place of its own, at its first byte."""
+        """The whole file as a seekable stream with its own position, at its first byte."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -62,9 +59,9 @@ class InputFile(Protocol):
 
 
 def open_input(base: str, path: str) -> InputFile:
-    """The file `path` of the folder `base`, which may be a bucket's, or that of code, open for reading.
+    """Opens the file `path` of the folder `base` for reading. `base` may be in a bucket, or that of code.
 
-    Raises `FileNotFoundError` if it is not there, any other `OSError` if it cannot be opened.
+    Raises `FileNotFoundError` if it does not exist, another `OSError` if it cannot be opened.
     """
     if base == BASE:
         return CodeRecords(path)
@@ -74,7 +71,7 @@ def open_input(base: str, path: str) -> InputFile:
 
 
 class LocalFile:
-    """An open file of this machine."""
+    """An open local file."""
 
     def __init__(self, name: str) -> None:
         self.name, self.etag = name, ""
@@ -83,7 +80,7 @@ class LocalFile:
         self.size, self.mtime_ns = status.st_size, status.st_mtime_ns
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """See `InputFile`: a single read of the system may give less than asked."""
+        """See `InputFile`. Repeats, because a single system call may read less than requested."""
         pieces, stop = list[bytes](), offset + num_bytes
         while offset < stop and (piece := os.pread(self._file.fileno(), stop - offset, offset)):
             pieces.append(piece)
@@ -91,7 +88,7 @@ class LocalFile:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def stream(self) -> io.BufferedIOBase:
-        """See `InputFile`. To be read while the file is open."""
+        """See `InputFile`. Valid while the file is open."""
         return io.BufferedReader(_Local(self._file.fileno(), self.size), _BUFFER_BYTES)
 
     def __enter__(self) -> Self:
@@ -107,7 +104,7 @@ class LocalFile:
 
 
 class _Local(io.RawIOBase):
-    """An open file of this machine, read from a place of its own."""
+    """An open local file, read from its own position."""
 
     def __init__(self, handle: int, size: int) -> None:
         self._handle, self._size, self._at = handle, size, 0
@@ -132,7 +129,7 @@ class _Local(io.RawIOBase):
 
 
 def for_arrow(file: InputFile) -> Any:
-    """The file as pyarrow reads it: by its path where this machine has it."""
+    """The file for pyarrow: a local file by its path."""
     import pyarrow as pa
 
     return file.name if isinstance(file, LocalFile) else pa.PythonFile(file.stream(), mode="r")

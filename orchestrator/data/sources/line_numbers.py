@@ -1,6 +1,7 @@
-"""The number of a line from its byte offset: newlines are counted once per file and process, never again.
+"""The number of a line from its byte offset.
 
-It knows no record; what is counted stays, so that many bad records cost one reading of the file, not many.
+Newlines are counted once per file and process and the counts are kept, so that many bad records cost one
+reading of the file.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ from functools import cache
 from orchestrator.data.sources.compressed import READ_BYTES
 from orchestrator.data.sources.input_file import open_input
 
-# While it reads it notes the count so often: places may be asked for in any order, backwards, too.
+# The count is noted this often while reading, because places may be requested in any order, also backwards.
 _NOTE_EVERY_BYTES = 4 * READ_BYTES
-# For one record at most so much is read: a tokenizer may not stand still for its sake.
+# At most this much is read for one record, so that a tokenizer does not stall for it.
 LIMIT_BYTES = 16 << 30
 
 
 class LineNumbers:
-    """How many newlines lie before places of a file that does not change. Not for several threads."""
+    """The number of newlines before places of a file that does not change. Not thread-safe."""
 
     def __init__(self, base: str, path: str) -> None:
         self._base, self._path = base, path
         self._known = [(0, 0)]  # (offset, newlines before it), sorted
 
     def newlines_before(self, offset: int, limit_bytes: int = LIMIT_BYTES) -> int | None:
-        """Newlines in the file's first `offset` bytes; None if more than `limit_bytes` would have to be read:
-        the next call goes on where this one has stopped. Reads from the nearest place counted before.
+        """Newlines in the file's first `offset` bytes. Reads from the nearest place counted before.
+
+        None if more than `limit_bytes` would have to be read; the next call continues where this one stopped.
         """
         at, found = self._known[bisect_right(self._known, (offset, offset)) - 1]
         stop = min(offset, at + limit_bytes)
@@ -48,6 +50,6 @@ class LineNumbers:
 
 @cache
 def line_numbers(base: str, path: str, size: int, probe: str) -> LineNumbers:
-    """Those of this process for the file that has this size and probe (`manifest.FileRow`)."""
+    """The counts of this process for the file with this size and probe (`file_rows.FileRow`)."""
     del size, probe
     return LineNumbers(base, path)

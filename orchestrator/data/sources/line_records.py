@@ -1,6 +1,6 @@
-"""Lines of a file as records: those that begin in a byte range, or all of a stream.
+"""Lines of a file as records: those that begin in a byte range, or all lines of a stream.
 
-It knows no JSON; a line that is too long to be held is there with its size alone.
+Of a line that is too long, only the size is kept.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from orchestrator.data.sources.records_in_memory import (
 )
 from orchestrator.data.sources.text_encoding import require_utf8, require_utf8_file
 
-# (line, records, place of the first) of records that follow each other; the line is None where it would have
+# (line number, records, place of the first) of consecutive records. The line number is None if it would have
 # to be counted.
 Batch = tuple[int | None, Records, int]
 
 
 def range_lines(file: InputFile, start: int, stop: int, file_bytes: int) -> Iterator[Batch]:
-    """The lines that begin in [start, stop) of the file's first `file_bytes`. Raises `DataError` if its
-    first bytes are not UTF-8 but UTF-16 or UTF-32.
+    """The lines that begin in [start, stop) of the file's first `file_bytes`.
+
+    Raises `DataError` if the file's first bytes are UTF-16 or UTF-32.
     """
     begin, data = read_range(file, start, stop, file_bytes)
     if start == 0:
@@ -47,7 +48,7 @@ def range_lines(file: InputFile, start: int, stop: int, file_bytes: int) -> Iter
 
 
 def _without_long_ones(lines: Lines, first: int | None, place: int) -> Iterator[Batch]:
-    """The lines, of those that are too long the sizes alone."""
+    """The lines; of those that are too long only the sizes."""
     sizes, begin = lines.sizes, 0
     for index in [*np.flatnonzero(sizes > MAX_RECORD_BYTES).tolist(), len(lines)]:
         if index > begin:
@@ -60,7 +61,7 @@ def _without_long_ones(lines: Lines, first: int | None, place: int) -> Iterator[
 
 
 def _line_bytes(file: InputFile, start: int, file_bytes: int) -> int:
-    """Bytes of the line that begins there, its newline included, however long; 0 at the file's end."""
+    """Bytes of the line that begins at `start`, with its newline, at any length; 0 at the file's end."""
     size = 0
     while piece := file.read_at(start + size, min(READ_BYTES, file_bytes - start - size)):
         newline = piece.find(b"\n")
@@ -71,8 +72,10 @@ def _line_bytes(file: InputFile, start: int, file_bytes: int) -> int:
 
 
 def read_range(file: InputFile, start: int, stop: int, file_bytes: int) -> tuple[int, bytes]:
-    """(offset, bytes) of the lines whose first byte lies in [start, stop), whole, however far the last goes
-    in the first `file_bytes` of the file; without that one where it is longer than `MAX_RECORD_BYTES`.
+    """(offset, bytes) of the lines whose first byte lies in [start, stop).
+
+    The last line is complete, however far it extends within the file's first `file_bytes`. If it is longer
+    than `MAX_RECORD_BYTES`, it is left out.
 
     Reading begins at start - 1: a line begins at `start` exactly if the byte before it ends one. Beginning at
     `start` itself would lose that line (data rule 10).
@@ -81,13 +84,13 @@ def read_range(file: InputFile, start: int, stop: int, file_bytes: int) -> tuple
     data = file.read_at(begin, stop - begin)
     if start > 0:
         newline = data.find(b"\n")
-        # the last byte may end a line, but what begins after it begins at `stop`
+        # the last byte may end a line, but the next line begins at `stop`
         if newline < 0 or newline >= len(data) - 1:
             return stop, b""
         begin, data = begin + newline + 1, data[newline + 1 :]
     if not data or data.endswith(b"\n"):
         return begin, data
-    last = len(data) - data.rfind(b"\n") - 1  # bytes of the line that goes on after the range
+    last = len(data) - data.rfind(b"\n") - 1  # bytes of the line that extends beyond the range
     pieces, position, ends = [data], begin + len(data), False
     while not ends and last <= MAX_RECORD_BYTES:
         if not (piece := file.read_at(position, min(READ_BYTES, file_bytes - position))):
@@ -103,7 +106,7 @@ def read_range(file: InputFile, start: int, stop: int, file_bytes: int) -> tuple
 
 
 def stream_lines(pieces: Iterator[bytes]) -> Iterator[Batch]:
-    """Lines of a stream, in batches of about one piece; a line that spans pieces is joined once."""
+    """The lines of a stream, in batches of about one piece. A line that spans pieces is joined once."""
     line, place, held, num_held = 1, 0, list[bytes](), 0
     for read in pieces:
         piece, first = read, read.find(b"\n") + 1

@@ -1,6 +1,6 @@
-"""Which files a source's paths mean: files, folders or globs, here or in a bucket, and each real file once.
+"""Resolves a source's paths (files, folders or globs, local or in a bucket) to files, each real file once.
 
-It looks at names and at what the file system says of them, and opens nothing.
+It uses names and `stat`, and opens nothing.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ from orchestrator.records.arrays import Int64Array
 from orchestrator.storage.home import expanded
 
 _NAMED = 5
-# What a dataset's files are called by.
+# Words in the names of a dataset's files.
 _WORDS, _SPLITS = re.compile(r"[^a-z]+"), {"train", "test", "validation", "valid", "dev"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listing:
-    """What a source's paths mean now. `paths` are absolute, `base` is their folder without wildcards, of
-    several the one that they have in common; names are relative to that and sorted by their bytes.
+    """The files that a source's paths mean now.
 
-    `names` has each real file once: of several names that lead to one, the one without a link, of these the
-    first; `sizes` and `mtimes_ns` (num_names,) are those of their files. `others` maps each name left out to
-    the one that is taken. `irregular` says of each name that leads to no file what is wrong with it,
-    `unlisted` of each folder why nothing in it is known. In a bucket `etags` (num_names) say what each object
-    is known by. `passed_over` are the names of files in folders that are not `called` as the format's are.
+    `paths` are absolute. `base` is their folder without wildcards, for several paths their common folder.
+    Names are relative to it and sorted by their bytes.
+
+    `names` has each real file once: of several names for one file, the one without a link, of these the
+    first. `sizes` and `mtimes_ns` (num_names,) belong to these files. `others` maps each omitted name to the
+    name that is used. `irregular` has a message for each name that leads to no file, `unlisted` one for each
+    folder that cannot be listed. In a bucket, `etags` (num_names) identify the objects. `passed_over` are the
+    files in folders whose names do not match the format's (`called`).
     """
 
     paths: tuple[str, ...]
@@ -57,17 +59,19 @@ class Listing:
     called: str = field(default="", compare=False)
 
     def __contains__(self, name: str) -> bool:
-        """Whether a name of this base leads to a file of the listing."""
+        """Whether a name below this base leads to a file of the listing."""
         at = bisect_left(self.names, os.fsencode(name), key=os.fsencode)
         return self.names[at : at + 1] == (name,) or name in self.others
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The paths within their base: what they mean of any folder that the same files are moved to."""
+        """The paths relative to their base: their meaning in any folder that the same files are moved to."""
         return patterns_in(self.base, self.paths)
 
     def names_by_folder(self) -> dict[str, dict[str, str]]:
-        """Of each path that is a folder: its files' names in it, each with the file's name here."""
+        """For each path that is a folder: its files' names in it, each with the file's name in the
+        listing.
+        """
         found = dict[str, dict[str, str]]()
         for path in dict.fromkeys(self.paths):
             folder = path.rstrip("/")
@@ -79,7 +83,7 @@ class Listing:
         return {folder: names for folder, names in found.items() if names}
 
     def notes(self, source: str) -> tuple[str, ...]:
-        """What is special about it, in sentences; `source` is the source's name."""
+        """Notes on special cases. `source` is the source's name."""
         notes = [f"source {source}: {text}; nothing in it is read" for text in self.unlisted]
         if self.others:
             name = min(self.others, key=os.fsencode)
@@ -105,7 +109,7 @@ class Listing:
         return tuple(note.encode(errors="backslashreplace").decode() for note in notes)
 
     def _passed_over_notes(self, source: str) -> Iterator[str]:
-        """What differs in its capitals alone is named first: it was surely meant."""
+        """Names first a file whose name differs only in capitals: it was probably meant."""
         if not self.passed_over:
             return
         num, endings = len(self.passed_over), self.called.split()
@@ -123,13 +127,14 @@ class Listing:
 
 
 def list_files(source: str, path: str | Sequence[str], format_: str, at: str = "") -> Listing:
-    """The files that `path` means for `source`: one path or glob, or several, of which the names are then
-    relative to the folder that all have in common. Hidden files are left out.
+    """The files that `path` means for `source`: one path or glob, or several.
 
-    `at` is the base of an older list: what a revision of a dataset of the hub meant then, it means still.
-    A folder means all that lies below it and is called as its format's files are. Links are followed, but
-    none that leads back to a folder on the way to it. Raises `ConfigError` if there are no files, of several
-    paths for one of them, or a name is not UTF-8.
+    With several, names are relative to their common folder. Hidden files are left out. `at` is the base of an
+    older list: a revision of a dataset on the hub keeps the meaning that it had then. A folder means
+    everything below it whose name matches the format. Links are followed, except those that lead back to a
+    folder above.
+
+    Raises `ConfigError` if there are no files, if one of several paths has none, or if a name is not UTF-8.
     """
     paths = (path,) if isinstance(path, str) else tuple(path)
     if not format_of(format_).has_files:
@@ -229,7 +234,7 @@ def _list_remote(source: str, paths: Sequence[str], format_: str, at: str) -> Li
 
 
 def _at_commits(source: str, paths: Sequence[str], at: str) -> Sequence[str]:
-    """Paths of the hub with commits for their revisions; others as they are."""
+    """Paths of the hub with commits for their revisions. Other paths are unchanged."""
     if not all(is_hub(path) for path in paths):
         return paths
     try:
@@ -264,7 +269,7 @@ def _matches_of(source: str, path: str, format_: str) -> RemoteMatches:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Found:
-    """What one path means: names in its base, of files and of anything else."""
+    """The matches of one path: names in its base, of files and of other things."""
 
     path: str
     base: str
@@ -274,11 +279,11 @@ class _Found:
     passed_over: list[str]
 
     def names_in(self, base: str) -> Iterable[str]:
-        """The names in a folder above."""
+        """The names relative to a folder above."""
         return self.in_base(base, self.names)
 
     def in_base(self, base: str, names: list[str]) -> Iterable[str]:
-        """Such names in a folder above."""
+        """The given names relative to a folder above."""
         if base == self.base:
             return names
         inner = os.path.relpath(self.base, base)
@@ -309,12 +314,12 @@ def _find(full: str, format_: str) -> _Found:
 
 
 def patterns_in(base: str, paths: Iterable[str]) -> tuple[str, ...]:
-    """Paths relative to `base`, in no order of their own."""
+    """Paths relative to `base`, sorted."""
     return tuple(sorted({os.path.relpath(path, base) for path in paths}))
 
 
 def require_regular(source: str, listing: Listing) -> None:
-    """Raises `ConfigError` naming what is listed and is no file."""
+    """Raises `ConfigError` with the listed names that are no files."""
     if listing.irregular:
         num = len(listing.irregular)
         more = f"\n  and {num - _NAMED} more" if num > _NAMED else ""
@@ -327,7 +332,7 @@ def require_regular(source: str, listing: Listing) -> None:
 
 
 def same_files(base: str, names: Sequence[str]) -> dict[str, str]:
-    """Of several names in `base` that lead to one real file: each but the one to keep, and that one."""
+    """Names in `base` that lead to the same real file: maps each but one to the one to keep."""
     groups: dict[RealFile, list[str]] = {}
     for name in names:
         with suppress(OSError):
@@ -381,6 +386,6 @@ def _is_utf8(text: str) -> bool:
 
 
 def _sorted(names: Iterable[str]) -> list[str]:
-    """By their bytes, which for texts is the order of their characters."""
+    """Sorts by bytes, which for texts is the order of their characters."""
     found = list(names)
     return sorted(found, key=None if _is_utf8("".join(found)) else os.fsencode)

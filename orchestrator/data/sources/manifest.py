@@ -1,6 +1,6 @@
-"""Which files a source has: a list that is frozen once, and whether the files are still those.
+"""The list of a source's files, frozen once, and the check whether the files are still the same.
 
-It reads names, sizes, a probe of 4 KiB at both ends and Parquet footers, never a document; it knows no token.
+It reads names, sizes, a probe of 4 KiB at both ends and Parquet footers, but no document.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.planning.restarting import restart_text
 
 PROBE_BYTES = 4096
-# before a probe that is what a storage knows the content by
+# in a probe, precedes the storage's identifier of the content
 ETAG = "etag:"
-# In an error text; the rest is counted.
+# The maximum number of files named in an error text; the rest is counted.
 _NAMED = 5
 _FACTS = ("source", "base", "format")
-# Metadata of lists of chats whose values have the type that templates need (`Content.as_stored` is false).
+# Metadata of lists of chats whose values have the types that templates need (`Content.as_stored` is false).
 _CHAT_VALUES, _TYPED = "chat_values", "typed"
 
 
@@ -51,8 +51,9 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """blake3 of what the files contain, as far as the list knows; neither base nor mtime is in it, so a
-        copy has the same digest.
+        """blake3 of the files' content, as far as the list records it.
+
+        It covers neither `base` nor modification times, so a copy has the same digest.
         """
         plain = _is_plain_text(self.content)
         return self.files.digest(
@@ -66,7 +67,7 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files; of those with row groups, decoded."""
+        """The size of all files; decoded for files with row groups."""
         units = int(self.files.group_sizes.sum())
         return units or int(self.files.sizes.sum())
 
@@ -77,17 +78,19 @@ class Manifest:
 
 # ---------------------------------------------------------------------------------------- listing and freezin
 def freeze(name: str, path: str | Sequence[str], format_: str, text_field: str) -> Manifest:
-    """The manifest of the files that `path` (a file, a folder or a glob) means now.
+    """The manifest of the current files of `path` (a file, a folder or a glob).
 
-    Raises `ConfigError` if there are none, or one is no file of the format, or lacks the fields; `DataError`
-    if one cannot be read.
+    Raises `ConfigError` if there are none, or if one has another format or lacks the fields. Raises
+    `DataError` if one cannot be read.
     """
     return freeze_listed(name, list_files(name, path, format_), format_, Content(text_field=text_field))
 
 
 def freeze_listed(name: str, listing: Listing, format_: str, content: Content) -> Manifest:
-    """The manifest of what is listed. Raises as `freeze` does, also where a name leads to no file, or the
-    format cannot hold such content, or an index of the files contradicts them.
+    """The manifest of a listing.
+
+    Raises as `freeze`. Also raises `ConfigError` if a name leads to no file, the format cannot hold such
+    content, or an index of the files contradicts them.
     """
     format_of(format_).require_content(name, content)
     content = content.needed
@@ -105,7 +108,7 @@ def freeze_listed(name: str, listing: Listing, format_: str, content: Content) -
 
 
 def _listed(listing: Listing) -> Files | None:
-    """The rows of a bucket's objects, of which the listing has said all that they hold; None elsewhere."""
+    """The rows of a bucket's objects, all of whose values are in the listing; None for other storages."""
     if not listing.etags:
         return None
     columns = zip(
@@ -118,7 +121,7 @@ def _listed(listing: Listing) -> Files | None:
 
 
 def file_row(base: str, format_: str, content: Content, path: str) -> FileRow:
-    """The row of a file as it is now. Raises as `freeze` does."""
+    """The row of a file as it is now. Raises as `freeze`."""
     try:
         with open_input(base, path) as file:
             rows, sizes = format_of(format_).units(file, content)
@@ -144,8 +147,8 @@ def _probe(file: InputFile) -> str:
 def difference(row: FileRow, file: InputFile) -> str | None:
     """How the open file differs from its row, with both values; None if it is the same (data rule 13).
 
-    What was listed by an etag has the same one. Anything else has the same time, or the same ends: also if it
-    lies in a bucket now.
+    A file that was listed with an etag must have the same one. Any other must have the same time or the same
+    probe, also if it lies in a bucket now.
     """
     if isinstance(file, CodeRecords):
         then = row.probe.removeprefix(ETAG)
@@ -171,8 +174,9 @@ def require_unchanged(row: FileRow, path: str, file: InputFile, source: str) -> 
 def changed_text(
     changes: Sequence[str], gone: Sequence[str] = (), advice: str = "", *, source: str = ""
 ) -> str:
-    """The refusal for these changed files of a source, and those that are gone, whole or in part: nothing can
-    stand for them. `advice` for whoever does not want to go on with the run.
+    """The error text for changed files of a source, and for files that are missing, completely or in part.
+
+    A missing file cannot be replaced. `advice` is the remedy for users who do not continue the run.
     """
     texts = [*gone, *changes]
     more = f"\n  and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
@@ -192,13 +196,15 @@ def changed_text(
 
 # ---------------------------------------------------------------------------------------- in storage
 def _is_plain_text(content: Content) -> bool:
-    """Whether `text_field` says all of it, as in the lists of runs from before there was anything else."""
+    """Whether `text_field` describes it completely, as in the lists of runs from before other contents
+    existed.
+    """
     return content.kind == "text" and not content.transform_fields
 
 
 def _content_text(content: Content) -> str:
     facts = asdict(content)
-    del facts["as_stored"]  # how a list is read, not what it lists
+    del facts["as_stored"]  # affects how a list is read, not its files
     if not content.transform_fields:  # older lists have none
         del facts["transform_fields"]
     return orjson.dumps(facts).decode()
@@ -212,8 +218,8 @@ def _content(facts: Mapping[str, str]) -> Content:
 
 
 def to_parquet(manifest: Manifest, more: Mapping[str, str] = MappingProxyType({})) -> bytes:
-    """The manifest as a Parquet file of one row per file, its other fields, and `more`, as metadata of the
-    schema.
+    """The manifest as a Parquet file of one row per file, with its other fields and `more` as schema
+    metadata.
     """
     import pyarrow.parquet as pq
 

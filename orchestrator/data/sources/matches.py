@@ -1,7 +1,6 @@
-"""Names below a local folder that match a pattern, as the standard library's `glob` finds them, each folder
-listed once.
+"""Finds names below a local folder that match a pattern, as the standard library's `glob` does.
 
-It knows no source and no format, and opens nothing.
+Each folder is listed once. Nothing is opened.
 """
 
 from __future__ import annotations
@@ -19,14 +18,16 @@ Parts = tuple[str, ...]
 
 
 def real_file(path: str) -> RealFile:
-    """What distinguishes the file or folder that a path leads to from all others: device and number, for a
-    file size and time, too; its real path where the file system numbers nothing.
+    """An identifier of the file or folder that a path leads to.
+
+    It is the device and file number, for a file also size and time. It is the real path if the file system
+    has no file numbers.
     """
     return real_of(path, os.stat(path))
 
 
 def real_of(path: str, status: os.stat_result) -> RealFile:
-    """`real_file`, given what `stat` says of it."""
+    """`real_file`, with the result of `stat`."""
     if status.st_ino == 0:
         return (os.path.realpath(path),)
     if stat.S_ISDIR(status.st_mode):
@@ -44,7 +45,9 @@ def split_glob(full: str, separator: str = os.sep) -> tuple[str, str]:
 
 
 def fits(name: str, part: str) -> bool:
-    """Whether a name is what a part of a pattern means; a hidden one is only what begins with a dot, too."""
+    """Whether a name matches a part of a pattern. A hidden name matches only a part that begins with a
+    dot.
+    """
     if part == "*":
         return not name.startswith(".")
     return _compiled(part)(name) is not None and (part.startswith(".") or not name.startswith("."))
@@ -56,13 +59,14 @@ def _compiled(part: str) -> Callable[[str], re.Match[str] | None]:
 
 
 class Matches:
-    """The names below `base` that match, with `/` between folders: as the standard library's `glob` finds
-    them with `recursive=True`, but for links that lead back to a folder above: by these it finds every file
-    forty times, or for ever.
+    """The names below `base` that match, with `/` between folders.
 
-    Of the paths to a folder that have a link in them only the first is followed for the same parts: folders
-    that link to each other have as many paths as there are orders of them. `unlisted` says of each folder
-    that cannot be listed why; `folders` are those that `**` looked into, by their names.
+    They are those of the standard library's `glob` with `recursive=True`, except that links to a folder above
+    are not followed. Through such links, `glob` finds every file forty times, or never ends.
+
+    Of several paths with a link to the same folder, only the first is followed for the same parts: folders
+    that link to each other have as many paths as there are orders of them. `unlisted` maps each folder that
+    cannot be listed to the reason. `folders` are the names of the folders that `**` searched.
     """
 
     def __init__(self, base: str) -> None:
@@ -72,7 +76,7 @@ class Matches:
         self.folders = set[str]()
 
     def of(self, parts: Parts) -> Iterator[str]:
-        """What matches these parts of a pattern."""
+        """The names that match these parts of a pattern."""
         return self._below("", parts, frozenset(), False, None)
 
     def _below(
@@ -83,8 +87,9 @@ class Matches:
         by_link: bool,
         entries: list[os.DirEntry[str]] | None,
     ) -> Iterator[str]:
-        """Those in the folder `prefix` (empty, or ending with a separator), of which `entries` is the content
-        where it was listed already.
+        """The matches in the folder `prefix` (empty, or ending with a separator).
+
+        `entries` is the folder's content if it was listed already.
         """
         part, rest = parts[0], parts[1:]
         if part == "**":
@@ -125,7 +130,7 @@ class Matches:
             return
         self.folders.update(prefix + entry.name for entry in folders)
         above = above | {real_file(os.path.join(self._base, prefix))}
-        # as whole paths are sorted: the first of the paths to a folder is the least
+        # in the order of whole paths: the first of the paths to a folder is the least
         for entry in sorted(folders, key=lambda entry: os.fsencode(entry.name) + b"/"):
             if (real := real_file(entry.path)) in above:
                 continue
@@ -150,5 +155,5 @@ class Matches:
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a ring of links
+    except OSError:  # a cycle of links
         return False

@@ -1,6 +1,6 @@
-"""Buckets as a storage of input files: their objects, as `RemoteStore` asks for them.
+"""Buckets as a storage of input files: their objects, behind the interface `RemoteStore`.
 
-How a bucket is reached, and with which credentials, is said in `orchestrator.storage.buckets`.
+`orchestrator.storage.buckets` documents how a bucket is reached, and with which credentials.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ _NS = 1_000_000_000
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is a URI, or is meant as one."""
+    """Whether a path is a URI, or is probably meant as one."""
     return is_uri(path) or path.startswith("hf:")
 
 
 def split_uri(uri: str) -> tuple[str, str]:
-    """(the bucket's own URI, the key in it); of the hub, the dataset's at its revision. Raises `ConfigError`
-    for what is no bucket of a known kind, and as `require_plain`.
+    """(the bucket's own URI, the key in it); for the hub, that of the dataset at its revision.
+
+    Raises `ConfigError` if it is no bucket of a known kind, and as `require_plain`.
     """
     if is_hub(uri):
         hub = split_hub(uri)
@@ -48,7 +49,7 @@ class Buckets:
     def head(self, uri: str) -> RemoteObject | None:
         """See `RemoteStore`. One request."""
         bucket, key = split_uri(uri)
-        store = bucket_of(bucket)  # says so if the library is not installed
+        store = bucket_of(bucket)  # raises if the library is not installed
         import obstore
 
         try:
@@ -67,7 +68,7 @@ class Buckets:
             for found in obstore.list(store, prefix=prefix or None, chunk_size=1000):
                 for meta in found:
                     name = meta["path"].removeprefix(begin)
-                    if name and not name.endswith("/"):  # a folder that a console made
+                    if name and not name.endswith("/"):  # not a folder marker, which consoles create
                         yield _object(meta, name)
 
     def read(self, uri: str, start: int, stop: int, etag: str) -> bytes:
@@ -84,7 +85,7 @@ class Buckets:
 
 def _object(meta: Any, name: str) -> RemoteObject:
     at = meta["last_modified"]
-    # Azure's list gives it without the quotes that its answers have
+    # Azure's list returns it without the quotes of its other answers
     etag = (meta["e_tag"] or "").strip('"')
     mtime_ns = int(at.replace(microsecond=0).timestamp()) * _NS + at.microsecond * 1000
     return RemoteObject(name=name, size=meta["size"], mtime_ns=mtime_ns, etag=etag)

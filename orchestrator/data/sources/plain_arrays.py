@@ -140,8 +140,9 @@ def _mask(array: Any) -> Any:
 
 
 def require_sound(array: Any) -> None:
-    """Raises `pyarrow.ArrowInvalid` if a value reaches out of the memory of the array. Whether its texts are
-    UTF-8 is not checked: a text that is not is one bad record.
+    """Raises `pyarrow.ArrowInvalid` if a value lies outside the memory of the array.
+
+    Does not check that texts are UTF-8: a text that is not is one bad record.
     """
     import pyarrow as pa
 
@@ -188,7 +189,7 @@ def require_sound(array: Any) -> None:
 
 
 def _as_bytes(kind: Any) -> Any:
-    """The type of bytes that is laid out as this type of texts; None of another type."""
+    """The type of bytes with the same layout as this type of texts; None for another type."""
     import pyarrow as pa
 
     types = pa.types

@@ -1,6 +1,6 @@
-"""Values of a record as plain Python values: what a transform sees of a field, whatever library made it.
+"""Converts values of a record to plain Python values for transforms, whatever library made them.
 
-It knows no format; what Arrow holds, `arrow_values` turns into the same.
+`arrow_values` converts Arrow data to the same values.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _NUMBER_BYTES = 8
 
 
 def plain(value: Any) -> Any:
-    """A copy of the value, of `None`, `bool`, `int`, `float`, `str`, `bytes`, `Decimal`, `datetime`, `date`,
-    `time`, `timedelta`, and lists and dicts of these: of numpy's values what `tolist` gives, of other
-    sequences lists, of mappings dicts.
+    """A copy of the value, made of plain Python types.
 
-    Raises `BadRecordError` for a value of any other type.
+    These are `None`, `bool`, `int`, `float`, `str`, `bytes`, `Decimal`, `datetime`, `date`, `time`,
+    `timedelta`, and lists and dicts of these. numpy values are converted by `tolist`, other sequences to
+    lists, mappings to dicts. Raises `BadRecordError` for a value of any other type.
     """
     if type(value) in _AS_THEY_ARE:
         return value
@@ -40,7 +40,7 @@ def plain(value: Any) -> Any:
 
 
 def own_copy(value: Any) -> Any:
-    """The value with dicts and lists that no other has; what else it holds is the same."""
+    """The value with its own copies of dicts and lists. Other values are shared."""
     if isinstance(value, dict):
         return {key: own_copy(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -49,7 +49,9 @@ def own_copy(value: Any) -> Any:
 
 
 def num_bytes(value: Any) -> int:
-    """About the bytes of a plain value: those of a text's UTF-8, 8 for a number, and 1 for each item."""
+    """The approximate bytes of a plain value: those of a text's UTF-8, 8 for a number, and 1 for each
+    item.
+    """
     if isinstance(value, str):
         return len(value) if value.isascii() else len(value.encode(errors="surrogatepass"))
     if isinstance(value, bytes):

@@ -1,5 +1,6 @@
-"""A file of a bucket, or of the hub, as pyarrow reads parts of it that are known before: each is asked for in
-few large requests, and nothing beside it.
+"""A remote file for pyarrow, whose parts to be read are known in advance.
+
+Each part is requested in few large requests, and nothing else.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from collections.abc import Iterable
 from orchestrator.data.sources.input_file import InputFile
 from orchestrator.data.sources.records_in_memory import join
 
-# Of a part so much is asked for, and held, at a time.
+# The bytes of a part that are requested, and held, at a time.
 PIECE_BYTES = 4 << 20
 
 
 class RangedReads(io.RawIOBase):
-    """The file as a seekable stream. Not for several threads."""
+    """The file as a seekable stream. Not thread-safe."""
 
     def __init__(self, file: InputFile) -> None:
         self._file, self._at = file, 0
         self._starts, self._stops = list[int](), list[int]()
-        self._held: dict[int, tuple[int, bytes]] = {}  # of each part what was read last: its place, and it
+        self._held: dict[int, tuple[int, bytes]] = {}  # by part, its last piece: place and bytes
 
     def expect(self, parts: Iterable[tuple[int, int]]) -> None:
-        """What will be read: bytes [start, stop) each, which do not overlap."""
+        """Declares the parts that will be read: bytes [start, stop) each, which do not overlap."""
         ordered = sorted(parts)
         self._starts, self._stops = [start for start, _ in ordered], [stop for _, stop in ordered]
         self._held = {}
@@ -38,14 +39,14 @@ class RangedReads(io.RawIOBase):
         return True
 
     def read(self, size: int = -1) -> bytes:
-        """So many bytes, fewer at the file's end only."""
+        """`size` bytes, fewer only at the file's end."""
         stop = self._file.size if size < 0 else self._at + size
         found = self.read_at(self._at, stop - self._at)
         self._at += len(found)
         return found
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """See `InputFile`. The stream's place stays."""
+        """See `InputFile`. Does not move the stream's position."""
         at, stop = offset, min(offset + num_bytes, self._file.size)
         found = list[bytes]()
         while at < stop:
@@ -54,7 +55,7 @@ class RangedReads(io.RawIOBase):
         return join(found) if found else b""
 
     def _piece(self, at: int, num_bytes: int) -> bytes:
-        """Up to so many bytes from there."""
+        """Up to `num_bytes` bytes from `at`."""
         number = bisect_right(self._starts, at) - 1
         if number < 0 or at >= self._stops[number]:
             ahead = self._starts[number + 1] if number + 1 < len(self._starts) else self._file.size

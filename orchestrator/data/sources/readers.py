@@ -1,6 +1,6 @@
-"""Files as physical records, fragment by fragment or one file after the other; how, the format says.
+"""Reads files as physical records, by fragment or whole files in order, with the source's format.
 
-It knows no order and no JSON. Damage raises, whatever `on_bad_document` says: that covers records only.
+Damage raises, whatever `on_bad_document` is: that covers only records.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from orchestrator.records.arrays import Int64Array
 class Part:
     """Consecutive records of one file within one fragment.
 
-    `number` is the first record's number within the fragment, `line` the 1-based number of its line (or row)
-    in the file, None where that would have to be counted. `place` is the first record's byte offset in the
-    file, or its row where the records are `rows`.
+    `number` is the first record's number within the fragment. `line` is the 1-based number of its line (or
+    row) in the file, None if that would have to be counted. `place` is the first record's byte offset in the
+    file, or its row if the records are `rows`.
     """
 
     fragment: int
@@ -50,7 +50,7 @@ class Part:
 
     @property
     def sample_number(self) -> int:
-        """What the first record's number, which the next ones count on, is for fixed samples of records."""
+        """The first record's number for fixed samples of records; the next ones count on from it."""
         return self.fragment * 389 + self.number
 
     def place_of(self, index: int) -> int:
@@ -58,7 +58,7 @@ class Part:
         return self.place + (index if self.rows else self.records.bytes_before(index))
 
     def cut(self, start: int, stop: int) -> Part:
-        """Records [start, stop) of it."""
+        """Records [start, stop) of the part."""
         return Part(
             fragment=self.fragment,
             file=self.file,
@@ -73,7 +73,7 @@ class Part:
 def read_fragment(plan: SourcePlan, fragment: int, accept_changed: bool = False) -> Iterator[Part]:
     """The records of a fragment in file order.
 
-    Raises `DataIdentityError` if a file is gone or not what the run was started with, `DataError` if it is
+    Raises `DataIdentityError` if a file is missing or not what the run was started with, `DataError` if it is
     damaged or cannot be read.
     """
     number = 0
@@ -89,10 +89,10 @@ def read_fragment(plan: SourcePlan, fragment: int, accept_changed: bool = False)
 
 
 def read_files(plan: SourcePlan, accept_changed: bool = False, files: range | None = None) -> Iterator[Part]:
-    """The records of all files (or of `files`, by their numbers in the manifest), each read from its first
-    byte to its last; as if one fragment held them all.
+    """The records of all files (or of `files`, by their numbers in the manifest), as if in one fragment.
 
-    What it gives does not depend on how files are cut. Raises as `read_fragment` does.
+    Each file is read from its first byte to its last. The result does not depend on how files are cut. Raises
+    as `read_fragment`.
     """
     number = 0
     for index in range(len(plan.manifest.files)) if files is None else files:
@@ -111,8 +111,10 @@ def read_files(plan: SourcePlan, accept_changed: bool = False, files: range | No
 
 @contextmanager
 def naming_damage(path: str, source: str | None = None) -> Iterator[None]:
-    """Whatever a reader raises about the file at `path`, as `DataError` or `DataIdentityError` naming it.
-    `source`: the one whose frozen list it is in; None before there is one.
+    """Converts a reader's errors about the file at `path` to `DataError` or `DataIdentityError` with its
+    path.
+
+    `source`: the source whose frozen list the file is in; None before there is a list.
     """
     anew = "start a run without it" if source is None else restart_text(source)
     without = anew if source is None else f"leave it out and {anew}"
@@ -127,8 +129,10 @@ def naming_damage(path: str, source: str | None = None) -> Iterator[None]:
 
 
 def _counted(parts: Iterator[Part], plan: SourcePlan, where: FilePart) -> Iterator[Part]:
-    """The parts of a unit. Behind the last one raises `DataError` if they have not as many records as the
-    file's own index (a footer, the headers of record batches) gave when it was listed.
+    """Yields the parts of a unit, and checks their number of records.
+
+    Raises `DataError` after the last part if it differs from the file's own index (a footer, the headers of
+    record batches) at the time of listing.
     """
     num = 0
     for part in parts:
@@ -149,7 +153,7 @@ def _counted(parts: Iterator[Part], plan: SourcePlan, where: FilePart) -> Iterat
 def _parts(
     file: InputFile, plan: SourcePlan, where: FilePart, fragment: int, number: int, whole: bool
 ) -> Iterator[Part]:
-    """The records there, of which the first has `number`."""
+    """The records of `where`, the first of which has `number`."""
     manifest = plan.manifest
     form, row = format_of(manifest.format), manifest.files[where.file]
     for line, records, place in form.read(file, row, where, manifest.content, whole):

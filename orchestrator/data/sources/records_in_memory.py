@@ -1,6 +1,6 @@
-"""Physical records as they are held in memory: one buffer and where each record ends in it, no object each.
+"""Physical records in memory: one buffer and the end of each record in it, without an object for each.
 
-It knows no file and no order. A record that is too long to be held is there with its size alone.
+Of a record that is too long to be held, only the size is kept.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import numpy.typing as npt
 
 from orchestrator.records.arrays import Int64Array
 
-# A longer record is not held: it is there with its size alone, and no document.
+# A longer record is not held: only its size is kept, and it gives no document.
 MAX_RECORD_BYTES = 1 << 30
 _NEWLINE = 10
-# Newlines are looked for in such stretches: what that takes beside the buffer is bounded.
+# Newlines are searched in pieces of this size, which bounds the memory beside the buffer.
 _STRETCH_BYTES = 1 << 20
-# The ends of so many lines are Python integers at a time.
+# The number of line ends that are Python integers at a time.
 _STRETCH_LINES = 1 << 12
 
 
 class Records(Protocol):
-    """Some records in file order: bytes, or what their format makes a document of. `records[i]` is None for a
-    null, and for what is too long to be held.
+    """Records in file order: bytes, or the values that their format makes documents of.
+
+    `records[i]` is None for a null, and for a record that is too long to be held.
     """
 
     def __len__(self) -> int: ...
@@ -36,15 +37,15 @@ class Records(Protocol):
 
     @property
     def sizes(self) -> Int64Array:
-        """(num_records,) decoded bytes of each, line ends included; 0 for a null."""
+        """(num_records,) decoded bytes of each, with line ends; 0 for a null."""
         ...
 
     def size(self, index: int) -> int:
-        """Decoded bytes of one, line end included."""
+        """Decoded bytes of one record, with its line end."""
         ...
 
     def bytes_before(self, index: int) -> int:
-        """The sizes of those before it together."""
+        """The sum of the sizes before it."""
         ...
 
     def cut(self, start: int, stop: int) -> Records:
@@ -54,8 +55,10 @@ class Records(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Lines of a buffer, without their newline. `ends[i]` is where line i ends in it, after its newline, and
-    `begin` where the first one begins: 4 bytes a line, in a buffer of 2 GiB and more 8.
+    """Lines of a buffer, without their newline.
+
+    `ends[i]` is the end of line i in it, after its newline, and `begin` the beginning of the first line. It
+    takes 4 bytes a line, or 8 in a buffer of 2 GiB or more.
     """
 
     data: bytes
@@ -90,7 +93,7 @@ class Lines:
         return self._begin(index) - self.begin
 
     def cut(self, start: int, stop: int) -> Lines:
-        """Lines [start, stop), of the same buffer."""
+        """Lines [start, stop) of the same buffer."""
         begin = self._begin(start) if start < len(self) else self.begin
         return Lines(self.data, self.ends[start:stop], begin)
 
@@ -99,7 +102,7 @@ class Lines:
 
 
 def split_lines(data: bytes) -> Lines:
-    """The lines of a buffer; nothing but a newline ends one, and the last may lack it."""
+    """The lines of a buffer. Only a newline ends one, and the last may lack it."""
     view, found = np.frombuffer(data, np.uint8), []
     kind = np.int32 if len(data) < 1 << 31 else np.int64
     for start in range(0, len(data), _STRETCH_BYTES):
@@ -131,7 +134,7 @@ class Values:
 
     @property
     def sizes(self) -> Int64Array:
-        """0 for a null, of which Arrow's readers keep no bytes."""
+        """0 for a null: Arrow's readers keep no bytes of it."""
         return np.diff(self.offsets)
 
     def size(self, index: int) -> int:
@@ -139,18 +142,18 @@ class Values:
         return int(self.offsets.item(index + 1) - self.offsets.item(index))
 
     def bytes_before(self, index: int) -> int:
-        """Of the values alone."""
+        """Of the values."""
         return int(self.offsets.item(index) - self.offsets.item(0))
 
     def cut(self, start: int, stop: int) -> Values:
-        """Values [start, stop), of the same buffers."""
+        """Values [start, stop) of the same buffers."""
         valid = None if self.valid is None else self.valid[start:stop]
         return Values(self.data, self.offsets[start : stop + 1], valid)
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """One record: a file, or what was too long to be held (None), with its size."""
+    """One record: a file, or one too long to be held (None), with its size."""
 
     content: bytes | None
     num_bytes: int
@@ -177,7 +180,7 @@ class Whole:
         return self.num_bytes
 
     def bytes_before(self, index: int) -> int:
-        """None."""
+        """Always 0."""
         assert index == 0, f"record {index} of one"
         return 0
 
@@ -187,13 +190,13 @@ class Whole:
 
 
 def join(pieces: Sequence[bytes]) -> bytes:
-    """All pieces one after the other; a single one is not copied."""
+    """The pieces joined. A single piece is not copied."""
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Records of which each is made of its bytes when it is asked for."""
+    """Records that are made from their bytes on access."""
 
     raw: Records
     make: Callable[[bytes], Any]
@@ -222,15 +225,13 @@ class Made:
         return self.raw.bytes_before(index)
 
     def cut(self, start: int, stop: int) -> Made:
-        """Records [start, stop), of the same bytes."""
+        """Records [start, stop) of the same bytes."""
         return Made(self.raw.cut(start, stop), self.make)
 
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """Records that are objects already, or the error that says what is wrong with one; `names` are for
-    people.
-    """
+    """Records that are objects already, or the error of a bad one. `names` are for messages."""
 
     items: tuple[Any, ...]
     sizes: Int64Array
@@ -249,11 +250,11 @@ class Objects:
         return (self[i] for i in range(len(self)))
 
     def size(self, index: int) -> int:
-        """As it was reckoned."""
+        """As estimated."""
         return int(self.sizes.item(index))
 
     def bytes_before(self, index: int) -> int:
-        """As they were reckoned."""
+        """As estimated."""
         return int(self.sizes[:index].sum())
 
     def cut(self, start: int, stop: int) -> Objects:
@@ -262,6 +263,6 @@ class Objects:
 
 
 def packed(pieces: Sequence[bytes]) -> Values:
-    """Pieces as records of one buffer."""
+    """The pieces as records of one buffer."""
     offsets = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])]).astype(np.int64)
     return Values(memoryview(b"".join(pieces)), offsets)

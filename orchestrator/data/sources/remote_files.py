@@ -1,6 +1,6 @@
-"""Files of a bucket, or of the hub: which ones a URI means, and one of them as an `InputFile`.
+"""Files of a bucket or of the hub: resolves URIs to objects, and opens one as an `InputFile`.
 
-It knows no format; how a storage is reached say `object_stores` and `hub_datasets`.
+`object_stores` and `hub_datasets` implement the access to the storages.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from orchestrator.data.sources.object_stores import Buckets, split_uri
 from orchestrator.data.sources.remote_objects import RemoteObject, RemoteStore, passes
 
 _BUFFER_BYTES = 4 << 20
-# So often a read is tried whose answer breaks off or is too short, within about so many seconds.
+# A read whose answer is interrupted or too short is tried this often, with waits of at most this many
+# seconds.
 _TRIES, _WAIT_S = 4, 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteMatches:
-    """What a URI means: `objects` below `base`. `looked_for` is the pattern, for people; `is_folder` if every
-    object below is meant; `passed_over` are names of those that are not called as the format's are.
+    """The matches of a URI: `objects` below `base`.
+
+    `looked_for` is the pattern, for messages. `is_folder`: all objects below are meant. `passed_over` are the
+    names that do not match the format's.
     """
 
     base: str
@@ -38,10 +41,11 @@ class RemoteMatches:
 
 
 def remote_matches(uri: str) -> RemoteMatches:
-    """What `uri` means, as a path of this machine would: an object of this name, else a pattern, else all
-    that lies below it and is not hidden. One request for 1,000 objects below the part without a wildcard.
+    """The objects that `uri` means, by the rules of local paths.
 
-    Raises `OSError` in words, `FileNotFoundError` if there is no such bucket.
+    They are an object of this name, else the matches of a pattern, else everything below it that is not
+    hidden. One request for 1,000 objects below the part without a wildcard. Raises `OSError` with an
+    explanation, `FileNotFoundError` if there is no such bucket.
     """
     bucket, key = split_uri(uri)
     store = store_of(uri)
@@ -65,8 +69,9 @@ def store_of(uri: str) -> RemoteStore:
 
 
 def name_fits(name: tuple[str, ...], parts: tuple[str, ...]) -> bool:
-    """Whether a name, in its parts, is what a pattern means; `**` is any number of folders, none included,
-    and none that is hidden.
+    """Whether a name, split into parts, matches a pattern.
+
+    `**` matches any number of folders, also none, but no hidden folder.
     """
     if not parts or not name:
         return not parts and not name
@@ -78,12 +83,13 @@ def name_fits(name: tuple[str, ...], parts: tuple[str, ...]) -> bool:
 
 
 class RemoteFile:
-    """An object, as it was when it was opened: a read of one that was replaced since raises
-    `OSError`. Holds no connection; safe to use from threads. See `InputFile`.
+    """An object as it was when opened: reading raises `OSError` if it was replaced since.
+
+    Holds no connection. Thread-safe. See `InputFile`.
     """
 
     def __init__(self, uri: str) -> None:
-        """Raises `FileNotFoundError`, or another `OSError` in words. One request."""
+        """Raises `FileNotFoundError`, or another `OSError` with an explanation. One request."""
         self.name, self._store = uri, store_of(uri)
         found = self._store.head(uri)
         if found is None:
@@ -91,7 +97,7 @@ class RemoteFile:
         self.size, self.mtime_ns, self.etag = found.size, found.mtime_ns, found.etag
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
-        """See `InputFile`. One request, repeated while its answer breaks off."""
+        """See `InputFile`. One request, with retries if its answer is interrupted."""
         end = min(offset + num_bytes, self.size)
         return self._range(offset, end) if offset < end else b""
 
@@ -126,7 +132,7 @@ class RemoteFile:
 
 
 class _Remote(io.RawIOBase):
-    """An object, read from a place of its own."""
+    """An object, read from its own position."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file, self._at = file, 0

@@ -1,4 +1,4 @@
-"""What a storage that is not this machine's says of its objects, whichever storage it is."""
+"""The interface of remote storages, and the properties of their objects."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteObject:
-    """An object as its storage lists it; `name` is relative to the base that was asked for, `etag` without
-    its quotes (`W/` before a weak one stays).
+    """An object as its storage lists it.
+
+    `name` is relative to the requested base. `etag` has no quotes (`W/` before a weak one stays).
     """
 
     name: str
@@ -21,7 +22,9 @@ class RemoteObject:
 
 
 class RemoteStore(Protocol):
-    """A kind of storage. What it raises is an `OSError` in words; one with `errno.EIO` may pass."""
+    """A kind of storage. It raises `OSError` with an explanation; an error with `errno.EIO` may be
+    temporary.
+    """
 
     def head(self, uri: str) -> RemoteObject | None:
         """The object of this URI, which is its name; None if there is none."""
@@ -32,10 +35,10 @@ class RemoteStore(Protocol):
         ...
 
     def read(self, uri: str, start: int, stop: int, etag: str) -> bytes:
-        """Bytes [start, stop) of an object. Raises `OSError` if it is not the one of this etag any more."""
+        """Bytes [start, stop) of an object. Raises `OSError` if it no longer has this etag."""
         ...
 
 
 def passes(error: BaseException) -> bool:
-    """Whether an error of a storage is worth another try."""
+    """Whether an error of a storage is worth a retry."""
     return isinstance(error, OSError) and error.errno == errno.EIO

@@ -1,4 +1,4 @@
-"""Whether a file of text is UTF-16 or UTF-32, judged by its first bytes: such a file is refused by name."""
+"""Detects text files in UTF-16 or UTF-32 by their first bytes. Such a file is refused by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from orchestrator.data.sources.input_file import InputFile
 
 CODE = "data.text_encoding"
-# A file's encoding is judged by so many of its first bytes.
+# The number of first bytes by which a file's encoding is detected.
 BEGIN_BYTES = 4 << 10
 _MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32LE"),  # before UTF-16LE, whose mark it begins with
@@ -22,14 +22,16 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "UTF-16BE"),
 )
 _LOW = bytes(range(0x20))
-_LAST_PLANE = 3  # of Unicode's that hold letters and signs
+_LAST_PLANE = 3  # the highest Unicode plane with letters and signs
 _NUM_KNOWN = 1 << 14
 _known: set[tuple[str, int, int, str]] = set()
 
 
 def other_encoding(begin: bytes) -> str | None:
-    """The encoding of a text that begins so, if that is UTF-16 or UTF-32: shown by a byte order mark, or
-    by zero bytes at every other place. A text in UTF-8 may have zero bytes at any other places.
+    """The encoding of a text with these first bytes, if that is UTF-16 or UTF-32.
+
+    It is shown by a byte order mark, or by zero bytes at every other place. A text in UTF-8 may have zero
+    bytes at any other places.
     """
     begin = begin[:BEGIN_BYTES]
     for mark, name in _MARKS:
@@ -55,8 +57,9 @@ def _is_utf32(lowest: bytes, second_highest: bytes, highest: bytes) -> bool:
 
 
 def _is_utf16(low: bytes, high: bytes, begin: bytes) -> bool:
-    """Whether these are the lower and higher bytes of characters. In most alphabets most of the higher ones
-    are below 0x20, and those of spaces and line ends are 0.
+    """Whether these are the lower and higher bytes of characters.
+
+    In most alphabets most of the higher bytes are below 0x20, and those of spaces and line ends are 0.
     """
     num_zeros = high.count(0)
     if num_zeros < 2 or 16 * low.count(0) > len(low):
@@ -75,7 +78,7 @@ def _is_utf8(begin: bytes) -> bool:
 
 @contextmanager
 def before_a_start() -> Iterator[None]:
-    """A file in another encoding is a wrong configuration while nothing has begun."""
+    """Before a run has started, a file in another encoding raises `ConfigError`."""
     try:
         yield
     except DataError as error:
@@ -85,7 +88,7 @@ def before_a_start() -> Iterator[None]:
 
 
 def require_utf8(name: str, begin: bytes) -> None:
-    """Raises `DataError` if the file `name`, which begins so, is UTF-16 or UTF-32."""
+    """Raises `DataError` if the file `name` with these first bytes is UTF-16 or UTF-32."""
     if (encoding := other_encoding(begin)) is not None:
         raise DataError(
             f"{name}: it is {encoding}, and texts are read as UTF-8; convert it, for example by "
@@ -95,7 +98,7 @@ def require_utf8(name: str, begin: bytes) -> None:
 
 
 def require_utf8_file(file: InputFile, file_bytes: int) -> None:
-    """The same of a file of which another part is read. Its first bytes are read once in a process."""
+    """The same for a file of which another part is read. Its first bytes are read once in a process."""
     key = (file.name, file.size, file.mtime_ns, file.etag)
     if key not in _known:
         require_utf8(file.name, file.read_at(0, min(BEGIN_BYTES, file_bytes)))
@@ -105,7 +108,7 @@ def require_utf8_file(file: InputFile, file_bytes: int) -> None:
 
 
 def utf8_pieces(name: str, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """The decoded content of the file `name` in pieces. Raises as `require_utf8` does."""
+    """Yields the decoded pieces of the file `name`. Raises as `require_utf8`."""
     for number, piece in enumerate(pieces):
         if number == 0:
             require_utf8(name, piece)

@@ -1,6 +1,6 @@
-"""Whether the path that a job names still means the files that its run was started with.
+"""Checks whether the path that a job names still means the files that its run was started with.
 
-It compares lists and decides; which files a path means says `listing`, how they differ says `manifest`.
+`listing` resolves the path, `manifest` compares a file.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def compare_files(
     accept_changed: bool,
     refreshed: bool = False,
 ) -> tuple[Manifest, Manifest, tuple[str, ...]]:
-    """(the frozen list at the path that the job names, what of it lies there now, notes).
+    """(the frozen list at the path that the job names, its current content there, notes).
 
-    `paths` are the absolute ones that the run was started with, none if they were not recorded then; the next
-    epoch has a list of its own if they are `refreshed`. Another
-    folder with the same files is the same data. Raises `DataIdentityError` with both values if the path
-    leaves out files of the run or means more than it did, if files are gone, and, without `accept_changed`,
-    if files are changed.
+    `paths` are the absolute paths that the run was started with, empty if they were not recorded.
+    `refreshed`: the next epoch has its own list. Another folder with the same files is the same data.
+
+    Raises `DataIdentityError` with both values if the path leaves out files of the run or means more than
+    before, if files are missing, and, without `accept_changed`, if files have changed.
     """
     asked = (source.path,) if isinstance(source.path, str) else source.path
-    at = frozen.base if same_revisions(asked, paths) else ""  # another revision is looked up
+    at = frozen.base if same_revisions(asked, paths) else ""  # another revision is resolved
     listing = list_files(source.name, source.path, frozen.format, at)
     manifest = replace(frozen, base=listing.base)
     if not (format_of(frozen.format).has_files or frozen.files.same_paths(listing.names)):
@@ -63,12 +63,14 @@ def compare_files(
 
 
 def find_unchanged(path: str | Sequence[str] | None, frozen: Manifest) -> Manifest:
-    """The frozen list, at a folder in which its files lie as they were frozen: that of the path that the job
-    names (None: it names none), or the one in which they were listed. It needs no path to mean these files
-    now: a relative one does in one folder only, and files that came later are none of the list's.
+    """The frozen list, with a base where its files are unchanged.
 
-    Raises `DataIdentityError` with both values for files that are changed or gone, in the folder where the
-    fewest are.
+    The base is that of the path that the job names (None: it names none), or the one where they were listed.
+    The path need not mean exactly these files now: a relative path does so in one folder only, and files that
+    came later are not in the list.
+
+    Raises `DataIdentityError` with both values for files that are changed or missing, at the base with the
+    fewest.
     """
     bases = dict[str, Listing | None]()
     with suppress(ConfigError):
@@ -92,7 +94,7 @@ def find_unchanged(path: str | Sequence[str] | None, frozen: Manifest) -> Manife
 
 
 def _other_names(frozen: Manifest, now: Manifest, listing: Listing) -> tuple[list[str], list[str]]:
-    """(files of the run that are still there and not listed, listed files that are not the run's)."""
+    """(files of the run that still exist and are not listed, listed files that are not the run's)."""
     if frozen.files.same_paths(listing.names):
         return [], []
     here, then = set(now.files.paths), set(frozen.files.paths)
@@ -102,8 +104,9 @@ def _other_names(frozen: Manifest, now: Manifest, listing: Listing) -> tuple[lis
 
 
 def _left_out(names: Iterable[str], listing: Listing) -> list[str]:
-    """Those of the names that lead to none of the listed files. Older versions froze a file by paths, too,
-    that are not listed any more, because a link on the way leads back.
+    """The names that lead to none of the listed files.
+
+    Older versions also froze paths that are no longer listed, because a link in them leads back.
     """
     names = sorted(names)
     if is_remote(listing.base):
@@ -148,7 +151,7 @@ def _notes(
             f"{files_text(len(later))} of source {frozen.source} came after its list was made and {verb} "
             f"{then}, e.g. {later[0]}"
         )
-    # each of the listed names is a file of its own
+    # each of the listed names is a distinct file
     same = frozen.files.same_paths(listing.names) or set(frozen.files.paths) <= set(listing.names)
     twice = {} if same else same_files(listing.base, frozen.files.paths)
     if twice:

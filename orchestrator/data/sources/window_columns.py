@@ -1,7 +1,4 @@
-"""Where the records of a window lie, as arrays, for whoever takes many of them at once.
-
-It knows neither their order nor what they hold.
-"""
+"""The places and sizes of a window's records as arrays, to process many records at once."""
 
 from __future__ import annotations
 
@@ -14,29 +11,30 @@ from orchestrator.data.sources.readers import Part
 from orchestrator.data.sources.records_in_memory import Lines, Values
 from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
 
-# Beside a record of so many bytes its 12 in the arrays are few; where records are shorter in the mean, or a
-# part has fewer of them, they are taken one by one.
+# The arrays take 12 bytes a record, little beside this many. Records that are shorter on average, or parts
+# with fewer records than this, are processed one by one.
 _LEAST_BYTES, _LEAST_RECORDS = 64, 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRun:
-    """Texts of records that follow each other in a window's order, and where they lie; of a record whose text
-    is not asked for in this way (it is blank, empty or bad, say) the text is empty.
+    """Texts of consecutive records in a window's order, and their places.
+
+    The text is empty for a record that must be processed alone (for example a blank, empty or bad one).
     """
 
     texts: list[str]
     files: Int64Array
     places: Int64Array
     sizes: Int64Array
-    sampled: BoolArray  # whether `OrderedWindow.is_sampled` says so
+    sampled: BoolArray  # the result of `OrderedWindow.is_sampled`
 
     def __len__(self) -> int:
         return len(self.texts)
 
 
 class WindowColumns:
-    """Of all records of a window in file order: the place in its file and the decoded bytes of each."""
+    """Of all records of a window in file order: each one's place in its file, and its decoded bytes."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         nums = [len(part.records) for part in parts]
@@ -53,14 +51,16 @@ class WindowColumns:
     def lie_at(
         self, numbers: Int32Array, one_in: int
     ) -> tuple[Int64Array, Int64Array, Int64Array, BoolArray]:
-        """(file, place, decoded bytes, whether it is one of a sample of one in so many) of these records."""
+        """(file, place, decoded bytes, whether in a sample of one in `one_in`) of these records."""
         parts = np.searchsorted(self._stops, numbers, side="right")
         samples = self._first_samples[parts] + numbers - self._firsts[parts]
         sizes = self.sizes[numbers].astype(np.int64)
         return self._files[parts], self.places[numbers], sizes, samples % one_in == 0
 
     def records(self, numbers: Int32Array) -> list[bytes | None]:
-        """These records; None: a null, or one at the beginning of its file, where a mark may stand."""
+        """These records. None: a null, or one at the beginning of its file, which may have a byte order
+        mark.
+        """
         parts = np.searchsorted(self._stops, numbers, side="right")
         indices, held = numbers - self._firsts[parts], self._records
         found = [held[part][i] for part, i in zip(parts.tolist(), indices.tolist(), strict=True)]
@@ -70,8 +70,9 @@ class WindowColumns:
 
 
 def columns_of(parts: Sequence[Part]) -> WindowColumns | None:
-    """Of a window's parts; None where its records are no bytes that lie in memory, or are taken as quickly
-    one by one.
+    """The columns of a window's parts.
+
+    None if its records are not bytes in memory, or are processed as quickly one by one.
     """
     num = sum(len(part.records) for part in parts)
     if num < _LEAST_RECORDS * max(1, len(parts)):

@@ -1,7 +1,6 @@
-"""A block's records in windows, and a record as a document's text or as a reason why it is bad.
+"""Reads a block's records in windows, and a record as a document or as the reason why it is bad.
 
-It knows no tokens. The order in a window is `planning.order`'s; a record keeps its number whatever becomes of
-it.
+`planning.order` defines the order in a window. A record keeps its number, whatever its outcome.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from orchestrator.planning.record_keys import (
 __all__ = ["BadRecordError", "OrderedWindow", "Window", "WrongFieldError", "read_windows"]
 
 _BOM = b"\xef\xbb\xbf"
-# Texts are taken by at most so many, and where so few have the bytes that are asked for, one by one.
+# Texts are processed in runs of at most this many; runs shorter than `_LEAST_RUN` are processed one by one.
 _RUN_RECORDS, _LEAST_RUN = 4096, 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """Records that are permuted together, as parts in file order. `last`: nothing follows it in the block."""
+    """Records that are permuted together, as parts in file order. `last`: it is the block's last window."""
 
     number: int
     last: bool
@@ -49,7 +48,7 @@ class Window:
 
 
 class OrderedWindow:
-    """A window's records in the order in which an epoch takes them; `position` counts in that order."""
+    """A window's records in the order of an epoch. `position` counts in that order."""
 
     def __init__(self, window: Window, plan: SourcePlan, settings: StreamSettings, epoch: int) -> None:
         self._window, self._plan, self._settings, self._epoch = window, plan, settings, epoch
@@ -63,9 +62,9 @@ class OrderedWindow:
         self._holdout_bound = holdout_bound(settings.holdout.get(plan.source, 0))
         self._holdout_keys = dict[int, int]()  # by file
         self._transform_keys = dict[int, int]()  # by file
-        self._columns: WindowColumns | None = None  # made when texts are asked for
+        self._columns: WindowColumns | None = None  # made on demand
         self._has_columns = self.content.kind == "text"
-        # what was found last: each position is asked several things
+        # cache of the last lookup: each position is queried several times
         self._found_at = -1
         self._found: tuple[Part, int] | None = None
 
@@ -74,11 +73,11 @@ class OrderedWindow:
 
     @property
     def content(self) -> Content:
-        """What its records hold, and in which fields."""
+        """The content of its records, and their fields."""
         return self._plan.manifest.content
 
     def size(self, position: int) -> int:
-        """Decoded bytes of the record, line end included; a document's text has at most so many in UTF-8."""
+        """Decoded bytes of the record, with its line end. A document's text is at most this long in UTF-8."""
         part, index = self._find(position)
         return part.records.size(index)
 
@@ -88,7 +87,7 @@ class OrderedWindow:
         return found.document if isinstance(found, Described) else found
 
     def described(self, position: int) -> Document | Described | None:
-        """The same with the fields that its transforms see, if there are any. Raises as `document`."""
+        """The document, with the fields for its transforms, if there are any. Raises as `document`."""
         part, index = self._find(position)
         size = part.records.size(index)
         if size <= MAX_RECORD_BYTES:
@@ -105,7 +104,9 @@ class OrderedWindow:
         return self._parse(record)
 
     def _require_room(self, plan: SourcePlan) -> None:
-        """That so many records can be ordered in this process, else names the first."""
+        """Raises `DataError` if the records cannot be ordered in this process. The error names the first
+        file.
+        """
         first = self._window.parts[0] if self._window.parts else None
         num_records = self._ends[-1] if first is not None else 0
         try:
@@ -120,8 +121,9 @@ class OrderedWindow:
         return (part.sample_number + index) % one_in == 0
 
     def texts(self, position: int, num_bytes: int, one_in: int) -> TextRun | None:
-        """The texts of the records from a position on, as many as have about so many bytes; `is_sampled` is
-        asked with `one_in`. None: they are taken one by one.
+        """The texts of the records from a position on, as many as have about `num_bytes`.
+
+        `one_in` is for `is_sampled`. None: they must be processed one by one.
         """
         if self._columns is None and self._has_columns:
             self._columns = columns_of(self._window.parts)
@@ -147,7 +149,9 @@ class OrderedWindow:
 
     @property
     def takes_all(self) -> bool:
-        """Whether the stream takes every record: nothing is held out, and it is not that of what is."""
+        """Whether the stream takes every record: nothing is held out, and it is not the stream of held-out
+        records.
+        """
         return not self._holdout_bound and not self._settings.held_out
 
     def is_held_out(self, position: int) -> bool:
@@ -159,7 +163,7 @@ class OrderedWindow:
         return is_held_out(place, key, self._holdout_bound)
 
     def seed(self, position: int) -> int:
-        """The record's seed for its transforms, another one in each epoch."""
+        """The record's seed for its transforms, different in each epoch."""
         file, place = self.origin(position)
         if (key := self._transform_keys.get(file)) is None:
             path = self._plan.manifest.files.path(file)
@@ -168,17 +172,17 @@ class OrderedWindow:
         return record_seed(place, key)
 
     def origin(self, position: int) -> tuple[int, int]:
-        """Where the record lies: (number of the file in the manifest, byte offset or row in it)."""
+        """The record's place: (number of the file in the manifest, byte offset or row in it)."""
         part, index = self._find(position)
         return part.file, part.place_of(index)
 
     def place(self, position: int) -> str:
-        """Where the record lies, for people: file, byte offset and line, or what the format counts."""
+        """The record's place, for messages: file, byte offset and line, or the format's unit."""
         part, index = self._find(position)
         manifest = self._plan.manifest
         path = manifest.path(part.file)
 
-        def line() -> int | None:  # lines follow each other: one place is counted for all of them
+        def line() -> int | None:  # relative to the part's place, so one place is counted for all lines
             row = manifest.files[part.file]
             numbers = line_numbers(manifest.base, row.path, row.bytes, row.probe)
             before = numbers.newlines_before(part.place)
@@ -187,7 +191,7 @@ class OrderedWindow:
         return self._format.place(path, part, index, line)
 
     def in_place(self, position: int) -> str:
-        """How the record's document is changed so that the run may go on with it; see `Format.in_place`."""
+        """How to change the record's document so that the run may continue with it; see `Format.in_place`."""
         return self._format.in_place(self._plan.manifest.path(self._find(position)[0].file))
 
     def _find(self, position: int) -> tuple[Part, int]:
@@ -200,10 +204,10 @@ class OrderedWindow:
 
 
 def read_windows(plan: SourcePlan, settings: StreamSettings, epoch: int, position: int) -> Iterator[Window]:
-    """The windows of the block that stands at `position` in the epoch's order; at least one, maybe empty.
+    """The windows of the block at `position` in the epoch's order; at least one, which may be empty.
 
-    A window takes records while they fit into `window_bytes`; a longer one is a window alone. It is known to
-    be the last when the block is read to its end, so two windows are never held at a time.
+    A window takes records while they fit into `window_bytes`. A longer record is a window of its own. The
+    last window is yielded when the block is read to its end, so two windows are never held at once.
     """
     block = block_at(settings.seed, plan.source, epoch, position, plan.num_blocks, settings.shuffle)
     held: list[Part] = []
@@ -228,8 +232,8 @@ def read_windows(plan: SourcePlan, settings: StreamSettings, epoch: int, positio
 
 
 def _closed(number: int, held: list[Part], last: bool = False) -> Window:
-    """A window of the parts that are held, which are let go: who waits for the next window to be asked for
-    keeps none.
+    """A window of the held parts, which are released: a generator that is suspended here keeps none of
+    them.
     """
     parts = tuple(held)
     held.clear()

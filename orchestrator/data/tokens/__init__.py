@@ -1,1 +1,1 @@
-"""From documents to token ids: the tokenizer's files, the encoder, and chunks of tokens."""
+"""Turns documents into token ids: the tokenizer's files, the encoder, and chunks of tokens."""

@@ -1,13 +1,13 @@
-"""Texts on which encoders are compared before one of them is trusted."""
+"""Texts that test whether two encoders give the same ids."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Raised when these texts, or how encoders are compared on them, change: earlier comparisons count no more.
+# Increased when these texts, or their comparison, change: earlier comparisons are then invalid.
 ADVERSARIAL_VERSION = 2
-# Texts on which encoders have been seen to differ, or might.
+# Texts on which encoders have differed, or might differ.
 ADVERSARIAL_TEXTS = (
     "",
     " ",
@@ -27,13 +27,14 @@ ADVERSARIAL_TEXTS = (
     "https://example.org/a?b=c&d=%20#e user@example.org",
     "ÀÉÎõü αβγ ЖЩЯ \t\t  trailing   ",
 )
-# Of a tokenizer's added tokens so many are tried, from all of them.
+# At most this many of a tokenizer's added tokens are tried, spread over all of them.
 _NUM_ADDED = 64
 
 
 def added_token_texts(added: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Texts that try where added tokens begin and end: inside of words, beside white space, in another case,
-    and beside each other.
+    """Texts that test the borders of added tokens.
+
+    The tokens stand inside words, beside white space, in another case, and beside each other.
     """
     step = max(1, len(added) // _NUM_ADDED)
     chosen = [token["content"] for token in added[::step]]

@@ -1,6 +1,6 @@
-"""A tokenizer's own chat template, as it is found in its files, and what a conversation is once rendered.
+"""A tokenizer's chat template, as found in its files, and the result of rendering a conversation.
 
-It renders nothing (`rendering` does) and knows no token ids but the special tokens'.
+`rendering` renders. Of token ids, only those of special tokens are used here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ DEFAULT, WITH_TOOLS = "default", "tool_use"
 
 
 class UnrenderableError(Exception):
-    """A conversation that the template does not take; the text is the reason, `code` that of the error which
-    it becomes.
+    """The template does not accept a conversation. The text is the reason; `code` is that of the error raised
+    for it.
     """
 
     def __init__(self, reason: str, code: str | None = None) -> None:
@@ -28,8 +28,10 @@ class UnrenderableError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatTemplate:
-    """`sources` are jinja texts by name, `default` always and `tool_use` where there is another for
-    conversations with tools; `variables` are the texts of the named special tokens (`bos_token`, …).
+    """The jinja sources of a chat template.
+
+    `sources` are by name: always `default`, and `tool_use` if conversations with tools have another.
+    `variables` are the texts of the named special tokens (`bos_token`, …).
     """
 
     sources: dict[str, str]
@@ -38,7 +40,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpecialToken:
-    """A special token; `lstrip` and `rstrip` say whether it takes the white space before and after it."""
+    """A special token. `lstrip` and `rstrip`: whether it absorbs the white space before and after it."""
 
     text: str
     token: int
@@ -48,9 +50,10 @@ class SpecialToken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendered:
-    """A conversation as text. `specials` are the places of the template's own special tokens, in order,
-    `targets` the characters to be learnt, and `special_texts` the number of special tokens that the messages
-    spell.
+    """A conversation as text.
+
+    `specials` are the places of the template's own special tokens, in order. `targets` are the characters to
+    be trained. `special_texts` is the number of special tokens spelled out in the messages.
     """
 
     text: str
@@ -60,8 +63,10 @@ class Rendered:
 
 
 def read_chat_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
-    """The template among a tokenizer's files, None if there is none: `chat_template.jinja`, else
-    `chat_template` in `tokenizer_config.json` (a text, or a list of {name, template}).
+    """The template among a tokenizer's files, None if there is none.
+
+    It is `chat_template.jinja`, else `chat_template` in `tokenizer_config.json` (a text, or a list of {name,
+    template}).
     """
     variables: dict[str, str] = {}
     found: Any = None

@@ -1,6 +1,6 @@
-"""Entries of a window, encoded in batches and cut into chunks.
+"""Encodes the entries of a window in batches and cuts them into chunks.
 
-It knows records and files by their numbers only; the caller says what an entry is.
+Records and files are numbers here. The caller defines the entries.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from orchestrator.data.tokens.tokenizer_files import UNKNOWN_TEXT
 from orchestrator.errors import DataError
 from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
 
-# Text is encoded in batches of about so many bytes, or of so many entries; the fixed cost of a call vanishes
-# in it. A chunk has at most about so many entries: there may be many without any token.
+# Text is encoded in batches of about `_BATCH_BYTES`, or of `_BATCH_ENTRIES` entries, which makes the fixed
+# cost of a call negligible. A chunk has at most about `CHUNK_ENTRIES` entries: many may have no token.
 _BATCH_BYTES, _BATCH_ENTRIES, CHUNK_ENTRIES = 1 << 20, 1 << 15, 1 << 18
 _FIELDS = ("record", "piece", "kind", "last_piece", "special_texts", "file", "place")
 _Entry = tuple[int, int, int, bool, int, int, int]
@@ -30,22 +30,22 @@ _NOTHING = (np.empty(0, np.int32), np.empty(0, np.int32))
 
 
 def unencodable(place: str, error: UnencodableTextError) -> str:
-    """Says of the text at `place` that the tokenizer has no ids for it."""
+    """The message that the tokenizer has no ids for the text at `place`."""
     return (
         f"{place}: the tokenizer cannot encode {error.reason}; {UNKNOWN_TEXT}; either is another tokenizer, "
         "which needs a new run (another run.name)"
     )
 
 
-# A comparison of the encoders: what they differ in, None for nothing.
+# A comparison of the encoders: returns the difference, None if there is none.
 Check = Callable[[], str | None]
 
 
 class ChunkWriter:
-    """Gathers the entries of one window, encodes them in batches, and cuts them into chunks.
+    """Collects the entries of one window, encodes them in batches, and cuts them into chunks.
 
-    `output` is the number, among those that its record gives, of the document whose entries are added now;
-    it stays 0 where the source has no transforms.
+    `output` is the number of the current document among those of its record. It stays 0 for a source without
+    transforms.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class ChunkWriter:
         self.task, self._manifest = task, manifest
         self.output = 0
         self._outputs: list[int] | None = [] if settings.transforms.get(task.source) else None
-        self._checks: list[Check] = []  # of the chunk at hand
-        self._due: list[Check] = []  # of the one before
+        self._checks: list[Check] = []  # of the current chunk
+        self._due: list[Check] = []  # of the chunk before
         self._window, self._last_window, self._settings = window, last_window, settings
         self._encoder: Encoder | None = None
-        # in the order of _FIELDS: what was added at once, and after it one by one
+        # in the order of _FIELDS: entries added together, and entries added one by one after them
         self._tables, self._entries = list[Int64Array](), list[_Entry]()
-        self._num_waiting = 0  # of both
+        self._num_waiting = 0  # in both
         self._texts: list[str] = []
-        self._masked: list[MaskedPiece] = []  # of the entries are either texts or these
+        self._masked: list[MaskedPiece] = []  # entries are either all texts or all of these
         self._text_size = 0
         self._batch_bytes = min(_BATCH_BYTES, settings.chunk_tokens)
         self._reasons: list[str] = []
@@ -80,7 +80,7 @@ class ChunkWriter:
         special_texts: int = 0,
         reason: str = "",
     ) -> None:
-        """One more entry."""
+        """Adds one entry."""
         self._entries.append((record, piece, kind, last_piece, special_texts, *origin))
         self._num_waiting += 1
         if self._outputs is not None:
@@ -94,8 +94,9 @@ class ChunkWriter:
     def add_texts(
         self, record: int, origins: tuple[Int64Array, Int64Array], texts: list[str], special: Int64Array
     ) -> Iterator[TokenChunk]:
-        """One more entry for each text: the only piece of its record, of which the first is `record`;
-        `origins` are the files and places. The chunks that get full.
+        """Adds one entry for each text, each the only piece of its record. Yields the chunks that are full.
+
+        `record` is the first record. `origins` are the files and places.
         """
         assert self._outputs is None, "texts of transforms are added one by one"
         num = len(texts)
@@ -131,7 +132,7 @@ class ChunkWriter:
         last_piece: bool,
         special_texts: int,
     ) -> Iterator[TokenChunk]:
-        """One more entry, which is encoded already; the chunks that get full before it."""
+        """Adds one entry that is already encoded. Yields the chunks that are full before it."""
         if self._texts:
             yield from self._encode()
         self._masked.append(piece)
@@ -143,47 +144,51 @@ class ChunkWriter:
 
     @property
     def encoder(self) -> Encoder:
-        """Who encodes what is added now."""
+        """The encoder of the entries that are added now."""
         assert self._encoder is not None, "encode_with comes first"
         return self._encoder
 
     def encodes_with(self, encoder: Encoder) -> bool:
-        """Whether what is added now is encoded so."""
+        """Whether the entries that are added now are encoded with this encoder."""
         return self._encoder is encoder
 
     def encode_with(self, encoder: Encoder) -> Iterator[TokenChunk]:
-        """From the next entry on; the chunks that get full while the entries before are encoded."""
+        """Sets the encoder from the next entry on.
+
+        Yields the chunks that become full while earlier entries are encoded.
+        """
         if self._encoder not in (None, encoder):
             yield from self._encode()
         self._encoder = encoder
 
     @property
     def has_masked(self) -> bool:
-        """Whether what waits is encoded already, so that no text may join it."""
+        """Whether the pending entries are already encoded, so that no text may join them."""
         return bool(self._masked)
 
     def texts_only(self) -> Iterator[TokenChunk]:
-        """What is added now is text; the chunks that get full before it."""
+        """Switches to adding texts. Yields the chunks that are full before them."""
         yield from self._encode()
 
     @property
     def is_full(self) -> bool:
-        """Whether what was added is enough for a call of the encoder."""
+        """Whether the pending entries are enough for a call of the encoder."""
         return self._text_size >= self._batch_bytes or self._num_waiting >= _BATCH_ENTRIES
 
     def check_later(self, check: Check) -> None:
-        """Makes this comparison of the encoders, which gives what they differ in, when the next chunk but one
-        is due, or the window's last: whoever waits for a first chunk does not wait for it.
+        """Postpones a comparison of the encoders, so that it does not delay a first chunk.
+
+        It runs when the next chunk but one is due, or the window's last.
         """
         self._checks.append(check)
 
     def full_chunks(self) -> Iterator[TokenChunk]:
-        """The chunks that are full now."""
+        """Yields the chunks that are full now."""
         if self.is_full:
             yield from self._encode()
 
     def finish(self) -> Iterator[TokenChunk]:
-        """The rest; at least one chunk, which ends the window."""
+        """Yields the rest: at least one chunk, which ends the window."""
         yield from self._encode()
         yield self._chunk(ends_window=True)
 
@@ -240,7 +245,7 @@ class ChunkWriter:
 
 
 class _Batch:
-    """Entries that were encoded in one call, as columns, and their tokens with BOS and EOS in place."""
+    """Entries that were encoded in one call, as columns, and their tokens with BOS and EOS inserted."""
 
     def __init__(
         self,
@@ -277,9 +282,7 @@ def _wrap(
     last: npt.NDArray[np.bool_],
     settings: StreamSettings,
 ) -> tuple[Int32Array, Int64Array]:
-    """(tokens, number of tokens of each piece) with BOS before each first piece and EOS after each last
-    one.
-    """
+    """(tokens, number of tokens of each piece), with BOS before first pieces and EOS after last pieces."""
     bos = first & (settings.bos_id is not None)
     eos = last & (settings.eos_id is not None)
     wrapped = lengths.astype(np.int64) + bos + eos

@@ -1,6 +1,6 @@
-"""A block of documents as chunks of tokens: what a tokenizer process runs, and any stream in one process.
+"""Tokenizes a block of documents into chunks, in a tokenizer process or in any process with a stream.
 
-It is a pure function of (task, files, tokenizer, settings) and may run again at any time; it packs nothing.
+It is a pure function of (task, files, tokenizer, settings) and may be repeated at any time.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED, HELD_OUT,
 from orchestrator.data.tokens.transforms import Output, Transforms, first_difference, utf8_size
 from orchestrator.errors import BadDocumentError, DataError, DataIdentityError
 
-# So many bytes of records are taken at once: about what a call of the encoder takes.
+# Records are processed in runs of about this many bytes, the size of a call of the encoder.
 _RUN_BYTES = 1 << 20
 _NEW_RUN = "in a new run (another run.name; a run keeps its own)"
 _ACCEPTED = "and go on with resume.accept_changed=true"
-# Notified of the decoded bytes of a window that is passed over; whether to go on.
+# Called with the decoded bytes of a window that is skipped; returns whether to continue.
 Passed = Callable[[int], bool]
 
 
@@ -50,11 +50,11 @@ def tokenize_block(
 ) -> Iterator[TokenChunk]:
     """The chunks of the block that `task` names, from its window, record, output and piece on, in order.
 
-    What lies before is read up to the window, ordered up to the record, and not parsed or tokenized. Every
-    window ends with a chunk that says so, even an empty one. `passed` is called with the decoded bytes of
-    each window before the task's: they may take an hour and give no chunk. If it answers False, nothing
-    follows. Raises `BadDocumentError` (under `stop`) and `DataError` with the place, `DataIdentityError` if
-    the task's window, record or piece is not there.
+    Earlier windows are read, earlier records ordered, and neither is parsed or tokenized. The last chunk of
+    every window, even of an empty one, is marked. `passed` is called with the decoded bytes of each window
+    before the task's: they may take an hour and give no chunk. If it returns False, the iteration ends.
+    Raises `BadDocumentError` (under `stop`) and `DataError` with the place, and `DataIdentityError` if the
+    task's window, record or piece does not exist.
     """
     windows = read_windows(plan, settings, task.epoch, task.block)
     yield from tokenize_windows(task, windows, plan, encoders, settings, passed)
@@ -68,7 +68,7 @@ def tokenize_windows(
     settings: StreamSettings,
     passed: Passed,
 ) -> Iterator[TokenChunk]:
-    """The chunks of these windows, which stand for the block that `task` names; see `tokenize_block`."""
+    """The chunks of these windows of the block that `task` names; see `tokenize_block`."""
     seen = None
     for window in windows:
         if window.number < task.window:
@@ -85,8 +85,9 @@ def tokenize_windows(
 def tokenize_window(
     task: WindowTask, window: Window, plan: SourcePlan, encoders: Encoders, settings: StreamSettings
 ) -> Iterator[TokenChunk]:
-    """The chunks of the window that `task` names, from its record and piece on, in order; the last one says
-    that it ends the window. Raises as `tokenize_block` does.
+    """The chunks of the window that `task` names, from its record and piece on, in order.
+
+    The last one is marked. Raises as `tokenize_block`.
     """
     assert window.number == task.window, f"window {window.number} is not that of {task}"
     ordered = OrderedWindow(window, plan, settings, task.epoch)
@@ -101,7 +102,7 @@ def tokenize_records(
     encoders: Encoders,
     settings: StreamSettings,
 ) -> Iterator[TokenChunk]:
-    """The chunks of a window whose records are in order already; see `tokenize_window`."""
+    """The chunks of a window whose records are already ordered; see `tokenize_window`."""
     writer = ChunkWriter(task, window.number, window.last, settings, plan.manifest)
     if task.record and task.record >= len(ordered):
         raise _absent(task, f"window {window.number} has {len(ordered)} records")
@@ -130,7 +131,7 @@ def _absent(task: WindowTask, found: str) -> DataIdentityError:
 
 
 class _Records:
-    """What the records of a window are to its chunks, from the place of the writer's task on."""
+    """Converts the records of a window to entries of its chunks, from the place of the writer's task on."""
 
     def __init__(
         self, writer: ChunkWriter, window: OrderedWindow, settings: StreamSettings, encoders: Encoders
@@ -139,12 +140,14 @@ class _Records:
         self._task = writer.task
         refs = settings.transforms.get(writer.task.source)
         self._transforms = Transforms(refs) if refs else None
-        # a record is its document: asked for each
+        # whether each record is its document; checked for each record
         self._as_they_are = window.takes_all and self._transforms is None
 
     def add(self, position: int) -> Iterable[TokenChunk]:
-        """The chunks that get full while it adds what one record is: pieces of its document, or of several
-        ones, what is counted in their place (empty, bad, dropped, held out), nothing for a blank line.
+        """Adds the entries of one record. Yields the chunks that become full.
+
+        The entries are the pieces of its document or documents, or one that is only counted (empty, bad,
+        dropped, held out). A blank line has none.
         """
         window = self._window
         try:
@@ -158,14 +161,14 @@ class _Records:
         return self._add_document(position, document, window.size(position))
 
     def run_from(self, position: int) -> TextRun | None:
-        """The records from there on that `add_run` takes at once; None: this one is to be added alone."""
+        """The records from a position on for one call of `add_run`. None: the record must be added alone."""
         inside = position == self._task.record and self._task.piece
         if inside or not self._as_they_are or not self._encoders.is_one:
             return None
         return self._window.texts(position, _RUN_BYTES, CHECK_ONE_IN)
 
     def add_run(self, position: int, run: TextRun) -> Iterator[TokenChunk]:
-        """The same as `add` for each of these records, of which the first stands there."""
+        """The same as `add` for each of these records, the first of which is at `position`."""
         encoder, settings = self._writer.encoder, self._settings
         special = encoder.count_special_each(run.texts)
         alone = (run.sizes > settings.piece_bytes) | ~np.fromiter(map(bool, run.texts), np.bool_, len(run))
@@ -184,7 +187,7 @@ class _Records:
             begin = stop + 1
 
     def _add_by_rule(self, position: int) -> Iterable[TokenChunk]:
-        """A record that may be held out, or transformed."""
+        """Adds a record that may be held out, or transformed."""
         window, self._writer.output = self._window, 0
         held_out = not window.takes_all and window.is_held_out(position)
         if held_out and not self._settings.held_out:
@@ -197,7 +200,7 @@ class _Records:
         return self._add_outputs(position, self._transformed(position, document, self._transforms))
 
     def _add_held_out(self, position: int) -> Iterable[TokenChunk]:
-        """Whether it is bad is for those to say who read the hold-out; that it is blank is seen here."""
+        """Adds a held-out record, unless it is blank. Readers of the hold-out report whether it is bad."""
         with suppress(BadRecordError):
             if self._window.document(position) is None:
                 return ()
@@ -207,7 +210,9 @@ class _Records:
     def _transformed(
         self, position: int, document: Document | Described, transforms: Transforms
     ) -> list[Output]:
-        """What the transforms make of a record; some are made twice, to see that it is the same."""
+        """The results of the transforms for a record. Some are computed twice, to verify that they are the
+        same.
+        """
         window, seed = self._window, self._window.seed(position)
         found = transforms.outputs(document, seed)
         if not window.is_sampled(position, CHECK_ONE_IN):
@@ -223,7 +228,7 @@ class _Records:
         return found
 
     def _add_outputs(self, position: int, outputs: Sequence[Output]) -> Iterator[TokenChunk]:
-        """The documents of a record, from the task's on."""
+        """Adds the documents of a record, from the task's on."""
         task, writer = self._task, self._writer
         first = task.output if position == task.record else 0
         if first and first >= len(outputs):
@@ -239,7 +244,7 @@ class _Records:
                 yield from self._add_document(position, output, utf8_size(output))
 
     def _add_document(self, position: int, document: Document | None, size: int) -> Iterator[TokenChunk]:
-        """`size` bounds the UTF-8 of a text."""
+        """Adds a document. `size` bounds the UTF-8 of a text."""
         if document is None:
             return
         writer, window, settings, task = self._writer, self._window, self._settings, self._task
@@ -254,7 +259,7 @@ class _Records:
             yield from writer.full_chunks()
             return
         pieces = Pieces(document, size, settings.piece_bytes)
-        del document  # a large one is held once, as its pieces
+        del document  # a large document is held once, as its pieces
         if first_piece >= len(pieces):
             raise _absent(task, f"that document has {len(pieces)} pieces")
         encoder, check = writer.encoder, self._is_checked(position)
@@ -274,7 +279,7 @@ class _Records:
     def _add_masked(
         self, position: int, document: Conversation | Prompted, first_piece: int
     ) -> Iterator[TokenChunk]:
-        """A document of which a part is learnt; one of which nothing is, is counted as empty."""
+        """Adds a document that is partly trained. A document without targets is counted as empty."""
         writer, window, settings, task = self._writer, self._window, self._settings, self._task
         loss, ends = settings.loss.get(task.source, "assistant"), (settings.bos_id, settings.eos_id)
         encoder = self._encoders.masked(writer.encoder)
@@ -300,13 +305,13 @@ class _Records:
             raise _absent(task, f"that document has {len(pieces)} pieces")
         for number in range(first_piece, len(pieces)):
             last = number == len(pieces) - 1
-            # those of the whole document are counted with its last piece, as the document itself is
+            # special texts of the whole document are counted with its last piece, as the document itself is
             special = masked.special_texts if last else 0
             yield from writer.add_masked(position, origin, pieces[number], number, last, special)
             yield from writer.full_chunks()
 
     def _add_bad(self, position: int, error: Exception, other_way: str = "") -> Iterator[TokenChunk]:
-        """`other_way` out of it, in a new run, for people."""
+        """Adds a bad record. `other_way` is another remedy in a new run, for the message."""
         reason = f"{self._window.place(position)}: {error}"
         if self._settings.on_bad_document == "stop":
             setting = FIELD_SETTINGS[self._window.content.kind]
@@ -329,12 +334,12 @@ class _Records:
             )
 
     def _is_checked(self, position: int) -> bool:
-        """Whether both libraries encode what becomes of the record."""
+        """Whether both libraries encode the documents of the record."""
         choice = self._writer.encoder.choice
         return choice.name == GIGATOKEN and self._window.is_sampled(position, CHECK_ONE_IN)
 
     def _check(self, position: int, text: str) -> None:
-        """Notes how `tokenizers` encodes the text otherwise; the stream keeps its own encoder's ids."""
+        """Schedules a comparison with `tokenizers`. The stream keeps its own encoder's ids."""
         encoder = self._writer.encoder
 
         def difference() -> str | None:

@@ -1,6 +1,6 @@
-"""Text to token ids: gigatoken where it gives the same ids as `tokenizers`, else `tokenizers`; and pieces.
+"""Encodes text to token ids, with gigatoken where its ids equal those of `tokenizers`, else `tokenizers`.
 
-It adds no BOS and no EOS and knows no document: those are the chunks' business.
+It also cuts documents into pieces. The chunks add BOS and EOS.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GIGATOKEN, TOKENIZERS = "gigatoken", "tokenizers"
 
 
 def installed_version(name: str) -> str | None:
-    """The version of the library on this machine, None if it is not there."""
+    """The version of the library on this machine, None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -35,12 +35,12 @@ def installed_version(name: str) -> str | None:
 
 
 def installed_encoders() -> dict[str, str | None]:
-    """The libraries' versions on this machine, None where one is not there."""
+    """The libraries' versions on this machine, None for one that is not installed."""
     return {name: installed_version(name) for name in (GIGATOKEN, TOKENIZERS, TIKTOKEN, SENTENCEPIECE)}
 
 
 class UnencodableTextError(Exception):
-    """The tokenizer has no ids for a text: `index` among those given, and why."""
+    """The tokenizer has no ids for a text: its `index` in the call, and the reason."""
 
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(index, reason)
@@ -48,10 +48,11 @@ class UnencodableTextError(Exception):
 
 
 class Encoder:
-    """Encodes with one library. Not for several threads; does not pickle: build it where it is used."""
+    """Encodes with one library. Not thread-safe. Does not pickle: build it where it is used."""
 
     def __init__(self, model: TokenizerModel, choice: EncoderChoice, special_tokens_in_text: str) -> None:
-        """`special_tokens_in_text`: `parse` makes ids of special tokens written out, `text` and `stop` text.
+        """`special_tokens_in_text`: `parse` encodes spelled special tokens as such, `text` and `stop` as
+        text.
 
         Raises `DataIdentityError` if this machine has another version of the library.
         """
@@ -71,7 +72,7 @@ class Encoder:
         self._special = SpecialTexts(model.special_tokens)
 
     def encode(self, texts: Sequence[str]) -> tuple[Int32Array, Int32Array]:
-        """(ids of all texts one after the other, number of ids of each); no special token is added.
+        """(ids of all texts in order, number of ids of each). Adds no special tokens.
 
         Raises `UnencodableTextError` for a text that the tokenizer has no ids for.
         """
@@ -84,8 +85,9 @@ class Encoder:
         return self._fast.encode(texts)
 
     def encode_reference(self, texts: Sequence[str]) -> tuple[Int32Array, Int32Array]:
-        """The same by `tokenizers`, whatever the choice is, or by the library that the tokenizer is made for
-        where the two differ. Raises `UnencodableTextError`.
+        """The same with `tokenizers`, or with the tokenizer's native library if their ids differ.
+
+        This does not depend on the chosen encoder. Raises `UnencodableTextError`.
         """
         if self._model.native is not None:
             return _joined(self._encode_native(texts))
@@ -108,32 +110,32 @@ class Encoder:
         return self._native(texts)
 
     def _unencodable(self, texts: Sequence[str], error: Exception) -> UnencodableTextError:
-        """Which of the texts it is, and why."""
+        """Finds the text that caused the error."""
         for index, text in enumerate(texts):
             try:
                 self._reference.encode(text, add_special_tokens=False)
-            except Exception as own:  # noqa: BLE001  whatever it is, this is the text
+            except Exception as own:  # noqa: BLE001  any error identifies the text
                 return UnencodableTextError(index, f"{_shown(text)}: {own}")
         return UnencodableTextError(0, f"{len(texts)} texts together: {error}")
 
     def count_special(self, text: str) -> int:
-        """How many special tokens stand written out in the text."""
+        """The number of special tokens spelled out in the text."""
         return self._special.count(text)
 
     def count_special_each(self, texts: Sequence[str]) -> Int64Array:
-        """(num_texts,) the same of each."""
+        """(num_texts,) the same for each text."""
         return self._special.count_each(texts)
 
 
 def _joined(ids: list[list[int]]) -> tuple[Int32Array, Int32Array]:
-    """(all ids one after the other, number of ids of each)."""
+    """(all ids in order, number of ids of each)."""
     lengths = np.fromiter(map(len, ids), np.int32, len(ids))
     total = int(lengths.sum(dtype=np.int64))
     return np.fromiter(chain.from_iterable(ids), np.int32, total), lengths
 
 
 class SpecialTexts:
-    """Counts the special tokens written out in a text, the longest one at each place, without overlaps."""
+    """Counts special tokens spelled out in a text, the longest at each place, without overlaps."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         longest_first = sorted(filter(None, tokens), key=lambda token: (-len(token), token))
@@ -141,14 +143,14 @@ class SpecialTexts:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
 
     def count(self, text: str) -> int:
-        """How many there are. Fast where none of the tokens' first two characters occur."""
+        """The count. Fast if none of the tokens' first two characters occur."""
         for start in self._starts:
             if start in text:
                 return sum(1 for _ in self._pattern.finditer(text))
         return 0
 
     def count_each(self, texts: Sequence[str]) -> Int64Array:
-        """(num_texts,) the same of each."""
+        """(num_texts,) the same for each text."""
         found = np.zeros(len(texts), np.int64)
         for start in self._starts:
             for at in np.flatnonzero([start in text for text in texts]).tolist():
@@ -159,11 +161,11 @@ class SpecialTexts:
 def choose_encoder(
     model: TokenizerModel, wanted: str, special_tokens_in_text: str, documents: Sequence[str]
 ) -> tuple[EncoderChoice, tuple[str, ...]]:
-    """(the encoder for a new run, notes to say aloud). `wanted` is `data.encoder`; `documents` are the run's
-    own.
+    """(the encoder for a new run, notes for the user).
 
-    Both are compared on the documents and on adversarial texts; a difference means `tokenizers`, or a
-    `ConfigError` if gigatoken was asked for by name.
+    `wanted` is `data.encoder`. `documents` are some of the run's documents. Both encoders are compared on
+    them and on adversarial texts. If they differ, `tokenizers` is chosen, or `ConfigError` is raised if the
+    configuration names gigatoken.
     """
     if model.native is not None:
         return _native_choice(model.native, wanted, special_tokens_in_text)
@@ -195,7 +197,7 @@ def choose_encoder(
 def _native_choice(
     native: NativeModel, wanted: str, special_tokens_in_text: str
 ) -> tuple[EncoderChoice, tuple[str, ...]]:
-    """The library that the tokenizer is made for, because its tokenizer.json gives other ids."""
+    """Chooses the tokenizer's native library, because its tokenizer.json gives other ids."""
     if wanted in (GIGATOKEN, TOKENIZERS):
         raise ConfigError(f"data.encoder={wanted} cannot be used: {native.difference}; set data.encoder=auto")
     if special_tokens_in_text == "parse":
@@ -208,14 +210,15 @@ def _native_choice(
 
 
 def find_difference(encoder: Encoder, texts: Sequence[str]) -> str | None:
-    """The first text for which the encoder and `tokenizers` give other ids, with both; None if they agree.
+    """The first text for which the encoder and `tokenizers` give different ids, with both; None if they
+    agree.
 
-    Also a text if the encoder cannot take this tokenizer at all.
+    Also returns a text if the encoder does not support this tokenizer at all.
     """
     expected, expected_lengths = encoder.encode_reference(texts)
     try:
         ids, lengths = encoder.encode(texts)
-    except Exception as error:  # noqa: BLE001  whatever it is, the other encoder does without it
+    except Exception as error:  # noqa: BLE001  the other encoder is used then
         return f"it does not take this tokenizer: {type(error).__name__}: {error}"
     if np.array_equal(lengths, expected_lengths) and np.array_equal(ids, expected):
         return None
@@ -229,9 +232,7 @@ def find_difference(encoder: Encoder, texts: Sequence[str]) -> str | None:
 
 
 def difference_text(text: str, ids: Int32Array, expected: Int32Array) -> str:
-    """A difference between two encodings, for people: the place, the ids there by the encoder and by
-    `tokenizers`.
-    """
+    """A difference between two encodings, as a message: the place, and the ids there by each."""
     common = min(len(ids), len(expected))
     first = next((i for i in range(common) if ids[i] != expected[i]), common)
     here = slice(max(0, first - 2), first + 6)
@@ -252,11 +253,11 @@ def _adversarial_texts(model: TokenizerModel) -> list[str]:
 
 # ---------------------------------------------------------------------------------------- pieces
 class Pieces:
-    """The pieces whose tokens are the document's tokens (data rule 7); `size` bounds its UTF-8 length.
+    """The pieces whose tokens are the document's tokens (data rule 7). `size` bounds its UTF-8 length.
 
-    At most `piece_bytes` of UTF-8 each, cut after the last newline of the last sixteenth, else after its
-    last space, else at a character's border. `piece_bytes` is at least 4, so that every character fits. A
-    text of several pieces is held as UTF-8, and a piece of it made when it is asked for.
+    Each has at most `piece_bytes` of UTF-8. It is cut after the last newline of the last sixteenth, else
+    after its last space, else at a character's border. `piece_bytes` is at least 4, so that every character
+    fits. A text of several pieces is held as UTF-8, and a piece is decoded on access.
     """
 
     def __init__(self, text: str, size: int, piece_bytes: int) -> None:

@@ -1,6 +1,6 @@
-"""The encoders of a run's stream, built in a process as its documents ask for them.
+"""The encoders of a run's stream, each built in a process when a document needs it.
 
-It chooses none: which one makes which document, `planning.encoders` says.
+`planning.encoders` determines the encoder of each document.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, Place, en
 
 
 class Encoders:
-    """The encoders that made a stream and make it on, each built when its first document comes."""
+    """The encoders of a stream's past and future documents, each built for its first document."""
 
     def __init__(
         self, model: TokenizerModel, spans: tuple[EncoderSpan, ...], special_tokens_in_text: str
@@ -20,10 +20,10 @@ class Encoders:
         self._model, self._spans, self._mode = model, spans, special_tokens_in_text
         self._built: dict[EncoderChoice, Encoder] = {}
         self._masked: dict[EncoderChoice, MaskedEncoder] = {}
-        self._only: Encoder | None = None  # nearly every run has one: asked for with each document
+        self._only: Encoder | None = None  # most runs have one; it is used for each document
 
     def at(self, source: str, place: Place) -> Encoder:
-        """The one of the document there. Raises as `Encoder` does."""
+        """The encoder of the document at `place`. Raises as `Encoder`."""
         if self._only is not None:
             return self._only
         choice = encoder_at(self._spans, source, place)
@@ -35,11 +35,11 @@ class Encoders:
 
     @property
     def is_one(self) -> bool:
-        """Whether all documents are encoded by the same."""
+        """Whether all documents have the same encoder."""
         return len(self._spans) == 1
 
     def masked(self, encoder: Encoder) -> MaskedEncoder:
-        """What makes documents of several parts with `encoder`, one of these."""
+        """The encoder of documents with several parts, built on `encoder`, which must be one of these."""
         if encoder.choice not in self._masked:
             self._masked[encoder.choice] = MaskedEncoder(self._model, encoder, self._mode)
         return self._masked[encoder.choice]

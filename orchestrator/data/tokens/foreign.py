@@ -1,8 +1,7 @@
-"""Tokenizers of tiktoken and of sentencepiece: as a tokenizer.json where that gives the same ids, else with
-the file that their own library encodes by.
+"""Tokenizers of tiktoken and sentencepiece, converted to a tokenizer.json.
 
-The library is the reference. Where the tokenizer.json agrees with it on adversarial texts, it is needed at a
-run's first start only; where it does not, it encodes.
+Their own library is the reference. If the tokenizer.json agrees with it on adversarial texts, the library is
+needed only at a run's first start. Otherwise the library encodes, and its file is kept.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS
 from orchestrator.errors import ConfigError
 
 TIKTOKEN, SENTENCEPIECE = "tiktoken", "sentencepiece"
-# What stands beside a .tiktoken file: {"pattern": …, "special_tokens": {text: id}}.
+# The content of the file beside a .tiktoken file: {"pattern": …, "special_tokens": {text: id}}.
 TIKTOKEN_SETTINGS = "tiktoken.json"
 RANKS, PROTO = "tokenizer.tiktoken", "tokenizer.model"
-# Says which library encodes, and for which text the tokenizer.json beside it gives other ids.
+# Names the library that encodes, and a text for which the tokenizer.json beside it gives other ids.
 NATIVE = "native.json"
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* [0-9]+\s")
 _MADE_UP = "".join(map(chr, (0x2581, 0x20, 0x61, 0xA0, 0x3042, 0x1F600, 0x0301, 0x09)))
@@ -29,19 +28,20 @@ _Ids = Callable[[str], Sequence[int]]
 
 
 def is_tiktoken(data: bytes) -> bool:
-    """Whether the file holds ranks as tiktoken writes them (Llama 3 calls such a file tokenizer.model)."""
+    """Whether the file holds ranks in tiktoken's format (Llama 3 calls such a file tokenizer.model)."""
     return _RANK_LINE.match(data) is not None
 
 
 def from_tiktoken_name(encoding: str) -> dict[str, bytes]:
-    """The files for one of tiktoken's own encodings, such as `cl100k_base`. tiktoken downloads it if it has
-    not been before. Raises `ConfigError`.
+    """The files for one of tiktoken's own encodings, such as `cl100k_base`.
+
+    tiktoken downloads it unless it is cached. Raises `ConfigError`.
     """
     name = f"tiktoken:{encoding}"
     tiktoken = _installed(name, TIKTOKEN)
     try:
         found = tiktoken.get_encoding(encoding)
-    except Exception as error:  # an unknown name, or whatever its download raises
+    except Exception as error:  # an unknown name, or an error of the download
         raise ConfigError(
             f"data.tokenizer={name}: tiktoken does not give it: {error}; name one of "
             f"{', '.join(tiktoken.list_encoding_names())}, where it can be downloaded or is cached"
@@ -50,7 +50,7 @@ def from_tiktoken_name(encoding: str) -> dict[str, bytes]:
 
 
 def from_tiktoken_file(name: str, data: bytes, settings: bytes | None) -> dict[str, bytes]:
-    """The files for a file of ranks and what stands in `tiktoken.json` beside it. Raises `ConfigError`."""
+    """The files for a file of ranks and the `tiktoken.json` beside it. Raises `ConfigError`."""
     tiktoken = _installed(name, TIKTOKEN)
     if settings is None:
         raise ConfigError(
@@ -68,7 +68,7 @@ def from_tiktoken_file(name: str, data: bytes, settings: bytes | None) -> dict[s
 
 
 def _from_encoding(name: str, encoding: Any) -> dict[str, bytes]:
-    """A tokenizer.json of the encoding's ranks: a merge for each way to halve a token, by its rank."""
+    """A tokenizer.json of the encoding's ranks: a merge for each way to split a token in two, by its rank."""
     ranks: dict[bytes, int] = encoding._mergeable_ranks
     special: dict[str, int] = encoding._special_tokens
     alphabet = byte_level_characters()
@@ -112,7 +112,7 @@ def _from_encoding(name: str, encoding: Any) -> dict[str, bytes]:
 
 
 def _fillers(ranks: Iterable[int], special: Iterable[int]) -> dict[str, int]:
-    """Tokens for the ids that nothing has: in a tokenizer.json special tokens follow without a gap."""
+    """Tokens for unused ids: in a tokenizer.json special tokens must follow without a gap."""
     taken = {*ranks, *special}
     return {f"<|unused id {i}|>": i for i in range(max(taken, default=-1) + 1) if i not in taken}
 
@@ -126,7 +126,7 @@ def from_sentencepiece(name: str, data: bytes) -> dict[str, bytes]:
     try:
         proto.ParseFromString(data)
         processor = sentencepiece.SentencePieceProcessor(model_proto=data)
-    except Exception as error:  # the libraries raise classes of their own
+    except Exception as error:  # the libraries raise their own classes
         raise ConfigError(
             f"data.tokenizer={name}: it is no sentencepiece model: {error}; replace it"
         ) from error
@@ -157,7 +157,7 @@ def from_sentencepiece(name: str, data: bytes) -> dict[str, bytes]:
     return _files(content, named, SENTENCEPIECE, {PROTO: data}, difference)
 
 
-# sentencepiece's kinds of pieces
+# sentencepiece's types of pieces
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
@@ -171,7 +171,7 @@ def _unigram(pieces: list[tuple[str, float, int]], trainer: Any) -> dict[str, An
 
 
 def _spm_bpe(pieces: list[tuple[str, float, int]], trainer: Any) -> dict[str, Any]:
-    """A merge for each way to halve a piece; sentencepiece merges what scores highest."""
+    """A merge for each way to split a piece in two. sentencepiece merges the highest score first."""
     normal = {text: number for number, (text, _, kind) in enumerate(pieces) if kind == _NORMAL}
     merges = []
     for text in sorted(normal, key=lambda text: (-pieces[normal[text]][1], normal[text])):
@@ -208,7 +208,7 @@ def _replaced(pattern: str, content: str) -> dict[str, Any]:
 
 
 def _spm_words(pieces: Iterable[str]) -> dict[str, Any] | None:
-    """A cut before each run of spaces where no piece goes across one: the same ids, much faster."""
+    """A split before each run of spaces, if no piece crosses one: the same ids, much faster."""
     if any("▁" in text.lstrip("▁") for text in pieces):
         return None
     pattern = {"Regex": "▁*[^▁]+|▁+"}
@@ -264,7 +264,7 @@ def _files(
 def _difference(
     name: str, library: str, content: dict[str, Any], reference: _Ids, tokens: list[str]
 ) -> str | None:
-    """The first text for which the conversion gives other ids than the library, with both; None if there is
+    """The first text for which the conversion and the library give different ids, with both; None if there is
     none.
     """
     from tokenizers import Tokenizer
@@ -294,7 +294,9 @@ def _difference(
 
 
 def load_native(library: str, files: Mapping[str, bytes]) -> Callable[[Sequence[str]], list[list[int]]]:
-    """What encodes texts by the library itself, as `encode_ordinary` does. Raises `ConfigError`."""
+    """The function that encodes texts with the library itself, like `encode_ordinary`. Raises
+    `ConfigError`.
+    """
     if library == SENTENCEPIECE:
         processor = _installed(PROTO, library).SentencePieceProcessor(model_proto=files[PROTO])
         return lambda texts: list(processor.encode(list(texts)))
@@ -314,7 +316,7 @@ def _encoding(tiktoken: Any, data: bytes, settings: bytes) -> Any:
 
 
 def byte_level_characters() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+    """The character of each byte in a byte-level vocabulary (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     places = {**{byte: byte for byte in printable}, **{byte: 0x100 + i for i, byte in enumerate(others)}}

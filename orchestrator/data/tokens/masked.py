@@ -1,8 +1,7 @@
-"""Documents of which only a part is learnt: a conversation or a prompt with its completion, as token ids and
-which of them are targets.
+"""Encodes documents that are partly trained: a conversation, or a prompt with its completion.
 
-A token is a target if any of its characters is to be learnt, as in transformers' assistant masks. It knows
-no window and no chunk.
+The result is token ids and a mask of targets. A token is a target if any of its characters is to be trained,
+as in transformers' assistant masks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedPiece:
-    """Tokens of a piece of a document, (num_tokens,) each; `loss` False: the token is no target."""
+    """Tokens of a piece of a document, (num_tokens,) each. `loss` False: the token is no target."""
 
     tokens: Int32Array
     loss: BoolArray
@@ -35,7 +34,9 @@ class MaskedPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedDocument:
-    """A document's pieces, none if nothing of it is a target, and how many special tokens its texts spell."""
+    """A document's pieces, none if it has no target, and the number of special tokens that its texts
+    spell.
+    """
 
     pieces: tuple[MaskedPiece, ...]
     special_texts: int
@@ -43,8 +44,9 @@ class MaskedDocument:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
-    """A special token, or a text with the characters in it that are learnt. `encoder` is a key of
-    `MaskedEncoder._encoders`.
+    """A special token, or a text with the spans of its characters that are trained.
+
+    `encoder` is a key of `MaskedEncoder._encoders`.
     """
 
     text: str = ""
@@ -54,14 +56,14 @@ class _Part:
     is_target: bool = False
 
 
-# What a special token with `lstrip` or `rstrip` takes: Unicode's White_Space, which unlike Python's white
-# space has no U+001C to U+001F.
+# The characters that a special token with `lstrip` or `rstrip` absorbs: Unicode's White_Space, which unlike
+# Python's white space excludes U+001C to U+001F.
 _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
     map(chr, range(0x2000, 0x200B))
 )
 
-# How the tokenizer treats the beginning of a text: as that of a document; as what follows a special token (a
-# prefix that only a document's beginning gets is left out); as the middle of a text (no prefix at all).
+# How the tokenizer treats the beginning of a text: as that of a document; as text after a special token
+# (without a prefix that only a document's beginning gets); or as the middle of a text (without any prefix).
 _BEGIN, _AFTER_SPECIAL, _INSIDE = "begin", "after special", "inside"
 
 
@@ -69,7 +71,7 @@ _How = Callable[[Encoder, Sequence[str]], tuple[Int32Array, Int32Array]]
 
 
 class MaskedEncoder:
-    """Makes ids and masks by one encoder. Not for several threads; does not pickle."""
+    """Makes ids and masks with one encoder. Not thread-safe. Does not pickle."""
 
     def __init__(self, model: TokenizerModel, encoder: Encoder, special_tokens_in_text: str) -> None:
         self._model, self._mode = model, special_tokens_in_text
@@ -85,13 +87,12 @@ class MaskedEncoder:
         ends: tuple[int | None, int | None],
         piece_bytes: int,
     ) -> MaskedDocument:
-        """The document's pieces of at most about `piece_bytes` of UTF-8. `loss`: `assistant`, `last` or
-        `all`; `ends`: the BOS and EOS around a prompt and its completion (in a chat only the template makes
-        special tokens).
+        """The document's pieces of at most about `piece_bytes` of UTF-8.
 
-        A prompt and its completion are encoded apart, as the model meets them later. Raises
-        `UnrenderableError` and `DataError` as `Renderer` does, `UnencodableTextError` for a text that the
-        tokenizer has no ids for.
+        `loss`: `assistant`, `last` or `all`. `ends`: the BOS and EOS around a prompt and its completion (in a
+        chat only the template makes special tokens). A prompt and its completion are encoded separately, as
+        at inference. Raises `UnrenderableError` and `DataError` as `Renderer`, and `UnencodableTextError` for
+        a text that the tokenizer has no ids for.
         """
         return self._document(document, loss, ends, piece_bytes, Encoder.encode)
 
@@ -102,8 +103,9 @@ class MaskedEncoder:
         ends: tuple[int | None, int | None],
         piece_bytes: int,
     ) -> str | None:
-        """How the ids that `tokenizers` gives are others, with both; None if they are not. It is also None
-        where neither encodes anything. Raises as `encode` does.
+        """How the ids of `tokenizers` differ, with both; None if they do not.
+
+        Also None if neither encodes anything. Raises as `encode`.
         """
         made = self.encode(document, loss, ends, piece_bytes)
         reference = self._document(document, loss, ends, piece_bytes, Encoder.encode_reference)
@@ -145,7 +147,7 @@ class MaskedEncoder:
         return self._renderer
 
     def _encoder(self, key: str) -> Encoder:
-        """The encoder for texts that stand so."""
+        """The encoder for texts at such a place."""
         if key not in self._encoders:
             content = without_prefix(self._content, only_first=key == _AFTER_SPECIAL)
             first = self._encoders[_BEGIN]
@@ -170,7 +172,7 @@ class MaskedEncoder:
         return MaskedPiece(tokens=np.concatenate(tokens), loss=np.concatenate(loss))
 
     def _encode(self, parts: Sequence[_Part], how: _How) -> list[Int32Array]:
-        """The ids of each part; texts of one encoder in one call."""
+        """The ids of each part. Texts of one encoder are encoded in one call."""
         found: dict[int, Int32Array] = {
             i: np.array([part.token], np.int32) for i, part in enumerate(parts) if part.token is not None
         }
@@ -182,10 +184,10 @@ class MaskedEncoder:
         return [found[i] for i in range(len(parts))]
 
     def _split(self, part: _Part, ids: Int32Array, how: _How) -> tuple[Int32Array, BoolArray]:
-        """The ids and the mask of a text of which a part is learnt.
+        """The ids and the mask of a text that is partly trained.
 
-        Where each token lies, its bytes say. Where the tokens do not spell the text (a normalizer changed
-        it), the text is encoded cut at the borders.
+        The tokens' bytes give their places in the text. If the tokens do not spell the text (a normalizer
+        changed it), the text is cut at the borders of its targets and encoded again.
         """
         lengths = self._byte_lengths(part.text, ids)
         if lengths is None:
@@ -201,21 +203,24 @@ class MaskedEncoder:
         return ids, loss
 
     def _byte_lengths(self, text: str, ids: Int32Array) -> Int64Array | None:
-        """How many of the text's bytes each token is; None if they do not spell the text."""
+        """The number of the text's bytes in each token; None if the tokens do not spell the text."""
         if self._token_bytes is None:
             self._token_bytes = token_bytes(self._content)
         spelled = [self._token_bytes.get(token, b"") for token in ids.tolist()]
         data, expected = b"".join(spelled), text.encode()
         lengths = np.fromiter(map(len, spelled), np.int64, len(spelled))
-        if data == b" " + expected:  # the tokenizer put a space before the text
+        if data == b" " + expected:  # the tokenizer inserted a space before the text
             lengths[np.flatnonzero(lengths)[0]] -= 1
             return lengths
         return lengths if data == expected else None
 
 
 def require_masks(name: str, model: TokenizerModel, content: Mapping[str, str]) -> None:
-    """Raises `ConfigError` if chats or prompts are to be read (`content` of each source) with the tokenizer
-    `name` and its tokenizer.json does not encode: which parts of a text are learnt is known of that alone.
+    """Raises `ConfigError` if chats or prompts (`content` of each source) need a tokenizer.json that is not
+    exact.
+
+    The trained parts of a text can be located only with a tokenizer.json that encodes. `name` is the
+    tokenizer.
     """
     masked = [f"{source} ({kind})" for source, kind in content.items() if kind != "text"]
     if model.native is not None and masked:
@@ -231,7 +236,7 @@ def _all_ids(document: MaskedDocument) -> Int32Array:
 
 
 def plain_text(document: Document) -> str:
-    """What a document says, without a template: to look at, not to learn from."""
+    """The text of a document, without a template: for display and comparison, not for training."""
     if isinstance(document, str):
         return document
     if isinstance(document, Prompted):
@@ -267,7 +272,7 @@ def _conversation_parts(rendered: Rendered) -> list[_Part]:
 
 
 def _prompted_parts(document: Prompted, loss: str, ends: tuple[int | None, int | None]) -> list[_Part]:
-    """BOS, prompt, completion, EOS. Without a completion nothing is learnt, not even where it ends."""
+    """BOS, prompt, completion, EOS. Without a completion nothing is trained, not even EOS."""
     prompt, completion = document.prompt, document.completion
     every = loss == "all"
     if not (completion or (every and prompt)):
@@ -286,7 +291,7 @@ def _prompted_parts(document: Prompted, loss: str, ends: tuple[int | None, int |
 
 
 def _grouped(parts: Sequence[_Part], piece_bytes: int) -> Iterator[list[_Part]]:
-    """The parts in pieces: a new one begins where a text would not fit; a text that is longer is cut."""
+    """The parts in pieces. A new piece begins if a text would not fit. A longer text is cut."""
     group: list[_Part] = []
     total = 0
     for whole in parts:
@@ -301,7 +306,7 @@ def _grouped(parts: Sequence[_Part], piece_bytes: int) -> Iterator[list[_Part]]:
 
 
 def _cut_part(part: _Part, piece_bytes: int) -> Iterator[_Part]:
-    """A text as texts of at most `piece_bytes`, cut where a document's text is (data rule 7)."""
+    """A text as texts of at most `piece_bytes`, cut like a document's text (data rule 7)."""
     pieces = Pieces(part.text, 4 * len(part.text), piece_bytes)
     if len(pieces) == 1:
         yield part
@@ -314,7 +319,7 @@ def _cut_part(part: _Part, piece_bytes: int) -> Iterator[_Part]:
 
 
 def _cut_at_borders(part: _Part) -> list[_Part]:
-    """The text as texts that are learnt wholly or not at all."""
+    """The text as texts that are trained completely or not at all."""
     borders = sorted({0, len(part.text), *(border for span in part.targets for border in span)})
     return [
         _between(part, start, stop, _INSIDE if start else part.encoder)
@@ -345,8 +350,9 @@ def special_tokens(content: dict[str, Any]) -> list[SpecialToken]:
 
 
 def without_prefix(content: dict[str, Any], only_first: bool) -> dict[str, Any]:
-    """A tokenizer.json that puts nothing before a text; `only_first`: only not what the beginning of a whole
-    document alone gets.
+    """A tokenizer.json that inserts nothing before a text.
+
+    `only_first`: removes only what is inserted at the beginning of a whole document.
     """
 
     def changed(step: Any) -> Any:
@@ -368,7 +374,7 @@ def without_prefix(content: dict[str, Any], only_first: bool) -> dict[str, Any]:
 
 
 def token_bytes(content: dict[str, Any]) -> dict[int, bytes]:
-    """What each id of a tokenizer.json stands for in a text, as far as that is known without its decoder."""
+    """The bytes of each id of a tokenizer.json in a text, as far as they are known without its decoder."""
     vocab = content["model"].get("vocab") or {}
     named = enumerate(t for t, _ in vocab) if isinstance(vocab, list) else ((i, t) for t, i in vocab.items())
     found: dict[int, bytes] = {}
@@ -392,7 +398,7 @@ def _is_byte_level(step: Any) -> bool:
 
 
 def _byte_level_alphabet() -> dict[int, int]:
-    """Which byte each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    """The byte of each character of a byte-level vocabulary (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {**{byte: byte for byte in printable}, **{0x100 + i: byte for i, byte in enumerate(others)}}

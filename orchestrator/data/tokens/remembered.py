@@ -1,7 +1,7 @@
-"""What takes seconds to find out of a tokenizer and never changes, remembered between processes, by content.
+"""A cache of facts about tokenizers that take seconds to compute and never change, keyed by content.
 
-It is never needed: what is missing, damaged or cannot be written is found out anew. Nothing in it is a run's:
-that freezes its choices in its own folder.
+It is optional: an entry that is missing, damaged or cannot be written is computed again. A run does not
+depend on it, because it freezes its choices in its own folder.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from orchestrator.storage.home import cache_folder
 
 Record = TypeVar("Record")
 FOLDER = "ORCHESTRATOR_CACHE_DIR"
-"""Environment variable: another folder than the user's usual one; empty: nothing is remembered."""
+"""Environment variable: a folder instead of the user's default; empty: no cache."""
 
 
 def remembered(kind: type[Record], content: list[object], find: Callable[[], Record]) -> Record:
-    """What `find` says (a flat dataclass), from the file that an earlier process left for the same `content`
-    (JSON values: all that it depends on), if that is whole.
+    """The result of `find` (a flat dataclass), from the cache if an earlier process stored it completely.
+
+    `content` holds everything that the result depends on, as JSON values.
     """
     folder = _folder()
     if folder is None:
@@ -41,7 +42,7 @@ def remembered(kind: type[Record], content: list[object], find: Callable[[], Rec
     return typing.cast(Record, _held[path])
 
 
-# What this process has asked for last, also where nothing can be written.
+# This process's most recent results, also if nothing can be written.
 _held: dict[Path, object] = {}
 _NUM_HELD = 16
 
@@ -52,7 +53,7 @@ def _from_file(kind: type[Record], path: Path, find: Callable[[], Record]) -> Re
         if kept["check"] == _check(kept["value"]):
             return decode(kind, kept["value"])
     except (OSError, ValueError, KeyError, TypeError, OrchestratorError):
-        pass  # not there, or damaged: found out below, and written anew
+        pass  # missing or damaged: computed and written below
     found = find()
     value = encode(found)
     _write(path, orjson.dumps({"check": _check(value), "value": value}))
@@ -64,7 +65,7 @@ def _check(value: object) -> str:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all; a folder that cannot be written to is no fault."""
+    """Writes the file completely or not at all. A folder that is not writable is no error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=path.parent, delete=False) as file:

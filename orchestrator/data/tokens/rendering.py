@@ -1,7 +1,7 @@
-"""Conversations rendered by a tokenizer's chat template into text, special tokens and targets.
+"""Renders conversations with a tokenizer's chat template into text, special tokens and targets.
 
-It renders as transformers does (jinja2 in a sandbox, the same filters), except that a template is given no
-clock: what it renders today it renders in a year. Loading it takes 0.15 s: only who renders does.
+It renders as transformers does (jinja2 in a sandbox, the same filters), except that a template has no clock,
+so that it renders the same at any time. Importing it takes 0.15 s, so it is imported only for rendering.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ from orchestrator.data.tokens.template_values import (
 from orchestrator.errors import DataError
 
 _TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# Private characters that stand for borders while a conversation is rendered; others where a text has these.
+# Private-use characters that mark borders during rendering. Others are used if a text contains these.
 _FIRST_MARK, _LAST_MARK, _NUM_MARKS = 0xF0000, 0xFFFFC, 4
-_LISTED = "listed"  # the filter around what a loop of a template goes over
+_LISTED = "listed"  # the filter around the iterable of a template's loop
 _SHOWN = 120  # characters of a template's line that a message shows
 
 
 class Renderer:
-    """Renders conversations by one template. Not for several threads; does not pickle."""
+    """Renders conversations with one template. Not thread-safe. Does not pickle."""
 
     def __init__(self, template: ChatTemplate, specials: Sequence[SpecialToken]) -> None:
-        """`specials` are the tokenizer's special tokens. Raises `DataError` with its line if a template has a
-        syntax error.
+        """`specials` are the tokenizer's special tokens.
+
+        Raises `DataError` with the line if a template has a syntax error.
         """
         self._variables = template.variables
         self._environment = environment = _environment()
@@ -74,11 +75,11 @@ class Renderer:
         self._made_of_nothing: dict[str, str] = {}
 
     def render(self, conversation: Conversation, loss: str, parse: bool) -> Rendered:
-        """The conversation and what of it is to be learnt: `loss` is `assistant` (its turns), `last` (the
-        last of them) or `all`. Special tokens that the messages spell stay text unless `parse`.
+        """Renders the conversation and determines its trained parts.
 
-        Raises `UnrenderableError` if the template does not take the conversation, `DataError` if the template
-        does not say which part of it is the assistant's.
+        `loss` is `assistant` (its turns), `last` (its last turn) or `all`. Special tokens that the messages
+        spell stay text unless `parse`. Raises `UnrenderableError` if the template does not accept the
+        conversation, `DataError` if the template does not show which parts are the assistant's.
         """
         self._environment.reads_letters = conversation.as_stored
         own, tools = without_nulls(conversation.messages), conversation.tools
@@ -109,7 +110,7 @@ class Renderer:
         return self._read(turns.text, targets, marks, spelled, tagged=turns.tagged)
 
     def text_of(self, shown: _Shown, marks: str, prompt: bool = False) -> str:
-        """What the template makes of this, with marks. Raises whatever the template raises."""
+        """The template's output for these values, with marks. Raises whatever the template raises."""
         self._generation.marks = marks[2:]
         variables = {"documents": None, **self._variables, **shown.variables}
         return self._templates[self._name(shown.tools)].render(
@@ -117,27 +118,29 @@ class Renderer:
         )
 
     def always_added(self, tools: Any) -> str:
-        """What the template makes of no message, without a BOS: the beginning of an answer if it does not
-        heed `add_generation_prompt`, else mostly nothing. Empty if it takes no empty conversation.
+        """The template's output without messages and BOS.
+
+        It is the beginning of an answer if the template ignores `add_generation_prompt`, else mostly empty.
+        Empty if it does not accept an empty conversation.
         """
         name = self._name(tools)
         if name not in self._made_of_nothing:
             try:
                 made = self.text_of(_Shown([], tools, {}), "\0\0\0\0")
-            except Exception:  # noqa: BLE001  a template may raise whatever Python can
+            except Exception:  # noqa: BLE001  a template may raise anything
                 made = ""
             self._made_of_nothing[name] = made.removeprefix(self._variables.get("bos_token", "")).strip()
         return self._made_of_nothing[name]
 
     def is_tagged(self, tools: Any) -> bool:
-        """Whether the template itself says what the assistant wrote."""
+        """Whether the template itself marks what the assistant wrote."""
         return self._name(tools) in self._tagged
 
     def _name(self, tools: Any) -> str:
         return WITH_TOOLS if tools is not None and WITH_TOOLS in self._templates else DEFAULT
 
     def _free_marks(self, strings: list[str]) -> str:
-        """Characters that neither the template nor the conversation has."""
+        """Characters that occur neither in the template nor in the conversation."""
         for first in range(_FIRST_MARK, _LAST_MARK, _NUM_MARKS):
             marks = "".join(map(chr, range(first, first + _NUM_MARKS)))
             if not any(mark in text for mark in marks for text in (self._template_text, *strings)):
@@ -155,7 +158,7 @@ class Renderer:
         return value
 
     def _read(self, marked: str, targets: list[Span], marks: str, spelled: int, tagged: bool) -> Rendered:
-        """The rendered text without its marks, and what they and the special tokens in it say."""
+        """The rendered text without its marks, and the spans from the marks and its special tokens."""
         text_begin, text_end = marks[0], marks[1]
         pattern = re.compile(
             f"{text_begin}(?:{self._any_special}){text_end}|[{marks}]|(?P<special>{self._any_special})"
@@ -184,7 +187,7 @@ class Renderer:
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """What a template is given: `variables` are those that a record sets."""
+    """The input of a template. `variables` are those that a record sets."""
 
     messages: list[Any]
     tools: Any
@@ -192,7 +195,7 @@ class _Shown:
 
 
 class _Turns:
-    """One conversation, rendered whole and, where it must be, turn by turn. Spans count in marked text."""
+    """One conversation, rendered as a whole and, if needed, turn by turn. Spans count in marked text."""
 
     def __init__(self, renderer: Renderer, shown: _Shown, marks: str) -> None:
         self._renderer, self._shown, self._marks = renderer, shown, marks
@@ -200,17 +203,17 @@ class _Turns:
         self.tagged = renderer.is_tagged(shown.tools)
         try:
             self.text = renderer.text_of(shown, marks)
-        except Exception as error:  # a template may raise whatever Python can
+        except Exception as error:  # a template may raise anything
             code = WrongChatValueError.code if isinstance(error, TypeError) else None
             raise UnrenderableError(
                 f"the tokenizer's chat_template does not take it: {_reason(error)}", code=code
             ) from error
 
     def targets(self, loss: str, weighted: bool) -> list[Span]:
-        """The spans to be learnt; `weighted`: none of a message whose `weight` is 0."""
+        """The spans to be trained. `weighted`: without messages whose `weight` is 0."""
         left_out = {i for i, m in enumerate(self._messages) if weighted and m.get("weight") == 0}
         if loss == "all":
-            self.tagged = True  # nothing to cut at the turns' ends
+            self.tagged = True  # no cut at the turns' ends
             return _outside([self._message(number) for number in sorted(left_out)], len(self.text))
         turns = [i for i, message in enumerate(self._messages) if message.get("role") == "assistant"]
         turns = turns[-1:] if loss == "last" else turns
@@ -222,7 +225,7 @@ class _Turns:
         return [span for i, span in enumerate(spans) if i >= first and i not in dropped]
 
     def _spans_of(self, number: int, num_spans: int) -> range:
-        """Which of the marked spans a turn of the assistant makes: one each, or as its parts show."""
+        """The indices of the marked spans of an assistant's turn: one each, or as partial renderings show."""
         turns = [i for i, message in enumerate(self._messages) if message.get("role") == "assistant"]
         if len(turns) == num_spans:
             return range(turns.index(number), turns.index(number) + 1)
@@ -232,7 +235,7 @@ class _Turns:
         return len(self._tagged_spans(self._part(number)))
 
     def _message(self, number: int) -> Span:
-        """All that the template makes of a message, its role included."""
+        """The template's whole output for a message, including its role."""
         before, after = self._part(number), self._part(number + 1)
         self._require_begins(before, after, f"the messages before message {number}")
         self._require_begins(after, self.text, f"the messages up to message {number}")
@@ -243,7 +246,7 @@ class _Turns:
         return [match.span(1) for match in re.finditer(f"{begin}([^{end}]*){end}", text)]
 
     def _turn(self, number: int) -> Span:
-        """What the assistant wrote in its turn, shown by two renderings that begin the whole."""
+        """The span of an assistant's turn, from two renderings that are prefixes of the whole."""
         before, after = self._part(number, prompt=True), self._part(number + 1)
         asked = f"the messages before message {number} (with add_generation_prompt)"
         self._require_begins(before, after, asked)
@@ -269,7 +272,7 @@ class _Turns:
         try:
             shown = replace(self._shown, messages=self._messages[:number])
             return self._renderer.text_of(shown, self._marks, prompt)
-        except Exception as error:  # a template may raise whatever Python can
+        except Exception as error:  # a template may raise anything
             raise UnrenderableError(
                 "the tokenizer's chat_template has no {% generation %}, and does not take the first "
                 f"{number} messages of {len(self._messages)} alone: {error}"
@@ -277,7 +280,7 @@ class _Turns:
 
 
 def _reason(error: Exception) -> str:
-    """Why a template failed, for people."""
+    """Why a template failed, as a message."""
     if isinstance(error, jinja2.UndefinedError) and "strftime_now" in str(error):
         return (
             "it asks for the date (strftime_now), and a template gets no clock here, so that a stream does "
@@ -287,7 +290,7 @@ def _reason(error: Exception) -> str:
 
 
 def _outside(spans: list[Span], length: int) -> list[Span]:
-    """What of a text lies in none of the spans, which are in order."""
+    """The parts of a text outside the spans, which are in order."""
     starts, stops = [0, *(stop for _, stop in spans)], [*(start for start, _ in spans), length]
     return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
@@ -304,7 +307,7 @@ def _unmarked(text: str, marks: str) -> str:
 
 
 def _around(shorter: str, longer: str) -> str:
-    """Where two texts part, for people."""
+    """The place where two texts diverge, as a message."""
     first = next(
         (i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b),
         min(len(shorter), len(longer)),
@@ -332,7 +335,7 @@ def _refused(why: str) -> DataError:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All texts inside a JSON value, keys included."""
+    """All texts inside a JSON value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -346,7 +349,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 # ------------------------------------------------------------------------------------- the environment
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}`: what stands between them is put between two marks."""
+    """`{% generation %} … {% endgeneration %}`: puts its body between two marks."""
 
     tags = {"generation"}
 
@@ -380,7 +383,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super()._generate(source, name, filename, defer_init)
 
     def listed(self, value: Any) -> Any:
-        """What a loop goes over. Raises `TypeError` for a JSON text."""
+        """The iterable of a loop. Raises `TypeError` for a JSON text."""
         if not self.reads_letters:
             require_no_json_text(value)
         return value
@@ -393,8 +396,9 @@ def _join(context: jinja2.nodes.EvalContext, value: Any, *args: Any, **named: An
 
 
 def _environment() -> _Environment:
-    """What transformers gives a template, without `strftime_now`: a stream must not depend on the day.
-    Templates that ask whether it is there fall back to a fixed date.
+    """The environment of a template as in transformers, without `strftime_now`.
+
+    A stream must not depend on the day. Templates that test for `strftime_now` fall back to a fixed date.
     """
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]

@@ -1,8 +1,8 @@
-"""What transformers makes of a tokenizer's folder, where that is more than its tokenizer.json says: tokens
-that tokenizer_config.json or added_tokens.json add, a class that builds its own pipeline, named templates.
+"""Resolves a tokenizer's folder with transformers, if it means more than its tokenizer.json.
 
-The answer is frozen with the run's tokenizer (`transformers.json`), so that no later version of transformers
-changes a run. A folder whose meaning cannot be reproduced is refused by name.
+Examples are tokens in tokenizer_config.json or added_tokens.json, a class that builds its own pipeline, and
+named templates. The result is frozen with the run's tokenizer (`transformers.json`), so that no later version
+of transformers changes a run. A folder that cannot be reproduced is refused by name.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from orchestrator.json_form import decode, encode
 RESOLVED = "transformers.json"
 VERSION = 1
 CODE = "data.tokenizer_meaning"
-# The folder of further templates, and what their files are called where a run keeps them.
+# The folder of additional templates, and the names of their files in a run.
 TEMPLATE_FOLDER = "additional_chat_templates"
 _TEMPLATE_BEGIN, TEMPLATE_END = "additional_chat_template-", ".jinja"
-# Files by which a folder may mean something else than its tokenizer.json.
+# Files by which a folder may differ from its tokenizer.json.
 _OTHER_MEANING = ("config.json", "special_tokens_map.json", "added_tokens.json", TEMPLATE_FOLDER)
 _PLAIN_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 _PLAIN_SETTINGS = ("tokenizer_class", "chat_template", "model_max_length", "clean_up_tokenization_spaces")
@@ -41,9 +41,11 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
-    """`tokenizer` is the tokenizer.json of what transformers builds, None where the folder's own says the
-    same; `special_tokens` are the named ones (`bos_token`, …); `templates` are jinja texts by name;
-    `no_chats` is the reason why chats cannot be read with it, empty if they can.
+    """The tokenizer as transformers builds it.
+
+    `tokenizer` is its tokenizer.json, None if it equals the folder's. `special_tokens` are the named ones
+    (`bos_token`, …). `templates` are jinja texts by name. `no_chats` is the reason why chats cannot be read
+    with it, empty if they can.
     """
 
     version: int = VERSION
@@ -55,7 +57,7 @@ class Resolved:
 
 
 def read_resolved(files: Mapping[str, bytes]) -> Resolved | None:
-    """The answer that lies among a tokenizer's files; None if the files are read as they are."""
+    """The result among a tokenizer's files; None if the files are read as they are."""
     if RESOLVED not in files:
         return None
     content = orjson.loads(files[RESOLVED])
@@ -65,17 +67,17 @@ def read_resolved(files: Mapping[str, bytes]) -> Resolved | None:
 
 
 def template_file(name: str) -> str:
-    """What the file of the further template `name` is called among a run's files."""
+    """The name of the file of the additional template `name` among a run's files."""
     return f"{_TEMPLATE_BEGIN}{name}"
 
 
 def is_template_file(name: str) -> bool:
-    """Whether a file of a run's tokenizer is a further template."""
+    """Whether a file of a run's tokenizer is an additional template."""
     return name.startswith(_TEMPLATE_BEGIN) and name.endswith(TEMPLATE_END)
 
 
 def as_given(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """A run's tokenizer files as the folder that they came from has them, by their paths in it."""
+    """A run's tokenizer files as in their original folder, by their paths in it."""
     return {
         f"{TEMPLATE_FOLDER}/{name.removeprefix(_TEMPLATE_BEGIN)}" if is_template_file(name) else name: data
         for name, data in files.items()
@@ -84,16 +86,16 @@ def as_given(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def resolve(name: str, folder: Path, files: Mapping[str, bytes]) -> bytes | None:
-    """The content of `transformers.json` for the tokenizer `name` in `folder`, of which `files` are known;
-    None if `files` say all of it.
+    """The content of `transformers.json` for the tokenizer `name` in `folder`.
 
-    Raises `ConfigError` if transformers cannot read the folder, or encodes by more than its tokenizer.json.
+    None if its `files` describe it completely. Raises `ConfigError` if transformers cannot read the folder,
+    or encodes by more than its tokenizer.json.
     """
     try:
         whole = parse(files["tokenizer.json"])
         if _is_plain(whole, folder, files):
             return None
-    except Exception:  # noqa: BLE001  who examines the files says what is wrong with them
+    except Exception:  # noqa: BLE001  the examination of the files reports it
         return None
     model = folder / "config.json"
     given = {**files, "config.json": model.read_bytes() if model.is_file() else b""}
@@ -105,7 +107,9 @@ def resolve(name: str, folder: Path, files: Mapping[str, bytes]) -> bytes | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Answer:
-    """The content of `transformers.json`, empty where the files say all of it. Asking takes seconds."""
+    """The content of `transformers.json`, empty if the files describe it completely. Takes seconds to
+    compute.
+    """
 
     text: str
 
@@ -134,7 +138,7 @@ def _asked(name: str, folder: Path, files: Mapping[str, bytes], whole: dict[str,
 
 
 def load(name: str, folder: Path) -> Any:
-    """The folder's tokenizer as transformers loads it, without code of the folder's own. Raises
+    """The folder's tokenizer as transformers loads it, without running the folder's code. Raises
     `ConfigError`.
     """
     from transformers import AutoTokenizer
@@ -144,7 +148,7 @@ def load(name: str, folder: Path) -> Any:
     logging.set_verbosity(ERROR)
     try:
         found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # whatever is wrong inside, the tokenizer cannot be used
+    except Exception as error:  # the tokenizer cannot be used, whatever the error
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
             f"data.tokenizer={name}: transformers {_version()} cannot load this folder: {first}; repair its "
@@ -173,8 +177,10 @@ def _version() -> str:
 
 
 def _is_plain(whole: dict[str, Any], folder: Path, files: Mapping[str, bytes]) -> bool:
-    """Whether transformers loads the tokenizer.json as it is, and the rest says nothing else: the folder has
-    no file and no setting that changes it, and its named tokens are special ones of the tokenizer.json.
+    """Whether transformers loads the tokenizer.json unchanged.
+
+    The folder has no file and no setting that changes it, and its named tokens are special tokens of the
+    tokenizer.json.
     """
     if any((folder / name).exists() for name in _OTHER_MEANING):
         return False
@@ -195,8 +201,8 @@ def _is_plain(whole: dict[str, Any], folder: Path, files: Mapping[str, bytes]) -
 
 
 def _are_without_gap(model: dict[str, Any], added: list[dict[str, Any]]) -> bool:
-    """Whether the library gives the added tokens the ids that the file says: those of the vocabulary, or the
-    ones that follow it.
+    """Whether the library gives the added tokens the ids of the file: those of the vocabulary, or the next
+    ones.
     """
     vocab = model.get("vocab") or {}
     if isinstance(vocab, list):
@@ -220,7 +226,7 @@ def _without_settings(backend: Any) -> Any:
 
 
 def _is_same(whole: dict[str, Any], files: Mapping[str, bytes], made: dict[str, Any]) -> bool:
-    """Whether the folder's tokenizer.json, as it is written, gives the same ids."""
+    """Whether the folder's tokenizer.json, as written, gives the same ids."""
     from tokenizers import Tokenizer
 
     own = _without_settings(Tokenizer.from_str(files["tokenizer.json"].decode()))
@@ -234,8 +240,9 @@ def _is_same(whole: dict[str, Any], files: Mapping[str, bytes], made: dict[str, 
 
 
 def _require_plain_borders(name: str, tokens: Iterable[Any]) -> None:
-    """Raises `ConfigError` for added tokens on which the library fails while it encodes: some take the white
-    space beside them, and others begin or end with white space.
+    """Raises `ConfigError` for added tokens with which the library fails while encoding.
+
+    Some of them absorb the white space beside them, and others begin or end with white space.
     """
     taking = [token.content for token in tokens if token.lstrip or token.rstrip]
     blank = [token.content for token in tokens if token.content != token.content.strip()]
@@ -249,7 +256,7 @@ def _require_plain_borders(name: str, tokens: Iterable[Any]) -> None:
 
 
 def _require_same_ids(name: str, tokenizer: Any, made: dict[str, Any]) -> None:
-    """Raises `ConfigError` where transformers' tokenizer gives other ids than its own tokenizer.json."""
+    """Raises `ConfigError` if transformers' tokenizer gives other ids than its own tokenizer.json."""
     from tokenizers import Tokenizer
 
     plain = Tokenizer.from_str(json.dumps({**made, "post_processor": None}))
@@ -294,13 +301,13 @@ def _templates(found: Any) -> dict[str, str]:
 
 
 def used_templates(templates: Mapping[str, str]) -> dict[str, str]:
-    """Those that chats are rendered by; none where there is none for chats without tools."""
+    """The templates that chats are rendered with; none without a template for chats without tools."""
     names = (DEFAULT, WITH_TOOLS) if DEFAULT in templates else ()
     return {name: templates[name] for name in names if name in templates}
 
 
 def _named(files: Mapping[str, bytes]) -> dict[str, str]:
-    """The named special tokens as tokenizer_config.json and special_tokens_map.json say them."""
+    """The named special tokens in tokenizer_config.json and special_tokens_map.json."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for key, value in (json.loads(files[name]) if name in files else {}).items():
@@ -311,7 +318,7 @@ def _named(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def _own_chats(tokenizer: Any) -> str:
-    """Why transformers renders chats with it otherwise than by its templates; empty if it does not."""
+    """How transformers renders chats with it other than by its templates; empty if it does not."""
     from transformers import PreTrainedTokenizerBase
 
     for method in ("apply_chat_template", "get_chat_template"):
@@ -321,8 +328,9 @@ def _own_chats(tokenizer: Any) -> str:
 
 
 def inexact_in_parts(content: dict[str, Any]) -> str:
-    """Why a rendered chat, which is encoded in the parts between its special tokens, would get other ids
-    than as a whole; empty if it gets the same.
+    """Why a rendered chat would get other ids in parts than as a whole; empty if they are the same.
+
+    A chat is encoded in the parts between its special tokens.
     """
     added = content.get("added_tokens") or []
     special = [token for token in added if token.get("special")]
@@ -357,6 +365,8 @@ def _is_word(ends: str) -> bool:
 
 
 def _overlap(other: str, special: str) -> bool:
-    """Whether a token may begin before a special one, or with it and be longer, and take a part of it."""
+    """Whether a token may begin before a special one, or begin with it and be longer, and absorb a part of
+    it.
+    """
     ends = range(1, min(len(other), len(special) + 1))
     return special in other or any(other.endswith(special[:size]) for size in ends)

@@ -1,8 +1,8 @@
-"""Which form of a conversation's values its template takes, judged by what the template makes of them.
+"""Determines which form of a conversation's values its template accepts, from the template's output.
 
-A call's arguments are an object in transformers and a JSON text in OpenAI's API, and templates differ in
-what they take. A template that takes texts prints them as they are. One that takes objects prints a text in
-quotes, or fails.
+The arguments of a call are an object in transformers and a JSON text in OpenAI's API, and templates accept
+one or the other. A template for texts prints them unchanged. A template for objects prints a text in quotes,
+or fails.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from orchestrator.data.sources.content import WrongChatValueError, kind_of
 from orchestrator.data.tokens.chat_template import UnrenderableError
 
 _Messages = list[dict[str, Any]]
-# What transformers calls a message's reasoning, by precedence; its templates read the first and the second.
+# The names of a message's reasoning in transformers, by precedence. Its templates read the first and the
+# second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _SHOWN = 60  # characters of a text that a message shows
 
 
 def without_nulls(messages: Sequence[Mapping[str, Any]]) -> _Messages:
-    """The messages without keys that are null, as transformers gives them to a template."""
+    """The messages without keys that are null, as transformers passes them to a template."""
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def with_reasoning(messages: _Messages) -> _Messages:
-    """The messages with their reasoning under each name that templates read, as transformers gives them."""
+    """The messages with their reasoning under each name that templates read, as in transformers."""
     found: _Messages = []
     for message in messages:
         reasoning = next((message[key] for key in _REASONING if key in message), None)
@@ -38,10 +39,10 @@ def with_reasoning(messages: _Messages) -> _Messages:
 
 
 def with_arguments(messages: _Messages, render: Callable[[_Messages], str]) -> _Messages:
-    """The messages with those arguments of calls that are texts as texts where the template prints them as
-    they are, else as the objects that they describe.
+    """The messages, with arguments of calls that are JSON texts in the form that the template accepts.
 
-    Raises `UnrenderableError` where the template does not take texts and one is no JSON object.
+    They stay texts if the template prints them unchanged, else they become the objects that they describe.
+    Raises `UnrenderableError` if the template does not accept texts and one is no JSON object.
     """
     texts = [text for function in _functions(messages) if isinstance(text := function["arguments"], str)]
     if not texts or _prints(texts, messages, render):
@@ -52,10 +53,11 @@ def with_arguments(messages: _Messages, render: Callable[[_Messages], str]) -> _
 def require_texts(
     messages: _Messages, own: _Messages, rendered: str, render: Callable[[_Messages], str]
 ) -> None:
-    """Raises `UnrenderableError` if the template printed a list or an object of a message as Python writes it
-    (`{'city': 'Oslo'}`), or a number or boolean where it takes a text: the reasoning and the name.
+    """Raises `UnrenderableError` if the template printed a value in a wrong form.
 
-    `own` are the messages without what `with_reasoning` adds.
+    That is a list or an object of a message in Python's form (`{'city': 'Oslo'}`), or a number or boolean
+    where it expects a text (the reasoning and the name). `own` are the messages without the additions of
+    `with_reasoning`.
     """
     for number, (message, written) in enumerate(zip(messages, own, strict=True), start=1):
         values = [("`arguments` of a call", function["arguments"]) for function in _functions([message])]
@@ -70,7 +72,7 @@ def require_texts(
 
 
 def require_no_json_text(value: Any) -> None:
-    """Raises `TypeError` for the JSON text of a list or an object, of which a template reads the letters."""
+    """Raises `TypeError` for the JSON text of a list or an object, which a template would read by letters."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             parsed = orjson.loads(value)
@@ -93,7 +95,7 @@ def _no_text(number: int, what: str, value: Any, how: str) -> UnrenderableError:
 def _prints_key(
     key: str, message: dict[str, Any], messages: _Messages, render: Callable[[_Messages], str]
 ) -> bool:
-    """Whether the template prints what the message has under this key: whether it prints a text there."""
+    """Whether the template prints the message's value under this key, tested with a text."""
     text = "value"
     while any(text in each for each in _texts(messages)):
         text += "s"
@@ -101,7 +103,7 @@ def _prints_key(
     changed = message | {each: text for each in keys if each in message}
     try:
         before, after = render(messages), render([changed if m is message else m for m in messages])
-    except Exception:  # noqa: BLE001  a template may raise whatever Python can
+    except Exception:  # noqa: BLE001  a template may raise anything
         return False
     return after.count(text) > before.count(text)
 
@@ -117,10 +119,10 @@ def _functions(messages: _Messages) -> Iterator[dict[str, Any]]:
 
 
 def _prints(texts: list[str], messages: _Messages, render: Callable[[_Messages], str]) -> bool:
-    """Whether the template prints these texts as they are."""
+    """Whether the template prints these texts unchanged."""
     try:
         rendered = render(messages)
-    except Exception:  # noqa: BLE001  a template may raise whatever Python can
+    except Exception:  # noqa: BLE001  a template may raise anything
         return False
     quoted = {json.dumps(text, ensure_ascii=ascii_only) for text in texts for ascii_only in (False, True)}
     return all(text.strip() in rendered for text in texts) and not any(text in rendered for text in quoted)
@@ -160,13 +162,13 @@ def _no_object(where: str, why: str) -> UnrenderableError:
 
 
 def _is_printed(value: dict[str, Any] | list[Any], messages: _Messages, rendered: str) -> bool:
-    """Whether Python's form of the value, or of something in it, was printed and stands in no message."""
+    """Whether Python's form of the value, or of a part of it, was printed and is in no message."""
     printed = [form for form in _python_forms(value) if form in rendered]
     return any(not any(form in text for text in _texts(messages)) for form in printed)
 
 
 def _python_forms(value: Any) -> Iterator[str]:
-    """Python's forms of the innermost lists and objects of a value that are not JSON."""
+    """Python's forms of the innermost lists and objects of a value, if they are not JSON."""
     items = list(value.values()) if isinstance(value, dict) else value
     inner = [form for item in items if isinstance(item, (dict, list)) for form in _python_forms(item)]
     yield from inner

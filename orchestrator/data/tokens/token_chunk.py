@@ -1,21 +1,19 @@
-"""What tokenizers are asked for, and the tokens that they send: values that cross to the feeder's process.
-
-It knows no tokenizer and no feeder.
-"""
+"""The tasks of tokenizers, and the chunks of tokens that they send to the feeder."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the arrays are loaded by who makes them
+if TYPE_CHECKING:  # only users of the arrays load them
     from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowTask:
-    """What a slot of the pipeline is: window `window` of this block of this source, from `record`, `output`
-    and `piece` on: what lies before was trained. A stream in one process reads on to the block's end.
+    """The task of a slot of the pipeline: a window, from `record`, `output` and `piece` on.
+
+    Earlier parts of the window were trained. A stream in one process reads on to the block's end.
     """
 
     source: str
@@ -27,33 +25,33 @@ class WindowTask:
     output: int = 0
 
 
-# kinds of entries in a TokenChunk
+# the kinds of entries in a TokenChunk
 PIECE, EMPTY, BAD, FILTERED, HELD_OUT = 0, 1, 2, 3, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenChunk:
-    """Consecutive pieces of one window, tokenized, in order: at most about 1 M tokens.
+    """Consecutive tokenized pieces of one window, in order: at most about 1 M tokens.
 
-    The entry arrays have one item per piece, and per document of which there is none: empty, bad, dropped by
-    a transform, held out. `last_piece[i]` is 1 where entry i ends its document.
+    The entry arrays have one item per piece, and one per document without pieces: empty, bad, dropped by a
+    transform, held out. `last_piece[i]` is 1 if entry i ends its document.
     """
 
     source: str
     epoch: int
     block: int
     window: int
-    tokens: Int32Array  # (num_tokens,) all pieces one after the other, BOS/EOS included
+    tokens: Int32Array  # (num_tokens,) all pieces in order, BOS/EOS included
     record: Int32Array  # (num_entries,) position of the record in the window's order
     piece: Int32Array  # (num_entries,) number of the piece in its document
     num_tokens: Int32Array  # (num_entries,)
     kind: Int32Array  # (num_entries,) PIECE, EMPTY, BAD, FILTERED or HELD_OUT
     last_piece: Int32Array  # (num_entries,)
-    special_texts: Int32Array  # (num_entries,) special tokens written out in the text
+    special_texts: Int32Array  # (num_entries,) special tokens spelled out in the text
     file: Int32Array  # (num_entries,) number of the record's file in the manifest
-    place: Int64Array  # (num_entries,) byte offset of the record in it, in a Parquet file the row
+    place: Int64Array  # (num_entries,) byte offset of the record in it; in a Parquet file the row
     loss: BoolArray | None = None  # (num_tokens,) False: the token is no target; None: all are
-    # (num_entries,) number of the document among those that its record gives; None: each gives one
+    # (num_entries,) number of the document among those of its record; None: each record gives one
     output: Int32Array | None = None
     bad_reasons: tuple[str, ...] = ()  # one per BAD entry: file, byte offset, line, reason
     encoder_differences: tuple[
@@ -64,9 +62,9 @@ class TokenChunk:
 
     @property
     def outputs(self) -> Int32Array:
-        """(num_entries,) `output`, also where each record gives one document."""
+        """(num_entries,) `output`, also if each record gives one document."""
         return self.record * 0 if self.output is None else self.output
 
     def output_of(self, entry: int) -> int:
-        """The same of one entry."""
+        """The same for one entry."""
         return 0 if self.output is None else int(self.output[entry])

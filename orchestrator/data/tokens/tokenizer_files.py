@@ -1,6 +1,6 @@
-"""A tokenizer's files: found, reduced to what makes ids, and identified by that content.
+"""Finds a tokenizer's files, reduces them to what determines ids, and identifies them by that content.
 
-It loads no encoder but for the one question whether the tokenizer itself puts a BOS before a text.
+It runs an encoder only to test whether the tokenizer itself inserts a BOS.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from orchestrator.storage.fetched import small_files
 from orchestrator.storage.home import expanded
 from orchestrator.storage.open import open_storage, split
 
-# What is copied into a run: everything transformers reads to make the tokenizer again, no weights.
+# The files that are copied into a run: everything that transformers reads to build the tokenizer, no weights.
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -66,14 +66,14 @@ FILES = (
     NATIVE,
     RESOLVED,
 )
-# What may hold a sentencepiece model, or tiktoken's ranks.
+# Files that may hold a sentencepiece model, or tiktoken's ranks.
 _SPM_NAMES = (PROTO, "spiece.model", "sentencepiece.bpe.model")
 _RANKS_END = ".tiktoken"
 _FILE_ENDS = (".model", _RANKS_END)
 _HUB_TIMEOUT_S = 10.0
-# Says of which type the model is, on which transformers' choice of a tokenizer class depends.
+# Holds the model's type, by which transformers chooses a tokenizer class.
 _MODEL = "config.json"
-# A message names so many of a tokenizer's special tokens.
+# The number of a tokenizer's special tokens that a message names.
 _FEW_TOKENS = 12
 UNKNOWN_TEXT = (
     "it has no token for unknown text: add an unk_token to the model in its tokenizer.json, or take a "
@@ -83,8 +83,9 @@ UNKNOWN_TEXT = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativeModel:
-    """A tokenizer whose tokenizer.json is not exact: its own `library` encodes, by `files`. `difference` is a
-    text and what both make of it.
+    """A tokenizer whose tokenizer.json is not exact: its own `library` encodes, with `files`.
+
+    `difference` is a text with both results.
     """
 
     library: str
@@ -94,9 +95,11 @@ class NativeModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerModel:
-    """What an encoder is built from: the tokenizer.json without truncation, padding, dropout and
-    post-processor (data rule 6), the texts of its special tokens, where conversations are read its chat
-    template, and where the tokenizer.json is not exact the tokenizer itself.
+    """The input of an encoder.
+
+    `model_json` is the tokenizer.json without truncation, padding, dropout and post-processor (data rule 6).
+    `special_tokens` are the texts of its special tokens. `chat` is its chat template, if conversations are
+    read. `native` is the tokenizer itself, if the tokenizer.json is not exact.
     """
 
     model_json: str
@@ -107,9 +110,9 @@ class TokenizerModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerFacts:
-    """What the stream needs of a tokenizer; `notes` says what was switched off.
+    """The facts about a tokenizer that the stream needs. `notes` report what was switched off.
 
-    `digest` (blake3) is that of the content that makes ids. `vocab_size` is the highest id plus one.
+    `digest` (blake3) covers the content that determines ids. `vocab_size` is the highest id plus one.
     """
 
     model: TokenizerModel
@@ -122,11 +125,11 @@ class TokenizerFacts:
 
 
 def fetch(name: str, known: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
-    """The files of the tokenizer `name`, always with a tokenizer.json: of a folder, or of a file of
-    sentencepiece or tiktoken, both also in a bucket, of `tiktoken:ENCODING`, else of a hub name. A tokenizer
-    that was converted to the files `known` is not converted again.
+    """The files of the tokenizer `name`, always with a tokenizer.json.
 
-    Raises `ConfigError` if there is none; for a hub name within seconds when the hub cannot be reached; and
+    `name` is a folder, or a file of sentencepiece or tiktoken, both also in a bucket, `tiktoken:ENCODING`, or
+    else a hub name. A tokenizer that was converted to the files `known` is not converted again. Raises
+    `ConfigError` if there is none (for a hub name within seconds if the hub cannot be reached), and
     `StorageError` for a bucket that cannot be read.
     """
     if name.startswith("tiktoken:"):
@@ -151,7 +154,7 @@ def fetch(name: str, known: Mapping[str, bytes] | None = None) -> dict[str, byte
 
 
 def is_there(name: str) -> bool:
-    """Whether the tokenizer `name` lies in a folder, or in a bucket. Raises as `fetch`."""
+    """Whether the tokenizer `name` is in a folder or in a bucket. Raises as `fetch`."""
     if is_uri(name):
         folder = _of_bucket(name)
         return folder.is_file() or any(folder.iterdir())
@@ -159,8 +162,8 @@ def is_there(name: str) -> bool:
 
 
 def _of_bucket(uri: str) -> Path:
-    """A folder of this machine with the files that lie there; of the URI of a model of sentencepiece, or of
-    ranks, that file.
+    """A local folder with the files of a bucket's folder. For the URI of a sentencepiece model or of ranks,
+    the local file.
     """
     try:
         where, name = split(uri)
@@ -204,8 +207,9 @@ def _with_json(name: str, folder: Path, known: Mapping[str, bytes]) -> dict[str,
 
 
 def _are_those_of(files: Mapping[str, bytes], known: Mapping[str, bytes]) -> bool:
-    """Whether a folder's files are those that a run has frozen, before what was made of them. Runs of earlier
-    versions have no further templates.
+    """Whether a folder's files are those that a run has frozen, before their conversion.
+
+    Runs of earlier versions have no additional templates.
     """
     given = {n: data for n, data in known.items() if n != RESOLVED}
     if "tokenizer.json" not in files:
@@ -216,7 +220,7 @@ def _are_those_of(files: Mapping[str, bytes], known: Mapping[str, bytes]) -> boo
 
 
 def _from_file(name: str, file: Path, known: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files for a model of sentencepiece or for tiktoken's ranks, with what they are made of."""
+    """The files for a sentencepiece model or tiktoken's ranks, with the original files."""
     settings = file.with_name(TIKTOKEN_SETTINGS)
     try:
         data = file.read_bytes()
@@ -239,7 +243,7 @@ def _from_hub(name: str) -> dict[str, bytes]:
 
         wanted = [*FILES, _MODEL, f"{TEMPLATE_FOLDER}/*.jinja"]
         folder = snapshot_download(name, allow_patterns=wanted, etag_timeout=_HUB_TIMEOUT_S)
-    except Exception as error:  # a dozen classes of the client; the reason is in the text
+    except Exception as error:  # a dozen classes of the client; its text has the reason
         raise ConfigError(
             f"data.tokenizer={name}: there is no such folder in {os.getcwd()}, and the hub does not give it: "
             f"{str(error).strip().splitlines()[0]}; name an existing folder or hub repository"
@@ -248,9 +252,9 @@ def _from_hub(name: str) -> dict[str, bytes]:
 
 
 def examine(name: str, files: dict[str, bytes], chat: bool = False) -> TokenizerFacts:
-    """What the files say; `chat`: with the template of conversations, which then is a part of the digest.
+    """The facts from the files. `chat`: with the chat template, which is then a part of the digest.
 
-    Raises `ConfigError` if they are no tokenizer, or have no template where one is needed, or one with a
+    Raises `ConfigError` if they are no tokenizer, if they lack a template that is needed, or if it has a
     syntax error.
     """
     content = {name: blake3(data).hexdigest() for name, data in files.items()}
@@ -262,7 +266,7 @@ def examine(name: str, files: dict[str, bytes], chat: bool = False) -> Tokenizer
     return _examined[key]
 
 
-# What this process has examined last: each opening of a stream asks again.
+# This process's most recent results: each opening of a stream needs them again.
 _examined: dict[str, TokenizerFacts] = {}
 _KEPT = 4
 
@@ -275,7 +279,7 @@ def _examine(name: str, files: dict[str, bytes], content: dict[str, str], chat: 
         )
         template = _chat_template(files, resolved) if chat else None
         reduced, notes = _reduce(whole)
-    except Exception as error:  # whatever is wrong inside, it is no tokenizer
+    except Exception as error:  # it is no tokenizer, whatever the error
         raise _no_tokenizer(name, error) from error
     if chat and resolved is not None and resolved.no_chats:
         raise ConfigError(
@@ -313,7 +317,7 @@ def _examine(name: str, files: dict[str, bytes], content: dict[str, str], chat: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Found:
-    """What a tokenizer must be built for, or its whole content be hashed."""
+    """Facts that require building the tokenizer, or hashing its whole content."""
 
     digest: str
     vocab_size: int
@@ -323,7 +327,7 @@ class _Found:
     notes: tuple[str, ...]
 
 
-# Raised when `_find` says something else of the same files.
+# Increased when `_find` returns other values for the same files.
 _EXAMINED_VERSION = 2
 
 
@@ -339,7 +343,7 @@ def _no_tokenizer(name: str, error: Exception) -> ConfigError:
 
 
 def _require_syntax(name: str, template: ChatTemplate) -> None:
-    """Raises `ConfigError` with the line where a template has a syntax error."""
+    """Raises `ConfigError` with the line if a template has a syntax error."""
     from orchestrator.data.tokens.rendering import Renderer
 
     try:
@@ -404,7 +408,9 @@ def _native(files: dict[str, bytes]) -> NativeModel | None:
 
 
 def _reduce(whole: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The tokenizer.json without what cuts, fills, randomizes or adds, and a note for each that was set."""
+    """The tokenizer.json without truncation, padding, dropout and post-processor, and a note for each that
+    was set.
+    """
     reduced = {**whole, "truncation": None, "padding": None, "post_processor": None}
     notes = [
         f"the tokenizer's {n} is switched off" for n in ("truncation", "padding") if whole.get(n) is not None
@@ -417,9 +423,7 @@ def _reduce(whole: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _declared(files: dict[str, bytes]) -> dict[str, str]:
-    """Names of special tokens (`eos_token`, `bos_token`) and their texts, as the configuration declares
-    them.
-    """
+    """The texts of the special tokens (`eos_token`, `bos_token`) that the configuration declares."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         content = json.loads(files[name]) if name in files else {}
@@ -434,9 +438,9 @@ def _declared(files: dict[str, bytes]) -> dict[str, str]:
 def ids_around(
     name: str, facts: TokenizerFacts, bos: str | bool, eos: str | bool
 ) -> tuple[int | None, int | None]:
-    """(BOS, EOS) as `data.bos` and `data.eos` ask for them, None for neither.
+    """(BOS, EOS) as requested by `data.bos` and `data.eos`, None for neither.
 
-    Raises `ConfigError` if the tokenizer lacks one that is asked for.
+    Raises `ConfigError` if the tokenizer lacks one that is requested.
     """
     wanted_bos = facts.adds_bos if bos == "auto" else bos
     return _id_around("bos", name, wanted_bos, facts.bos_id, facts), _id_around(

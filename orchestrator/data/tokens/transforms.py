@@ -1,6 +1,6 @@
-"""The user's own functions between a record and its tokens (data rule 25): found, identified, called.
+"""Finds, identifies and calls the user's functions between a record and its tokens (data rule 25).
 
-It knows no file, no window and no tokens; who has the record says where it lies.
+The caller adds the place of the record to errors.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from orchestrator.data.sources.plain_values import own_copy
 from orchestrator.errors import BadDocument, ConfigError, DataError, DataIdentityError
 from orchestrator.planning.record_keys import document_seed
 
-# A record that gives more documents than this is one of a function that does not end.
+# A function that gives more documents than this for a record is assumed not to end.
 MAX_OUTPUTS = 1_000_000
-# Of a document in a message so many characters are shown.
+# The number of characters of a document shown in a message.
 _SHOWN = 120
-# What comes out: a document, None where a function dropped one, the reason where one was bad.
+# A result: a document, None if a function dropped it, the reason if it was bad.
 Output = Document | BadRecordError | None
 _Fields = Mapping[str, Any]
 _Function = Callable[[dict[str, Any], int], Any]
@@ -45,7 +45,7 @@ _HOW = "a transform takes (document, seed) and returns a document, several in a 
 
 
 def find_transform(name: str) -> TransformRef:
-    """The transform `pkg.module:function` as it is now (`user_code.load`).
+    """The transform `pkg.module:function` with its current code (`user_code.load`).
 
     Raises `ConfigError` if it cannot be imported, or is no function of two arguments.
     """
@@ -54,7 +54,7 @@ def find_transform(name: str) -> TransformRef:
 
 @cache
 def _function(ref: TransformRef) -> _Function:
-    """The transform that a run was started with. Raises `DataIdentityError` if it is another one here."""
+    """The transform that a run was started with. Raises `DataIdentityError` if its code differs here."""
     found = _loaded(ref.name)
     if found.identity != ref.source:
         where = inspect.getsourcefile(found.function) or ref.name
@@ -68,7 +68,7 @@ def _function(ref: TransformRef) -> _Function:
 
 def _loaded(name: str) -> UserCode:
     found = load(name, f"data.transforms {name}")
-    with suppress(ValueError):  # some that are written in C do not say their arguments
+    with suppress(ValueError):  # some functions in C have no signature
         try:
             inspect.signature(found.function).bind({}, 0)
         except TypeError as error:
@@ -77,18 +77,18 @@ def _loaded(name: str) -> UserCode:
 
 
 class Transforms:
-    """A source's transforms, one after the other. Not for several threads."""
+    """A source's transforms, applied in order. Not thread-safe."""
 
     def __init__(self, refs: Sequence[TransformRef]) -> None:
-        """Raises `DataIdentityError` or `ConfigError` where one is not as it was, or not here."""
+        """Raises `DataIdentityError` or `ConfigError` if one has changed, or is missing."""
         self._functions = [(ref.name, _function(ref)) for ref in refs]
 
     def outputs(self, document: Document | Described, seed: int) -> list[Output]:
-        """What becomes of a document, in order; `seed` is its record's. Each function gets a `dict` of the
-        document's fields (`fields_of`) and a seed, and what it returns goes to the next.
+        """The results for a document, in order. `seed` is that of its record.
 
-        Raises `DataError` for any exception of theirs but `BadDocument`, with their traceback, and for what
-        is no document.
+        Each function receives a `dict` of the document's fields (`fields_of`) and a seed, and its results are
+        passed to the next. Raises `DataError` for any exception of a function except `BadDocument`, with its
+        traceback, and for a result that is no document.
         """
         content = _content(bare(document))
         found: list[_Fields | BadRecordError | None] = [fields_of(document)]
@@ -109,8 +109,10 @@ class Transforms:
 
 
 def fields_of(document: Document | Described) -> dict[str, Any]:
-    """A document as transforms get it, whatever its source calls these fields: `text`; `prompt` and
-    `completion`; `messages`, and `tools` if there are any. Further ones are called as the source names them.
+    """The fields of a document for transforms, whatever the names in its source.
+
+    They are `text`; `prompt` and `completion`; or `messages`, and `tools` if there are any. Additional fields
+    have the source's names.
     """
     if isinstance(document, Described):
         return {**document.fields, **fields_of(document.document)}
@@ -131,7 +133,7 @@ def utf8_size(document: Document) -> int:
 
 
 def first_difference(one: Sequence[Output], other: Sequence[Output]) -> str | None:
-    """What two results of one record have not in common, for people; None if they are the same."""
+    """The first difference between two results of one record, as a message; None if they are the same."""
     if len(one) != len(other):
         return f"{len(one)} documents, and {len(other)}"
     for number, pair in enumerate(zip(one, other, strict=True)):
@@ -147,7 +149,7 @@ def _short(value: object) -> str:
 
 
 def _content(document: Document | None) -> Content:
-    """What the documents are whose fields a transform returns for this one."""
+    """The content of the documents that a transform returns for this one."""
     if isinstance(document, Conversation):
         return Content(kind="chat", as_stored=document.as_stored)
     return Content(kind="prompt" if isinstance(document, Prompted) else "text")
@@ -156,19 +158,21 @@ def _content(document: Document | None) -> Content:
 def _called(
     name: str, function: _Function, fields: _Fields, seed: int
 ) -> list[_Fields | BadRecordError | None]:
-    """What one call makes of one document. One that yields nothing has dropped it; one that finds it bad
-    while it yields has made nothing of it.
+    """The results of one call for one document.
+
+    A function that yields nothing has dropped it. If it raises `BadDocument` after yielding, its yielded
+    documents are discarded.
     """
     try:
         made = function(dict(fields), seed)
         if made is None or isinstance(made, Mapping):
             return [made]
-        # a generator may go on with what it has yielded, and the next function may change one of two that
-        # are the same object
+        # A generator may modify what it has yielded, and the next function may modify one of two results that
+        # are the same object.
         several = [own_copy(each) for each in islice(made, MAX_OUTPUTS + 1)] if _is_several(made) else [made]
     except BadDocument as error:
         return [BadRecordError(f"{name} says: {error}")]
-    except (Exception, SystemExit) as error:  # SystemExit would end the process, and nobody knew whose it was
+    except (Exception, SystemExit) as error:  # SystemExit would end the process without a message
         raise DataError(_failed(name, error)) from error
     if len(several) > MAX_OUTPUTS:
         raise _too_many(name)
@@ -186,7 +190,7 @@ def _is_several(made: object) -> bool:
 
 
 def _document(name: str, fields: _Fields, content: Content) -> Document:
-    """The document of what the last function returned."""
+    """The document in the result of the last function."""
     try:
         document = document_of(fields, content)
         _require_unicode(document)
@@ -199,7 +203,7 @@ def _document(name: str, fields: _Fields, content: Content) -> Document:
 
 
 def _require_unicode(document: Document) -> None:
-    """Raises what Python raises for texts without a UTF-8 form, and for messages that are no JSON."""
+    """Raises Python's error for texts without a UTF-8 form, and for messages that are no JSON."""
     for text in _texts(document):
         if not text.isascii():
             text.encode()

@@ -1,4 +1,4 @@
-"""The routes that act: plan, confirm, ask what became of it. No other route changes anything."""
+"""The routes for actions: plan, confirm, and query the result. No other route changes anything."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Body(BaseModel):
 
 
 class AskedBody(_Body):
-    """What an action is asked to do; see `actions.Asked`."""
+    """The parameters of an action; see `actions.Asked`."""
 
     point: Annotated[str, Field(pattern=POINT)] | None = None
     now: bool = False
@@ -54,16 +54,16 @@ class AskedBody(_Body):
 
 
 class ConfirmBody(AskedBody):
-    """A plan that is confirmed: its token, and the basis that its reader saw."""
+    """A confirmed plan: its token, and the basis that its reader saw."""
 
     token: Annotated[str, Field(max_length=200)]
     basis: dict[str, str | int | None] = {}
 
 
 def add_actions(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
-    """Plan, confirm, and what became of it."""
+    """Adds the routes to plan, confirm, and query the result."""
     doings, secret = Doings(), secrets.token_bytes(32)
-    # threads of their own: requests that wait for a storage or for a run's lock do not hold them up
+    # separate threads, so that requests that wait for a storage or a run's lock do not delay them
     of_steering = CapacityLimiter(MOST_STOPS)
 
     def threads(action: str) -> CapacityLimiter | None:
@@ -82,7 +82,7 @@ def add_actions(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
         opened, asked = runs.open(run), body.asked()
         begun = doings.known(body.token)
         if begun is None:
-            steers = is_steering(action)  # its plan depends on nothing that would have to be read
+            steers = is_steering(action)  # its plan depends on no data that would have to be read
             sight = Sight(uri=opened.uri, summary={}) if steers else _sight(opened, action, asked)
             if is_stale(action, ACTIONS[action], asked, sight, secret, clock(), body.token):
                 raise RouteError(_stale(body.basis, ACTIONS[action].basis(sight)))
@@ -113,7 +113,7 @@ def _carry_out(run: OpenRun, action: str, asked: Asked, tell: Tell) -> str:
 
 
 def is_steering(action: str) -> bool:
-    """Whether it concerns whatever works on the run, and so nothing that the page has to read."""
+    """Whether an action concerns only the active launch, so that the page need not read data for it."""
     return ACTIONS[action].basis is of_nothing
 
 

@@ -1,5 +1,6 @@
-"""The actions of the page: what each says before it is done, when it is refused, and what does it. An entry
-of `ACTIONS` is one action.
+"""The actions of the page: their text before confirmation, their refusals, and their execution.
+
+Each entry of `ACTIONS` is one action.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def _verify_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
 def _verify(run: Run, asked: Asked) -> str:
     began = time.monotonic()
     rows = run.verify(asked.point)
-    with suppress(StorageError):  # what was found is said, also where it cannot be kept
+    with suppress(StorageError):  # the result is shown even if it cannot be stored
         run.note_finding(VERIFY, verify_result(rows, every=False), time.monotonic() - began)
     (row,) = rows
     if row["healthy"]:
@@ -173,8 +174,8 @@ def _rewind_refusals(sight: Sight, asked: Asked) -> Sequence[str]:
 
 
 def _unfit(sight: Sight, asked: Asked, orphan: str) -> Sequence[str]:
-    """Why nothing is made from the asked point; `orphan`: what to do with one that is off the history, empty
-    if that does not matter.
+    """Why the point cannot be used; `orphan`: the advice for a point off the history, empty if that does not
+    matter.
     """
     row = sight.point
     if row["state"] == "damaged":
@@ -227,7 +228,7 @@ def _fork(run: Run, asked: Asked) -> str:
 
 
 def _export_folder(uri: str, point: str | None) -> str:
-    """Where an export goes: nowhere that a browser says."""
+    """The folder of an export. A browser cannot choose it."""
     return _beside(uri, f"exports/{split(uri)[1]}-{point}")
 
 

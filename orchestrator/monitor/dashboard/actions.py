@@ -1,9 +1,10 @@
-"""What can be done to a run from the page: plan, confirm, done. One entry of `ACTIONS` is one action.
+"""The framework for actions on a run from the page: plan, confirm, done. Each entry of `ACTIONS` is one
+action.
 
-Pure, but for `Action.do`, which is called with the run when a plan was confirmed: effects, refusals and the
-basis of a plan are made from what the page shows. A plan's token holds only while that basis stands: that of
-the run (`of_run`), for what concerns one point alone that of the point (`of_point`), for save and stop none
-(`of_nothing`). A finished step changes none of them.
+Pure, except for `Action.do`, which is called with the run when a plan was confirmed. Effects, refusals and
+the basis of a plan are made from the data on the page. A plan's token is valid only while that basis does not
+change: that of the run (`of_run`), that of the point for actions on one point (`of_point`), none for save and
+stop (`of_nothing`). A finished step changes none of them.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What an action is asked to do; an action heeds what concerns it. `point` is a resume point's name,
-    `now` stops without saving, `why` goes into a pin, `new_run` is a fork's name.
+    """The parameters of an action, which uses those that concern it.
+
+    `point` is a resume point's name, `now` stops without saving, `why` goes into a pin, `new_run` is a fork's
+    name.
     """
 
     point: str | None = None
@@ -41,7 +44,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sight:
-    """What the page shows of a run when something is planned: its summary, and the point's details."""
+    """The page's data on a run when an action is planned: its summary, and the point's details."""
 
     uri: str
     summary: Json
@@ -56,13 +59,13 @@ class Sight:
 
 
 class WrongFound(str):
-    """What to say of an action that was done, and found something wrong."""
+    """The message of an action that was done and found a fault."""
 
     __slots__ = ()
 
 
 def of_run(sight: Sight) -> dict[str, Any]:
-    """What a plan depends on that is about the run."""
+    """The basis of a plan for the whole run."""
     newest = sight.summary.get("point")
     return {
         **{name: sight.summary.get(name) for name in ("attempt", "generation")},
@@ -72,13 +75,13 @@ def of_run(sight: Sight) -> dict[str, Any]:
 
 
 def of_nothing(sight: Sight) -> dict[str, Any]:
-    """What a plan depends on that concerns whatever works on the run: nothing that moves while it trains."""
+    """The basis of a plan for the active launch: empty, as nothing that changes while it trains matters."""
     del sight
     return {}
 
 
 def of_point(sight: Sight) -> dict[str, Any]:
-    """What a plan depends on that is about one point alone: that it is there, and its pin."""
+    """The basis of a plan for one point: its existence and its pin."""
     assert sight.detail is not None, "an action that needs a point is planned with one"
     pin = sight.point.get("pin")
     return {
@@ -89,9 +92,11 @@ def of_point(sight: Sight) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """One action. `verb` stands on the button that confirms it; `is_grave` colours it. `do` carries it out
-    and returns what to say; it raises what a command would, and tells why it takes long. `basis` is what a
-    plan of it depends on.
+    """One action.
+
+    `verb` is on the button that confirms it; `is_grave` colours it. `do` executes it and returns the message
+    for the user. It raises what a command would, and reports why it takes long. `basis` is what a plan of it
+    depends on.
     """
 
     verb: str
@@ -108,7 +113,7 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """What an action would do. Without `token` it is refused."""
+    """The planned effects of an action. Without `token` it is refused."""
 
     action: str
     verb: str
@@ -129,10 +134,10 @@ class Planned:
 
 
 def plan(name: str, action: Action, asked: Asked, sight: Sight, secret: bytes, now: float) -> Planned:
-    """What an action, which has this name, would do now, `now` seconds on the server's clock."""
+    """Plans the action of this name, at `now` seconds on the server's clock."""
     refusals = list[str]()
     state = sight.summary["state"]
-    # of a run whose journal cannot be read its signs of life can
+    # if a run's journal cannot be read, its signs of life still can
     is_alive = state in ALIVE or (state == UNREADABLE and sight.summary.get("alive"))
     if action.needs_alive and not is_alive:
         refusals.append(
@@ -158,8 +163,9 @@ def plan(name: str, action: Action, asked: Asked, sight: Sight, secret: bytes, n
 def is_stale(
     name: str, action: Action, asked: Asked, sight: Sight, secret: bytes, now: float, token: str
 ) -> bool:
-    """Whether a plan's token does not hold any more: what it depends on has changed, the plan is too old, or
-    it was made for something else.
+    """Whether a plan's token is no longer valid.
+
+    What it depends on has changed, the plan is too old, or it was made for something else.
     """
     made, _, _ = token.partition(".")
     if not made.isdecimal() or len(made) > 12 or not 0 <= now - int(made) <= EXPIRES_S:

@@ -1,7 +1,4 @@
-"""How the API answers: JSON without anything secret, and errors that say what to do.
-
-It knows no run and no route.
-"""
+"""The answers of the API: JSON without secrets, and errors with a remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from orchestrator.terminal_text import visible
 
 UNANSWERABLE = 422
 _PLAIN = frozenset({int, float, bool, type(None)})
-# a text without any of this holds nothing that `redacted_text` would hide
+# a text without any of this contains nothing that `redacted_text` would hide
 _SUSPECT = re.compile(
     "token|secret|passw|key|credential|://|hf_|gh[opsur]_|github_pat|sk-|xox|AKIA|eyJ|Bearer", re.IGNORECASE
 )
@@ -28,8 +25,10 @@ _SUSPECT = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """Why a request is not answered as asked. `text` is the command line's, word for word, where it has one;
-    `do` says what helps; `more` are further fields.
+    """Why a request is refused.
+
+    `text` is that of the command line, word for word, if it has one. `do` is the remedy. `more` are further
+    fields.
     """
 
     status: int
@@ -54,27 +53,27 @@ class RouteError(Exception):
 
 
 def not_found(code: str, text: str, do: str = "") -> RouteError:
-    """Nothing of this name is there."""
+    """Makes the error for an unknown name."""
     return RouteError(Problem(status=404, code=code, text=text, do=do))
 
 
 class named:  # noqa: N801  it reads as a word
-    """A refusal inside means that nothing of this name is there."""
+    """Turns a refusal inside the block into the answer for an unknown name."""
 
     def __init__(self, code: str) -> None:
         self._code = code
 
     def __enter__(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Turns the refusal."""
+        """Turns a refusal into the answer."""
         if isinstance(error, RefusedError):
             raise not_found(self._code, str(error)) from error
 
 
 def problem_of(error: OrchestratorError) -> Problem:
-    """What an error of ours means to who asked."""
+    """The answer for one of our errors."""
     match error:
         case StorageError():
             return Problem(status=503, code="storage", text=str(error))
@@ -86,18 +85,18 @@ def problem_of(error: OrchestratorError) -> Problem:
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    """Numbers that are not finite are null."""
+    """Makes a JSON answer. Numbers that are not finite are null."""
     return Response(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type=JSON)
 
 
 def shown(value: Any, status: int = 200) -> Response:
-    """What was read from a run, without the secrets in it."""
+    """Makes an answer of a run's data, without secrets."""
     return json_response(without_secrets(value), status)
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
-    """`config.redaction.redacted` for documents with many numbers; a source's cursor, where `token` is a
-    place, is left as it is.
+    """`config.redaction.redacted` for documents with many numbers. A source's cursor, where `token` is a
+    position, is not changed.
     """
     if isinstance(value, str):
         value = visible(value)  # a command is copied from the page into a terminal
@@ -123,7 +122,7 @@ def _hides_numbers(key: str) -> bool:
 
 
 def error_response(problem: Problem) -> Response:
-    """The answer to a request that cannot be answered as asked."""
+    """Makes the answer to a wrong request."""
     response = json_response(problem.to_json(), problem.status)
     if problem.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"

@@ -1,6 +1,4 @@
-"""The dashboard as an ASGI application over one storage folder: the page's files, the routes of its API, and
-the guard before all of them.
-"""
+"""The dashboard as an ASGI application over one storage folder: the page's files, its API, and the guard."""
 
 from __future__ import annotations
 
@@ -51,8 +49,10 @@ def make_app(
     closing: threading.Event | None = None,
     every_s: float = EVERY_S,
 ) -> ASGIApp:
-    """The application. `token` opens its API; `host` is the address that it is bound to; `clock` is what the
-    page takes for now; `closing` ends the streams, for which a run is looked at every `every_s` seconds.
+    """The application.
+
+    `token` opens its API. `host` is the address that it is bound to. `clock` is the page's current time.
+    `closing` ends the streams, for which a run is read every `every_s` seconds.
     """
     files = page_files()
     api = _api(Runs(storage, clock), clock, closing or threading.Event(), every_s)

@@ -1,7 +1,7 @@
-"""Who may ask: a request is judged by its path, host, origin and token before anything else looks at it.
+"""Access control: judges a request by its path, host, origin and token before anything else reads it.
 
-Pure, but for the guard around the application, which answers what is refused and adds the headers that hold
-for every answer. It knows no run.
+Pure, except for the guard around the application, which answers refused requests and adds the headers of
+every answer.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def new_token() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Door:
-    """What a server lets in: `token` opens all but the `public` paths; `host` is the address that it is bound
-    to.
+    """The access rules of a server: `token` opens all but the `public` paths. `host` is the address that it
+    is bound to.
     """
 
     token: str
@@ -49,13 +49,15 @@ class Door:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine reaches it."""
+        """Whether only this machine can reach the server."""
         return is_loopback(self.host)
 
     def admits_host(self, host: str) -> bool:
-        """Whether a `Host` header names this server: a page of another site whose name was made to lead here
-        (DNS rebinding) sends its own. An address is no name; from elsewhere than this machine it and the
-        machine's names will do. The port is not looked at: a tunnel has another.
+        """Whether a `Host` header names this server.
+
+        A page of another site whose name was made to lead here (DNS rebinding) sends its own name. An address
+        is no name. For a server that other machines can reach, it and the machine's names are accepted. The
+        port is not checked: a tunnel has another.
         """
         name = _host_name(host)
         if is_loopback(name):
@@ -92,14 +94,16 @@ def refusal(door: Door, path: str, headers: Mapping[str, str]) -> Problem | None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name is reached from this machine alone."""
+    """Whether an address or name can be reached only from this machine."""
     if host.lower() == "localhost":
         return True
     return _is_address(host) and ipaddress.ip_address(host).is_loopback
 
 
 class Guard:
-    """The application behind a door. Every answer has the headers; a body beyond the limit is refused."""
+    """The application behind the access rules. Every answer has the headers; a body beyond the limit is
+    refused.
+    """
 
     def __init__(self, app: ASGIApp, door: Door) -> None:
         self._app, self._door = app, door
@@ -130,7 +134,7 @@ class Guard:
 
 
 async def _body(headers: Mapping[str, str], receive: Receive) -> tuple[bytes, Problem | None]:
-    """The body, or that it is too large: then the rest of it is not read."""
+    """Reads the body. Returns a problem if it is too large: then the rest of it is not read."""
     body, more = b"", "content-length" in headers or "transfer-encoding" in headers
     while more:
         message = await receive()
@@ -155,7 +159,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _host_name(host: str) -> str:
-    """Without port and brackets."""
+    """The host without port and brackets."""
     try:
         return (urlsplit(f"//{host}").hostname or "").lower()
     except ValueError:

@@ -1,6 +1,4 @@
-"""Carries out confirmed actions, each in a thread of its own, and remembers what became of them for as long
-as the server lives. It decides nothing.
-"""
+"""Executes confirmed actions, each in its own thread, and keeps the results while the server runs."""
 
 from __future__ import annotations
 
@@ -15,14 +13,16 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.monitor.dashboard.actions import Tell, WrongFound
 
 KEPT = 200  # actions that are remembered
-MOST_AT_ONCE = 8  # of one kind: those that wait, a save perhaps for hours, are in the way of no other
+MOST_AT_ONCE = 8  # of one kind: those that wait, a save perhaps for hours, delay no other
 MOST_STOPS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Doing:
-    """One action of one run; `state` is running, done or failed, `text` what to say then, while it runs why
-    it takes long ("": nothing is known of that); `is_bad`: it was done, and found something wrong.
+    """One action of one run.
+
+    `state` is running, done or failed. `text` is its message; while it runs, why it takes long ("": not
+    known). `is_bad`: it was done, and found something wrong.
     """
 
     id: str
@@ -47,13 +47,14 @@ class Doings:
         self._by_token: dict[str, str] = {}
 
     def known(self, token: str) -> Doing | None:
-        """What was begun with a plan's token: a second confirmation of it begins nothing."""
+        """The action that was begun with a plan's token. A second confirmation begins nothing."""
         with self._lock:
             return self._by_id.get(self._by_token.get(token, ""))
 
     def begin(self, run: str, action: str, token: str, do: Callable[[Tell], str]) -> Doing | None:
-        """Carries `do` out beside this thread; None if `MOST_AT_ONCE` of this action are under way
-        (`MOST_STOPS` of stop). `do` is called with a function that reports why it takes long.
+        """Runs `do` in a thread; None if `MOST_AT_ONCE` of this action are running (`MOST_STOPS` of stop).
+
+        `do` is called with a function that reports why it takes long.
         """
         with self._lock:
             if token in self._by_token and (begun := self._by_id.get(self._by_token[token])):
@@ -67,12 +68,12 @@ class Doings:
             for gone in ended[: max(0, len(self._by_id) - KEPT)]:
                 del self._by_id[gone]
                 self._by_token = {t: i for t, i in self._by_token.items() if i != gone}
-        # it waits for a run's answer, perhaps for long: the server's end does not wait for it
+        # it may wait long for a run's answer, and the server's end does not wait for it
         threading.Thread(target=self._do, args=(begun, do), name=f"action {action}", daemon=True).start()
         return begun
 
     def find(self, run: str, number: str) -> Doing | None:
-        """One of them."""
+        """Returns an action of a run by its number."""
         with self._lock:
             found = self._by_id.get(number)
         return found if found is not None and found.run == run else None

@@ -1,4 +1,4 @@
-"""The page's own files, read once: what a browser gets without a token. No request's path reaches a disk."""
+"""The page's own files, read once, which a browser gets without a token. No request's path reaches a disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def page_files() -> Mapping[str, PageFile]:
 
 
 def page_response(file: PageFile, headers: Headers) -> Response:
-    """A file, or that the browser's copy is as new."""
+    """Answers with a file, or with the message that the browser's copy is current."""
     fixed = {"ETag": file.tag, "Cache-Control": file.cache, "Vary": "Accept-Encoding"}
     if file.tag in headers.get("if-none-match", ""):
         return Response(status_code=304, headers=fixed)

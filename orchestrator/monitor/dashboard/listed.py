@@ -1,8 +1,8 @@
 """The rows of the page's list of runs, each made from the tail of its journal.
 
-What a row costs, in time and memory, does not grow with the run: at most `ROW_BYTES` of a journal are read
-(of a run without an end also, once, the segments back to where its generation began), and a row is read anew
-only when the run has changed. What cannot be read of a run stands in its own row.
+The cost of a row, in time and memory, does not grow with the run: at most `ROW_BYTES` of a journal are read
+(for a run without an end also, once, the segments back to where its generation began). A row is read again
+only when the run has changed. If a run cannot be read, its row has the reason.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ class ListedRun:
     _begun: Row | None = None  # the line of the newest generation
 
     def row(self) -> Row:
-        """The run as it stands, or why it cannot be read: never an error."""
+        """The run's row, or the reason why it cannot be read. Never raises."""
         with self._lock:
             try:
                 row = self._current()
             except OrchestratorError as error:
                 row = self._unreadable(str(error))
-            except Exception as error:  # noqa: BLE001  a run that somebody else wrote: it hides no other
+            except Exception as error:  # noqa: BLE001  a fault in one run must not hide the others
                 row = self._unreadable(f"it cannot be shown: {text_of(error)}")
             return {**row, "now": self.clock()}
 
     def fork(self) -> Fork | None:
-        """Of what it is a fork; None if it is none, or cannot be read."""
+        """The run and point that it is a fork of; None if it is no fork, or that cannot be read."""
         try:
             run = self._run_file()
         except OrchestratorError:
@@ -191,7 +191,9 @@ def _progress(view: RunView, stop_tokens: int | None) -> Row:
 
 
 def _risk(risk: Risk | None, steps: Sequence[Row]) -> Row | None:
-    """`steps`: the newest that were read, newest first; older ones are taken to have been as quick."""
+    """What is at risk. `steps`: the newest that were read, newest first; older ones are assumed to be as
+    fast.
+    """
     if risk is None:
         return None
     newest = [float(step["step_s"]) for step in steps[: risk.steps]]

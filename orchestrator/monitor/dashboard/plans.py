@@ -1,8 +1,8 @@
-"""The planner: what `orchestrator plan` would answer for the newest attempt's configuration with another
-number of workers, batch or length, or from another resume point, and how a step would lie on the workers.
+"""The planner: `orchestrator plan` for the newest attempt's configuration with changes.
 
-It decides nothing: `planning.resume_plan` does. What the run holds it takes from the views, so that a long
-journal is not read once more.
+The changes are another number of workers, batch or length, or another resume point. It also shows how a step
+would be distributed to the workers. `planning.resume_plan` makes the plan. The run's data come from the
+views, so that a long journal is not read again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 
 SHOWN_WORKERS = 64
-_DATA_S = 30.0  # for so long files are not looked at again
+_DATA_S = 30.0  # files are not read again within this time
 FIELDS = {
     "num_workers": "cluster.num_workers",
     "global_batch_size": "train.global_batch_size",
@@ -54,21 +54,21 @@ FIELDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhatIf:
-    """What is asked: a point's name (None: the newest whole one), and new values as they are typed."""
+    """The question: a point's name (None: the newest whole one), and new values as they are typed."""
 
     point: str | None
-    values: Mapping[str, str]  # of FIELDS, without those that stay
+    values: Mapping[str, str]  # of FIELDS, without unchanged ones
 
     @property
     def overrides(self) -> list[str]:
-        """As the command line takes them."""
+        """The values in the form of the command line."""
         return [f"{FIELDS[name]}={text}" for name, text in self.values.items()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Data:
-    """The data as they are found now: identities (the run's, theirs), notes, what refuses them, and they
-    themselves where this machine sees them.
+    """The current data: identities (the run's, theirs), notes, the refusal, and the data themselves if this
+    machine can see them.
     """
 
     identities: tuple[RunIdentity, RunIdentity] | None
@@ -109,7 +109,7 @@ class Planner:
             )
             found = _completed(store, job, found, data, damages, refused, point)
             if data.spec is not None:
-                # not this machine's: the dashboard may run where no worker does
+                # not this machine's memory: the dashboard may run where no worker does
                 known = noted_machines(store)
                 found = with_memory(with_known_shape(job, known.before), known, found)
             if point is not None and asked.point:
@@ -117,7 +117,7 @@ class Planner:
             return {**found.to_json(), **_of_the_page(views, job, flat, asked, found, point)}
 
     def _newest_config(self) -> dict[str, Any]:
-        """That of the newest attempt that has begun."""
+        """The configuration of the newest attempt that has begun."""
         for number in reversed(self._run.store.claim_numbers()):
             if self._configs.get(number) is None:
                 self._configs[number] = (beginning_of(self._run.store.storage, number) or {}).get("config")
@@ -130,7 +130,7 @@ class Planner:
     def _choose(
         self, views: RunViews, wanted: str
     ) -> tuple[Point | None, tuple[Damage, ...], OrchestratorError | None]:
-        """The point, the damages of newer ones, and why the named one cannot be taken."""
+        """The point, the damages of newer ones, and the reason if the named one cannot be used."""
         store, names = self._run.store, _on_history(views)
         try:
             point, damages = choose_among(store, names, (), wanted, fast=True)
@@ -170,7 +170,7 @@ class Planner:
 
 
 def layout(job: JobConfig) -> list[dict[str, Any]]:
-    """How a step's micro-batches lie on the workers, with the fewest and the most of them."""
+    """The distribution of a step's micro-batches to the workers, with the fewest and the most of them."""
     cluster, train = job.cluster, job.train
     num_micro = num_micro_batches(train.global_batch_size, train.micro_batch_size)
     return [
@@ -188,7 +188,7 @@ def layout(job: JobConfig) -> list[dict[str, Any]]:
 
 
 def _on_history(views: RunViews) -> list[str]:
-    """The points on the history, oldest first, damaged ones too."""
+    """The points on the history, oldest first, including damaged ones."""
     names: list[str] = []
     while True:
         page = views.points(state="all", sort="step", q="", offset=len(names), limit=500)
@@ -198,7 +198,7 @@ def _on_history(views: RunViews) -> list[str]:
 
 
 def _readable(store: RunStore, name: str) -> Point | None:
-    """A point that cannot be resumed, for what the plan would have been."""
+    """A point that cannot be resumed, for the plan that would otherwise apply."""
     try:
         return store.read_point(name)
     except OrchestratorError:
@@ -214,7 +214,7 @@ def _completed(
     refused: OrchestratorError | None,
     point: Point | None,
 ) -> ResumePlan:
-    """With what `orchestrator.launch.api.plan` adds."""
+    """The plan with the additions of `orchestrator.launch.api.plan`."""
     notes = [f"warning: {damage}; falling back to an older resume point" for damage in damages]
     if point is not None and refused is None:
         notes.append(said_of_files(store, point))
@@ -225,7 +225,7 @@ def _completed(
 
 
 def _rewinds(views: RunViews, wanted: str, point: Point) -> str:
-    """What leaves the history; see `coordinator.choosing.rewind_sentence`."""
+    """What would leave the history; see `coordinator.choosing.rewind_sentence`."""
     aside = views.point(wanted)["aside"]
     names = _on_history(views)
     kept = {*up_to(names, point)}
@@ -271,7 +271,7 @@ def _of_the_page(
 def _estimate(
     views: RunViews, summary: Mapping[str, Any], workers: int, tokens: int, steps: int | None
 ) -> dict[str, float | None]:
-    """Seconds of a step and of all that remain, if each worker is as fast as it was in the last steps."""
+    """Seconds of a step and of all remaining ones, if each worker is as fast as in the last steps."""
     rate = (summary.get("speed") or {}).get("tokens_per_s")
     table = views.timeline(px=None)["segments"]
     world = table["rows"][-1][table["columns"].index("world")] if table["rows"] else None
@@ -282,9 +282,10 @@ def _estimate(
 
 
 def _command(views: RunViews, asked: WhatIf, job: JobConfig, flat: Mapping[str, Any]) -> str:
-    """The command that does it: the one that began the newest attempt, with what differs from that attempt's
-    configuration. Where nobody noted one, CONFIG stands for the configuration file, which may be another
-    run's.
+    """The command that does it: the one that began the newest attempt, with the changes to that attempt's
+    configuration.
+
+    If no command was recorded, CONFIG stands for the configuration file, which may be another run's.
     """
     facts = views.facts
     commanded, now = facts.commanded(), job.flat()

@@ -1,4 +1,4 @@
-"""The routes that read: each takes what was asked for, calls one view and answers."""
+"""The routes that read: each calls one view with the request's parameters and returns its result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Typed = Annotated[str, Query(max_length=40)]
 
 
 def add_views(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
-    """A run at a glance, its timeline, charts and resume points."""
+    """Adds the routes of a run's summary, timeline, charts and resume points."""
 
     @app.get("/api/runs")
     def all_runs() -> Response:
@@ -75,7 +75,7 @@ def add_views(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
 
 
 def add_records(app: FastAPI, runs: Runs) -> None:
-    """Attempts, sources, goodput, events: what a run has recorded."""
+    """Adds the routes of a run's records: attempts, sources, goodput, events."""
 
     @app.get("/api/runs/{run}/attempts")
     def attempts(
@@ -122,7 +122,7 @@ def add_records(app: FastAPI, runs: Runs) -> None:
 
 
 def add_plan(app: FastAPI, runs: Runs) -> None:
-    """The planner."""
+    """Adds the route of the planner."""
     planners: dict[str, tuple[OpenRun, Planner]] = {}
 
     @app.get("/api/runs/{run}/plan")
@@ -149,7 +149,7 @@ def add_plan(app: FastAPI, runs: Runs) -> None:
 
 
 def add_stream(app: FastAPI, runs: Runs, closing: Closing, every_s: float) -> None:
-    """The server-sent events; a run is looked at every `every_s` seconds."""
+    """Adds the route of server-sent events. A run is read every `every_s` seconds."""
     watches = Watches(stream.look, closing, every_s)
 
     @app.get("/api/runs/{run}/stream", response_class=stream.EventStream)

@@ -1,6 +1,6 @@
-"""The runs of one storage, each opened once and read on as it grows.
+"""The runs of one storage, each opened once and read further as it grows.
 
-Names come from outside: what is opened lies directly in it, whatever a name or a link says.
+Names come from outside. Only runs directly in the storage are opened, whatever a name or a link contains.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.open import join, split
 
 REFRESH_S = 0.5  # a run is not read anew more often than this
-MOST_KEPT = 16  # runs whose journals are kept in memory, those that were asked for last
+MOST_KEPT = 16  # runs whose journals are kept in memory, the last requested ones
 
 
 @dataclass(kw_only=True)
@@ -54,7 +54,7 @@ class OpenRun:
     _missing: tuple[UnreadableError, str] | None = None
 
     def look_again(self) -> None:
-        """What is asked for next is read anew."""
+        """Lets the next request read again."""
         self._read_at = float("-inf")
 
     @property
@@ -65,7 +65,7 @@ class OpenRun:
         return self._views
 
     def forget(self) -> None:
-        """What was read is not kept: the next look reads all of it. Nothing while a thread reads it."""
+        """Drops what was read: the next look reads all of it. Does nothing while a thread reads it."""
         if self._lock.acquire(blocking=False):
             try:
                 self._views, self._read_at = None, float("-inf")
@@ -74,13 +74,13 @@ class OpenRun:
 
     @contextmanager
     def known(self) -> Iterator[RunViews]:
-        """The views as they were read last."""
+        """The views as they were last read."""
         with self._lock:
             yield self.views
 
     @contextmanager
     def reading(self, anew: bool = False) -> Iterator[RunViews]:
-        """The views, as new as `REFRESH_S`, or as new as can be."""
+        """The views, at most `REFRESH_S` old, or, with `anew`, read again now."""
         with self._lock:
             if anew or self.clock() - self._read_at >= REFRESH_S:
                 self.views.refresh()
@@ -89,7 +89,7 @@ class OpenRun:
 
     @contextmanager
     def readable(self, anew: bool = False) -> Iterator[RunViews]:
-        """The same of a run that can be read. Raises `RouteError` of one that cannot."""
+        """The same for a run that can be read. Raises `RouteError` for one that cannot."""
         with self.reading(anew) as views:
             if (error := views.unreadable) is not None:
                 raise RouteError(
@@ -111,18 +111,18 @@ class OpenRun:
             yield views
 
     def _missing_text(self, error: UnreadableError) -> str:
-        """What `status` says is gone of its folder, empty if it says nothing; found once for an error."""
+        """What `status` reports missing in its folder, empty if nothing; determined once for an error."""
         if self._missing is None or self._missing[0] is not error:
             gone: tuple[str, ...] = ()
-            with suppress(OrchestratorError):  # of a run that cannot be read it may have nothing to say
+            with suppress(OrchestratorError):  # for an unreadable run it may have no report
                 gone = Run(self.uri).status(0).missing
             self._missing = error, sentence(missing_text(gone)) if gone else ""
         return self._missing[1]
 
 
 class Runs:
-    """What lies in `storage`: in a folder of runs, a prefix of a bucket, or one run's own. Safe to use from
-    threads.
+    """The runs in `storage`: a folder of runs, a prefix of a bucket, or one run's own folder. Safe to use
+    from threads.
     """
 
     def __init__(self, storage: Storage, clock: Callable[[], float] = time.time) -> None:
@@ -135,10 +135,10 @@ class Runs:
         self.root = self._storage.root
         self._clock, self._lock = clock, threading.Lock()
         self._open: dict[str, tuple[str, OpenRun]] = {}
-        self._asked: dict[str, OpenRun] = {}  # for more than their rows, the last one last
+        self._asked: dict[str, OpenRun] = {}  # requested for more than their rows, the newest request last
 
     def rows(self) -> list[dict[str, Any]]:
-        """The list of runs: a row for each, whatever is wrong with another. Raises `StorageError` if the
+        """The list of runs: a row for each, independent of faults in others. Raises `StorageError` if the
         storage itself cannot be listed.
         """
         names = self.names()
@@ -151,14 +151,14 @@ class Runs:
     def _row(self, name: str) -> dict[str, Any]:
         try:
             return self._opened(name).listed.row()
-        except (RouteError, OrchestratorError) as error:  # deleted meanwhile, or its run.json is out of reach
+        except (RouteError, OrchestratorError) as error:  # deleted meanwhile, or its run.json cannot be read
             return unreadable_row(name, join(self.root, name), str(error), self._clock())
 
     def names(self) -> list[str]:
-        """The runs that lie there. Raises `StorageError` if the storage cannot be read."""
+        """The names of the runs in the storage. Raises `StorageError` if it cannot be read."""
         folder = self._storage.folder
         if folder is None:
-            # what was opened is asked for anew when it is opened again
+            # an opened run is checked again when it is opened again
             return [name for name in self._storage.list("") if name in self._open or self._is_run(name)]
         try:
             found = sorted(entry.name for entry in os.scandir(folder))
@@ -170,8 +170,8 @@ class Runs:
         return [name for name in found if self._is_run(name)]
 
     def open(self, name: str) -> OpenRun:
-        """The run of this name, to read it wholly; what was read of the run that nobody has asked for longest
-        is forgotten. Raises `RouteError` (404) if there is none in the storage.
+        """Opens the run of this name, to read it wholly. The data of the run with the oldest request are
+        dropped. Raises `RouteError` (404) if there is none in the storage.
         """
         run = self._opened(name)
         with self._lock:
@@ -208,7 +208,7 @@ class Runs:
             return run
 
     def forks(self) -> list[Fork]:
-        """Which of the runs are forks, and of what. Raises `StorageError`."""
+        """The runs that are forks, and their origins. Raises `StorageError`."""
         found = []
         for name in self.names():
             with suppress(RouteError):  # it was deleted meanwhile
@@ -216,21 +216,21 @@ class Runs:
         return [fork for fork in found if fork is not None]
 
     def is_here(self, uri: str) -> bool:
-        """Whether a folder, or a URI, that a run names is one of the runs."""
+        """Whether a folder or URI named by a run is one of the runs."""
         outer, name = split(uri)
         here = self.root if self._storage.folder is None else str(self._storage.folder.resolve())
         return outer == here and self._stamp(name) is not None
 
     def _is_run(self, name: str) -> bool:
-        """Also of one that cannot be read: its row says so."""
+        """Whether the name is a run's, including an unreadable one: its row has the reason."""
         try:
             return self._stamp(name) is not None
         except StorageError:
             return True
 
     def _stamp(self, name: str) -> str | None:
-        """Which run.json lies there; None if it is no run's place, or that of one which lies elsewhere.
-        Raises `StorageError` if that cannot be told.
+        """Identifies the run.json of this name. None if the name is no run's folder, or leads outside the
+        storage. Raises `StorageError` if that cannot be determined.
         """
         if not re.fullmatch(NAME, name) or (self._only is not None and name != self._only):
             return None

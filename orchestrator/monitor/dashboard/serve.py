@@ -1,5 +1,6 @@
-"""Serves the dashboard on a socket until it is interrupted. Requests are not logged: nothing that a browser
-sends is written anywhere.
+"""Serves the dashboard on a socket until it is interrupted.
+
+Requests are not logged: nothing that a browser sends is written anywhere.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from orchestrator.monitor.dashboard.auth import new_token
 from orchestrator.monitor.dashboard.watch import EVERY_S
 from orchestrator.storage.open import open_storage
 
-_END_S = 2.0  # how long the end waits for answers that are under way
+_END_S = 2.0  # how long the end waits for unfinished answers
 
 
 class _Server(uvicorn.Server):
-    """Ends its streams when it is asked to end."""
+    """A server that ends its streams before its own end."""
 
     def __init__(self, config: uvicorn.Config, closing: threading.Event) -> None:
         super().__init__(config)
         self._closing = closing
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal."""
+        """Ends the server on a signal."""
         self._closing.set()
         super().handle_exit(sig, frame)
 
     def end(self) -> None:
-        """From another thread."""
+        """Ends the server from another thread."""
         self._closing.set()
         self.should_exit = True
 
@@ -48,11 +49,12 @@ def serve(
     until_eof: bool = False,
     every_s: float = EVERY_S,
 ) -> None:
-    """Serves `storage` until Ctrl-C or SIGTERM; with `until_eof` also until standard input ends, which it
-    does with the process that started this one. `announce` gets the link, once the socket listens. A run that
-    a page shows is looked at every `every_s` seconds.
+    """Serves `storage` until Ctrl-C or SIGTERM.
 
-    Raises `RefusedError` if there is no such folder, or the address cannot be taken, and as `open_storage`.
+    With `until_eof` it also ends when standard input ends, which happens with the process that started this
+    one. `announce` gets the link, once the socket listens. A run that a page shows is read every `every_s`
+    seconds. Raises `RefusedError` if there is no such folder, or the address cannot be taken, and as
+    `open_storage`.
     """
     where = open_storage(storage)
     if where.folder is not None and not where.list("") and not where.folder.is_dir():
@@ -84,7 +86,7 @@ def serve(
 
 
 def link(host: str, port: int, token: str) -> str:
-    """Where the page is. The fragment does not leave the browser."""
+    """The address of the page. The fragment does not leave the browser."""
     name = f"[{host}]" if ":" in host else host
     if host in ("0.0.0.0", "::"):  # noqa: S104  the user has asked for it
         name = socket.gethostname()

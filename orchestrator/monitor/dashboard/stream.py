@@ -1,12 +1,14 @@
-"""What happens to a run, as server-sent events. Ids are those of the journal (`a0003:17`: attempt and line),
-so a reader goes on after its last one whichever server it asks.
+"""A run's events as server-sent events.
+
+Ids are those of the journal (`a0003:17`: attempt and line), so a reader continues after its last one on any
+server.
 
     happening   one entry of the timeline, since the last id
     point       the newest healthy resume point, when it is another
     end         state and reason, when the run has ended
     summary     all of it, at most every two seconds and only when it has changed
 
-The run is looked at once for all who listen (`watch`), and what is new since the look before is made once.
+The run is read once for all listeners (`watch`), and the news since the last look are made once.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from orchestrator.monitor.dashboard.answers import RouteError, problem_of, witho
 from orchestrator.monitor.dashboard.runs import OpenRun
 from orchestrator.monitor.dashboard.watch import Watches
 
-QUIET_S = 15.0  # after so long without an event a comment shows that the connection stands
+QUIET_S = 15.0  # after this long without an event, a comment shows that the connection is alive
 ENDED = ("done", "stopped", "failed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """A run at one moment: the id of the newest line, the summary, and `news`: the events for who has seen
-    the look before, as they are sent.
+    """A run at one moment: the id of the newest line, the summary, and `news`: the events since the look
+    before, in the form that is sent.
     """
 
     last_id: str
@@ -42,23 +44,23 @@ class Look:
 
     @property
     def point(self) -> str | None:
-        """The newest healthy one."""
+        """The newest healthy point."""
         newest = self.summary.get("point")
         return newest["name"] if newest else None
 
     @property
     def timeless(self) -> dict[str, Any]:
-        """Without what changes although nothing happens."""
+        """The summary without fields that change although nothing happens."""
         return {name: value for name, value in self.summary.items() if name != "now"}
 
 
 class EventStream(StreamingResponse):
-    """Its events end with the connection, not when somebody tidies up."""
+    """A response that ends its events with the connection, without waiting for garbage collection."""
 
     media_type = "text/event-stream"
 
     async def stream_response(self, send: Send) -> None:
-        """Sends them."""
+        """Sends the events."""
         assert isinstance(self.body_iterator, AsyncGenerator), "`events` is one"
         async with aclosing(self.body_iterator):
             await super().stream_response(send)
@@ -87,7 +89,7 @@ async def events(watches: Watches[Look], run: OpenRun, last_id: str) -> AsyncGen
             while (now := await reader.after(count)) is not None:
                 missed, count = reader.count - count - 1, reader.count
                 if seen is None and not is_ahead and _place(last_id) > _place(now.last_id):
-                    is_ahead = True  # another server has told more than this look shows; the next shows it
+                    is_ahead = True  # another server has sent more than this look has; the next look has it
                     continue
                 if seen is not None and not missed:
                     news = now.news
@@ -106,11 +108,13 @@ async def events(watches: Watches[Look], run: OpenRun, last_id: str) -> AsyncGen
 
 
 def _missed(run: OpenRun, seen: Look | None, now: Look, last_id: str) -> bytes:
-    """The events for who was told all up to `last_id`, and has seen a look some time ago, or none. What
-    happened since is in memory: the run is not looked at.
+    """The events for a reader that has received everything up to `last_id`, and has seen an older look, or
+    none.
+
+    The events since then are in memory: the run is not read.
     """
     happened: list[Mapping[str, Any]] = []
-    if last_id:  # who has read nothing misses nothing
+    if last_id:  # a reader that has read nothing misses nothing
         with run.known() as views:
             happened = [
                 row for row in views.happenings_since(last_id) if _place(row["id"]) <= _place(now.last_id)
@@ -124,12 +128,12 @@ def _place(id_: str) -> tuple[int, int]:
 
 
 def _sent(before: Look | None, now: Look, happened: Any) -> bytes:
-    """The events for who has seen `before`, as they are sent."""
+    """The events since `before`, in the form that is sent."""
     return b"".join(_event(id_, kind, data) for kind, id_, data in _changes(before, now, happened))
 
 
 def _changes(before: Look | None, now: Look, happened: Any) -> list[tuple[str, str, Any]]:
-    """(event, id, data) of what is new. The summary comes last: its id says that all before it was sent."""
+    """(event, id, data) of each change. The summary is last: its id means that all before it was sent."""
     found: list[tuple[str, str, Any]] = [
         ("happening", str(each.get("id", "")), without_secrets(each)) for each in happened
     ]

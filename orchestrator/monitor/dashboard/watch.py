@@ -1,9 +1,8 @@
-"""One look at a run for all who listen to it: a reader looks every few seconds while somebody listens, and
-ends with the last of them.
+"""Shares one look at a run among all its listeners.
 
-A listener takes the newest look when it comes to it, so one that is slow, or gone without a word, holds up
-nobody and costs no memory but the look that it saw last. It knows no events; all of it lives in one event
-loop, but for the look itself, which is taken in a thread.
+A reader looks every few seconds while there are listeners, and ends with the last of them. A listener takes
+the newest look when it is ready, so a slow or dead one delays no other and costs no memory except the look
+that it saw last. Everything runs in one event loop, except for the look itself, which is taken in a thread.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import anyio.to_thread
 from orchestrator.monitor.dashboard.runs import OpenRun
 
 EVERY_S = 2.0
-_CLOSING_S = 0.25  # how soon a reader hears that the server ends
+_CLOSING_S = 0.25  # how soon a reader notices that the server ends
 
 Look = TypeVar("Look")
 
@@ -28,7 +27,7 @@ class Closing(Protocol):
     """Whether the server is about to end."""
 
     def is_set(self) -> bool:
-        """True from then on."""
+        """Returns true from then on."""
 
 
 class Reader(Generic[Look]):
@@ -49,8 +48,8 @@ class Reader(Generic[Look]):
         self._task = asyncio.get_running_loop().create_task(self._read(), name=f"looks at {run.name}")
 
     async def after(self, count: int) -> Look | None:
-        """The newest look, once there were more than `count`; None: the server ends. Raises what the look has
-        raised: the reader is over then.
+        """Waits for a look after number `count`, and returns the newest one; None if the server ends. Raises
+        the error of a look: the reader is over then.
         """
         while self._newest is None or self.count <= count:
             if self._failure is not None:
@@ -61,7 +60,7 @@ class Reader(Generic[Look]):
         return self._newest
 
     def end(self) -> None:
-        """Nobody listens any more."""
+        """Ends the reader: no listener is left."""
         self.is_over = True
         self._task.cancel()
 
@@ -84,7 +83,7 @@ class Reader(Generic[Look]):
 
 
 class Watches(Generic[Look]):
-    """The readers of all runs that somebody listens to. `look` takes a run and the look before it."""
+    """The readers of all runs with listeners. `look` takes a run and the look before it."""
 
     def __init__(
         self,
@@ -93,14 +92,14 @@ class Watches(Generic[Look]):
         every_s: float = EVERY_S,
         pause: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`pause` is what lies between two looks: `every_s` seconds, less if the server ends."""
+        """`pause` waits between two looks: `every_s` seconds, less if the server ends."""
         self.every_s = every_s
         self._look, self._closing, self._pause = look, closing, pause or self._wait
         self._readers: dict[str, Reader[Look]] = {}
 
     @contextmanager
     def listening(self, run: OpenRun) -> Iterator[Reader[Look]]:
-        """The run's reader, which is there for as long as this lasts."""
+        """The run's reader, which exists for as long as this lasts."""
         reader = self._readers.get(run.name)
         if reader is None or reader.is_over or reader.run is not run:
             reader = self._readers[run.name] = Reader(run, self._look, self._closing, self._pause)

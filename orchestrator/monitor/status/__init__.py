@@ -1,1 +1,1 @@
-"""What state a run is in, and what of it is missing: what commands, page and notebook judge it by."""
+"""The state of a run and its missing files, as judged by commands, page and notebook."""

@@ -1,8 +1,8 @@
-"""What is seen to be gone of a run's folder, by the names that lie there.
+"""Finds missing parts of a run's folder by the names in it.
 
-For a quick look: it lists folders, and knows of points only what the newest part of the journal and the
-newest claim say; of the newest point also the sizes of its files. So it finds pieces that are gone, not
-pieces that were altered, and not all that are gone: `plan`, `verify` and `audit` read everything.
+For a quick look: it lists folders, and uses only the points in the newest part of the journal and in the
+newest claim; of the newest point it also checks the sizes of its files. So it finds missing parts, not
+altered ones, and not all of them: `plan`, `verify` and `audit` read everything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from orchestrator.resume.points import COMMIT, newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.verify import POINTS, DamageError, check_sizes, point_path, read_commit
 
-SHOWN = 3  # so many of one kind are named
+SHOWN = 3  # this many of one kind are named
 _ATTEMPT_FILE = re.compile(r"(\d{4,})\.(json|parent\.json|end\.json|heartbeat|start-heartbeat)(-\d+)?")
 
 
@@ -42,7 +42,7 @@ class Names:
 
 
 def read_names(store: RunStore) -> Names:
-    """Lists a run's folder: attempts and points before the journals, for these are begun before. It opens
+    """Lists a run's folder: attempts and points before the journals, because these are begun before. It opens
     files only of attempts that have no journal. Raises `StorageError`.
     """
     storage = store.storage
@@ -59,7 +59,7 @@ def read_names(store: RunStore) -> Names:
         inherited = {_attempt_of(name) for parent in parents for name in parent.inherited}
         must |= inherited | {parent.parent.attempt for parent in parents if parent.parent is not None}
         must |= {number for number in {*attempts} - written - must if _wrote(store, number)}
-    must.discard(ORIGIN)  # what a fork begins with has neither claim nor journal here
+    must.discard(ORIGIN)  # a fork's origin has neither claim nor journal here
     return Names(
         attempts=attempts,
         points=points,
@@ -105,7 +105,7 @@ def lost_points(
 
 
 def on_history(parent: ClaimParent | None, names: Iterable[str]) -> list[str]:
-    """Those of these points that are on the history of the newest attempt that began, newest first."""
+    """Those of these points that are on the history of the newest begun attempt, newest first."""
     if parent is None:
         return []
     mine = [name for name in names if _attempt_of(name) == parent.attempt]
@@ -116,8 +116,9 @@ def on_history(parent: ClaimParent | None, names: Iterable[str]) -> list[str]:
 def newest_there(
     names: Iterable[str], wrong_of: Callable[[str], Iterable[str]]
 ) -> tuple[str | None, tuple[str, ...]]:
-    """The first of these points, newest first, of which nothing is seen to be wrong, and the paths of what is
-    wrong with those before it: a start goes on from no such point. `wrong_of` gives its files by name.
+    """The first of these points, newest first, that shows no fault, and the faulty paths of those before it.
+
+    A start continues from no faulty point. `wrong_of` returns a point's faulty files by name.
     """
     wrong = list[str]()
     for name in names:
@@ -129,8 +130,10 @@ def newest_there(
 
 
 def wrong_sizes(store: RunStore, name: str) -> list[str]:
-    """The files of a point that are missing or have another size than was committed; none of one that was
-    deleted meanwhile, and none on the disks of nodes that are not reached from here. Raises `StorageError`.
+    """The files of a point that are missing or have another size than was committed.
+
+    None for a point that was deleted meanwhile, and for files on nodes that cannot be reached from here.
+    Raises `StorageError`.
     """
     try:
         commit = read_commit(store.storage, name)
@@ -205,7 +208,7 @@ def missing_pieces(
 
 
 def missing_text(missing: Sequence[str]) -> str:
-    """What a look says of them, and who knows more."""
+    """The sentence of a look about missing paths, and the commands that check more."""
     listed = ", ".join(missing)
     return (
         f"missing or damaged in its folder: {listed}; `orchestrator plan CONFIG` says what a start would do"
@@ -218,13 +221,13 @@ def _attempt_of(point: str) -> int:
 
 
 def _journal_is_whole(names: Names, attempt: int) -> bool:
-    """Whether the attempt's journal has no gap that is seen; also one that was not begun."""
+    """Whether the attempt's journal has no visible gap; also true for one that was not begun."""
     found = names.segments.get(attempt, ())
     return [*found] == [*range(1, len(found) + 1)] and attempt not in names.unwritten
 
 
 def _frozen(names: Names, is_trained: bool) -> list[str]:
-    """The data are frozen before the first step, their record last."""
+    """The missing files of the frozen data. They are frozen before the first step, their record last."""
     if "data.json" not in names.manifest:
         return ["manifest/data.json"] if is_trained else []
     lists = [] if any(name.endswith(".parquet") for name in names.manifest) else ["manifest/*.parquet"]

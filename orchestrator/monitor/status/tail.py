@@ -26,8 +26,8 @@ from orchestrator.json_form import decode
 from orchestrator.records.run_status import GroupChange, GroupMember, Loss
 from orchestrator.storage.files import Storage
 
-# Segments are read until it is so many: with the one that reaches it about two full ones, but any number of
-# those that writes which failed have left small or empty.
+# Least size of the read segments. Normally that is about two full ones, but failed writes may have left small
+# or empty ones.
 LEAST_BYTES = SEGMENT_BYTES
 STEPS = 50  # that speed is computed from
 _KIND = re.compile(rb'"kind":"([^"]*)"')
@@ -47,7 +47,7 @@ _FAULTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Said:
-    """A sentence about something that happened, and when (UTC, by the clock of who wrote it)."""
+    """A sentence about an event, and its time (UTC, by the writer's clock)."""
 
     text: str
     time: str
@@ -55,12 +55,13 @@ class Said:
 
 @dataclass(kw_only=True, slots=True)
 class Tail:
-    """What was found, newest first; None where the part that was read does not have it. Lines are plain JSON
-    objects. `gone` are the members that the newest generation has lost since it was formed, or who have left
-    it, `waiting` what was said since of too few workers, `joins` each member's newest join. `fates` are what
-    happened to points (kind and fields), `whole_from` the attempt from which on the journal was read wholly
-    (0: all of it). `wrote`: when the newest line was written. `damaged`: the newest file with a line, in what
-    was read, that is not as it was written; empty if there is none.
+    """The result, newest first. A fact outside the part that was read is None. Lines are plain JSON objects.
+
+    `gone` are the members that the newest generation has lost since it was formed, or who have left it.
+    `waiting` is the newest message since then on too few workers, `joins` each member's newest join. `fates`
+    are the events of points (kind and fields). `whole_from` is the attempt from which on the journal was read
+    completely (0: all of it). `wrote`: when the newest line was written. `damaged`: the newest file, in what
+    was read, with a line that differs from what was written; empty if there is none.
     """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -112,7 +113,7 @@ class Tail:
 
     @property
     def workers(self) -> int | None:
-        """How many workers are in the newest generation; None before the first."""
+        """The number of workers in the newest generation; None before the first."""
         if self.generation is None:
             return None
         lost = self.gone & set(self.generation["members"])
@@ -124,15 +125,16 @@ def read_tail(
     set_aside: Callable[[dict[str, Any]], bool] = lambda _: False,
     most_bytes: int | None = None,
 ) -> Tail:
-    """The newest part of the run's journal, without the steps that are `set_aside`; empty if there is none.
-    Lines that are not as the journal writes them (the last one may be in the middle of being written) are
-    passed over. A line that stands in several segments, because a write of it failed, is taken once.
-    `most_bytes`: no more of it is read. Raises `StorageError`, and `LaterLineError` where a later version
-    wrote what would be shown.
+    """Returns the newest part of the run's journal, without the steps that are `set_aside`; empty if there is
+    none.
+
+    Lines that differ from the journal's form are skipped (the last one may be half written). A failed write
+    may repeat a line in several segments; it is taken once. `most_bytes` is the most to read. Raises
+    `StorageError`, and `LaterLineError` if a later version wrote what would be shown.
     """
     newest, whole_from = _newest_segments(storage, most_bytes)
     tail = Tail(whole_from=whole_from)
-    oldest: dict[int, int] = {}  # of each attempt's lines the least number that was taken
+    oldest: dict[int, int] = {}  # the least line number taken, by attempt
     for ref, line, is_last in _lines_backwards(storage, newest):
         kind = _KIND.search(line)
         if kind is None:
@@ -160,8 +162,8 @@ def read_tail(
 
 
 def newest_generation(storage: Storage, attempt: int) -> dict[str, Any] | None:
-    """The line with which an attempt's newest generation began, however long ago; None if there is none that
-    can be read. At most one segment of the journal is in memory at a time.
+    """Returns the line with which an attempt's newest generation began, of any age; None if none can be read.
+    At most one segment of the journal is in memory at a time.
     """
     wanted = f'"kind":"{GENERATION}"'.encode()
     for ref in reversed(segments(storage, attempt)):
@@ -169,7 +171,7 @@ def newest_generation(storage: Storage, attempt: int) -> dict[str, Any] | None:
             content = read_from(storage, ref)
         except (FileNotFoundError, StorageError):
             return None
-        end = content.rfind(b"\n") + 1  # what follows may be in the middle of being written
+        end = content.rfind(b"\n") + 1  # what follows may be half written
         if (at := content.rfind(wanted, 0, end)) < 0:
             continue
         try:
@@ -202,7 +204,7 @@ def _take(tail: Tail, kind: str, line: dict[str, Any]) -> None:
         tail.gone.add(line["member"])
         tail.faults += _fault_of_loss(line)
     elif kind == EventKind.MEMBER_LEFT and tail.generation is None:
-        tail.gone.add(line["member"])  # on purpose: that is no fault
+        tail.gone.add(line["member"])  # on purpose, so it is no fault
     elif kind == EventKind.WAITING and tail.generation is None:
         tail.waiting = tail.waiting or line
     elif kind == EventKind.CLOCK_JUMPED or (kind in _FAULTS and line.get("reason")):
@@ -210,7 +212,7 @@ def _take(tail: Tail, kind: str, line: dict[str, Any]) -> None:
 
 
 def _fault_of_loss(line: dict[str, Any]) -> list[dict[str, Any]]:
-    """The loss of a worker; none where it left on purpose, because of a save that was given up, which is."""
+    """The loss of a worker. Empty if it left on purpose, because its save was given up."""
     return [] if line.get("error") == UnsavedError.__name__ else [line]
 
 
@@ -220,8 +222,8 @@ def _change(line: dict[str, Any]) -> GroupChange:
 
 
 def _newest_segments(storage: Storage, most: int | None) -> tuple[list[tuple[SegmentRef, int]], int]:
-    """The segments to read, newest first, each from a byte on, and the attempt from which on these are all
-    there are (0: all).
+    """The segments to read, newest first, each with its first byte, and the attempt from which on they are
+    complete (0: all).
     """
     newest: list[tuple[SegmentRef, int]] = []
     found, enough = 0, LEAST_BYTES if most is None else most
@@ -241,15 +243,15 @@ def _newest_segments(storage: Storage, most: int | None) -> tuple[list[tuple[Seg
 def _lines_backwards(
     storage: Storage, newest: Sequence[tuple[SegmentRef, int]]
 ) -> Iterator[tuple[SegmentRef, bytes, bool]]:
-    """Every line, the segment that it is in, and whether it is what follows the last line feed there, which
-    may be in the middle of being written.
+    """Yields every line, its segment, and whether it follows the last line feed there. Such a line may be
+    half written.
     """
     for ref, begin in newest:
         with _there(ref):
             content = read_from(storage, ref, begin)
         if begin:
             content = content[content.find(b"\n") + 1 :]
-        require_known_begin(ref.path, content)  # of another form it may have no line that is found below
+        require_known_begin(ref.path, content)  # in another form, no line might be found below
         is_last = True
         for line in reversed(content.split(b"\n")):
             yield ref, line, is_last

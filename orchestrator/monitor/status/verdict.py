@@ -1,6 +1,6 @@
-"""One sentence on how a run stands: the same for the page, the notebook and `status`.
+"""One sentence on the state of a run: the same for the page, the notebook and `status`.
 
-Pure: facts in, words out. `level` says how much it wants somebody: ok, warn, bad, or idle (nothing to do).
+Pure: facts in, words out. `level` is the urgency: ok, warn, bad, or idle (nothing to do).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from orchestrator.history import sentences
 from orchestrator.monitor.status.missing import missing_text
 from orchestrator.text import count, span, steps
 
-# what a run may be at; `open`: it has not ended, and it was not watched long enough to say if it is alive
+# the states of a run; `open`: it has not ended, and it was not watched long enough to tell if it is alive
 NEW, STARTING, RUNNING, WAITING, OPEN = "new", "starting", "running", "waiting", "open"
 DONE, STOPPED, FAILED, GONE, UNREADABLE = "done", "stopped", "failed", "gone", "unreadable"
-OVER = (NEW, DONE, STOPPED, FAILED, GONE)  # nothing will change by itself any more
+OVER = (NEW, DONE, STOPPED, FAILED, GONE)  # nothing will change without a command
 STILL_S = 5.0  # the least time without a step that is worth mentioning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Risk:
-    """What would be trained again if everything died now: since the newest resume point; while a start
-    continues that point, what is trained again. `seconds` is None where that is not known.
+    """What would be trained again if everything died now: all since the newest resume point. While a start
+    continues that point: all that is trained again. `seconds` is None if unknown.
     """
 
     steps: int
@@ -31,13 +31,13 @@ class Risk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """How a run stands. None, or empty, is what is not known or does not apply.
+    """The state of a run. None, or empty, means unknown or not applicable.
 
-    `reason`: of its end, or what is unreadable. `silent_s`: for how long nothing showed life, `quiet_s`: no
-    step came. `kept_s`: this machine keeps sizes of files for so long, so a shorter watch proves no death.
-    `resumes`: the newest attempt is a start that continues the newest resume point, so that all
+    `reason`: of its end, or what is unreadable. `silent_s`: the time without a sign of life; `quiet_s`: the
+    time without a step. `kept_s`: the time for which this machine keeps file sizes, so a shorter watch proves
+    no death. `resumes`: the newest attempt is a start that continues the newest resume point, so that all
     that came after it is gone. `has_no_point`: it is known that no resume point was ever committed.
-    `concerns`: what somebody should look at, in few words, the worst first; `is_bad`: one of them is.
+    `concerns`: what needs attention, in few words, the worst first; `is_bad`: one of them is bad.
     """
 
     state: str
@@ -61,7 +61,7 @@ class Standing:
 
 
 def verdict(at: Standing) -> str:
-    """The sentence, without a capital or a full stop, for it stands behind the run's name; more sentences may
+    """The sentence, without a capital or a full stop, because it follows the run's name. More sentences may
     follow after `. `.
     """
     text = _state_text(at)
@@ -78,8 +78,8 @@ def verdict(at: Standing) -> str:
 
 
 def silence_s(watched_s: float, last: float | None, now: float) -> float:
-    """For how long a run that seems dead gave no sign of life: since the last one that is known, or for as
-    long as it was watched. `last` and `now`: seconds by one clock, or by two that may differ.
+    """How long a run that seems dead gave no sign of life: since the last known sign, or for the time of the
+    watch. `last` and `now`: seconds by one clock, or by two that may differ.
     """
     return max(watched_s, now - last if last is not None else 0.0)
 
@@ -90,11 +90,11 @@ def there_text(there: int, needed: int) -> str:
 
 
 def level(at: Standing) -> str:
-    """ok, warn, bad or idle."""
+    """The urgency: ok, warn, bad or idle."""
     if at.state in (FAILED, GONE, UNREADABLE) or at.missing or at.is_bad:
         return "bad"
     if at.state in (NEW, DONE, STOPPED):
-        return "idle"  # what was slow while it ran needs no hand any more
+        return "idle"  # a slow phase of the past needs no attention
     return "warn" if at.state == WAITING or at.concerns else "ok"
 
 

@@ -1,1 +1,3 @@
-"""What a page, a notebook or a command shows of a run: pure functions over its journal, read as columns."""
+"""The views of a run for a page, a notebook or a command: pure functions over its journal, read as
+columns.
+"""

@@ -1,7 +1,4 @@
-"""Arrays that grow, and pyramids over them: what makes any range of a long column cost the same.
-
-It knows numbers, not what they mean.
-"""
+"""Growing arrays, and pyramids over them: any range of a long column costs about the same."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class Growing:
         return self._data[: self._size]
 
     def extend(self, values: Any) -> None:
-        """Append rows; doubles its memory where it is full."""
+        """Appends rows. Doubles its memory if it is full."""
         new = np.asarray(values, dtype=self._data.dtype)
         size = self._size + len(new)
         if size > len(self._data):
@@ -41,7 +38,7 @@ class Growing:
         self._size = size
 
     def cut(self, size: int) -> None:
-        """Forget the rows from `size` on."""
+        """Removes the rows from `size` on."""
         self._size = min(self._size, size)
 
 
@@ -56,9 +53,7 @@ class Pyramid:
         self._levels: list[tuple[Growing, Growing, Growing, Growing]] = []
 
     def extend(self, column: Array) -> None:
-        """Take up the rows that the column has beyond those known; at the cost of these. It is the one that
-        `over` looks into.
-        """
+        """Adds the column's rows beyond those known; only these cost time. `over` reads the same column."""
         done, self._column = len(self._column), column
         size = len(column)
         if size == done:
@@ -87,7 +82,7 @@ class Pyramid:
         start, stop = starts.astype(np.int64), stops.astype(np.int64)
         for level in range(len(self._levels) + 1):
             last = level == len(self._levels)
-            # what does not fill a row of the next level is taken here, at both ends
+            # the rows at both ends that do not fill a row of the next level are taken here
             left = np.where(last, stop, np.minimum(-(-start // FOLD) * FOLD, stop))
             right = np.where(last, stop, np.maximum(stop // FOLD * FOLD, left))
             for begins, ends in ((start, left), (right, stop)):

@@ -1,5 +1,6 @@
-"""What a person would look at first, each with its value, its limit and a level: ok, warn, bad, or none where
-it cannot be told.
+"""Checks that a person would make first, each with its value, its limit and a level.
+
+A level is ok, warn or bad, or none if it cannot be determined.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Check = dict[str, Any]
 
 
 def checks(facts: Facts, s: dict[str, Any], now: float) -> list[Check]:
-    """All that apply; `s` is the run's summary so far."""
+    """All checks that apply; `s` is the run's summary so far."""
     alive = s["state"] in (RUNNING, WAITING, STARTING)
     return [
         *_sign(facts, s, now),
@@ -137,7 +138,7 @@ def _save(facts: Facts, s: dict[str, Any], now: float) -> Iterator[Check]:
 
 
 def _last_save(facts: Facts, s: dict[str, Any], now: float) -> Iterator[Check]:
-    """Only where the newest save of the attempt that trains was given up, another one is to be tried, and no
+    """Applies only if the newest save of the training attempt was given up, another one will be tried, and no
     point came after it.
     """
     failed = facts.events("save given up")
@@ -205,7 +206,7 @@ def _skipped(facts: Facts) -> Iterator[Check]:
 
 
 def _too_long(facts: Facts) -> Iterator[Check]:
-    """Of the source with the largest share of them: the limit is each source's."""
+    """Checks the source with the largest share of too long documents: the limit is each source's."""
     config = facts.config(facts.files.begun)
     found = sources.long_documents(facts) if config.get("pack.long_document") == "skip" else None
     if found is None:

@@ -1,6 +1,6 @@
 """A run's journal in memory: its steps as columns (113 bytes each), its generations and events as they are.
 
-It is read once and goes on with what is new. It knows lines; which steps count in the end is for `path`.
+It is read once and then extended with new lines. `path` determines which steps count in the end.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Generation:
         return self.event.t if self.event is not None else 0.0
 
     def said(self, name: str) -> Any:
-        """A field of the start that versions since then write; None if it is not there."""
+        """A field of the start that only newer versions write; None if it is missing."""
         return self.event.fields.get(name) if self.event is not None else None
 
 
@@ -98,9 +98,8 @@ class Written:
 class Columns:
     """All of a run's journal. `steps` has a column for each name of `INTS` and `FLOATS`, `PEAK`, and `t`
     (when its line was written), `ended` (when the step ended by the clock of rank 0, NaN where the journal
-    does not say), `width` (tokens trained), `generation` (index into `generations`), `digest`. A step that
-    stands there several times is taken once, where it stands first. `kinds` and `of_attempt` have the events
-    by these.
+    does not say), `width` (tokens trained), `generation` (index into `generations`), `digest`. A repeated
+    step is taken once, at its first place. `kinds` and `of_attempt` have the events by these.
 
     Times are seconds since 1970 by the clock of the attempt's first line. Where that clock jumps, the jump is
     taken out of all later times of the attempt, so they never fall and differences are durations. A step of
@@ -126,7 +125,7 @@ class Columns:
         return self.steps[name].array
 
     def refresh(self, lines: JournalLines) -> bool:
-        """Take up what is new; whether there was any. Raises as `JournalLines.new`."""
+        """Reads the new lines. Returns whether there were any. Raises as `JournalLines.new`."""
         changed = False
         for chunk in lines.new():
             changed = True
@@ -207,7 +206,7 @@ class Columns:
         return np.maximum.accumulate(np.maximum(clock - ahead, max(known.last, known.first)))
 
     def _begins_after(self, attempt: int) -> float:
-        """A time that was over when the attempt began: the end of the one before, or its begin."""
+        """A time before the attempt began: the end of the attempt before it, or that one's begin."""
         before = max((number for number in self.attempts if number < attempt), default=None)
         if before is None:
             return -math.inf
@@ -307,8 +306,8 @@ class Columns:
     def _not_known(
         self, path: str, known: Generation, steps: list[tuple[int, Line]], labels: Array
     ) -> list[int]:
-        """Which of these steps of a generation are none that it has: a copy may come again, brought by a
-        member that outlived a coordinator, and must not differ.
+        """The steps that this generation does not have yet. A member that outlived a coordinator may bring a
+        copy of a known step; a copy must not differ.
         """
         rows = self.rows(self.index[known.id])
         row_of = dict(zip(self["step"][rows].tolist(), rows.tolist(), strict=True))

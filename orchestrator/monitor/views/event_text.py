@@ -1,4 +1,4 @@
-"""A sentence for each kind of event, made of the fields of its line in the journal."""
+"""A sentence for each kind of event, made from the fields of its journal line."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _FORMS: dict[str, str] = {
 
 
 def event_text(kind: str, fields: Fields) -> str:
-    """The sentence; the kind's name for one that has none. Raises what missing fields, and those of another
-    kind than is known here, lead to.
+    """Returns the sentence, or the kind's name if it has none. Missing fields, or fields of another type,
+    raise their own errors.
     """
     if kind in _FORMS:
         return _FORMS[kind].format_map(fields)

@@ -1,4 +1,4 @@
-"""The events of a run as a list with levels and sentences, to be searched and paged through."""
+"""The events of a run as a list with levels and sentences, with search and pages."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def events(
     offset: int = 0,
     limit: int = 100,
 ) -> dict[str, Any]:
-    """A page of the events, newest first, of these levels and kinds (empty: all), in whose text or kind `q`
-    stands, between two times. Raises `RefusedError` for a level that there is not.
+    """A page of the events, newest first, of these levels and kinds (empty: all), whose text or kind contains
+    `q`, between two times. Raises `RefusedError` for an unknown level.
     """
     if unknown := set(level) - set(LEVELS):
         raise RefusedError(f"there is no level {sorted(unknown)[0]!r} of events; use {', '.join(LEVELS)}")
@@ -73,7 +73,7 @@ def events(
 
 
 def event(facts: Facts, id_: str) -> dict[str, Any]:
-    """One event and the fields of its line. Raises `RefusedError` if there is none of this id."""
+    """One event and the fields of its line. Raises `RefusedError` for an unknown id."""
     attempt = id_.removeprefix("a").partition(":")[0]
     known = facts.columns.of_attempt.get(int(attempt), []) if attempt.isdecimal() else []
     for each in known:
@@ -84,7 +84,7 @@ def event(facts: Facts, id_: str) -> dict[str, Any]:
 
 
 def since(facts: Facts, id_: str) -> list[Row]:
-    """The events after a place in the journal, in its order; empty for what is no place."""
+    """The events after a place in the journal, in its order; empty if `id_` is no place."""
     attempt, _, seq = id_.removeprefix("a").partition(":")
     if not (attempt.isdecimal() and seq.isdecimal()):
         return []
@@ -106,7 +106,7 @@ def row_of(each: Event) -> Row:
 
 
 def level_of(each: Event) -> str:
-    """How much it concerns who looks."""
+    """The level of concern of an event."""
     fields = each.fields
     if each.kind == EventKind.END and fields.get("outcome") == "failed":
         return "fault"
@@ -120,7 +120,7 @@ def level_of(each: Event) -> str:
 
 
 def text_of(each: Event) -> str:
-    """A sentence; the kind's name where the fields are not what this version knows."""
+    """A sentence; the kind's name if this version does not know the fields."""
     try:
         return event_text(each.kind, each.fields)
     except (KeyError, TypeError, ValueError, AttributeError, OrchestratorError):
@@ -128,8 +128,8 @@ def text_of(each: Event) -> str:
 
 
 def _rows(facts: Facts) -> list[Row]:
-    """All, newest first. Those that are known stay; by time, so that a cut-off attempt's late ones fit in,
-    and within one instant by place in the journal.
+    """All rows, newest first. Known rows are kept. Order: by time, so that late events of a cut-off attempt
+    have their place, then by place in the journal.
     """
     made = facts.kept("event rows", "all", dict[str, list[Row]])
     known, all_events = made.setdefault("rows", []), facts.columns.events

@@ -1,8 +1,7 @@
-"""What all views of a run are made from: its journal as columns, its small files, its history, and how it
-lives.
+"""The common input of a run's views: its journal as columns, its small files, its history and its signs of
+life.
 
-It decides nothing and formats nothing. What is derived from generations and attempts is made anew only when
-one of these is.
+Values derived from generations and attempts are made anew only when one of these is new.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ DRAIN = "drain notice"  # `by` of an end that nobody wanted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """How an attempt ended. `by` is None where the journal does not say who wanted it."""
+    """The end of an attempt. `by` is None if the journal does not say who wanted it."""
 
     t: float
     outcome: str
@@ -40,13 +39,15 @@ class End:
 
     @property
     def is_wanted(self) -> bool:
-        """The time after it is not counted as lost: it was done, or somebody wanted it to stop."""
+        """Whether the time after it is not counted as lost: the run was done, or somebody wanted it to
+        stop.
+        """
         return self.outcome in ("done", "stopped") and DRAIN not in (self.by or "")
 
 
 class Along:
-    """Steps in one order, by row; columns and pyramids are gathered when they are first asked for, and then
-    go on with the rows.
+    """Steps in one order, by row. Columns and pyramids are made on first use, and then extended with new
+    rows.
     """
 
     def __init__(self, columns: Columns, rows: Growing) -> None:
@@ -66,11 +67,11 @@ class Along:
 
     @property
     def rows(self) -> Array:
-        """Rows of the columns."""
+        """The rows of the columns."""
         return self._rows.array
 
     def pyramid(self, name: str) -> Pyramid:
-        """Over one column."""
+        """The pyramid of one column."""
         found = self._pyramids.setdefault(name, Pyramid())
         found.extend(self[name])
         return found
@@ -90,27 +91,27 @@ class Facts:
     shape: int = 0
     size: int = 0
     missing: frozenset[str] = frozenset()  # points that lost their COMMIT, and nobody meant to delete
-    pieces: tuple[str, ...] = ()  # what is seen to be gone of the folder (`monitor.missing`)
-    points_seen: tuple[int, int] = (0, 0)  # grows with what is new of points, pins and findings
+    pieces: tuple[str, ...] = ()  # missing parts of the folder (`monitor.missing`)
+    points_seen: tuple[int, int] = (0, 0)  # grows with changes of points, pins and findings
     _kept: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """Of the run."""
+        """The run's name."""
         return self.files.run.name if self.files.run else ""
 
     @property
     def uri(self) -> str:
-        """Where it lies."""
+        """The run's address in storage."""
         return self.files.store.storage.root
 
     @property
     def created(self) -> float | None:
-        """When it was begun first."""
+        """The time of the run's first begin."""
         return stamp(self.files.run.created) if self.files.run else None
 
     def kept(self, name: str, key: Any, make: Callable[[], Value]) -> Value:
-        """`make()`, once for each `key` of this name; that of an older key is forgotten."""
+        """Returns `make()`, called once for each `key` of this name. The value of an older key is dropped."""
         found = self._kept.get(name)
         if found is None or found[0] != key:
             found = self._kept[name] = (key, make())
@@ -118,7 +119,7 @@ class Facts:
 
     # ---------------------------------------------------------------------- attempts
     def end_of(self, attempt: int | None) -> End | None:
-        """How an attempt ended: by its journal, or its end record; None if neither says."""
+        """How an attempt ended, by its journal or its end record; None if neither says it."""
         if attempt is None:
             return None
         events = [e for e in self.columns.of_attempt.get(attempt, ()) if e.kind == EventKind.END]
@@ -134,12 +135,12 @@ class Facts:
         return None
 
     def began(self, attempt: int) -> float | None:
-        """When it wrote its first line."""
+        """The time of the attempt's first line."""
         written = self.columns.attempts.get(attempt)
         return written.first if written else None
 
     def wrote(self, attempt: int | None) -> float | None:
-        """When it wrote its last line."""
+        """The time of the attempt's last line."""
         written = self.columns.attempts.get(attempt) if attempt is not None else None
         return written.last if written else None
 
@@ -150,7 +151,7 @@ class Facts:
         return attempts[max(attempts)].ahead_s if attempts else 0.0
 
     def config(self, attempt: int | None) -> dict[str, Any]:
-        """The flat configuration of an attempt; empty where its journal has not begun."""
+        """The flat configuration of an attempt; empty if its journal has not begun."""
         begun = self.beginning(attempt)
         return dict(begun.fields["config"]) if begun else {}
 
@@ -160,16 +161,16 @@ class Facts:
         return next((event for event in events if event.kind == EventKind.ATTEMPT), None)
 
     def parent(self, attempt: int | None) -> ClaimParent | None:
-        """What it continues."""
+        """The parent of an attempt: what it continues."""
         return self.files.parents.get(attempt) if attempt is not None else None
 
     def commanded(self) -> tuple[int, str] | None:
-        """(attempt, command) of what began the newest attempt that trains; None if nobody noted it."""
+        """(attempt, command) of the begin of the newest attempt that trains; None if it was not recorded."""
         for number in sorted(self.files.parents, reverse=True):
             begun, claim = self.beginning(number), self.files.claims.get(number)
             if command := begun.fields.get("command") if begun is not None else "":
                 return number, command
-            if claim is None or claim.why not in (REWIND, FORK):  # these are made by commands of their own
+            if claim is None or claim.why not in (REWIND, FORK):  # these have commands of their own
                 return None
         return None
 
@@ -191,16 +192,16 @@ class Facts:
 
     # ---------------------------------------------------------------------- places on the history
     def index_at(self, t: float) -> int:
-        """How many steps of the history ended at or before this time."""
+        """The number of the history's steps that ended at or before this time."""
         return int(np.searchsorted(self.history["t"], t, side="right"))
 
     def index_after(self, tokens: int) -> int:
-        """How many steps of the history end at or before this position."""
+        """The number of the history's steps that ended at or before this position."""
         return int(np.searchsorted(self.history["consumed_tokens"], tokens, side="right"))
 
     @property
     def tokens(self) -> int:
-        """Where the history ends."""
+        """The position at the history's end."""
         if len(self.history):
             return int(self.history["consumed_tokens"][-1])
         return self.begin.consumed_tokens if self.begin is not None else 0
@@ -214,14 +215,14 @@ class Facts:
 
     @property
     def begin(self) -> GenerationStart | None:
-        """Where a history without a step of its own stands: at its newest generation's begin, or at a fork's
+        """The begin of a history without a step of its own: its newest generation's begin, or a fork's
         origin.
         """
         return self.path.lineage.segments[-1].start if self.path.lineage.segments else None
 
 
 def stamp(text: str) -> float | None:
-    """A time of a sealed file as seconds since 1970; None for what is none."""
+    """A time of a sealed file as seconds since 1970; None if it is no time."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
@@ -229,7 +230,9 @@ def stamp(text: str) -> float | None:
 
 
 def short(value: float | None, digits: int = 5) -> float | None:
-    """For a picture: `digits` significant digits; None for what is not finite, which JSON cannot express."""
+    """Rounds for a picture: `digits` significant digits; None for what is not finite, because JSON cannot
+    express it.
+    """
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.{digits}g}")

@@ -1,8 +1,8 @@
-"""The small files of a run that a page shows: claims, ends, points with the sizes of their files, pins,
-and marks on damaged points.
+"""The small files of a run for its views: claims, ends, points with file sizes, pins, and marks on damaged
+points.
 
-What cannot change is read once; sizes are compared again in turn, so that a look costs no more for a run
-with many points. It reads no file of tensors.
+Unchangeable files are read once. Sizes are compared again in turn, so a look costs no more for a run with
+many points. It reads no file of tensors.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _NEWEST, _BY_TURNS = 2, 16  # points whose sizes are compared at each look
 
 @dataclass(kw_only=True, slots=True)
 class PointFacts:
-    """A committed point as its files are. `commit` is None if that cannot be read; `wrong` is what is wrong,
-    by file: sizes and presence only. `away`: on which nodes' disks what is not reached from here lies.
+    """A committed point as its files are. `commit` is None if it cannot be read. `wrong` lists faults by
+    file: sizes and presence only. `away` names the nodes whose disks hold files that cannot be reached from
+    here.
     """
 
     name: str
@@ -39,7 +40,7 @@ class PointFacts:
 
 
 class RunFiles:
-    """The files of one run but its journal, as they were at the last `refresh`."""
+    """The files of one run except its journal, as they were at the last `refresh`."""
 
     def __init__(self, store: RunStore) -> None:
         self.store = store
@@ -51,25 +52,25 @@ class RunFiles:
         self.points: dict[str, PointFacts] = {}
         self.leftovers: frozenset[str] = frozenset()
         self.pins: dict[str, Hold] = {}
-        self.deletions: frozenset[str] = frozenset()  # the points that somebody deletes, or has pruned
+        self.deletions: frozenset[str] = frozenset()  # points that are being deleted, or were pruned
         self.marks: dict[str, Mark] = {}
         self.findings: tuple[Finding, ...] = ()
         self._finding_names: list[str] = []
-        self.attempts_seen = self.points_seen = 0  # grow with what is new
+        self.attempts_seen = self.points_seen = 0  # grow with changes
         self._turn = 0
 
     @property
     def newest(self) -> int | None:
-        """The newest attempt, also one that has not begun."""
+        """The newest attempt, including one that has not begun."""
         return max(self.claims, default=None)
 
     @property
     def begun(self) -> int | None:
-        """The newest attempt with a parent file: the one that the history is followed from."""
+        """The newest attempt with a parent file: the history is followed from it."""
         return max(self.parents, default=None)
 
     def refresh_attempts(self) -> None:
-        """Look for new claims, parent files and ends. Raises `UnreadableError` for what is another run's,
+        """Reads new claims, parent files and ends. Raises `UnreadableError` for a file of another run, and
         `StorageError`.
         """
         store, newest_before = self.store, max(self.claims, default=0)
@@ -85,7 +86,7 @@ class RunFiles:
                 elif parent is not None:
                     self.cut_off[number] = parent
         for number in self.claims:
-            # an attempt may say its end when the next has followed; it does so soon, or never
+            # an attempt may record its end after the next one has followed; it does so soon, or never
             if number not in self.ends and number >= newest_before - 1:
                 end = store.read_end(number)
                 if end is not None:
@@ -93,7 +94,7 @@ class RunFiles:
         self.attempts_seen = len(self.claims) + len(self.parents) + len(self.cut_off) + len(self.ends)
 
     def refresh_points(self) -> None:
-        """Look for points, pins and findings that came or went, and compare sizes. Raises `StorageError`."""
+        """Reads changes of points, pins and findings, and compares sizes. Raises `StorageError`."""
         store, changed = self.store, False
         while True:
             folders = store.storage.list(verify.POINTS)
@@ -119,7 +120,7 @@ class RunFiles:
         return {name: mark for name, mark in found if mark is not None}
 
     def _refresh_findings(self) -> bool:
-        """Look for what audits and verifications have left; one that is there never changes."""
+        """Reads new findings of audits and verifications. A finding never changes."""
         names = self.store.storage.list(finding_files.FOLDER)
         if names == self._finding_names:
             return False
@@ -128,21 +129,21 @@ class RunFiles:
         return True
 
     def compare(self, name: str) -> bool:
-        """Compare the sizes of one point's files now; whether that says something new."""
+        """Compares the sizes of one point's files now. Returns whether the result is new."""
         facts = self.points[name]
         before = facts.wrong, facts.away
         facts.wrong, facts.away = self._wrong(name, facts.commit)
         return before != (facts.wrong, facts.away)
 
     def _due(self, there: list[str]) -> set[str]:
-        """Which points to compare now: the newest, and some of the others in turn."""
+        """Returns which points to compare now: the newest, and some of the others in turn."""
         known = there[:-_NEWEST]
         at = self._turn % max(1, len(known))
         self._turn = at + _BY_TURNS
         return {*known[at : at + _BY_TURNS], *there[-_NEWEST:]}
 
     def _drop_deleted(self, name: str) -> bool:
-        """A point whose COMMIT has gone since is none any more: what was wrong with it says nothing."""
+        """Drops a point whose COMMIT was removed since. Its faults mean nothing then."""
         if self.store.storage.exists(verify.point_path(name, COMMIT)):
             return False
         del self.points[name]

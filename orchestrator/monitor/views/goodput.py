@@ -1,7 +1,7 @@
-"""Where a run's time went: ten parts that sum to the wall time, whole and by day.
+"""How a run's time was spent: ten parts that sum to the wall time, whole and by day.
 
-The time between the first and the last line is cut into pieces that do not overlap, and each is counted once;
-what nothing in the journal accounts for is a part of its own. Time after a wanted stop is left out.
+The time between the first and the last line is cut into pieces that do not overlap, and each is counted once.
+Time that the journal does not explain is a part of its own. Time after a wanted stop is left out.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Goodput:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Over all days."""
+        """The sums over all days."""
         return {part: math.fsum(day[part] for day in self.days.values()) for part in PARTS}
 
     @property
     def wall_s(self) -> float:
-        """All that is counted."""
+        """The counted time."""
         return math.fsum(value for day in self.days.values() for value in day.values())
 
     def add(self, part: str, begin: float, end: float) -> None:
-        """Count the time between two moments."""
+        """Counts the time between two moments."""
         while begin < end:
             day = int(begin // DAY_S)
             stop = min(end, float((day + 1) * DAY_S))
@@ -83,8 +83,8 @@ def measured(facts: Facts) -> Goodput:
 
 
 def apportioned(parts: Mapping[str, float], whole: int) -> dict[str, int]:
-    """Whole numbers in proportion to the parts that sum to `whole` exactly: those that lose most by rounding
-    down get what is left (largest remainder).
+    """Returns whole numbers in proportion to the parts, which sum to `whole` exactly. The parts that lose
+    most by rounding down get the remainder (largest remainder).
     """
     total = math.fsum(parts.values())
     exact = {name: value / total * whole if total > 0 else 0.0 for name, value in parts.items()}
@@ -97,7 +97,7 @@ def apportioned(parts: Mapping[str, float], whole: int) -> dict[str, int]:
 
 @dataclass(kw_only=True, slots=True)
 class _Clock:
-    """Goes forward through the run's time and says what each piece of it was."""
+    """Moves forward through the run's time and assigns a part to each piece."""
 
     good: Goodput
     at: float
@@ -113,7 +113,7 @@ class _Clock:
             self.at = t
 
     def train(self, t: float, sums: Mapping[int, Mapping[str, float]]) -> None:
-        """Up to `t` steps were made, which took `sums` seconds by day and part; what these leave is not
+        """Counts the steps up to `t`, which took `sums` seconds by day and part. The rest of the time is not
         accounted for.
         """
         room = t - self.at
@@ -139,7 +139,7 @@ def _spread(
     sums: Mapping[int, Mapping[str, float]],
     share: float,
 ) -> None:
-    """Count `rest` seconds of a piece as not accounted for, on the days that have room for them."""
+    """Counts `rest` seconds of a piece as not accounted for, on the days that have room for them."""
     room: dict[int, float] = {}
     for day in range(int(begin // DAY_S), int(end // DAY_S) + 1):
         length = min(end, (day + 1.0) * DAY_S) - max(begin, float(day * DAY_S))
@@ -193,7 +193,7 @@ def _measured(facts: Facts) -> Goodput:
 
 
 def _between(facts: Facts, clock: _Clock, before: int, begin: float, restarted: bool) -> None:
-    """From the last line of one attempt to the first of the next."""
+    """Counts the time from the last line of one attempt to the first of the next."""
     end = facts.end_of(before)
     if restarted:
         clock.until(begin, "reforming")
@@ -204,8 +204,8 @@ def _between(facts: Facts, clock: _Clock, before: int, begin: float, restarted: 
 
 
 def _step_seconds(facts: Facts) -> dict[GenerationId, Spent]:
-    """(when its first step began, when its last ended, seconds by day and part) of each generation that cost
-    the run time. What an attempt trained that was cut off, while the next one was at work, cost none.
+    """(begin of its first step, end of its last step, seconds by day and part) of each generation that cost
+    the run time. Steps of a cut-off attempt that ran beside the next one cost none.
     """
     columns = facts.columns
     found: dict[GenerationId, Spent] = {}
@@ -237,8 +237,8 @@ def _window(t: Array, step_s: Array, rows: Array) -> tuple[float, float]:
 
 
 def _sums(facts: Facts, key: Any, rows: Array, fate: int) -> dict[int, dict[str, float]]:
-    """Seconds by day and part of some steps of one fate; of those known from the look before, only what is
-    new is summed up.
+    """Seconds by day and part of some steps of one fate. Only steps that are new since the last look are
+    added.
     """
     cache = facts.kept("step seconds", facts.shape, dict[Any, Any])
     begun = (key[0], key[1], fate)

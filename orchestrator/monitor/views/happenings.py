@@ -1,7 +1,7 @@
-"""What happened to a run, one entry for each thing that people ask about: a fault and its healing are one.
+"""A run's events for people, one entry for each: a fault and its healing are one entry.
 
-From generations, how attempts began and ended, and what the journal says of faults; the sentences are
-`history.sentences`' where the journal says who was lost.
+It uses generations, begins and ends of attempts, and the journal's lines on faults. If the journal says who
+was lost, the sentences are those of `history.sentences`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from orchestrator.records.run_status import GroupChange
 from orchestrator.resume.points import parse_point_name
 from orchestrator.text import span, steps, workers
 
-HEALED_S = 900.0  # a group that is as large again so soon: the fault and that are one entry
+HEALED_S = 900.0  # a group of the old size within this time: the fault and its healing are one entry
 _FAULTS = ("worker", "frozen", "crash", "error", "damaged", "nosave", "failed", "waiting", "coordinator",
            "feeder")  # fmt: skip
 _CHANGES = ("join", "resume", "resize", "change", "start", "fork", "done")
@@ -43,18 +43,18 @@ Entry = dict[str, Any]
 
 
 def happenings(facts: Facts) -> list[Entry]:
-    """All, oldest first."""
+    """All entries, oldest first."""
     key = (facts.shape, sum(len(facts.columns.kinds.get(kind, ())) for kind in _KINDS))
     return facts.kept("happenings", key, lambda: _happenings(facts))
 
 
 def brief(entry: Entry) -> Entry:
-    """What a list shows of one."""
+    """The part of an entry that a list shows."""
     return {name: entry.get(name) for name in SHOWN}
 
 
 def waiting_now(facts: Facts) -> Entry | None:
-    """The entry that says for what the newest attempt waits, if it does."""
+    """The entry on what the newest attempt waits for, if it waits."""
     newest = facts.files.begun
     return next(
         (e for e in reversed(happenings(facts)) if e["kind"] == "waiting" and e["attempt"] == newest), None
@@ -96,7 +96,7 @@ def _heals(entry: Entry, fault: Entry) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """One generation, the one before it, and what the journal says came between."""
+    """A generation, the one before it, and the journal's events between them."""
 
     now: Generation
     before: Generation | None
@@ -153,7 +153,7 @@ def _begun(facts: Facts, entry: Entry, before: Generation | None) -> None:
     entry["kind"] = "coordinator" if why == RESTARTED else why
     if why == FORK:
         entry["origin"] = _origin(facts, attempt)
-    if before is None and why == RESUME:  # nothing was trained that it could go on from, but a fork's origin
+    if before is None and why == RESUME:  # nothing was trained that it could continue, but a fork's origin
         entry["kind"] = "start"
     if before is None or why not in (RESUME, REWIND):
         return
@@ -175,7 +175,7 @@ def _begun(facts: Facts, entry: Entry, before: Generation | None) -> None:
 
 
 def _by_command(facts: Facts) -> list[Entry]:
-    """Attempts that a command made, which train nothing: rewinds and forks."""
+    """Attempts that a command made and that train nothing: rewinds and forks."""
     found, trained = list[Entry](), {generation.id[0] for generation in facts.generations()}
     for number, claim in facts.files.claims.items():
         parent = facts.parent(number)
@@ -195,7 +195,7 @@ def _by_command(facts: Facts) -> list[Entry]:
 
 
 def _origin(facts: Facts, attempt: int) -> str:
-    """Of which run and point an attempt is the fork, as text."""
+    """The run and point that an attempt is a fork of, as text."""
     parent = facts.parent(attempt)
     if parent is None or parent.origin is None:
         return "another run"
@@ -204,7 +204,9 @@ def _origin(facts: Facts, attempt: int) -> str:
 
 
 def _lost(facts: Facts, entry: Entry, generation: int = 0) -> None:
-    """What was abandoned when this generation was formed, or when an attempt began that formed none (0)."""
+    """The steps that were abandoned when this generation was formed, or when an attempt began that formed
+    none (0).
+    """
     attempt, columns = entry["attempt"], facts.columns
     by = facts.kept(
         f"left behind by {attempt}", facts.shape, lambda: left_behind(columns, facts.path, attempt)
@@ -248,7 +250,7 @@ def _within(entry: Entry, group: _Group) -> None:
 
 
 def _changes(facts: Facts) -> dict[GenerationId, GroupChange]:
-    """What coordinators said of the generations that they formed."""
+    """The coordinators' records of the generations that they formed."""
     found = {}
     for event in facts.events(EventKind.GROUP_FORMED):
         known = {k: v for k, v in event.fields.items() if k in GroupChange.__slots__}
@@ -286,7 +288,7 @@ def _from_events(facts: Facts) -> list[Entry]:
 
 
 def _waiting(facts: Facts) -> list[Entry]:
-    """The newest attempt waits for workers, if that is the last that it said of its group."""
+    """The newest attempt waits for workers, if that is its last record of the group."""
     newest = facts.files.begun
     events = [e for e in facts.events("waiting") if e.attempt == newest]
     formed = max((g.t for g in facts.generations() if g.id[0] == newest), default=0.0)
@@ -369,7 +371,7 @@ def _sentence(e: Entry) -> str:  # noqa: C901, PLR0912  a sentence for each kind
 
 
 def _faulted(e: Entry, lost: str) -> str:
-    """A group that lost somebody."""
+    """The sentence on a group that lost a member."""
     a, b, members = e["world_from"], e["world_to"], e["members"]
     sizes = f"{a} → {b} workers, " if a != b else ""
     change: GroupChange | None = e.get("change")

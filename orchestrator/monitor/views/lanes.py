@@ -1,5 +1,6 @@
-"""The attempts of a run as a commit graph: what each did, what it continued, and the lane in which it is
-drawn. Lane 0 is the history.
+"""The attempts of a run as a commit graph.
+
+Each attempt has what it did, what it continued, and the lane in which it is drawn. Lane 0 is the history.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ Row = dict[str, Any]
 
 @dataclass(kw_only=True, slots=True)
 class Rail:
-    """Where an attempt stands in the graph: its `lane`, the lanes that pass through its row, and those that
-    join the history there.
+    """An attempt's place in the graph: its `lane`, the lanes that pass through its row, and those that join
+    the history there.
     """
 
     attempt: int
@@ -94,7 +95,7 @@ def _is_routine(row: Row) -> bool:
 
 def _rows(facts: Facts) -> list[Row]:
     rows = facts.kept("lanes", (facts.shape, facts.points_seen), lambda: _all(facts))
-    if rows:  # the newest attempt goes on between two generations
+    if rows:  # the newest attempt continues between two generations
         newest = rows[0]
         newest |= _trained(facts, newest["attempt"], facts.path.pieces)
         newest["t1"] = facts.wrote(newest["attempt"])

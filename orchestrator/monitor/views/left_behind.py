@@ -1,7 +1,7 @@
-"""Which generation abandoned which steps: each step that is off the history is left behind once, by the
-generation that went on from an earlier state.
+"""The generation that abandoned each step off the history.
 
-A generation may go back behind the one before it, where a memory point is older than that. Reads no storage.
+Each such step is abandoned once, by the generation that continued from an earlier state. A generation may go
+back behind the one before it, if a memory point is older than that. Reads no storage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Chain = list[tuple[GenerationId, float]]  # the generations that a state came th
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Left:
-    """`by` left the steps of `of` behind that come after `after`, up to `last`."""
+    """`by` abandoned the steps of `of` that come after `after`, up to `last`."""
 
     by: GenerationId
     of: GenerationId
@@ -59,7 +59,7 @@ def left_behind(columns: Columns, path: Path, attempt: int) -> dict[GenerationId
 
 
 def _at_first(columns: Columns, first: Generation, ids: list[GenerationId]) -> Iterator[_Left]:
-    """What other attempts had trained, and this one did not continue."""
+    """Steps that other attempts had trained and this one did not continue."""
     continued = dict(_chain(columns, _parent(first)))
     for id_ in dict.fromkeys(ids):
         if id_[0] != first.id[0]:
@@ -67,7 +67,7 @@ def _at_first(columns: Columns, first: Generation, ids: list[GenerationId]) -> I
 
 
 def _later(columns: Columns, formed: list[Generation]) -> Iterator[_Left]:
-    """What the attempt itself went back over, because nobody held it any more."""
+    """Steps that the attempt itself repeated, because nobody held their state any more."""
     chain = _chain(columns, _parent(formed[0]))
     for before, now in pairwise(formed):
         chain.append((before.id, inf))

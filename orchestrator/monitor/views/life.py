@@ -1,6 +1,6 @@
-"""Whether a run's newest attempt lives, watched by change on this process's own clocks.
+"""Whether a run's newest attempt lives, judged by changes on this process's own clocks.
 
-The page has one watch for each run, whether its row in the list, its page or its stream asks.
+The page has one watch for each run, shared by its row in the list, its page and its stream.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ WATCH_S = 10.0  # without any change for so long, a run without an end is dead (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Life:
-    """Whether the newest attempt lives, as this process saw it. `alive`: it changed something within
-    `limit_s` seconds; None: it was not watched for so long, or it has ended. `last_sign`: when it last
-    changed something, seconds since 1970; None if it never did while it was watched for `watched_s`.
+    """Whether the newest attempt lives, as this process saw it.
+
+    `alive`: it changed something within `limit_s` seconds; None: it was not watched for so long, or it has
+    ended. `last_sign`: the time of its last change, seconds since 1970; None if there was none while it was
+    watched for `watched_s`.
     """
 
     alive: bool | None = None
@@ -27,7 +29,7 @@ class Life:
 
 
 class LifeWatch:
-    """Looks at the signs of life of one run again and again. Safe to use from threads."""
+    """Watches the signs of life of one run. Safe to use from threads."""
 
     def __init__(
         self,
@@ -35,7 +37,7 @@ class LifeWatch:
         monotonic: Callable[[], float] = time.monotonic,
         watch_s: float = WATCH_S,
     ) -> None:
-        """`clock`: for what people read. `monotonic`: by which the run is watched for `watch_s`."""
+        """`clock`: gives times for people. `monotonic`: measures the watch of `watch_s`."""
         self._clock, self._monotonic, self._watch_s = clock, monotonic, watch_s
         self._lock = threading.Lock()
         self._signs: tuple[int, bytes] | None = None  # of the newest attempt, as they were last seen
@@ -51,7 +53,7 @@ class LifeWatch:
             now = self._monotonic()
             if self._signs is None:
                 self._watched_since = self._changed_at = now
-            elif signs != self._signs and not over:  # that an end leaves no signs is none
+            elif signs != self._signs and not over:  # an end without signs is no sign
                 self._changed_at, self._sign_at = now, self._clock()
             self._signs = signs
             quiet = now - self._changed_at

@@ -1,7 +1,7 @@
-"""The lines of a run's journal, each once, read on from where the last look ended.
+"""Reads each line of a run's journal once, from the end of the last look on.
 
-It knows segments, sequence numbers and whose lines they are, by the rules of `history.journal_reader`; it
-interprets no kind. What a look costs grows with what is new, not with the journal.
+It checks segments, sequence numbers and the lines' owner by the rules of `history.journal_reader`, and
+interprets no kind of line. A look costs as much as there is new, independent of the journal's length.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from orchestrator.history.line_format import FORMAT, LaterLineError, require_kno
 from orchestrator.history.segments import SegmentRef, journal_folder, journals, read_from, segments
 from orchestrator.storage.files import Storage
 
-_NEWEST = 3  # attempts that are looked at each time; of the older ones, which write no more, some in turn
+_NEWEST = 3  # attempts checked each time; of the older ones, which are no longer written, some in turn
 _BY_TURNS = 8
 _NO_LINE = (OrchestratorError, orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError)
-CHUNK = 8192  # lines that are decoded at a time
+CHUNK = 8192  # lines decoded at a time
 
 Line = dict[str, Any]
 
 
 class UnreadableError(OrchestratorError):
-    """A piece of the run is not as it was written: nothing that follows from it is shown. `line` is 0 where
-    no line is meant. `advice` is what to do, a sentence without its end.
+    """A piece of the run differs from what was written. Views that depend on it are not shown.
+
+    `line` is 0 if no line is meant. `advice` is what to do, a sentence without its end.
     """
 
     advice = "Restore the file from a copy of the storage"
@@ -46,7 +47,7 @@ class UnreadableError(OrchestratorError):
 
 
 class LaterError(UnreadableError):
-    """Another version wrote the line or the file: nothing is damaged, and restoring it does not help."""
+    """Another version wrote the line or the file. Nothing is damaged, and restoring it does not help."""
 
     advice = "Use the version of orchestrator that wrote it"
 
@@ -67,7 +68,7 @@ class Chunk:
 
 @dataclass(kw_only=True, slots=True)
 class _Segment:
-    """How far a segment was read. `begin`: the first sequence number that was new in it; `is_new`: it began
+    """The read part of a segment. `begin`: the first sequence number that was new in it; `is_new`: it began
     with that one.
     """
 
@@ -83,14 +84,14 @@ class _Attempt:
     next_seq: int = 1
     segments: list[_Segment] = field(default_factory=list)
     torn: str = ""
-    repeats: dict[int, bytes] | None = None  # while the segment may still begin with lines that stood before
+    repeats: dict[int, bytes] | None = None  # while the segment may still begin with repeated lines
 
 
 class JournalLines:
     """Follows all attempts' journals. Not for several threads; after an error it must not be used again."""
 
     def __init__(self, storage: Storage, run_id: str | None) -> None:
-        """`run_id`: that of run.json, which every segment must have (None: whatever they have)."""
+        """`run_id`: that of run.json, which every segment must have (None: any)."""
         self._storage, self._run_id = storage, run_id
         self._attempts: dict[int, _Attempt] = {}
         self._turn = 0
@@ -124,7 +125,7 @@ class JournalLines:
         return tuple(a.torn for _, a in sorted(self._attempts.items()) if a.torn)
 
     def _due(self) -> list[int]:
-        """The attempts to look at now: all that are new, the newest, and some of the others in turn."""
+        """The attempts to check now: all new ones, the newest, and some of the others in turn."""
         found = journals(self._storage)
         old, newest = found[:-_NEWEST], found[-_NEWEST:]
         new = [each for each in old if each not in self._attempts]
@@ -181,7 +182,7 @@ class JournalLines:
         return found
 
     def _repeated(self, attempt: _Attempt, segment: _Segment, number: int, seq: Any, text: bytes) -> None:
-        """A line that is not the next one: a segment may begin with some that stand before it."""
+        """Checks a line that is not the next one: a segment may begin with lines that were written before."""
         nothing_new = attempt.next_seq == segment.begin
         if nothing_new and attempt.repeats is None:
             attempt.repeats = self._may_repeat(attempt)
@@ -200,7 +201,9 @@ class JournalLines:
         segment.is_new = False
 
     def _may_repeat(self, attempt: _Attempt) -> dict[int, bytes]:
-        """The lines of the segments before, back to the newest one that began with a new line and had any."""
+        """The lines of earlier segments that may be repeated: back to the newest segment that began with a
+        new line and had any.
+        """
         known: dict[int, bytes] = {}
         for segment in attempt.segments[-2::-1]:
             texts = self._storage.read(segment.path).split(b"\n")[:-1]
@@ -213,9 +216,7 @@ class JournalLines:
         return known
 
     def _require_own(self, path: str, first: bytes) -> None:
-        """Every line says whose it is; the first speaks for its segment. One of a later version may say it in
-        another way.
-        """
+        """Checks the run of a segment by its first line. A later version may write that in another form."""
         try:
             line = orjson.loads(first)
             require_known(line)

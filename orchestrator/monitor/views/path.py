@@ -1,8 +1,7 @@
-"""Which steps of a journal are the run's history, and what became of the others: lost, or set aside by a
-rewind.
+"""The history of a run within its journal, and the fate of other steps: lost, or set aside by a rewind.
 
-The chain of generations is `history.lineage`'s; only the steps, which are many, are followed here by column.
-Reads no storage.
+`history.lineage` follows the chain of generations. This file follows only the steps, which are many, by
+column. Reads no storage.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ FATES = ("history", "lost", "rewound")
 
 @dataclass(kw_only=True, slots=True)
 class Piece:
-    """Consecutive steps of one generation (index) that had one fate. `by`: the attempt that went on from an
-    earlier state, None on the history, and where nobody did yet.
+    """Consecutive steps of one generation (index) with one fate. `by`: the attempt that continued from an
+    earlier state; None on the history, and if no attempt did yet.
     """
 
     generation: int
@@ -49,7 +48,7 @@ class Path:
     rows: Growing = field(default_factory=lambda: Growing("i8"))
     head: int | None = None
     gaps: int = 0
-    size: int = 0  # rows of the columns that were taken up
+    size: int = 0  # rows of the columns that were included
     _segments: dict[GenerationId, Segment] = field(init=False)
     _inherited: list[tuple[int, frozenset[str]]] = field(init=False)
 
@@ -59,15 +58,15 @@ class Path:
 
     @property
     def attempts(self) -> frozenset[int]:
-        """Those whose claims are on the chain."""
+        """The attempts whose claims are on the chain."""
         return frozenset(parent.attempt for parent in self.lineage.attempts)
 
     def why_orphan(self, key: StateKey) -> str:
-        """As `Lineage.why_orphan`, at once for a point that is none."""
+        """As `Lineage.why_orphan`, but fast for a point that is no orphan."""
         return "" if self.has(key) else self.lineage.why_orphan(key)
 
     def has(self, key: StateKey) -> bool:
-        """As `Lineage.on_lineage`, at a cost that does not grow with the history."""
+        """As `Lineage.on_lineage`, but its cost does not grow with the history."""
         segment = self._segments.get((key.attempt, key.generation))
         if segment is None or key.step < segment.start.step:
             return False
@@ -76,12 +75,12 @@ class Path:
         return inside and all(name in names for names in later)
 
     def dropped(self, attempt: int) -> list[Piece]:
-        """What was abandoned when this attempt went on from an earlier state."""
+        """The steps that were abandoned when this attempt continued from an earlier state."""
         return [piece for piece in self.pieces if piece.fate != HISTORY and piece.by == attempt]
 
 
 def build(columns: Columns, claims: Sequence[Claim], parents: Sequence[ClaimParent]) -> Path:
-    """The history of a journal. Raises `OrchestratorError` if it contradicts itself."""
+    """Builds the history of a journal. Raises `OrchestratorError` if it contradicts itself."""
     starts = [g.start for g in columns.generations if g.start is not None]
     lineage = effective_chain(claims, parents, starts)
     stops = {s.start.id: None if s.open else s.stop_step - 1 for s in lineage.segments}
@@ -100,7 +99,9 @@ def build(columns: Columns, claims: Sequence[Claim], parents: Sequence[ClaimPare
 
 
 def extend(columns: Columns, path: Path) -> bool:
-    """Take up steps that came since, if all of them go on from the head in order; False: build it anew."""
+    """Adds the new steps, if all of them continue from the head in order. Returns False if the history must
+    be built anew.
+    """
     if len(columns) == path.size:
         return True
     new = np.arange(path.size, len(columns))
@@ -122,7 +123,7 @@ def extend(columns: Columns, path: Path) -> bool:
 
 
 class _Fates:
-    """What became of the steps of each generation, by what was continued from it and what was not."""
+    """The fate of the steps of each generation, derived from what was continued from it."""
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class _Fates:
                 of.append((generation.id, parent.step))
 
     def pieces(self, at: int) -> list[Piece]:
-        """Those of one generation, by step."""
+        """The pieces of one generation, by step."""
         columns, id_ = self._columns, self._columns.generations[at].id
         rows = columns.rows(at)
         steps = columns["step"][rows]
@@ -195,8 +196,8 @@ class _Fates:
             return next((n for n in later if not self._continues(n, first, at_first)), None), id_[0]
 
     def _continues(self, attempt: int, id_: GenerationId, step: int) -> bool:
-        """Whether what an attempt continues came after this state; it may have trained nothing, as a
-        rewind.
+        """Whether the state that an attempt continues came after this one. The attempt may have trained
+        nothing, as a rewind.
         """
         state = self._parents[attempt]
         while state is not None:
@@ -210,8 +211,8 @@ class _Fates:
 
 
 def _check(columns: Columns, path: Path) -> None:
-    """What only steps can contradict: counts that go back, a generation that begins elsewhere than its parent
-    stood; and how many records are missing. Raises `OrchestratorError`.
+    """Checks what only steps can contradict, and counts missing records. Raises `OrchestratorError` for
+    counts that go back, or a generation that does not begin at its parent's state.
     """
     errors = list(path.lineage.errors)
     previous = None

@@ -1,5 +1,6 @@
-"""What is seen to be gone of a run's folder, as `status` says it (`monitor.missing`), from what the views
-have read: these know the whole journal, so they see at least as much.
+"""The missing parts of a run's folder, as `status` shows them (`monitor.missing`), from the views' data.
+
+The views know the whole journal, so they find at least as much as `status`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ _FATES = (EventKind.POINT_COMMITTED, EventKind.DELETING_POINTS, EventKind.POINTS
 
 
 def missing_now(facts: Facts, lost: frozenset[str]) -> tuple[str, ...]:
-    """The paths that are gone or not as written, a few words each. It lists all of the run's folders. `lost`
-    are the points that lost their COMMIT, and that nobody has meant to delete. Raises `StorageError`.
+    """The paths that are missing or differ from what was written, a few words each.
+
+    It lists all of the run's folders. `lost` are the points that lost their COMMIT although nobody meant to
+    delete them. Raises `StorageError`.
     """
     store, begun = facts.files.store, facts.files.begun or 0
     names, there, tail = read_names(store), [*facts.files.points], _as_tail(facts)
@@ -35,7 +38,7 @@ def missing_now(facts: Facts, lost: frozenset[str]) -> tuple[str, ...]:
 
 
 def _as_tail(facts: Facts) -> Tail:
-    """A tail that reaches back to the beginning."""
+    """A tail that reaches back to the beginning of the journal."""
     newest = max((attempt for attempt, _ in facts.columns.index), default=0)
     return Tail(
         generation={"attempt": newest} if newest else None,

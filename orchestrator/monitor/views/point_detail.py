@@ -1,7 +1,7 @@
-"""One resume point: what it holds, what differs from the one before it, what going back there would cost, and
-the commands for it.
+"""One resume point: its content, its differences from the one before it, the cost of going back, and
+commands.
 
-It reads the point's documents, whose digests are checked; its tensors it does not read.
+It reads the point's documents and checks their digests. It does not read its tensors.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from orchestrator.monitor.views.points_table import (
 from orchestrator.planning.differences import differences as planned_differences
 from orchestrator.resume.points import Point, parse_point_name
 
-NEAR = 50  # steps that the loss at a point is the mean of
+NEAR = 50  # number of steps whose mean is the loss at a point
 
 Row = dict[str, Any]
 
 
 def point(facts: Facts, name: str, now: float) -> dict[str, Any]:
-    """The document. Raises `RefusedError` if there is no such point, `StorageError`."""
+    """The document of a point. Raises `RefusedError` if there is no such point, and `StorageError`."""
     row = by_name(facts).get(name)
     if row is None:
         raise RefusedError(f"{facts.name} has no resume point {name[:60]}")
@@ -83,12 +83,12 @@ def differences(old: Row, new: Row) -> list[Row]:
 
 
 def shown(flat: Row) -> Row:
-    """A flat configuration without the secrets in it."""
+    """A flat configuration without its secrets."""
     return {path: redacted(value, path) for path, value in flat.items()}
 
 
 def _forked_from(facts: Facts, name: str) -> Row | None:
-    """Run, its id, point and weights of which a fork made this point its own; None for any other."""
+    """The run, its id, point and weights that a fork made this point from; None for any other point."""
     key = parse_point_name(name)
     begun = inherited(facts, key) if key is not None else None
     return encode(begun.origin.forked_from) if begun is not None and begun.origin is not None else None
@@ -100,11 +100,11 @@ def _read(facts: Facts, name: str) -> Point | None:
     except StorageError:
         raise
     except ResumePointError:
-        return None  # damaged; its row says how, or the next look will
+        return None  # damaged; its row has the reason, or will at the next look
 
 
 def _before(facts: Facts, row: Row) -> Row | None:
-    """The point that it is compared with: the healthy one before it, or for one that is not, any."""
+    """The point it is compared with: the healthy one before it. For a damaged point, any one before it."""
     wanted = {HEALTHY} if row["state"] == HEALTHY else {HEALTHY, DAMAGED, ORPHAN}
     rows = [r for r in table(facts) if r["state"] in wanted]
     at = next(i for i, r in enumerate(rows) if r["name"] == row["name"])
@@ -112,7 +112,7 @@ def _before(facts: Facts, row: Row) -> Row | None:
 
 
 def _cost(facts: Facts, row: Row) -> Row:
-    """What going back there sets aside, and the loss there; None for a point that is not on the history."""
+    """What going back there sets aside, and the loss there; None for a point off the history."""
     if row["state"] != HEALTHY or row["consumed_tokens"] is None:
         return {"aside": None, "loss": None}
     at = facts.index_after(row["consumed_tokens"])
@@ -135,7 +135,7 @@ def _files(facts: Facts, name: str, row: Row) -> list[Row]:
 
 
 def _commands(facts: Facts, row: Row) -> dict[str, str]:
-    """What does the same from a terminal; CONFIG stands for the configuration file where nobody noted it."""
+    """Commands for a terminal that do the same. CONFIG stands for an unrecorded configuration file."""
     uri, name = shlex.quote(facts.uri), row["name"]
     commanded = facts.commanded()
     train = commanded[1] if commanded else f"orchestrator train CONFIG run.name={shlex.quote(facts.name)}"

@@ -1,7 +1,7 @@
-"""The resume points of a run as a table: where each stands, whether it is whole, who keeps it.
+"""The resume points of a run as a table: position, health and pins of each.
 
-Health here is what sizes say, and what was found when digests were read (by the run itself, or `verify`):
-no file of a point is read for it.
+Health here is from sizes, and from earlier reads of digests (by the run itself, or `verify`): no file of a
+point is read for it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def points(
 
 
 def table(facts: Facts) -> list[Row]:
-    """All points, oldest first; those that were deleted are not among them."""
+    """All points except deleted ones, oldest first."""
     return facts.kept("points", (facts.shape, facts.points_seen), lambda: _table(facts))
 
 
@@ -79,7 +79,7 @@ def by_name(facts: Facts) -> dict[str, Row]:
 
 
 def newest_healthy(facts: Facts) -> Row | None:
-    """The newest point of the history that is whole: where a start would go on."""
+    """The newest point of the history that is whole: a start would continue from it."""
     return next((row for row in reversed(table(facts)) if row["state"] == HEALTHY), None)
 
 
@@ -98,7 +98,7 @@ def deleted(facts: Facts) -> list[Row]:
 
 
 def fates(facts: Facts) -> Fates:
-    """What journal, claims and those who prune say of every point."""
+    """The fate of every point, from journal, claims and prunes."""
     key = seen(facts), len(facts.files.parents), facts.files.deletions
     return facts.kept("fates", key, lambda: _fates(facts))
 
@@ -111,12 +111,12 @@ def _fates(facts: Facts) -> Fates:
 
 
 def lost(facts: Facts) -> frozenset[str]:
-    """Points that were committed, that nobody meant to delete, and that have no COMMIT."""
+    """Points that were committed and have no COMMIT, although nobody meant to delete them."""
     return fates(facts).kept.difference(facts.files.points)
 
 
 def of_no_generation(facts: Facts) -> frozenset[str]:
-    """Points whose generation the journal does not have."""
+    """Points whose generation is missing in the journal."""
     keys = {name: parse_point_name(name) for name in facts.files.points}
     return frozenset(n for n, k in keys.items() if k and (k.attempt, k.generation) not in facts.columns.index)
 
@@ -142,8 +142,8 @@ def _table(facts: Facts) -> list[Row]:
 
 
 def _is_missed(facts: Facts, name: str) -> bool:
-    """Whether a point that lost its COMMIT is shown: nobody misses one off the history of which nothing is
-    left.
+    """Whether a point that lost its COMMIT is shown. One off the history of which nothing is left is not
+    missed.
     """
     key = parse_point_name(name)
     return key is not None and (name in facts.files.leftovers or not facts.path.why_orphan(key))
@@ -201,13 +201,15 @@ def _row(facts: Facts, name: str, there: PointFacts | None, event: Event | None,
         "held": False,
         "checked": checked,
         "checked_at": finding["t"] if finding is not None else None,
-        # of each rank's process, as far as it was recorded
+        # of each rank's process, if it was recorded
         "peak_memory_bytes": (event.fields.get("peak_memory_bytes") or None) if event is not None else None,
     }
 
 
 def _cursor(facts: Facts, name: str, there: PointFacts | None) -> Mapping[str, Any]:
-    """Of a point whose commit no journal tells: from its step's record, or from what a fork began with."""
+    """The cursor of a point whose commit is in no journal: from its step's record, or from a fork's
+    origin.
+    """
     key = parse_point_name(name)
     if key is not None and (begun := inherited(facts, key)) is not None and begun.begins is not None:
         return {f: getattr(begun.begins, f) for f in _COUNTS}
@@ -219,7 +221,9 @@ def _cursor(facts: Facts, name: str, there: PointFacts | None) -> Mapping[str, A
 
 
 def inherited(facts: Facts, key: StateKey) -> ClaimParent | None:
-    """What the claim says that took over the state with which this fork begins; None for any other state."""
+    """The parent file of the claim that took over the state with which this fork begins; None for any other
+    state.
+    """
     parent = facts.parent(key.generation) if key.attempt == ORIGIN else None
     return parent if parent is not None and parent.origin is not None else None
 
@@ -241,8 +245,8 @@ def _row_of(facts: Facts, key: StateKey) -> int | None:
 
 
 def _findings(facts: Facts) -> dict[str, Row]:
-    """The newest that was found of each point when its files were read, by the run or by who verified it: how
-    much was `checked`, when, and what is `wrong` by file.
+    """The newest result for each point whose files were read, by the run or a verification: the amount
+    `checked`, the time, and what is `wrong` by file.
     """
     told: list[tuple[float, str, Row]] = [
         (event.t, event.kind, event.fields)
@@ -275,5 +279,5 @@ def _findings(facts: Facts) -> dict[str, Row]:
 
 
 def seen(facts: Facts) -> int:
-    """Grows with every event that may change the table."""
+    """A number that grows with every event that may change the table."""
     return sum(len(facts.columns.kinds.get(kind, ())) for kind in _KINDS)

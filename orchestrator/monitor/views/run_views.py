@@ -1,9 +1,10 @@
-"""One run as a server of pages shows it: read once, then only what is new; every view a JSON value.
+"""One run's views for a server of pages: each view is a JSON value.
 
-`refresh` reads storage; the views read nothing but the few documents of a point. An object is for one thread
-at a time. Times are seconds since 1970, None is what is not recorded. Secrets in configurations, errors and
-events are hidden (`config.redaction`). A state of a run is one of `monitor.verdict`: `open` means that it has
-no end, and was not watched long enough to say whether it is alive.
+The run is read once, then only its new parts. `refresh` reads storage; the views read only the few documents
+of a point. An object is for one thread at a time. Times are seconds since 1970; None means not recorded.
+Secrets in configurations, errors and events are hidden (`config.redaction`). A state of a run is one of
+`monitor.verdict`. `open` means that the run has no end and was not watched long enough to tell whether it is
+alive.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from orchestrator.monitor.views.life import WATCH_S, LifeWatch
 from orchestrator.monitor.views.lines import JournalLines, UnreadableError
 from orchestrator.resume.store import RunStore
 
-LOOKS = 5  # at a run that goes on while it is read, until what is read fits together
-AGAIN_S = 10.0  # after which a run that could not be read is read once more
-PIECES_S = 10.0  # at most so often all its folders are listed, to see what is gone of them
+LOOKS = 5  # tries, until what is read of a running run fits together
+AGAIN_S = 10.0  # wait before an unreadable run is read again
+PIECES_S = 10.0  # least interval between listings of all its folders
 
 Document = dict[str, Any]
 
 
 @dataclass(kw_only=True, slots=True)
 class _Reading:
-    """What is kept between two looks."""
+    """State that is kept between two looks."""
 
     files: RunFiles
     columns: Columns
@@ -56,8 +57,8 @@ class _Reading:
 
 
 class RunViews:
-    """The views of one run. Every view may raise `RefusedError`: for a name that there is not, and, all but
-    `summary`, for a run of which nothing can be shown.
+    """The views of one run. Every view may raise `RefusedError`: for an unknown name, and, except `summary`,
+    for an unreadable run.
     """
 
     def __init__(
@@ -79,10 +80,11 @@ class RunViews:
 
     # ---------------------------------------------------------------------- reading
     def refresh(self) -> bool:
-        """Look at the run; whether anything that a view shows may have changed. The first look reads all of
-        it. A piece that is not as it was written makes the run `unreadable`; it is read again after a while.
+        """Reads what is new of the run. Returns whether anything that a view shows may have changed.
 
-        Raises `StorageError` if storage cannot be read: the next look goes on from there.
+        The first look reads all of it. A piece that differs from what was written makes the run `unreadable`;
+        it is read again later. Raises `StorageError` if storage cannot be read: the next look continues from
+        there.
         """
         if self.unreadable is not None and self._monotonic() - self._failed_at < AGAIN_S:
             return False
@@ -132,7 +134,7 @@ class RunViews:
         )
 
     def _take(self, reading: _Reading) -> bool:
-        """Bring up to date what is derived from what was read; whether anything was new."""
+        """Updates what is derived from the journal. Returns whether anything was new."""
         files, facts, columns = reading.files, reading.facts, reading.columns
         size = len(columns) + len(columns.events)
         shape = files.attempts_seen, len(columns.generations), len(columns.kinds.get(EventKind.END, ()))
@@ -152,7 +154,7 @@ class RunViews:
         return _Reading(files=facts.files, columns=columns, facts=facts)
 
     def _reshape(self, reading: _Reading) -> None:
-        """The history anew: an attempt, a generation or an end has come, or steps beside the history."""
+        """Builds the history anew: there is a new attempt, generation or end, or steps beside the history."""
         facts, files = reading.facts, reading.files
         claims, parents = list(files.claims.values()), list(files.parents.values())
         try:
@@ -163,7 +165,7 @@ class RunViews:
         facts.shape += 1
 
     def _watch(self) -> bool:
-        """Whether the newest attempt lives: by change, on this process's own clock."""
+        """Returns whether the newest attempt lives, judged by changes on this process's own clock."""
         assert self._reading is not None, "it was read just now"
         facts = self._reading.facts
         number = facts.files.newest or 0
@@ -187,11 +189,11 @@ class RunViews:
 
     @property
     def facts(self) -> Facts:
-        """What all views are made of, as it was last read."""
+        """The facts that all views are made of, as last read."""
         return self._facts
 
     def _now(self) -> float:
-        """This machine's time as the journal's times are shown, which leave out jumps of a clock."""
+        """This machine's time on the scale of the journal's times, which leave out jumps of a clock."""
         return self._clock() - (0.0 if self.unreadable is not None else self._facts.ahead_s)
 
     # ---------------------------------------------------------------------- views
@@ -257,7 +259,7 @@ class RunViews:
         return lanes.attempts(self._facts, routine, offset, limit, forks)
 
     def forked_from(self) -> lanes.Fork | None:
-        """Of what it is a fork; None if it is none, or cannot be read."""
+        """The run and point that this run is a fork of; None if it is no fork, or that cannot be read."""
         run = self._reading.files.run if self._reading is not None else None
         if run is None or run.forked_from is None:
             return None
@@ -265,11 +267,11 @@ class RunViews:
         return lanes.Fork(run=name, of=run.forked_from.run_id, point=run.forked_from.point)
 
     def sources(self) -> Document:
-        """What was trained on, by source."""
+        """The trained data, by source."""
         return sources.sources(self._facts)
 
     def goodput(self) -> Document:
-        """Where the time went."""
+        """How the run's time was spent."""
         return goodput.goodput(self._facts)
 
     def events(

@@ -1,4 +1,4 @@
-"""Curves of a run, for a chart so many pixels wide: the history with its spread, abandoned branches apart.
+"""Curves of a run for a chart of a given width: the history with its spread, abandoned branches apart.
 
 Any range of any length costs about the same (`arrays.Pyramid`). A pixel without a step has no value.
 """
@@ -19,13 +19,13 @@ from orchestrator.monitor.views.path import FATES, HISTORY, REWOUND, Piece
 
 AXES = {"time": "t", "tokens": "consumed_tokens"}
 METRICS = ("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s", "peak_memory_bytes")
-# of two sums: what of it, what by, and its name
+# ratios of two sums: numerator, denominator and name
 RATIOS = {"tokens_per_s": ("width", "step_s"), "data_wait_share": ("data_wait_s", "step_s")}
 LEAST_PX, MOST_PX = 40, 4000
 GAP_S, GAP_STEPS = 60.0, 8
 FAR = 2**62  # beyond every position
 
-Pixels = tuple[Array, Array, Array]  # numbers of pixels, and of each the rows [start, stop)
+Pixels = tuple[Array, Array, Array]  # numbers of pixels, and the rows [start, stop) of each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class Branch:
 
 
 class Branches:
-    """All of them, one behind the other, so that a curve over all is looked up at once."""
+    """All branches in one column, so that a curve over all takes one look-up."""
 
     def __init__(self, facts: Facts, groups: Sequence[Sequence[Piece]]) -> None:
         generations, rows, self.each = facts.columns.generations, Growing("i8"), list[Branch]()
@@ -60,7 +60,7 @@ class Branches:
         self.along = Along(facts.columns, rows)
 
     def of(self, branch: Branch, name: str) -> Array:
-        """A column of one of them."""
+        """A column of one branch."""
         return self.along[name][branch.start : branch.stop]
 
 
@@ -72,8 +72,8 @@ def series(
     stop: float | None = None,
     px: int = 800,
 ) -> dict[str, Any]:
-    """The document. `start` and `stop` are in the axis' unit. Raises `RefusedError` for an axis or a metric
-    that there is not, and for a range that is none.
+    """The document of curves. `start` and `stop` are in the axis' unit. Raises `RefusedError` for an unknown
+    axis or metric, and for an invalid range.
     """
     if axis not in AXES:
         raise RefusedError(f"there is no axis {axis!r}; use one of {', '.join(AXES)}")
@@ -106,7 +106,7 @@ def series(
 def _aside(
     branches: Branches, column: str, metrics: Sequence[str], window: tuple[float, float, int]
 ) -> list[dict[str, Any]]:
-    """The curves of the branches that the window shows."""
+    """The curves of the branches within the window."""
     seen = [(branch, _pixels(branches.of(branch, column), *window)) for branch in branches.each]
     seen = [(branch, part) for branch, part in seen if len(part[0])]
     if not seen:
@@ -132,7 +132,7 @@ def _aside(
 
 
 def _branches(facts: Facts) -> Branches:
-    """Of all that a rewind set aside one branch, of what was lost one for each generation."""
+    """One branch for all that a rewind set aside, and one for each generation of lost steps."""
     groups: dict[tuple[int, Any], list[Piece]] = {}
     for piece in facts.path.pieces:
         if piece.fate != HISTORY:
@@ -142,7 +142,7 @@ def _branches(facts: Facts) -> Branches:
 
 
 def _pixels(x: Array, low: float, high: float, px: int) -> Pixels:
-    """Which steps fall into which pixel, as far as any do; `x` does not fall."""
+    """The steps that fall into each pixel, without empty pixels; `x` never falls."""
     first, last = _within(x, low, high)
     each = (high - low) / px or 1.0
     edges = low + each * np.arange(1, px)

@@ -1,6 +1,6 @@
-"""What a run was trained on, by source: shares, epochs, what was skipped and why, and what an audit found.
+"""A run's training data by source: shares, epochs, skipped documents with reasons, and the audit's result.
 
-What the journal does not say is None, never computed from something else.
+A fact that the journal does not have is None. It is never computed from other facts.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def sources(facts: Facts) -> Row:
 
 
 def skipped(facts: Facts) -> list[Row]:
-    """Why documents were skipped: each reason of each source once, the most frequent first."""
+    """The reasons for skipped documents: each reason of each source once, the most frequent first."""
     events = facts.events(EventKind.BAD_DOCUMENT)
     return facts.kept("skipped", len(events), lambda: _skipped(events))
 
 
 def newest_cursor(facts: Facts) -> Event | None:
-    """The last event of the history that says where the run stands in its data."""
+    """The last event of the history that has the run's position in its data."""
     events, kept = facts.events(EventKind.POINT_COMMITTED, EventKind.CURSOR), facts.path.attempts
     return next((e for e in reversed(events) if e.attempt in kept and _position(e) <= facts.tokens), None)
 
@@ -80,7 +80,7 @@ def _position(cursor: Event) -> int:
 
 
 def documents(facts: Facts) -> tuple[int, int] | None:
-    """(documents read, of these skipped) up to the newest cursor; None where the journal has none."""
+    """(documents read, of these skipped) up to the newest cursor; None if the journal has none."""
     cursor = newest_cursor(facts)
     if cursor is None:
         return None
@@ -89,8 +89,8 @@ def documents(facts: Facts) -> tuple[int, int] | None:
 
 
 def long_documents(facts: Facts) -> tuple[str, int, int] | None:
-    """(source, too long, documents read) up to the newest cursor, of the source that has the largest share of
-    them; None where the journal has no cursor, or nothing was read.
+    """(source, too long, documents read) up to the newest cursor, for the source with the largest share of
+    too long ones. None if the journal has no cursor, or nothing was read.
     """
     cursor = newest_cursor(facts)
     found = cursor.fields["cursor"]["sources"].items() if cursor is not None else ()
@@ -99,7 +99,7 @@ def long_documents(facts: Facts) -> tuple[str, int, int] | None:
 
 
 def audit(facts: Facts) -> Row | None:
-    """What the newest audit found; None where none was kept with the run."""
+    """The newest audit's result; None if none is stored with the run."""
     found = newest_audit(facts.files.findings)
     if found is None:
         return None
@@ -108,7 +108,9 @@ def audit(facts: Facts) -> Row | None:
 
 
 def _target(listed: list[Row], source: Row, last: Event | None) -> float | None:
-    """The source's share by its weight, which the attempt noted where none is given; None if it did not."""
+    """The source's share by its weight. If no weight is given, the attempt's record has it; None if it has
+    not.
+    """
     if len(listed) == 1:
         return 1.0
     noted: Row = last.fields.get("weights", {}) if last is not None else {}
@@ -143,8 +145,8 @@ def _row(source: Row, target: float | None, cursor: Event | None) -> Row:
 
 
 def _counts(facts: Facts, names: list[str], last: Event | None, cursor: Event | None) -> Row:
-    """Samples and tokens by source, as far as they are known: up to now where there is but one source, else
-    at the newest cursor, or as the newest attempt found them.
+    """Samples and tokens by source, as far as they are known: up to now if there is one source, else at the
+    newest cursor, or at the newest attempt's begin.
     """
     if len(names) == 1 and len(facts.history):
         samples = int(facts.history["consumed_samples"][-1])
@@ -163,7 +165,7 @@ def _counts(facts: Facts, names: list[str], last: Event | None, cursor: Event | 
 
 
 def _counted(row: Row, counts: Row, last: Event | None, since: Row | None) -> None:
-    """What the counts say of one source."""
+    """Adds the counts of one source to its row."""
     name = row["name"]
     if last is not None:
         row["num_blocks"] = last.fields["num_blocks"].get(name)
@@ -176,14 +178,14 @@ def _counted(row: Row, counts: Row, last: Event | None, since: Row | None) -> No
 
 
 def _counted_at(facts: Facts, listed: list[Row], last: Event | None) -> Row | None:
-    """Where samples and tokens were counted: {t, attempt}, attempt None for the newest step."""
+    """The place of the counts of samples and tokens: {t, attempt}, attempt None for the newest step."""
     if len(listed) == 1 and len(facts.history):
         return {"t": float(facts.history["t"][-1]), "attempt": None}
     return {"t": last.t, "attempt": last.attempt} if last is not None else None
 
 
 def _since(told: list[Event], counts: Row) -> Row | None:
-    """The samples of each source since the weights were changed last; None if they never were."""
+    """The samples of each source since the last change of the weights; None if they never changed."""
     changed = None
     for before, after in zip(told, told[1:], strict=False):
         if before.fields["weights"] != after.fields["weights"]:

@@ -1,4 +1,6 @@
-"""A run at a glance: state, progress, speed, what is at risk, where a start would go on."""
+"""A run in one document: state, progress, speed, what is at risk, and the point a start would continue
+from.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +80,8 @@ def summary(facts: Facts, now: float, full: bool = True) -> Row:
 
 
 def standing(facts: Facts) -> tuple[str, str, float | None]:
-    """(state, why, since). A run without an end is what its watching found: `open` while that is too short to
-    say, for no clock of another machine is asked.
+    """(state, why, since). The state of a run without an end is from the watch: `open` while it is too short,
+    because no other machine's clock is used.
     """
     newest = facts.files.newest
     if newest is None:
@@ -183,7 +185,7 @@ def _risk(facts: Facts, point: Row | None, out: Row) -> Row:
         "seconds": round(float(facts.history["step_s"][at:].sum()), 1),
         "every_steps": every,
         "next_in_steps": every - step % every if every and alive else None,
-        # only what the journal says: who holds a whole state depends on the numerics and on who is loading
+        # only from the journal: who holds a whole state depends on the numerics and on who is loading
         "copies": (getattr(head.start, "copies", None) or head.said("copies")) if head and alive else None,
     }
 
@@ -248,7 +250,7 @@ def _loss(facts: Facts) -> Row:
 
 
 def _more(facts: Facts, out: Row, now: float) -> Row:
-    """What the page of one run has."""
+    """Adds the fields of one run's page."""
     config = facts.config(facts.files.begun)
     commanded = facts.commanded()
     told = [entry for entry in happenings(facts) if entry["kind"] != "coordinator"]
@@ -299,7 +301,9 @@ def _standing(facts: Facts, out: Row, checked: list[Row], now: float) -> Standin
 
 
 def _left_behind(facts: Facts) -> Risk | None:
-    """What the newest attempt does not continue of what was trained; None: nothing, or it is not said yet."""
+    """The trained steps that the newest attempt does not continue. None: there are none, or that is not
+    recorded yet.
+    """
     pieces = facts.path.dropped(facts.files.newest or 0)
     if not pieces:
         return None
@@ -309,12 +313,12 @@ def _left_behind(facts: Facts) -> Risk | None:
 
 
 def sentence(text: str) -> str:
-    """With a capital and a full stop."""
+    """The text with a capital and a full stop."""
     return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith((".", "!", "?")) else ".")
 
 
 def free_bytes(path: str) -> int | None:
-    """Of the file system on which the run lies; None where that cannot be found out."""
+    """Free bytes of the run's file system; None if that cannot be found out."""
     try:
         s = os.statvfs(path)
     except OSError:

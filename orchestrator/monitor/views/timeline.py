@@ -1,5 +1,6 @@
-"""The timeline of a run: attempts, generations with their world size and fate, points and what happened, by
-time and by position.
+"""The timeline of a run, by time and by position.
+
+It has attempts, generations with their world size and fate, points, and events.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ PINNED, DELETED = 1, 4
 
 
 def timeline(facts: Facts, px: int | None, now: float) -> dict[str, Any]:
-    """The document. `then_off`: goodput leaves out the time after this attempt. `px`: how wide it is drawn;
-    neighbours of one fate and world size that are both thinner than a pixel, in time and in position, are one
-    segment then, under the first one's attempt.
+    """The document of the timeline. `then_off`: goodput leaves out the time after this attempt.
+
+    `px` is its width. Neighbours of one fate and world size that are both thinner than a pixel, in time and
+    in position, become one segment, under the first one's attempt.
     """
     segments = facts.kept("segments", facts.shape, lambda: [_segment(facts, p) for p in _by_time(facts)])
     segments = [
@@ -44,8 +46,8 @@ def timeline(facts: Facts, px: int | None, now: float) -> dict[str, Any]:
 
 
 def labels(facts: Facts) -> list[list[Any]]:
-    """Where the history's step labels are counted anew: [tokens, label, tokens per step, attempt]; the first
-    is its begin.
+    """The places where the history's step labels are counted anew: [tokens, label, tokens per step, attempt].
+    The first is its begin.
     """
     found: list[list[Any]] = []
     for segment in facts.path.lineage.segments:
@@ -89,7 +91,7 @@ def _segment(facts: Facts, piece: Piece) -> list[Any]:
 
 
 def _grown(facts: Facts, segment: list[Any], piece: Piece) -> list[Any]:
-    """The head's goes on between two generations."""
+    """Extends a segment by a piece. The head's continues between two generations."""
     return _segment(facts, piece) if segment[7] != facts.columns["step"][piece.rows[-1]] else segment
 
 

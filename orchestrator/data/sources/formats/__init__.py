@@ -1,6 +1,6 @@
-"""The formats by name: a file each, named after it, which gives it as `FORMAT`.
+"""The formats by name. Each is a module of that name that defines `FORMAT`.
 
-A format is added by its file, and by its name in `config.data_sections.FormatName`.
+To add a format, add its module, and its name to `config.data_sections.FormatName`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,6 @@ __all__ = ["Cut", "Format", "format_of"]
 
 @cache
 def format_of(name: str) -> Format:
-    """The format of that name. Only then is its file loaded, and what that needs."""
+    """The format of that name. Its module and its dependencies are loaded only now."""
     found: Format = import_module(f"{__name__}.{name}").FORMAT
     return found

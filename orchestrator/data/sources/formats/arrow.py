@@ -1,8 +1,8 @@
-"""`arrow`: a record per row of an Arrow IPC file (Feather V2) or IPC stream, cut at record batches.
+"""`arrow`: one record per row of an Arrow IPC file (Feather V2) or IPC stream, cut at record batches.
 
 A stream is a sequence of messages: its schema, dictionaries and record batches. A file holds messages at the
-places that its footer lists, and the schema in the footer itself: writers differ in what else lies in a file.
-The small headers of messages are read here, not their bodies, so that a file is cut without reading it.
+places that its footer lists, and the schema in the footer itself; other content differs between writers. Only
+the small headers of messages are parsed here, not their bodies, so that a file is cut without reading it.
 pyarrow reads the messages of a unit as a stream.
 """
 
@@ -34,23 +34,25 @@ if TYPE_CHECKING:
     from orchestrator.data.sources.input_file import InputFile
 
 _MAGIC, _END, _CONTINUES = b"ARROW1\0\0", b"ARROW1", b"\xff\xff\xff\xff"
-# Record batches are joined to units of at least so many bytes; a batch is held as a whole.
+# Record batches are joined to units of at least this many bytes. A batch is held as a whole.
 _UNIT_BYTES = 2 << 20
-# Headers are read in such pieces.
+# Headers are read in pieces of this size.
 _READ_BYTES = 1 << 12
-# The kinds of messages (org.apache.arrow.flatbuf.MessageHeader).
+# The types of messages (org.apache.arrow.flatbuf.MessageHeader).
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
 
 
-# In a footer: where a message begins, the bytes of its header with the prefix, and of its body.
+# A footer's entry: where a message begins, the bytes of its header with the prefix, and of its body.
 _BLOCK = np.dtype([("start", "<i8"), ("head", "<i4"), ("_", "<i4"), ("body", "<i8")])
 _Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One message of a file: the bytes that it takes there, its header and its body within them, its kind,
-    the rows of a record batch, and of a dictionary its number and whether it adds to an earlier one.
+    """One message of a file.
+
+    It has the bytes of the message in the file, its header and its body within them, and its kind. `rows` are
+    those of a record batch. A dictionary has its number, and whether it adds to an earlier one.
     """
 
     start: int
@@ -68,8 +70,9 @@ _Block = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Footer:
-    """What a file's footer lists: the schema as a message, and of each message where it begins and ends, and
-    the bytes of its header.
+    """The content of a file's footer.
+
+    It has the schema as a message, and for each message its beginning, its end, and the bytes of its header.
     """
 
     schema: bytes
@@ -78,14 +81,15 @@ class _Footer:
 
 
 class ArrowFiles(RowFormat):
-    """A record per row."""
+    """One record per row."""
 
     name = "arrow"
     suffixes: tuple[str, ...] = (".arrow", ".feather", ".arrows")
 
     def units(self, file: InputFile, content: Content) -> Units:
-        """Runs of record batches, with the bytes that they take in the file: where a unit begins follows from
-        those before it.
+        """Joins record batches to units, with their bytes in the file.
+
+        The beginning of a unit follows from the sizes of the units before it.
         """
         import pyarrow as pa
 
@@ -135,7 +139,7 @@ class ArrowFiles(RowFormat):
 
 
 def schema_names(file: InputFile) -> list[str]:
-    """The names of a file's columns. Raises `DataError` if it has no schema that can be read."""
+    """The names of a file's columns. Raises `DataError` if its schema cannot be read."""
     import pyarrow as pa
 
     schema, ranges = b"", list[_Range]()
@@ -151,8 +155,9 @@ def schema_names(file: InputFile) -> list[str]:
 
 
 def _unit(file: InputFile, row: FileRow, start: int, stop: int) -> tuple[bytes, list[_Range]]:
-    """The schema's message, and the ranges of what follows it in a stream of those record batches that take
-    bytes [start, stop) of the bytes of all.
+    """The schema's message, and the ranges of the rest of a stream of some record batches.
+
+    The record batches are those at bytes [start, stop) of all batches' bytes.
     """
     if not _has_magic(file):
         begin = next((m.start for m in _messages(file, row.bytes) if m.kind == _BATCH), row.bytes)
@@ -171,8 +176,9 @@ def _unit(file: InputFile, row: FileRow, start: int, stop: int) -> tuple[bytes, 
 
 
 def _sound(batches: Any, columns: dict[str, tuple[str, ...]]) -> Iterator[Any]:
-    """The batches, once it is sure that no value of the columns reaches out of the memory that was read:
-    pyarrow takes the offsets in a file as they are.
+    """Yields the batches, after checking that no value of the columns lies outside the memory that was read.
+
+    pyarrow does not check the offsets in a file.
     """
     for batch in batches:
         for name in dict.fromkeys(way[0] for way in columns.values()):
@@ -185,8 +191,9 @@ def _has_magic(file: InputFile) -> bool:
 
 
 def _messages(file: InputFile, file_bytes: int) -> Iterator[_Message]:
-    """The messages of a stream in order, up to the marker that ends them. Raises `ConfigError` if it is no
-    Arrow stream, `DataError` if it ends before that marker.
+    """The messages of a stream in order, up to the end marker.
+
+    Raises `ConfigError` if it is no Arrow stream, `DataError` if it ends before that marker.
     """
     at, kind = 0, 0
     while True:
@@ -208,8 +215,9 @@ def _messages(file: InputFile, file_bytes: int) -> Iterator[_Message]:
 
 
 def _message(file: InputFile, at: int, data: bytes, head_bytes: int, file_bytes: int) -> _Message:
-    """The message that begins at `at`, of which `data` were read. Raises `DataError` if it is none, or ends
-    behind the file.
+    """The message that begins at `at`, of which `data` were read.
+
+    Raises `DataError` if there is none, or if it ends beyond the file.
     """
     prefix = 8 if data[:4] == _CONTINUES else 4  # 4: a writer from before version 0.15
     size = int.from_bytes(data[prefix - 4 : prefix], "little")
@@ -228,7 +236,7 @@ def _message(file: InputFile, at: int, data: bytes, head_bytes: int, file_bytes:
 
 
 def _message_at(file: InputFile, start: int, stop: int, head_bytes: int) -> _Message:
-    """The message that a footer lists. Raises `DataError` as `_message` does."""
+    """The message that a footer lists. Raises `DataError` as `_message`."""
     data = file.read_at(start, min(_READ_BYTES, head_bytes))
     message = _message(file, start, data, head_bytes, file.size)
     if message.stop > stop:
@@ -238,6 +246,7 @@ def _message_at(file: InputFile, start: int, stop: int, head_bytes: int) -> _Mes
 
 def _footer(file: InputFile) -> _Footer:
     """The footer: a flatbuffer of the table `Footer`: 0 version, 1 schema, 2 dictionaries, 3 recordBatches.
+
     Its size and a magic follow it. Raises `DataError` if there is none.
     """
     end = file.size - len(_END) - 4
@@ -260,7 +269,7 @@ def _footer(file: InputFile) -> _Footer:
 
 
 def _blocks(file: InputFile, data: bytes, at: int) -> tuple[_Block, ...]:
-    """A footer's list of messages. Raises `ValueError` if one lies outside of the file."""
+    """A footer's list of messages. Raises `ValueError` if one lies outside the file."""
     if not at:
         return ()
     at += struct.unpack_from("<I", data, at)[0]
@@ -274,8 +283,10 @@ def _blocks(file: InputFile, data: bytes, at: int) -> tuple[_Block, ...]:
 
 
 def _schema_message(footer: bytes, schema: int, version: int) -> bytes:
-    """A message of the schema that lies at byte `schema` of a footer. In a flatbuffer all places are
-    relative: a table `Message` is put before the footer, and refers to the schema in it.
+    """A message for the schema at byte `schema` of a footer.
+
+    Offsets in a flatbuffer are relative, so a table `Message` is put before the footer and refers to the
+    schema in it.
     """
     table, begin = 16, 32
     head = struct.pack("<I6H", table, 12, 12, 8, 10, 4, 0)
@@ -286,8 +297,9 @@ def _schema_message(footer: bytes, schema: int, version: int) -> bytes:
 
 
 def _require_dictionaries(file: InputFile, footer: _Footer) -> None:
-    """Raises `ConfigError` if a dictionary takes the place of another one: which record batches it belongs to
-    a file does not say.
+    """Raises `ConfigError` if a dictionary replaces another one.
+
+    The file does not record which record batches each of them belongs to.
     """
     numbers = set[int]()
     for block in footer.dictionaries:
@@ -310,9 +322,10 @@ def _cut_off(file: InputFile, at: int) -> str:
 
 
 def _header(data: bytes) -> tuple[int, int, tuple[int, int]]:
-    """(kind, bytes of the body, facts) of a message's header, a flatbuffer of the table `Message`:
-    1 header_type, 2 header, 3 bodyLength. The facts of a record batch: 0 length; of a dictionary: 0 id,
-    2 isDelta.
+    """(kind, bytes of the body, facts) of a message's header, a flatbuffer of the table `Message`.
+
+    Its fields: 1 header_type, 2 header, 3 bodyLength. The facts of a record batch: 0 length; of a dictionary:
+    0 id, 2 isDelta.
     """
     try:
         (table,) = struct.unpack_from("<I", data)
@@ -330,7 +343,7 @@ def _header(data: bytes) -> tuple[int, int, tuple[int, int]]:
 
 
 def _place(data: bytes, table: int, number: int) -> int:
-    """Where a field of a flatbuffer's table lies; 0 if it has its default."""
+    """The offset of a field of a flatbuffer's table; 0 if it has its default."""
     vtable = table - int(struct.unpack_from("<i", data, table)[0])
     (size,) = struct.unpack_from("<H", data, vtable)
     if 4 + 2 * number >= size:
@@ -345,14 +358,14 @@ def _field(data: bytes, table: int, number: int, kind: str) -> int:
 
 
 class _Joined(io.RawIOBase):
-    """Bytes, and then ranges of a file, as one stream."""
+    """Bytes, followed by ranges of a file, as one stream."""
 
     def __init__(self, file: InputFile, begin: bytes, ranges: Sequence[_Range]) -> None:
         self._begin, self._ranges = begin, list(ranges)
         self._file: LocalFile | RangedReads
         if isinstance(file, LocalFile):
             self._file = file
-        else:  # pyarrow asks for a few bytes at a time
+        else:  # pyarrow reads a few bytes at a time
             self._file = RangedReads(file)
             self._file.expect(_merged(self._ranges))
 
@@ -376,7 +389,7 @@ class _Joined(io.RawIOBase):
 
 
 def _merged(ranges: Sequence[_Range]) -> list[_Range]:
-    """The ranges, of which neighbours that touch or overlap are one."""
+    """The ranges, with adjacent or overlapping ones merged."""
     found = list[_Range]()
     for start, stop in sorted(ranges):
         if found and start <= found[-1][1]:

@@ -1,6 +1,6 @@
-"""What a format is: how a kind of file is found, cut and read, and how a record of it becomes a document.
+"""The interface of a format: how its files are found, cut and read, and how a record becomes a document.
 
-Nothing else in the package asks which format a source has: it asks the format.
+All knowledge about a format is in its class. The rest of the package calls this interface.
 """
 
 from __future__ import annotations
@@ -23,67 +23,68 @@ if TYPE_CHECKING:
     from orchestrator.data.sources.readers import Part
     from orchestrator.data.sources.records_in_memory import Records
 
-# (rows, about decoded bytes) of each of a file's units, in file order.
+# (rows, approximate decoded bytes) of each of a file's units, in file order.
 Units = tuple[tuple[int, ...], tuple[int, ...]]
 Parser = Callable[[Any], Document | Described | None]
-# (where a record is, what makes its document, as a parser does).
+# (place of a record, function that makes its document, as a parser does).
 Attempt = tuple[str, Callable[[], Document | Described | None]]
 
 
 class Format(ABC):
-    """A kind of file. A format has no state; what it reads is the same for every process and at any time."""
+    """A kind of file. A format has no state and reads the same in every process and at any time."""
 
     name: str
     cut: Cut = Cut.STREAM
-    # A folder's files of the format end so.
+    # The endings of a folder's files of this format.
     suffixes: tuple[str, ...] = ("",)
-    # What `data.sources[].content` may be.
+    # The allowed values of `data.sources[].content`.
     contents: tuple[str, ...] = ("text", "chat", "prompt")
-    # Its records have fields; and whether each file says which these are: then all of its records have them.
+    # Whether its records have fields; and whether each file declares them, so that all of its records have
+    # them.
     has_fields: bool = True
     says_fields: bool = False
-    # Its records lie in files; else `data.sources[].path` names what gives them.
+    # Whether its records lie in files. Otherwise `data.sources[].path` names their source.
     has_files: bool = True
-    # A record's place in its file counts the records before it, not the bytes; and what that is called.
+    # Whether a record's place in its file counts the records before it, not the bytes; and the unit's name.
     counts_records: bool = False
     unit: str = "byte"
-    # A folder has a file that says which files are the source's, and what they hold: `check_index`.
+    # Whether a folder has an index file that lists the source's files and their content: `check_index`.
     has_index: bool = False
-    # A byte order mark at the file's first byte is not part of the first record.
+    # Whether a byte order mark at the file's first byte is dropped from the first record.
     drops_bom: bool = False
 
     def choose(self, folder: str, names: Sequence[str]) -> list[str]:
-        """Those of the files below a folder that are the source's. Raises `ConfigError` if that cannot be
-        said.
+        """The source's files among those below a folder. Raises `ConfigError` if that cannot be
+        determined.
         """
         del folder
         return [name for name in names if name.endswith(self.suffixes)]
 
     def passed_over(self, names: Sequence[str]) -> list[str]:
-        """Those of the files below a folder that are not read because of how they are called."""
+        """The files below a folder that are not read because of their names."""
         return [name for name in names if not name.endswith(self.suffixes)]
 
     def check_index(self, folder: str, rows: Mapping[str, FileRow]) -> None:
-        """Compares the index of a folder with the chosen files, whose `rows` are by their names in it. Reads
-        no record. Raises `ConfigError` with the code `data.contradicting_index` where they contradict.
+        """Compares the index of a folder with the chosen files, whose `rows` are keyed by their names in it.
+
+        Reads no record. Raises `ConfigError` with the code `data.contradicting_index` if they contradict.
         """
         del folder, rows
 
     def index_notes(self, source: str, base: str, num_rows: int) -> tuple[str, ...]:
-        """What of the index in `base` differs from the files and is not refused, in sentences."""
+        """Notes on accepted differences between the index in `base` and the files."""
         del source, base, num_rows
         return ()
 
     @property
     def called(self) -> str:
-        """What a folder's files of the format are called, for people."""
+        """The name pattern of a folder's files of this format, for messages."""
         return " ".join(self.suffixes).strip() or "every file"
 
     def units(self, file: InputFile, content: Content) -> Units:
-        """The units of a file that is cut so. Reads no record.
+        """The units of a file that is cut into units. Reads no record.
 
-        Raises `ConfigError` if it is no file of the format or has not the fields, `DataError` if it is
-        damaged.
+        Raises `ConfigError` if it has another format or lacks the fields, `DataError` if it is damaged.
         """
         del file, content
         return (), ()
@@ -92,21 +93,22 @@ class Format(ABC):
     def read(
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
-        """The records of a part of a file in file order, in batches of a few MiB or of one record. Nothing
-        that lies behind the file's first `row.bytes` is read: it was appended.
+        """The records of a part of a file in file order, in batches of a few MiB or of one record.
 
-        `whole`: the part is the file, and is read from its first byte to its last, however it is cut else.
-        Raises one of `compressed.DAMAGE` where the file is damaged.
+        Nothing beyond the file's first `row.bytes` is read: it was appended. `whole`: the part is the file,
+        and is read from its first byte to its last, however it is cut otherwise. Raises one of
+        `compressed.DAMAGE` if the file is damaged.
         """
 
     @abstractmethod
     def parser(self, content: Content) -> Parser:
-        """What makes a document of a record that is not null; None of one that is none (a blank line). The
-        parser raises `BadRecordError`.
+        """Returns the function that makes a document of a record that is not null.
+
+        It returns None for a record that is no document (a blank line). It raises `BadRecordError`.
         """
 
     def first_records(self, file: InputFile, row: FileRow, content: Content) -> Iterator[Attempt]:
-        """Some of the file's first records, at the cost of a MiB or one record; what is null is left out."""
+        """Some of the file's first records, at the cost of a MiB or one record. Nulls are left out."""
         part, parse = FilePart(file=0, start=0, stop=row.bytes), self.parser(content)
 
         def attempt(records: Records, index: int) -> Document | Described | None:
@@ -118,8 +120,9 @@ class Format(ABC):
                 yield f"record {index + 1}", partial(attempt, records, index)
 
     def place(self, path: str, part: Part, index: int, line: Callable[[], int | None]) -> str:
-        """Where a record lies, for people. `line` counts the lines before the part's first record, plus
-        one.
+        """The place of a record, for messages.
+
+        `line` returns the number of lines before the part's first record, plus one.
         """
         at = f"{path}: {self.unit} {part.place_of(index)}"
         if self.counts_records:
@@ -128,16 +131,17 @@ class Format(ABC):
         return f"{at}, line {'not counted' if first is None else first + index}"
 
     def in_place(self, path: str) -> str:
-        """How one of its documents is changed so that the run may go on with it, for people: it ends the
-        sentence "fix the document …".
+        """How to change one of its documents so that the run may continue with it, for messages.
+
+        It ends the sentence "fix the document …".
         """
         if self.cut is Cut.UNITS:
             return "and keep the rows and row groups of its file"
-        # what a file has beyond the bytes that it had is not the run's
+        # bytes appended to a file after the start are not part of the run
         return "in a file of no more bytes" if path.endswith(COMPRESSED) else "at the same length"
 
     def lost(self, then: FileRow, now: FileRow) -> str | None:
-        """What a run that began with the file `then` reads and is not there any more, for people."""
+        """What a run that began with the file `then` reads and that no longer exists, for messages."""
         groups, left = len(then.group_rows), len(now.group_rows)
         return f"it had {groups} row groups and has {left}" if left < groups else None
 
@@ -157,12 +161,12 @@ class Format(ABC):
 
 
 class HeadedFormat(Format):
-    """A format of which every file says at its head which fields its records have."""
+    """A format whose files declare the fields of their records in a header."""
 
     says_fields = True
 
     def first_records(self, file: InputFile, row: FileRow, content: Content) -> Iterator[Attempt]:
-        """See `Format`. Raises `ConfigError` if the head has not the fields."""
+        """See `Format`. Raises `ConfigError` if the header lacks the fields."""
         try:
             yield from super().first_records(file, row, content)
         except DataError as error:

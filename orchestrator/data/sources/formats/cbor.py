@@ -1,7 +1,7 @@
-"""`cbor`: a map per item of a CBOR sequence (RFC 8949, RFC 8742), as Epochraft reads it.
+"""`cbor`: one map per item of a CBOR sequence (RFC 8949, RFC 8742), as Epochraft reads it.
 
-An item's end shows only when it is read, so a file is read from its first byte to its last. Where items end
-is found here, which distinguishes a truncated file from a complete one; `cbor2` decodes what they hold.
+The end of an item shows only when it is read, so a file is read from its first byte to its last. The ends of
+items are found here, which distinguishes a truncated file from a complete one. `cbor2` decodes their content.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ _BYTES, _TEXT, _ARRAY, _MAP, _TAG = 2, 3, 4, 5, 6
 
 
 class CborSequence(Format):
-    """A map per item."""
+    """One map per item."""
 
     name = "cbor"
     suffixes = with_compressed(".cbor")
 
     def require_content(self, source: str, content: Content) -> None:
-        """See `Format`. Raises `ConfigError` if cbor2 is not installed, too."""
+        """See `Format`. Also raises `ConfigError` if cbor2 is not installed."""
         super().require_content(source, content)
         _cbor2()
 
     def read(
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
-        """See `Format`. Raises `OSError` at what is no CBOR, or longer than a record may be: what follows
-        could not be found.
+        """See `Format`. Raises `OSError` at data that are no CBOR, or longer than a record may be.
+
+        The next item could not be found after such data.
         """
         del part, content, whole
         held, num_held, wanted, place, number = list[bytes](), 0, 1, 0, 1
@@ -57,7 +58,7 @@ class CborSequence(Format):
                 num_held += len(piece)
                 if (
                     num_held < wanted
-                ):  # an item that does not end is looked at again when there is twice as much
+                ):  # an incomplete item is parsed again when twice as many bytes are available
                     continue
             data, items, at = join(held) if held else b"", list[bytes](), 0
             while at < len(data) and (end := item_end(data, at, place)) is not None:
@@ -89,24 +90,25 @@ class CborSequence(Format):
         return document
 
     def place(self, path: str, part: Part, index: int, line: Callable[[], int | None]) -> str:
-        """Byte and number of the item."""
+        """The byte and the number of the item."""
         del line
         assert part.line is not None, "items are counted as they are read"
         return f"{path}: byte {part.place_of(index)}, item {part.line + index}"
 
 
 def _with_dicts(value: Any) -> Any:
-    """The value with maps as dicts and arrays as lists: inside of tags, cbor2 makes immutable ones."""
+    """The value with maps as dicts and arrays as lists: inside tags, cbor2 makes immutable ones."""
     if isinstance(value, Mapping):
         return {key: _with_dicts(each) for key, each in value.items()}
     return [_with_dicts(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def item_end(data: bytes, at: int, place: int) -> int | None:
-    """Where the item that begins at `at` ends; None if it goes on behind the data. Raises `OSError` if it is
-    no CBOR; `place` is where the data begin in the file.
+    """The end of the item that begins at `at`; None if it continues beyond the data.
+
+    Raises `OSError` if it is no CBOR. `place` is the position of the data in the file.
     """
-    left = [1]  # items to come at each depth, -1: up to a break
+    left = [1]  # items to come at each depth, -1: until a break
     while left:
         if left[-1] == 0:
             left.pop()
@@ -133,8 +135,9 @@ def item_end(data: bytes, at: int, place: int) -> int | None:
 
 
 def _head(data: bytes, at: int, place: int) -> tuple[int, int, int | None]:
-    """(where the head of an item ends, its major type, its value): the value is None where a break ends the
-    item. The end may lie behind the data; then the value is not known.
+    """(end of an item's head, its major type, its value).
+
+    The value is None if a break ends the item. The end may lie beyond the data; then the value is not known.
     """
     major, value = data[at] >> 5, data[at] & 31
     if value < 24:

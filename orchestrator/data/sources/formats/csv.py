@@ -1,6 +1,6 @@
-"""`csv`: a record per row, with a header in each file (RFC 4180); `tsv` is the same with tabs.
+"""`csv`: one record per row, with a header in each file (RFC 4180). `tsv` is the same with tabs.
 
-A row ends at a newline outside of quotes, so no place of a file tells what it lies in: a file is read from
+A row ends at a newline outside of quotes, which only the content before it determines. So a file is read from
 its first byte to its last, in bounded memory.
 """
 
@@ -34,7 +34,7 @@ Row = dict[str, str]
 
 
 class Csv(HeadedFormat):
-    """A record per row of fields that `delimiter` parts."""
+    """One record per row, of fields separated by `delimiter`."""
 
     contents = ("text", "prompt")
 
@@ -45,7 +45,7 @@ class Csv(HeadedFormat):
     def read(
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
-        """See `Format`. Raises `DataError` if the header has not the fields."""
+        """See `Format`. Raises `DataError` if the header lacks the fields."""
         del part, whole
         make: Callable[[bytes], Row | None] | None = None
         pieces = utf8_pieces(file.name, decoded(file, row.path, row.bytes))
@@ -76,7 +76,7 @@ class Csv(HeadedFormat):
         return tuple(header)
 
     def parser(self, content: Content) -> Parser:
-        """See `Format`; blank rows are no documents."""
+        """See `Format`. Blank rows are no documents."""
 
         def document(row: Row | _Blank) -> Document | Described | None:
             return None if isinstance(row, _Blank) else described(row, content)
@@ -84,7 +84,7 @@ class Csv(HeadedFormat):
         return document
 
     def place(self, path: str, part: Part, index: int, line: Callable[[], int | None]) -> str:
-        """Byte and row; the header is row 1."""
+        """The byte and the row; the header is row 1."""
         del line
         assert part.line is not None, "rows are counted as they are read"
         return f"{path}: byte {part.place_of(index)}, row {part.line + index}"
@@ -92,7 +92,7 @@ class Csv(HeadedFormat):
 
 @dataclass(frozen=True, slots=True)
 class _Blank:
-    """A row without a character."""
+    """A row without characters."""
 
 
 def _row(header: tuple[str, ...], delimiter: str, row: bytes) -> Any:
@@ -108,7 +108,7 @@ def _row(header: tuple[str, ...], delimiter: str, row: bytes) -> Any:
 
 
 def fields_of(row: str, delimiter: str) -> list[str]:
-    """A row's fields, without their quotes. Raises `BadRecordError` if it is not as RFC 4180 has it."""
+    """A row's fields, without their quotes. Raises `BadRecordError` if it violates RFC 4180."""
     if '"' not in row:
         return row.split(delimiter)
     found, at = list[str](), 0
@@ -133,7 +133,7 @@ def fields_of(row: str, delimiter: str) -> list[str]:
 
 
 def _closing(row: str, at: int) -> int:
-    """Where the quote stands that closes the field."""
+    """The index of the quote that closes the field."""
     while (end := row.find('"', at)) >= 0:
         if row[end + 1 : end + 2] != '"':
             return end
@@ -142,8 +142,9 @@ def _closing(row: str, at: int) -> int:
 
 
 def stream_rows(pieces: Iterator[bytes]) -> Iterator[tuple[int, Lines | Whole, int]]:
-    """(number, rows, place of the first) of a stream, in batches of about one piece: a row ends at a newline
-    before which the quotes are even in number. One that spans pieces is joined once.
+    """(number, rows, place of the first row) of a stream, in batches of about one piece.
+
+    A row ends at a newline that an even number of quotes precedes. A row that spans pieces is joined once.
     """
     number, place, held, num_held, inside = 1, 0, list[bytes](), 0, False
     for piece in pieces:
@@ -171,7 +172,7 @@ def stream_rows(pieces: Iterator[bytes]) -> Iterator[tuple[int, Lines | Whole, i
 
 
 def _row_ends(piece: bytes, inside: bool) -> tuple[npt.NDArray[np.int64], bool]:
-    """Where rows end in the piece, after their newline, and whether it ends inside of quotes."""
+    """The ends of rows in the piece, after their newlines, and whether the piece ends inside quotes."""
     view = np.frombuffer(piece, np.uint8)
     newlines, quotes = np.flatnonzero(view == _NEWLINE), np.flatnonzero(view == _QUOTE)
     odd = (np.searchsorted(quotes, newlines) + inside) % 2 == 1

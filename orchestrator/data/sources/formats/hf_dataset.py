@@ -1,9 +1,9 @@
-"""`hf_dataset`: a folder that `datasets.Dataset.save_to_disk` wrote: the Arrow files that its `state.json`
-names, and no others (a cache of a mapped dataset may lie beside them).
+"""`hf_dataset`: a folder written by `datasets.Dataset.save_to_disk`.
 
-`state.json` and the columns of `dataset_info.json` are compared with the files. A number of rows in
-`dataset_info.json` that differs is reported and not refused: `datasets` keeps counts and sizes of the dataset
-that was loaded first, also after a filter, a selection or a concatenation.
+Only the Arrow files that its `state.json` names are read (a cache of a mapped dataset may lie beside them).
+`state.json` and the columns of `dataset_info.json` are compared with the files. A different number of rows in
+`dataset_info.json` is reported and accepted: `datasets` keeps counts and sizes of the dataset that was loaded
+first, also after a filter, a selection or a concatenation.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ if TYPE_CHECKING:
 
 _STATE, _SPLITS, _INFO = "state.json", "dataset_dict.json", "dataset_info.json"
 _CONTRADICTING = "data.contradicting_index"
-# How `save_to_disk` numbers files: which one, and of how many.
+# The numbering of `save_to_disk`: a file's number, and the number of files.
 _NUMBERED = re.compile(r"data-(\d{5})-of-(\d{5})\.arrow")
 
 
 class SavedDataset(ArrowFiles):
-    """A record per row."""
+    """One record per row."""
 
     name = "hf_dataset"
     suffixes: tuple[str, ...] = (".arrow",)
     has_index = True
 
     def passed_over(self, names: Sequence[str]) -> list[str]:
-        """None: which files are the dataset's, its index says, not what they are called."""
+        """None: the dataset's index determines its files, not their names."""
         del names
         return []
 
     def choose(self, folder: str, names: Sequence[str]) -> list[str]:
-        """The files that `state.json` names. Raises `ConfigError` if the folder is no saved dataset, holds
-        several, or if `state.json` contradicts the files or selects some of their rows.
+        """The files that `state.json` names.
+
+        Raises `ConfigError` if the folder is no saved dataset or holds several, or if `state.json`
+        contradicts the files or selects some of their rows.
         """
         if _SPLITS in names:
             splits = _json(folder, _SPLITS).get("splits")
@@ -70,7 +72,7 @@ class SavedDataset(ArrowFiles):
         return named
 
     def check_index(self, folder: str, rows: Mapping[str, FileRow]) -> None:
-        """See `Format`: the rows of each file, and the names of the columns."""
+        """See `Format`. Compares the rows of each file, and the names of the columns."""
         for file in _data_files(folder):
             row = rows.get(str(file["filename"]))
             num = None if row is None else sum(row.group_rows)
@@ -86,7 +88,7 @@ class SavedDataset(ArrowFiles):
         in_threads(partial(_compare_columns, folder, expected, selected), tuple(rows))
 
     def index_notes(self, source: str, base: str, num_rows: int) -> tuple[str, ...]:
-        """See `Format`: a number of rows in `dataset_info.json` that is not that of the files."""
+        """See `Format`. Reports a number of rows in `dataset_info.json` that differs from the files."""
         try:
             info, state = _json(base, _INFO, {}), _json(base, _STATE, {})
         except ConfigError:
@@ -117,7 +119,7 @@ def _compare_columns(folder: str, expected: list[str] | None, selected: Any, nam
 
 
 def _data_files(folder: str) -> list[dict[str, Any]]:
-    """What `state.json` says of each data file. Raises `ConfigError` if it selects rows of them."""
+    """The entries of `state.json` for the data files. Raises `ConfigError` if it selects rows of them."""
     state = _json(folder, _STATE)
     for key, value in state.items():
         if key.startswith("_indices") and value:
@@ -142,7 +144,7 @@ def _data_files(folder: str) -> list[dict[str, Any]]:
 
 
 def _require_all_numbers(folder: str, named: Sequence[str]) -> None:
-    """Raises `ConfigError` if the files are numbered and are not all of their number."""
+    """Raises `ConfigError` if the files are numbered and some numbers are missing."""
     numbers = [(int(found[1]), int(found[2])) for name in named if (found := _NUMBERED.fullmatch(name))]
     if not numbers:
         return
@@ -167,7 +169,7 @@ def _contradiction(folder: str, what: str, way: str = "") -> ConfigError:
 
 
 def _json(folder: str, name: str, absent: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The object in a file of the folder; `absent` (None: an error) if the file is not there."""
+    """The object in a file of the folder; `absent` (None: an error) if the file does not exist."""
     try:
         with open_input(folder, name) as file:
             value = orjson.loads(file.read_at(0, file.size))

@@ -1,4 +1,6 @@
-"""`jsonl`: a JSON object per line. orjson decides what is valid; of equal keys the last counts."""
+"""`jsonl`: one JSON object per line. orjson defines what is valid. For duplicate keys the last value
+counts.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class LineFormat(Format):
-    """A format of which every record is a line: only a newline ends one."""
+    """A format whose records are lines: only a newline ends one."""
 
     cut = Cut.RANGES
     drops_bom = True
@@ -52,7 +54,7 @@ class LineFormat(Format):
 
 
 def beginning(file: InputFile, row: FileRow) -> tuple[bytes, bool]:
-    """(the first MiB of the decoded file without a byte order mark, whether that is all of it)."""
+    """(the first MiB of the decoded file without a byte order mark, whether that is the whole file)."""
     pieces = utf8_pieces(file.name, decoded(file, row.path, row.bytes))
     begin = next(pieces, b"")[:READ_BYTES]
     whole = len(begin) < READ_BYTES and next(pieces, None) is None
@@ -60,15 +62,13 @@ def beginning(file: InputFile, row: FileRow) -> tuple[bytes, bool]:
 
 
 class Jsonl(LineFormat):
-    """A JSON object per line."""
+    """One JSON object per line."""
 
     name = "jsonl"
     suffixes = with_compressed(".jsonl")
 
     def first_records(self, file: InputFile, row: FileRow, content: Content) -> Iterator[Attempt]:
-        """See `LineFormat`. Of a file that is one JSON array it is the first line alone: others may be
-        objects.
-        """
+        """See `LineFormat`. If the file is one JSON array, only its first line: others may be objects."""
         begin, _ = beginning(file, row)
         if begin.lstrip()[:1] == b"[":
             first = begin.lstrip().partition(b"\n")[0]
@@ -77,7 +77,7 @@ class Jsonl(LineFormat):
             yield from super().first_records(file, row, content)
 
     def parser(self, content: Content) -> Parser:
-        """See `Format`; blank lines are no documents."""
+        """See `Format`. Blank lines are no documents."""
         field = content.text_field
 
         def text(line: bytes) -> Document | Described | None:
@@ -85,7 +85,7 @@ class Jsonl(LineFormat):
                 found = orjson.loads(line)[field]
             except (orjson.JSONDecodeError, TypeError, KeyError):
                 found = None
-            # what follows says what is wrong, and knows inner fields
+            # `document` finds the reason, and supports inner fields
             return found if isinstance(found, str) else document(line)
 
         def document(line: bytes) -> Document | Described | None:
@@ -97,8 +97,10 @@ class Jsonl(LineFormat):
 
 
 def _line_object(line: bytes) -> dict[str, Any]:
-    """The JSON object of a line. Raises `BadRecordError`, with a reason of their own for files in which no
-    line is one.
+    """The JSON object of a line.
+
+    Raises `BadRecordError`, with specific reasons for files that are one array, or have objects over several
+    lines.
     """
     begin = line.lstrip()[:2]
     try:
@@ -117,7 +119,7 @@ def _line_object(line: bytes) -> dict[str, Any]:
 
 
 def json_object(data: bytes) -> dict[str, Any]:
-    """The JSON object that it is. Raises `BadRecordError`."""
+    """Parses a JSON object. Raises `BadRecordError`."""
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -128,7 +130,7 @@ def json_object(data: bytes) -> dict[str, Any]:
 
 
 def _why(data: bytes) -> str | None:
-    """What is wrong with data that are no JSON, where one of the commonest reasons is; else None."""
+    """Why data are not JSON, if it is a common reason; else None."""
     if data[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\x00" in data[:4]:
         return "it is UTF-16 or UTF-32; write the file in UTF-8"
     constants: list[str] = []

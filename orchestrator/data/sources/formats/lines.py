@@ -1,4 +1,4 @@
-"""`lines`: a document per line. One trailing carriage return is dropped; blank lines are no documents."""
+"""`lines`: one document per line. Drops one trailing carriage return. Blank lines are no documents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from orchestrator.data.sources.formats.jsonl import LineFormat
 
 
 class PlainLines(LineFormat):
-    """A document per line."""
+    """One document per line."""
 
     name = "lines"
     contents = ("text",)

@@ -1,7 +1,7 @@
-"""`mds`: a record per sample of shards that MosaicML Streaming wrote: the files that `index.json` names.
+"""`mds`: one record per sample of the shards that `index.json` names, as written by MosaicML Streaming.
 
-A shard is: the number n of samples (uint32), n + 1 offsets (uint32), a JSON object that says what the columns
-are, and the samples. A sample is the sizes (uint32) of its columns that have no fixed one, and the columns.
+A shard is: the number n of samples (uint32), n + 1 offsets (uint32), a JSON object that describes the
+columns, and the samples. A sample is the sizes (uint32) of its columns without a fixed size, and the columns.
 Nothing is ever unpickled.
 """
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from orchestrator.data.sources.file_rows import FileRow
     from orchestrator.data.sources.input_file import InputFile
 
-# Samples are handed on by about so many bytes.
+# Samples are yielded in batches of about this many bytes.
 _BATCH_BYTES = 1 << 20
-# Of encodings that are numbers: how they lie there, little-endian, and what makes them of a text.
+# Encodings that are numbers: their little-endian types, and the functions that parse texts.
 _NUMBERS = {"int": "<i8", "float16": "<f2", "float32": "<f4", "float64": "<f8"}
 _NUMBERS |= {f"int{8 * size}": f"<i{size}" for size in (1, 2, 4, 8)}
 _NUMBERS |= {f"uint{8 * size}": f"<u{size}" for size in (1, 2, 4, 8)}
@@ -46,7 +46,7 @@ _FROM_TEXT: dict[str, Callable[[str], Any]] = {"str_int": int, "str_float": floa
 
 
 class MosaicShards(HeadedFormat):
-    """A record per sample."""
+    """One record per sample."""
 
     name = "mds"
     suffixes = SUFFIXES
@@ -55,13 +55,14 @@ class MosaicShards(HeadedFormat):
     has_index = True
 
     def passed_over(self, names: Sequence[str]) -> list[str]:
-        """None: which files are the dataset's, its index says, not what they are called."""
+        """None: the dataset's index determines its files, not their names."""
         del names
         return []
 
     def choose(self, folder: str, names: Sequence[str]) -> list[str]:
-        """The shards that `index.json` names, compressed where both are there. Raises `ConfigError` if it
-        contradicts the names that are there.
+        """The shards that `index.json` names, in compressed form if both forms exist.
+
+        Raises `ConfigError` if it contradicts the names of the files.
         """
         if INDEX not in names:
             raise ConfigError(
@@ -71,14 +72,14 @@ class MosaicShards(HeadedFormat):
         return list(chosen_shards(folder, names))
 
     def check_index(self, folder: str, rows: Mapping[str, FileRow]) -> None:
-        """See `Format`: `index.json` with the sizes and the heads of its shards."""
+        """See `Format`. Compares `index.json` with the sizes and heads of its shards."""
         require_agreement(folder, rows)
 
     def read(
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
-        """See `Format`. Raises `DataError` if the shard has not the columns, or they cannot be read, or if
-        it has another hash than the index gives.
+        """See `Format`. Raises `DataError` if the shard lacks a column, or its hash differs from the
+        index.
         """
         del part, whole
         shard = ExactReader(hashed(decoded(file, row.path, row.bytes), file, row.path))
@@ -110,7 +111,7 @@ class MosaicShards(HeadedFormat):
 
 
 def _batch_ends(sizes: Int64Array) -> Iterator[int]:
-    """Where batches of about `_BATCH_BYTES` end, or of one sample that is larger."""
+    """Ends of batches of about `_BATCH_BYTES`, or of one sample that is larger."""
     num_bytes = 0
     for index, size in enumerate(sizes.tolist()):
         if num_bytes and num_bytes + size > _BATCH_BYTES:
@@ -123,8 +124,9 @@ def _batch_ends(sizes: Int64Array) -> Iterator[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Columns:
-    """The columns of a shard, in the order in which a sample has them, and those that are needed. A size is
-    None where each sample gives its own.
+    """The columns of a shard, in the order of a sample, and those that are needed.
+
+    A size is None if each sample stores its own.
     """
 
     names: tuple[str, ...]
@@ -133,7 +135,7 @@ class _Columns:
     needed: frozenset[str]
 
     def fields(self, sample: bytes) -> dict[str, Any]:
-        """What a sample holds in the columns that are needed. Raises `BadRecordError`."""
+        """The sample's values in the needed columns. Raises `BadRecordError`."""
         num = sum(size is None for size in self.sizes)
         if len(sample) < 4 * num:
             raise BadRecordError(f"it has {len(sample)} bytes, too few for the sizes of {num} columns")

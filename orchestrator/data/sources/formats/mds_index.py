@@ -1,9 +1,9 @@
-"""The `index.json` of an MDS dataset: what it says of each shard, compared with the shard itself.
+"""Compares the `index.json` of an MDS dataset with its shards.
 
 An entry has the number of samples, the basename, size and hashes of the shard (`raw_data`), the same of its
-compressed form (`zip_data`), and what the head of the shard says, too: the columns, the compression, the
-version. A start compares names, sizes and heads. The hashes cover whole files: they are compared while a
-shard is read.
+compressed form (`zip_data`), and the content of the shard's head: the columns, the compression, the version.
+A start compares names, sizes and heads. The hashes cover whole files, so they are compared while a shard is
+read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INDEX = "index.json"
 CONTRADICTING = "data.contradicting_index"
 SUFFIXES = with_compressed(".mds")
 _VERSION = 2
-# The head of a shard is read in one piece of so many bytes, if it fits.
+# The head of a shard is read in one piece of this many bytes, if it fits.
 _HEAD_BYTES = 1 << 16
 _UNREADABLE: tuple[type[Exception], ...] = (*DAMAGE, orjson.JSONDecodeError)
 _Entry = dict[str, Any]
@@ -40,7 +40,9 @@ _Entry = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardHead:
-    """What the head of a shard says: samples, bytes of the whole uncompressed shard, and its columns."""
+    """The head of a shard: the number of samples, the bytes of the whole uncompressed shard, and its
+    columns.
+    """
 
     samples: int
     raw_bytes: int
@@ -48,7 +50,8 @@ class ShardHead:
 
 
 def chosen_shards(folder: str, names: Sequence[str]) -> dict[str, _Entry]:
-    """The shards that the folder's index names, compressed where both forms are there, with their entries.
+    """The shards that the folder's index names, with their entries, in compressed form if both forms exist.
+
     Raises `ConfigError` if the index cannot be read, or contradicts the names of the files.
     """
     found, absent, there, known = dict[str, _Entry](), list[str](), set(names), set[str]()
@@ -96,8 +99,10 @@ def chosen_shards(folder: str, names: Sequence[str]) -> dict[str, _Entry]:
 
 
 def require_agreement(folder: str, rows: Mapping[str, FileRow]) -> None:
-    """Compares the index with the sizes and the heads of the shards. `rows` are the chosen shards by their
-    names in the folder. Raises `ConfigError` for the first that differs, `DataError` if one cannot be read.
+    """Compares the index with the sizes and the heads of the shards.
+
+    `rows` are the chosen shards by their names in the folder. Raises `ConfigError` for the first that
+    differs, `DataError` if one cannot be read.
     """
     named = [(name, entry) for entry in _entries(folder) for _, name in _files(entry)]
     shards = [(name, entry, rows[name].bytes) for name, entry in named if name in rows]
@@ -105,8 +110,10 @@ def require_agreement(folder: str, rows: Mapping[str, FileRow]) -> None:
 
 
 def hashed(pieces: Iterator[bytes], file: InputFile, path: str) -> Iterator[bytes]:
-    """The pieces of an uncompressed shard. Behind the last one raises `DataError` if an index beside the
-    shard gives another hash for them. `path` is that of the shard below the source's folder.
+    """Yields the pieces of an uncompressed shard and verifies its hashes.
+
+    Raises `DataError` after the last piece if an index beside the shard has another hash for it. `path` is
+    the shard's path below the source's folder.
     """
     name, expected = _expected_hashes(file, path)
     hashers = {kind: hasher for kind in expected if (hasher := _hasher(kind)) is not None}
@@ -179,12 +186,12 @@ def _compare(folder: str, shard: tuple[str, _Entry, int]) -> None:
 
 
 def _same(said: Any, shown: Any) -> bool:
-    """Whether two values of JSON are the same: `true` is not 1."""
+    """Whether two JSON values are the same: `true` is not 1."""
     return bool(said == shown) and orjson.dumps(said) == orjson.dumps(shown)
 
 
 def _read_head(folder: str, name: str, file_bytes: int) -> ShardHead:
-    """Reads the number of samples, the offsets and the columns, and no sample."""
+    """Reads the number of samples, the offsets and the columns, but no sample."""
     try:
         with open_input(folder, name) as file:
             if name.endswith(COMPRESSED):
@@ -210,7 +217,7 @@ def _head_of(shard: ExactReader) -> ShardHead:
 def _head_of_plain(file: InputFile) -> ShardHead:
     data = file.read_at(0, _HEAD_BYTES)
     num, first = int.from_bytes(data[:4], "little"), data[4:8]
-    begin = 4 * (num + 1)  # of the last offset, behind which the columns lie
+    begin = 4 * (num + 1)  # of the last offset; the columns follow it
     stop = begin + 4 + _config_bytes(num, first)
     rest = data[begin:stop] if stop <= len(data) else file.read_at(begin, stop - begin)
     if len(rest) != stop - begin:
@@ -234,7 +241,7 @@ def _head(num: int, last: bytes, config: bytes) -> ShardHead:
 
 
 def _hasher(kind: str) -> Any:
-    """None for a kind of hash that is not known here."""
+    """A hasher of this kind; None for a kind that is not supported here."""
     if kind in xxhash.algorithms_available:
         return getattr(xxhash, kind)()
     known = kind in hashlib.algorithms_available and not kind.startswith("shake_")
@@ -242,12 +249,14 @@ def _hasher(kind: str) -> Any:
 
 
 _lock = threading.Lock()
-_newest: dict[tuple[str, int, int, str], dict[str, _Entry]] = {}  # of the index that was used last
+_newest: dict[tuple[str, int, int, str], dict[str, _Entry]] = {}  # of the most recently used index
 
 
 def _expected_hashes(file: InputFile, path: str) -> tuple[str, dict[str, str]]:
-    """(the index, the hashes that it gives of the uncompressed shard), from the nearest index that names the
-    shard, in its folder or in one above within the source's; no hashes if there is none.
+    """(path of the index, its hashes of the uncompressed shard).
+
+    The nearest index that names the shard is used: in its folder, or in a folder above it within the
+    source's. No hashes if there is none.
     """
     base, inner = file.name.removesuffix(path).rstrip("/"), os.path.dirname(path)
     while True:
@@ -262,7 +271,7 @@ def _expected_hashes(file: InputFile, path: str) -> tuple[str, dict[str, str]]:
 
 
 def _entries_by_name(folder: str) -> dict[str, _Entry]:
-    """Of each file that the folder's index names, the entry of its shard; empty without a readable index."""
+    """For each file that the folder's index names, the entry of its shard. Empty without a readable index."""
     try:
         with open_input(folder, INDEX) as file:
             key = (file.name, file.size, file.mtime_ns, file.etag)

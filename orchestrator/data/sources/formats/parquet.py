@@ -1,4 +1,4 @@
-"""`parquet`: a record per row, cut by row groups. A row group is never held as a whole."""
+"""`parquet`: one record per row, cut by row groups. A row group is never held as a whole."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from orchestrator.data.sources.file_rows import FileRow
 
 _MAGIC = b"PAR1"
-# Rows are decoded by so many, or by fewer that have about `BATCH_BYTES`; what is compressed is read in such
-# pieces.
+# Rows are decoded in batches of this many, or of fewer with about `BATCH_BYTES`. Compressed data are read in
+# pieces of `_BUFFER_BYTES`.
 _BATCH_ROWS, _BUFFER_BYTES = 64, 1 << 20
 
 
 class RowFormat(Format):
-    """A format of which a record is a row of columns; those that are needed are read and no others."""
+    """A format whose records are rows of columns. Only the needed columns are read."""
 
     cut = Cut.UNITS
     counts_records = True
@@ -42,13 +42,13 @@ class RowFormat(Format):
         return lambda row: described(row, content)
 
     def first_records(self, file: InputFile, row: FileRow, content: Content) -> Iterator[Attempt]:
-        """None: whether a file has the columns was seen when it was listed."""
+        """None: the columns of a file were checked when it was listed."""
         del file, row, content
         return iter(())
 
 
 class Parquet(RowFormat):
-    """A record per row."""
+    """One record per row."""
 
     name = "parquet"
     suffixes = (".parquet",)
@@ -95,19 +95,18 @@ class Parquet(RowFormat):
 def read_row_group(
     source: str | RangedReads, group: int, content: Content, first_row: int, facts: Any = None
 ) -> Iterator[Batch]:
-    """The records of a row group of a Parquet file; their places are rows. `facts` is its footer, None: it is
-    read.
+    """The records of a row group of a Parquet file; their places are rows.
 
-    At any time it holds a page of each column (as large as its writer made it), its dictionary, and values of
-    a few `BATCH_BYTES` or one value, in a column of very uneven values up to `_BATCH_ROWS` of them. Raises
-    `OSError` where the file is damaged.
+    `facts` is its footer; None: read here. Holds a page of each column (as large as its writer made it), its
+    dictionary, and values of a few `BATCH_BYTES` or one value. In a column of very uneven values it holds up
+    to `_BATCH_ROWS` of them. Raises `OSError` if the file is damaged.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     opened = source if isinstance(source, str) else pa.PythonFile(source, mode="r")
     try:
-        # not read ahead: that would hold the whole group
+        # without prefetching, which would hold the whole group
         with pq.ParquetFile(opened, metadata=facts, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
             if group >= file.metadata.num_row_groups:
                 raise OSError(f"row group {group} is asked for, it has {file.metadata.num_row_groups}")
@@ -138,7 +137,7 @@ def _chunks(group: Any, names: Sequence[str]) -> list[Any]:
 
 
 def _place(chunk: Any) -> tuple[int, int]:
-    """The bytes [start, stop) of the file in which a column chunk lies, its dictionary included."""
+    """The bytes [start, stop) of a column chunk in the file, including its dictionary."""
     start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
     return start, start + chunk.total_compressed_size
 

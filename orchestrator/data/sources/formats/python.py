@@ -1,7 +1,7 @@
-"""`python`: a record per item of what a function of the user's returns, which has `__len__`, and
-`__getitem__(i)` that gives the same in every process and at any time.
+"""`python`: one record per item of the object that a user's function returns.
 
-It is cut into runs of items by the mean size of some of them; what none of these has said shows when it is
+The object has `__len__`, and `__getitem__(i)` that returns the same in every process and at any time. It is
+cut into runs of items by the mean size of a sample of them. Errors of the other items show when these are
 read.
 """
 
@@ -40,21 +40,22 @@ if TYPE_CHECKING:
     from orchestrator.data.sources.input_file import InputFile
     from orchestrator.data.sources.readers import Part
 
-# Runs are about so long, by the mean of so many records spread over all; of more runs each is longer.
+# The approximate bytes of a run, the number of sampled records, spread over all, and the maximum number of
+# runs. With more data, runs are longer.
 _UNIT_BYTES, _NUM_LOOKED_AT, _MAX_UNITS = 2 << 20, 32, 1 << 16
-# Records are handed on in stretches of about so many bytes.
+# Records are yielded in batches of about this many bytes.
 _BATCH_BYTES = 4 << 20
-# As many are asked for at once as have about so many bytes by that mean, and no more than so many: what else
-# an item holds is not known.
+# Records are requested together up to about `_ASKED_BYTES`, estimated by that mean, and at most `_MAX_ASKED`,
+# because the actual size of an item is not known.
 _ASKED_BYTES, _MAX_ASKED = 1 << 20, 256
 _NUM_FIRST = 64
 _SHOWN = 80
-# A document and its bytes, or why there is none.
+# A document and its bytes, or the reason why there is none.
 _Made = tuple[Document | Described | BadRecordError, int]
 
 
 class PythonCode(Format):
-    """A record per item."""
+    """One record per item."""
 
     name = "python"
     cut = Cut.UNITS
@@ -63,7 +64,7 @@ class PythonCode(Format):
     unit = "record"
 
     def units(self, file: InputFile, content: Content) -> Units:
-        """Runs of items of about equal numbers."""
+        """Runs with about equal numbers of items."""
         records = _of(file)
         num = records.size
         looked_at = sorted({i * num // _NUM_LOOKED_AT for i in range(_NUM_LOOKED_AT)}) if num else []
@@ -76,8 +77,9 @@ class PythonCode(Format):
     def read(
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
-        """See `Format`. Raises `DataError` where the user's code fails, or gives one of a sample of about one
-        record in `CHECK_ONE_IN` otherwise when it is asked again.
+        """See `Format`. Raises `DataError` if the user's code fails.
+
+        Also raises it if a record differs when read again. About one record in `CHECK_ONE_IN` is read again.
         """
         del whole
         assert part.group is not None, "items are cut into runs"
@@ -102,31 +104,32 @@ class PythonCode(Format):
             at += len(held)
 
     def parser(self, content: Content) -> Parser:
-        """See `Format`: records are documents already, so that nothing else of them is held. Who gets one may
-        change it, and another one is as it was read.
+        """See `Format`. Records are documents already, so that no other part of them is held.
+
+        Returns a copy of a mutable document: changing it does not change the one that was read.
         """
         if content.kind != "chat" and not content.transform_fields:
             return lambda document: document
         return _copied
 
     def first_records(self, file: InputFile, row: FileRow, content: Content) -> Iterator[Attempt]:
-        """The first items, each read when it is tried."""
+        """The first items, each read when its attempt is called."""
         del row
         records = _of(file)
         for index in range(min(records.size, _NUM_FIRST)):
             yield f"[{index}]", partial(_document, records, index, content)
 
     def place(self, path: str, part: Part, index: int, line: Callable[[], int | None]) -> str:
-        """As the user would ask for it."""
+        """The expression that reads the item in the user's code."""
         del line
         return f"{path.removeprefix(BASE)}[{part.place_of(index)}]"
 
     def in_place(self, path: str) -> str:
-        """See `Format`: what is not there cannot be edited, but the code that makes it can."""
+        """See `Format`. Items cannot be edited, but the code that makes them can."""
         return f"in what {path.removeprefix(BASE)} returns, as many records as before"
 
     def lost(self, then: FileRow, now: FileRow) -> str | None:
-        """See `Format`: records."""
+        """See `Format`. Reports missing records."""
         if now.bytes >= then.bytes:
             return None
         return f"it had {then.bytes} records and has {now.bytes}"
@@ -167,7 +170,7 @@ def _made(record: Any, content: Content) -> _Made:
 
 
 def _with_size(record: Any, content: Content) -> tuple[Document | Described, int]:
-    """The document, as a copy of what could change, and about the bytes of what it is made of."""
+    """The document, with a copy of its mutable parts, and about the bytes of its content."""
     may_be_text = content.kind == "text" and not content.transform_fields
     if isinstance(record, str) and may_be_text:
         return record, _num_bytes(record)
@@ -206,7 +209,7 @@ def _require_same(records: CodeRecords, index: int, content: Content, then: Any)
     now: Any = _made(records.record(index), content)[0]
     if isinstance(then, BadRecordError) and isinstance(now, BadRecordError):
         then, now = str(then), str(now)
-    # what is no number is not equal to itself
+    # NaN is not equal to itself, so texts are compared too
     if type(then) is not type(now) or (then != now and repr(then) != repr(now)):
         raise DataError(
             f"{records.name}[{index}]: it was {_short(then)} and, read again, is {_short(now)}; a resume "

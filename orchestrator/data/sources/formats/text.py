@@ -1,4 +1,4 @@
-"""`text`: a document per file."""
+"""`text`: one document per file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TextFiles(Format):
-    """A document per file."""
+    """One document per file."""
 
     name = "text"
     cut = Cut.WHOLE

@@ -1,4 +1,4 @@
-"""`tsv`: as `csv`, with tabs between the fields."""
+"""`tsv`: like `csv`, with tabs between the fields."""
 
 from orchestrator.data.sources.formats.base import Format
 from orchestrator.data.sources.formats.csv import Csv

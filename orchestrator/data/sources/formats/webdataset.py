@@ -1,6 +1,7 @@
-"""`webdataset`: a record per sample of a tar file: the members that follow each other and share their name up
-to its first dot. A field is the rest of a member's name (`txt`, `json`), or a way into one that is JSON:
-`json.text`.
+"""`webdataset`: one record per sample of a tar file.
+
+A sample is a run of consecutive members that share their name up to its first dot. A field is the rest of a
+member's name (`txt`, `json`), or a path into a member that is JSON: `json.text`.
 """
 
 from __future__ import annotations
@@ -38,26 +39,29 @@ if TYPE_CHECKING:
     from orchestrator.data.sources.readers import Part
 
 _BLOCK = 512
-# What a member's name is to a sample: its key, and the field.
+# Splits a member's name into the sample's key and the field.
 _NAME = re.compile(r"^((?:.*/)?[^./][^./]*)\.([^/]+)$", re.DOTALL)
-# A header that says more of the next member has at most so many bytes.
+# The maximum bytes of a header that describes the next member.
 _MAX_HEADER_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
 class _Sample:
-    """A sample while its members are read: those that its document may need, and the names of all."""
+    """A sample while its members are read.
+
+    `members` are those that its document may need, `names` are all names.
+    """
 
     key: str
     members: dict[str, bytes] = field(default_factory=dict)
     names: dict[str, None] = field(default_factory=dict)
     error: BadRecordError | None = None
-    num_bytes: int = 0  # of the members that are needed, and of every member's header
+    num_bytes: int = 0  # of the needed members, and of every member's header
     too_long: bool = False
 
 
 class WebDataset(Format):
-    """A record per sample."""
+    """One record per sample."""
 
     name = "webdataset"
     suffixes = with_compressed(".tar")
@@ -67,9 +71,7 @@ class WebDataset(Format):
     def read(
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
-        """See `Format`. A record's size is that of the members that its document is made of, and 512 for
-        each member's header.
-        """
+        """See `Format`. A record's size is that of its needed members, and 512 for each member's header."""
         del part, whole
         place, held, num_bytes = 0, list[_Sample](), 0
         for sample in _samples(ExactReader(decoded(file, row.path, row.bytes)), content):
@@ -112,7 +114,7 @@ def _objects(samples: list[_Sample]) -> Objects:
 
 
 def _fields(sample: _Sample, content: Content) -> dict[str, Any]:
-    """What a document is made of: a member as its text, or, on a way that dots lead, as its JSON."""
+    """The fields of a document: a member as its text, or for a path with dots as its JSON."""
     found = dict[str, Any]()
     for name in content.fields:
         member = _member_of(name, sample.names)
@@ -140,7 +142,7 @@ def _text_of(name: str, sample: _Sample) -> str:
 
 
 def _value(sample: _Sample, name: str) -> Any:
-    """What a sample holds in a field; None if that is not there."""
+    """The sample's value of a field; None if it is missing."""
     member = _member_of(name, sample.names)
     if member is None:
         return None
@@ -151,7 +153,7 @@ def _value(sample: _Sample, name: str) -> Any:
 
 
 def _member_of(name: str, members: dict[str, None]) -> str | None:
-    """The member that holds a field: the longest whose name the field's is, or begins with."""
+    """The member that holds a field: the longest whose name equals the field's, or begins it at a dot."""
     parts = name.split(".")
     for num in range(len(parts), 0, -1):
         if (begin := ".".join(parts[:num])) in members:
@@ -208,12 +210,13 @@ def _padded(size: int) -> int:
 
 # ---------------------------------------------------------------------------------------- tar
 def _members(tar: ExactReader) -> Iterator[tuple[str, int, bool]]:
-    """(name, size, whether it is a file) of each member but folders; who takes it reads its content and the
-    padding. Raises `EOFError` where the file is cut off, `OSError` where it is no tar file.
+    """(name, size, whether it is a file) of each member except folders.
 
-    Python's own reader takes a damaged header, and the end of a file that is cut off, for the end of all.
+    The consumer reads the content and the padding. Raises `EOFError` if the file is truncated, `OSError` if
+    it is no tar file. Python's own reader takes a damaged header, and the end of a truncated file, for the
+    end of the archive.
     """
-    longer = dict[str, str]()  # what a header before the member's own says of it
+    longer = dict[str, str]()  # attributes from a header before the member's own
     while True:
         if tar.at_end():
             raise EOFError(
@@ -246,7 +249,7 @@ def _members(tar: ExactReader) -> Iterator[tuple[str, int, bool]]:
 
 
 def _require_zeros(tar: ExactReader) -> None:
-    """What lies behind the end would not be read."""
+    """Raises `OSError` if data follow the end of the archive, which would not be read."""
     while not tar.at_end():
         start = tar.place
         if any(tar.read(_BLOCK, "the end")):
