@@ -10,7 +10,6 @@ from __future__ import annotations
 import glob
 import gzip
 import io
-import itertools
 import os
 import pickle
 import sys
@@ -41,7 +40,7 @@ from orchestrator.storage.buckets import bucket_of, forget_buckets
 from orchestrator.storage.files import Storage
 from tests.data.making import job, plain, samples, some_texts, spec_of, write_corpus
 from tests.storage.azurite import azurite, connection_string, make_container
-from tests.storage.servers import moto
+from tests.storage.servers import bucket_name, moto
 
 Make = Callable[..., dict[str, Any]]
 CLOUD = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "CLOUDSDK_")
@@ -72,13 +71,12 @@ def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 CONTENT = "application/octet-stream"
-numbers = itertools.count()
 
 
 @pytest.fixture(params=["s3", "gs", "az"])
 def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """An empty bucket, and the environment in which a user reaches it."""
-    kind, name = str(request.param), f"bucket{next(numbers)}"
+    kind, name = str(request.param), bucket_name()
     if kind == "az":
         url = request.getfixturevalue("azure")
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection_string(url))

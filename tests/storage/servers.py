@@ -90,7 +90,7 @@ class _Answering(MotoRequestHandler):
 
 @contextmanager
 def moto() -> Iterator[str]:
-    """The URL of a server of S3 with no bucket."""
+    """The URL of a server of S3."""
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     # moto's own server lists a folder of its for every request, to find out that it is one for S3
     app, at_work = create_backend_app("s3"), threading.Lock()
@@ -155,9 +155,14 @@ def reach(monkeypatch: pytest.MonkeyPatch, url: str, home: Path) -> None:
     forget_buckets()
 
 
+def bucket_name() -> str:
+    """A name that no other bucket of this process has: all servers of `moto` share their buckets."""
+    return f"bucket{next(_numbers)}"
+
+
 def new_bucket(url: str, scheme: str = "s3") -> str:
     """The URI of a new bucket."""
-    name = f"bucket{next(_numbers)}"
+    name = bucket_name()
     urllib.request.urlopen(urllib.request.Request(f"{url}/{name}", method="PUT"), timeout=30).close()
     return f"{scheme}://{name}"
 
