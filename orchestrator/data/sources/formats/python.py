@@ -154,7 +154,10 @@ def _copied(document: Document | Described) -> Document | Described:
         return Described(document=found, fields=own_copy(document.fields))
     if isinstance(document, Conversation):
         return replace(
-            document, messages=tuple(own_copy(list(document.messages))), tools=own_copy(document.tools)
+            document,
+            messages=tuple(own_copy(list(document.messages))),
+            tools=own_copy(document.tools),
+            template_kwargs=own_copy(dict(document.template_kwargs)),
         )
     return document
 
