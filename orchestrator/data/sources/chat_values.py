@@ -117,7 +117,7 @@ def _call(where: str, value: Any) -> dict[str, Any]:
 
 
 def _with_arguments(where: str, function: dict[str, Any]) -> dict[str, Any]:
-    """Requires arguments to be an object or JSON text. The template decides which (`tokens.template_values`)."""
+    """Requires arguments to be an object or JSON text. The template decides (`tokens.template_values`)."""
     arguments = function.get("arguments")
     if arguments is not None and not isinstance(arguments, (str, dict)):
         raise _wrong(f"`arguments` of {where}", arguments, "an object, or its JSON text,")
