@@ -112,7 +112,7 @@ def test_so_is_every_model_of_transformers_that_can_be_made_small(precision: str
 
 
 def test_a_model_whose_export_nobody_could_open_is_refused() -> None:
-    with pytest.raises(ConfigError, match="AutoModelForCausalLM .* does not open") as refused:
+    with pytest.raises(ConfigError) as refused:
         try_model(job({"config": tiny("emu3")}))
     assert refused.value.code == "model.export"
 
