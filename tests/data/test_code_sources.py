@@ -26,7 +26,7 @@ from orchestrator.data.first_records import check_first_records
 from orchestrator.data.preparing import prepare_data, prepare_trained
 from orchestrator.data.sources.code_records import CodeRecords
 from orchestrator.data.sources.content import BadRecordError, Content, Conversation, Document, Prompted
-from orchestrator.data.sources.formats import python
+from orchestrator.data.sources.formats import format_of, python
 from orchestrator.data.sources.fragments import SourcePlan, plan_source
 from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import freeze_listed, from_parquet, to_parquet
@@ -228,6 +228,17 @@ def test_what_a_record_holds_beside_its_document_is_not_kept(module: Callable[[s
     (part,) = read_files(plan)
     sys.modules[name].turn["content"] = "changed later"
     assert part.records[0] == Conversation(messages=({"role": "user", "content": "a"},))
+
+
+def test_a_parsed_chat_shares_nothing_with_the_one_that_was_read() -> None:
+    read_one = Conversation(
+        messages=({"role": "user", "content": "a"},), tools=[{"name": "t"}], template_kwargs={"k": ["v"]}
+    )
+    parsed: Any = format_of("python").parser(Content(kind="chat"))(read_one)
+    assert parsed == read_one
+    parsed.messages[0]["content"] = parsed.tools[0]["name"] = parsed.template_kwargs["k"][0] = "changed"
+    assert (read_one.messages[0]["content"], read_one.tools[0]["name"]) == ("a", "t")
+    assert read_one.template_kwargs == {"k": ["v"]}
 
 
 # ------------------------------------------------------------------------------ what it is known by
