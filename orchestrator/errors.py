@@ -49,6 +49,8 @@ class RefusedError(OrchestratorError):
 class BusyError(RefusedError):
     """Another launch is working on this run."""
 
+    code = "run.busy"
+
 
 class ResourceError(RefusedError):
     """The cluster, the disk or the memory is too small; the message says what is needed and what is there."""
@@ -64,6 +66,8 @@ class BadDocumentError(DataError):
     """One document is bad (invalid JSON, missing or null field, invalid UTF-8) and `data.on_bad_document` is
     `stop`.
     """
+
+    code = "data.bad_document"
 
 
 class BadDocument(Exception):
@@ -103,6 +107,8 @@ class LaterFormatError(OtherFormatError):
     damaged. The message has its format and those that are read here; user takes the version that wrote it.
     """
 
+    code = "storage.later_format"
+
 
 class WantedPointError(RefusedError, ResumePointError):
     """The resume point that was asked for is gone, damaged or incomplete, and no other is taken in its place;
@@ -118,6 +124,8 @@ class UnreachableNodeError(StorageError):
     """Files lie on the disks of nodes that cannot be reached from here; names the nodes and the files. No
     file is known to be gone or damaged.
     """
+
+    code = "storage.unreachable_node"
 
 
 class NoConditionalCreateError(RefusedError, StorageError):
@@ -137,6 +145,8 @@ class MachineError(OrchestratorError):
 class FencedError(OrchestratorError):
     """A newer attempt of this run exists; this process may not write any more and ends."""
 
+    code = "run.fenced"
+
 
 class ElasticError(OrchestratorError):
     """The training group cannot continue (too few workers, the same step failed again and again); names the
@@ -154,6 +164,8 @@ class UnsavedError(ElasticError):
     """The last state of a run could not be saved in time. The reason is known to the collector of the
     votes.
     """
+
+    code = "training.unsaved"
 
 
 class TrainingError(OrchestratorError):

@@ -1,0 +1,29 @@
+"""Asserts errors by class, code and values, so that their sentences can change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import pytest
+
+from orchestrator.errors import OrchestratorError
+
+E = TypeVar("E", bound=OrchestratorError)
+
+
+@contextmanager
+def raises(kind: type[E], code: str, *values: object) -> Iterator[pytest.ExceptionInfo[E]]:
+    """`pytest.raises(kind)`, and the error has this `code` and its text contains each of `values`."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    check_error(caught.value, code, *values)
+
+
+def check_error(error: OrchestratorError, code: str, *values: object) -> None:
+    """Asserts the code of an error, and that its text contains each of `values`."""
+    assert error.code == code, f"{error.code} instead of {code}: {error}"
+    text = str(error)
+    missing = [value for value in values if str(value) not in text]
+    assert not missing, f"{missing} are not in the text: {text}"
