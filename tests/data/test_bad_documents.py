@@ -20,6 +20,7 @@ from orchestrator.data.sources.input_file import LocalFile
 from orchestrator.errors import BadDocumentError, DataError
 from orchestrator.records.cursor import Cursor
 from tests.data.making import job, samples, spec_of
+from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
 GOOD = b'{"text": "a good document"}\n'
@@ -56,7 +57,7 @@ def test_a_bad_document_stops_with_its_place_and_reason(case: str, tmp_path: Pat
     assert str(caught.value).startswith(place + reason)
     advice = str(caught.value)[len(place) :]
     assert "data.on_bad_document=skip in a new run (another run.name; a run keeps" in advice
-    assert advice.endswith("at the same length, and go on with resume.accept_changed=true")
+    assert advice.endswith("at the same length, and continue with resume.accept_changed=true")
 
 
 def test_the_advice_for_a_bad_document_can_be_followed(tmp_path: Path, tiny_config: Make) -> None:
@@ -119,7 +120,7 @@ def test_the_advice_fits_what_the_source_is(
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(GOOD + b"bad\n"))
     (tmp_path / "b.jsonl").write_bytes(b"".join(orjson.dumps(each) + b"\n" for each in good))
     new_run = "in a new run (another run.name; a run keeps its own), or fix the document"
-    go_on = ", and go on with resume.accept_changed=true"
+    go_on = ", and continue with resume.accept_changed=true"
     skip = f"data.on_bad_document=skip {new_run}"
     assert advice("advised:texts", "python") == (
         f"{skip} in what advised:texts returns, as many records as before{go_on}"
@@ -217,7 +218,7 @@ def test_skipped_documents_are_counted_the_same_from_every_cursor(spoiled: Path,
 
 def test_more_bad_documents_than_allowed_stop_the_run(spoiled: Path, tiny_config: Make) -> None:
     config = job(tiny_config, spoiled, on_bad_document="skip")
-    with pytest.raises(DataError, match=r"are bad, more than data\.max_bad_share=0\.01"):
+    with raises(DataError, "data.too_many_bad", "data.max_bad_share=0.01"):
         samples(spec_of(config), 8)
 
 

@@ -17,6 +17,7 @@ from orchestrator.data.tokens.masked import MaskedEncoder
 from orchestrator.data.tokens.tokenizer_files import examine, fetch
 from orchestrator.errors import ConfigError, DataError
 from orchestrator.planning.encoders import EncoderChoice
+from tests.raising import raises
 
 SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>"]
 SPECIALS += [
@@ -300,7 +301,7 @@ def test_white_space_that_a_special_token_takes_is_no_text(tmp_path: Path) -> No
 def test_a_template_that_drops_what_it_said_before_is_refused_by_name(tmp_path: Path) -> None:
     forgets = CHATML.replace("m['content']", "(m['content'] if loop.last else 'cut')")
     ours = Chat(saved(tmp_path / "t", byte_level(), forgets))
-    with pytest.raises(DataError, match=r"chat_template cannot be used: .*generation.*does not begin"):
+    with raises(DataError, "data.chat_template_unusable", "{% generation %}", "against"):
         ours(CONVERSATIONS[0])
     assert ours(CONVERSATIONS[0], "all")[0]
 
@@ -373,17 +374,17 @@ def test_a_tokenizer_without_a_template_is_refused_where_chats_are_read(tmp_path
     del config["chat_template"]
     (tmp_path / "t/tokenizer_config.json").write_text(json.dumps(config))
     assert examine(name, fetch(name)).digest == without
-    with pytest.raises(ConfigError, match="it has no chat_template"):
+    with raises(ConfigError, "tokenizer.no_chat_template", f"data.tokenizer={name}"):
         examine(name, fetch(name), chat=True)
 
 
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        ("{% for m in messages %}\n{{ m['content' }}\n{% endfor %}", r"line 2: unexpected '}'"),
+        ("{% for m in messages %}\n{{ m['content' }}\n{% endfor %}", "line 2: unexpected '}'"),
         (
             "{% for m in messages %}\n\n{{ m.content | trimm }}{% endfor %}",
-            r"line 3: No filter named 'trimm'",
+            "line 3: No filter named 'trimm'",
         ),
         ("{% for m in messages %}{{ m.content }}", "line 1: Unexpected end of template"),
     ],
@@ -392,7 +393,7 @@ def test_a_template_with_a_syntax_error_is_refused_with_its_line(
     tmp_path: Path, template: str, says: str
 ) -> None:
     name = saved(tmp_path / "t", byte_level(), template)
-    with pytest.raises(ConfigError, match=says) as caught:
+    with raises(ConfigError, "tokenizer.chat_template_syntax", f"data.tokenizer={name}", says) as caught:
         examine(name, fetch(name), chat=True)
     assert "generation" not in str(caught.value)
     examine(name, fetch(name))  # who reads no chats does not need it

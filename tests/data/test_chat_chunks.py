@@ -25,6 +25,7 @@ from orchestrator.data.tokens.tokenizer_files import examine, fetch
 from orchestrator.errors import BadDocumentError, DataError
 from tests.data.making import job, spec_of
 from tests.data.test_chat import CHATML_TAGGED, LLAMA_2, SPECIALS, byte_level, chat, saved
+from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
 DOCUMENTS: list[Document] = [
@@ -133,11 +134,11 @@ def test_what_the_template_refuses_is_a_bad_document_and_a_useless_template_stop
         "line 2: the tokenizer's chat_template does not take it: Conversation roles" in chunk.bad_reasons[0]
     )
     stopping = replace(made, settings=replace(made.settings, on_bad_document="stop"))
-    with pytest.raises(BadDocumentError, match="roles must alternate"):
+    with raises(BadDocumentError, "data.bad_document", "roles must alternate"):
         chunks(stopping, documents)
     forgets = LLAMA_2.replace("content.strip()", "(content.strip() if loop.last else 'cut')")
     more = [chat("Hi", "x", "Hi", "y")]
-    with pytest.raises(DataError, match=r"line 1: the tokenizer's chat_template cannot be used"):
+    with raises(DataError, "data.chat_template_unusable", "line 1: "):
         chunks(spec(tmp_path / "more", tiny_config, more, forgets), more)
 
 
@@ -146,7 +147,7 @@ def test_special_tokens_that_a_chat_spells_are_counted_or_stop(tmp_path: Path, t
     (chunk,) = chunks(spec(tmp_path, tiny_config, documents, shuffle="none"), documents)
     assert chunk.special_texts.tolist() == [3, 0]
     stop = spec(tmp_path / "s", tiny_config, documents, shuffle="none", special_tokens_in_text="stop")
-    with pytest.raises(DataError, match=r"line 1: 3 special tokens of the tokenizer stand in the text"):
+    with raises(DataError, "data.special_tokens", "line 1: ", " 3 special tokens"):
         chunks(stop, documents)
 
 

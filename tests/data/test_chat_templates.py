@@ -36,6 +36,7 @@ from tests.data.test_chat import (
     metaspace,
     saved,
 )
+from tests.raising import raises
 
 # Each template, and the same with what the assistant writes marked in it.
 ANSWER, END = "{% generation %}", "{% endgeneration %}"
@@ -184,7 +185,7 @@ def test_merged_questions_are_one_prompt_and_merged_answers_cannot_be_told_apart
     asked_twice = of_roles(("user", "Hello"), ("user", "who are you?"), ("assistant", "I am"))
     assert learnt(tmp_path, MERGES, asked_twice) == ["I am<|im_end|>"]
     answered_twice = of_roles(("user", "Hello"), ("assistant", "I am"), ("assistant", "the fox"))
-    with pytest.raises(DataError, match=r"does not begin what it makes of more"):
+    with raises(DataError, "data.chat_template_unusable", "{% generation %}", "against"):
         learnt(tmp_path, MERGES, answered_twice)
 
 
@@ -213,7 +214,7 @@ def test_a_template_that_always_asks_for_an_answer_is_refused(template: str, tmp
     always = template.replace("{% if add_generation_prompt %}", "{% if true %}")
     assert always != template
     for document in (chat("Hi", "x"), chat("Hi", "x", "again", "y")):
-        with pytest.raises(DataError, match="chat_template cannot be used"):
+        with raises(DataError, "data.chat_template_unusable", "{% generation %}"):
             learnt(tmp_path, always, document)
 
 

@@ -29,6 +29,7 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from tests.data.making import job, some_texts, write_corpus
 from tests.data.test_chat import CHATML_TAGGED
+from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
 CL100K = (
@@ -151,9 +152,9 @@ def test_a_sentencepiece_model_gives_its_own_ids(
 
 def test_another_encoder_than_its_own_is_refused_where_it_differs(spm_models: dict[str, bytes]) -> None:
     facts = examine("t", from_sentencepiece("t", spm_models["unigram"]))
-    with pytest.raises(ConfigError, match=r"data\.encoder=gigatoken cannot be used: for .* sentencepiece \["):
+    with raises(ConfigError, "tokenizer.encoder_unusable", "data.encoder=gigatoken", "sentencepiece ["):
         choose_encoder(facts.model, "gigatoken", "text", [])
-    with pytest.raises(ConfigError, match=r"special_tokens_in_text=parse: sentencepiece encodes"):
+    with raises(ConfigError, "tokenizer.cannot_parse", "special_tokens_in_text=parse", "sentencepiece"):
         choose_encoder(facts.model, "auto", "parse", [])
 
 
@@ -183,8 +184,8 @@ def test_chats_and_prompts_need_a_tokenizer_json_that_encodes_and_a_start_says_s
         if exact:
             assert len(next(prepare_data(config).chunks(Cursor())).tokens)
             continue
-        said = rf"data.sources made \({content}\): .*data.tokenizer={folder}: it is encoded by sentencepiece"
-        with pytest.raises(ConfigError, match=said):
+        values = (f"data.sources made ({content})", f"data.tokenizer={folder}", "sentencepiece")
+        with raises(ConfigError, "tokenizer.no_exact_json", *values):
             prepare_data(config, Storage(str(tmp_path / "run")))
         assert not (tmp_path / "run").exists()
 
@@ -217,21 +218,22 @@ def test_a_missing_library_is_named_with_how_to_install_it(
     (tmp_path / "x.model").write_bytes(spm_models["bpe"])
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[tiktoken\]'"):
+    missing = "machine.missing_package"
+    with raises(ConfigError, missing, "pip install -e '.[tiktoken]'"):
         fetch(name)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[sentencepiece\]'"):
+    with raises(ConfigError, missing, "pip install -e '.[sentencepiece]'"):
         fetch(str(tmp_path / "x.model"))
 
 
 def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.model").write_bytes(b"\xff\xfe no model")
-    with pytest.raises(ConfigError, match="no sentencepiece model"):
+    with raises(ConfigError, "tokenizer.invalid", "sentencepiece"):
         fetch(str(tmp_path / "x.model"))
     name = tiktoken_folder(tmp_path / "t", special_tokens=["<|endoftext|>"])
-    with pytest.raises(ConfigError, match="no tiktoken encoding"):
+    with raises(ConfigError, "tokenizer.invalid", "tiktoken encoding"):
         fetch(name)
     (tmp_path / "t" / "tiktoken.json").unlink()
-    with pytest.raises(ConfigError, match="put them beside it"):
+    with raises(ConfigError, "tokenizer.no_pattern", "tiktoken.json"):
         fetch(name)
-    with pytest.raises(ConfigError, match=r"(?s)tiktoken does not give it.*cl100k_base"):
+    with raises(ConfigError, "tokenizer.not_found", "data.tokenizer=tiktoken:", "cl100k_base"):
         fetch("tiktoken:no_such_encoding")

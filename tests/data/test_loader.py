@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError
 from orchestrator.json_form import decode
 from orchestrator.records.cursor import Cursor
 from tests.data.making import plain, some_texts, write_corpus
+from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
 LIMIT_S = 60.0
@@ -97,19 +99,21 @@ def test_the_ranks_batches_are_together_the_samples_of_the_stream(
 
 
 def test_the_samples_of_one_rank_alone_are_refused(mapping: dict[str, Any]) -> None:
-    with pytest.raises(RefusedError, match=r"rank 1 of 2.*every rank would train the same.*batches"):
+    with raises(RefusedError, "command.samples_with_ranks", "rank 1 of 2", ".batches()"):
         next(stream(mapping, rank=1, world_size=2))
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0), (True, 2), ("0", 1)])
 def test_a_rank_that_there_is_not_is_refused(mapping: dict[str, Any], rank: Any, world_size: Any) -> None:
-    with pytest.raises(RefusedError, match=f"rank={rank!r} of world_size={world_size!r}"):
+    values = (f"rank={rank!r}", f"world_size={world_size!r}")
+    with raises(RefusedError, "command.argument_value", *values):
         stream(mapping, rank=rank, world_size=world_size)
 
 
 @pytest.mark.parametrize("how", [{"tensors": "jax"}, {"prefetch": 0}, {"prefetch": True}])
 def test_batches_of_another_kind_are_refused(mapping: dict[str, Any], how: dict[str, Any]) -> None:
-    with pytest.raises(RefusedError, match=f"{next(iter(how))}="):
+    ((name, value),) = how.items()
+    with raises(RefusedError, "command.argument_value", f"{name}={value!r}"):
         stream(mapping).batches(**how)
 
 
@@ -184,7 +188,7 @@ def test_a_state_inside_a_step_is_refused_on_every_rank(mapping: dict[str, Any])
     for loader in ranks:
         before = loader.state_dict()
         next(loader)
-        with pytest.raises(RefusedError, match="1 of its 2 micro-batches were given"):
+        with raises(RefusedError, "command.inside_step", "1 of the 2"):
             loader.state_dict()
         next(loader)
         after = decode(Cursor, loader.state_dict()["cursor"])
@@ -200,32 +204,32 @@ def other_text(mapping: dict[str, Any]) -> dict[str, Any]:
     return mapping
 
 
-OTHERS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
-    "files": (other_text, "files of source web have changed: .*digest"),
-    "seed": (lambda m: {**m, "data": {**m["data"], "seed": 5}}, "data.seed=0.*asks for 5"),
+OTHERS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[str, ...]]] = {
+    "files": (other_text, ("files of source web", "digest")),
+    "seed": (lambda m: {**m, "data": {**m["data"], "seed": 5}}, ("data.seed=0", " 5")),
     "sources": (
         lambda m: {**m, "data": {**m["data"], "sources": m["data"]["sources"][:1], "on_end": None}},
-        r"\['code', 'web'\].*\['web'\]",
+        ("['code', 'web']", "['web']"),
     ),
     "encoder": (
         lambda m: {**m, "data": {**m["data"], "encoder": "tokenizers"}},
-        "encoded by gigatoken .*data.encoder=tokenizers",
+        ("gigatoken", "data.encoder=tokenizers"),
     ),
 }
 
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_a_state_of_another_stream_is_refused_at_opening(mapping: dict[str, Any], what: str) -> None:
-    change, said = OTHERS[what]
+    change, values = OTHERS[what]
     with stream(mapping, overrides=("data.encoder=gigatoken",)).batches() as loader:
         next(loader)
         state = loader.state_dict()
-    with pytest.raises(DataIdentityError, match=said):
+    with raises(DataIdentityError, "resume.other_stream", *values):
         stream(change(mapping), state)
 
 
 def test_a_state_that_is_still_a_text_is_refused(mapping: dict[str, Any]) -> None:
-    with pytest.raises(RefusedError, match=r"given as str; give what state_dict"):
+    with raises(RefusedError, "command.argument_value", "str", "state_dict()"):
         stream(mapping, "{}")
 
 
@@ -234,9 +238,9 @@ def test_a_refused_state_leaves_the_loader_where_it_stood(mapping: dict[str, Any
     samples = list(stream(mapping))
     with stream(mapping).batches() as loader:
         next(loader)
-        with pytest.raises(DataIdentityError):
+        with raises(DataIdentityError, "resume.other_stream"):
             loader.load_state_dict(other)
-        with pytest.raises(DataIdentityError, match="version 9"):
+        with raises(DataIdentityError, "resume.other_version", "version 9"):
             loader.load_state_dict({**loader.state_dict(), "version": 9})
         assert trained([next(loader)]) == plain(samples[10:20])
 
@@ -244,8 +248,9 @@ def test_a_refused_state_leaves_the_loader_where_it_stood(mapping: dict[str, Any
 def test_a_cursor_of_another_corpus_is_refused_at_opening(mapping: dict[str, Any], tmp_path: Path) -> None:
     cursor = next(stream(mapping)).cursor
     write_corpus(tmp_path / "web", [f"other {text}" for text in some_texts(40, 20)], "jsonl")
-    with pytest.raises(DataIdentityError, match="source web.*had digest .* and now ha"):
+    with raises(DataIdentityError, "resume.cursor_mismatch", "source web") as caught:
         stream(mapping, cursor)
+    assert len(set(re.findall(r"\b[0-9a-f]{16}\b", str(caught.value)))) == 2, "both digests"
 
 
 def test_a_state_brings_the_encoder_that_made_its_stream(mapping: dict[str, Any]) -> None:
@@ -257,7 +262,7 @@ def test_a_state_brings_the_encoder_that_made_its_stream(mapping: dict[str, Any]
     assert stream(mapping).state_dict()["identity"]["encoder_name"] == "gigatoken"
     assert plain([next(again)]) == plain([next(slow)]) != first
     unknown = {**second, "identity": {**second["identity"], "encoder_version": "0.0.1"}}
-    with pytest.raises(DataIdentityError, match=r"0\.0\.1"):
+    with raises(DataIdentityError, "machine.packages", "0.0.1"):
         stream(mapping, unknown)
 
 
@@ -273,10 +278,10 @@ def test_what_goes_wrong_while_reading_ahead_is_raised_by_next_in_its_turn(
     data = {**mapping["data"], "sources": [source], "on_end": None, "shuffle": "none"}
     with stream({**mapping, "data": data}).batches() as loader:
         good = []
-        with pytest.raises(BadDocumentError, match=r"b\.jsonl"):
+        with raises(BadDocumentError, "data.bad_document", "b.jsonl"):
             good.extend(loader)
         assert good, "what came before it is given"
-        with pytest.raises(BadDocumentError, match=r"b\.jsonl"):
+        with raises(BadDocumentError, "data.bad_document", "b.jsonl"):
             next(loader)
 
 
@@ -297,7 +302,7 @@ def test_it_runs_ahead_by_as_many_items_as_were_asked_for() -> None:
         assert not waits.acquire(blocking=False)
         assert ahead.take() == taken
     ahead.close()
-    with pytest.raises(FeedError, match="closed"):
+    with raises(FeedError, "command.stream_closed"):
         ahead.take()
 
 
@@ -313,7 +318,7 @@ def test_the_thread_ends_with_the_loader_however_that_ends(mapping: dict[str, An
         next(loader)
         assert len(batch_threads()) == 1
     assert batch_threads() == []
-    with pytest.raises(FeedError, match="closed"):
+    with raises(FeedError, "command.stream_closed"):
         next(loader)
     forgotten = opened.batches()
     next(forgotten)
@@ -369,7 +374,8 @@ def test_worker_processes_of_a_dataloader_are_refused(mapping: dict[str, Any]) -
         workers = DataLoader(
             loader.dataset(), batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=60
         )
-        with pytest.raises(RefusedError, match="num_workers=1.*set num_workers=0"):
+        # torch raises the worker's error again from its text alone, so the code is lost
+        with pytest.raises(RefusedError, match="num_workers=1.*num_workers=0"):
             next(iter(workers))
 
 

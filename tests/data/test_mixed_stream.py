@@ -36,6 +36,7 @@ from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.storage.files import Storage
 from tests.data.making import plain, some_texts, spec_of, write_corpus
+from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
 SEQ_LEN = 16
@@ -293,7 +294,7 @@ def test_any_mixture_drawn_in_any_steps_follows_the_rule_whenever_chunks_come(
 def test_a_chunk_of_a_source_that_the_stream_does_not_have_is_refused() -> None:
     stream = stream_of({"a": 3, "b": 3}, {"a": 1, "b": 1}, "drop", "tokens")
     (chunk,) = chunks_of("a", [1, 2, 3], [9])
-    with pytest.raises(FeedError, match="a chunk of source c came where that of a, b was due"):
+    with raises(FeedError, "feed.chunk_order", "source c", "a, b"):
         stream.feed(replace(chunk, source="c"))
 
 

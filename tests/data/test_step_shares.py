@@ -8,7 +8,6 @@ import pickle
 from itertools import accumulate
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.errors import FeedError
 from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
+from tests.raising import raises
 
 SEQ_LEN = 6
 
@@ -100,7 +100,7 @@ def test_a_share_becomes_the_slice_after_its_way_to_the_rank(
 
 def test_samples_that_are_not_in_the_step_are_refused() -> None:
     run = Run(tokens=np.arange(13, dtype=np.int32), document_starts=np.empty(0, np.int64))
-    with pytest.raises(FeedError, match=r"samples \[41, 43\) were asked of a step that holds \[40, 42\)"):
+    with raises(FeedError, "feed.outside_step", "[41, 43)", "[40, 42)"):
         step_of([run]).share(41, 43)
 
 

@@ -23,6 +23,7 @@ from orchestrator.storage.home import temporary_cache_folder
 from orchestrator.storage.open import open_storage
 from tests.data.making import job, some_texts, write_corpus
 from tests.data.test_foreign import CL100K, ranks
+from tests.raising import raises
 from tests.storage.servers import new_bucket, reach
 
 Make = Callable[..., dict[str, Any]]
@@ -61,7 +62,7 @@ def test_ranks_of_a_bucket_are_those_of_the_file(bucket: str, tmp_path: Path) ->
     known = fetch(str(made / "own.tiktoken"))
     assert fetch(uri) == known, "the only ranks in it"
     assert fetch(f"{uri}/own.tiktoken") == known
-    with pytest.raises(ConfigError, match=f"data.tokenizer={uri}/other.tiktoken: there is no such folder"):
+    with raises(ConfigError, "tokenizer.not_found", f"data.tokenizer={uri}/other.tiktoken"):
         fetch(f"{uri}/other.tiktoken")
 
 

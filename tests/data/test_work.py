@@ -14,6 +14,7 @@ from orchestrator.errors import DataIdentityError
 from orchestrator.records.cursor import Cursor
 from tests.conftest import TinyConfig
 from tests.data.making import job, some_texts, spec_of, write_corpus
+from tests.raising import raises
 
 
 class Clock:
@@ -101,5 +102,5 @@ def test_nothing_follows_when_the_work_is_not_wanted_any_more(
 
     assert list(tokenize_block(task, plan, encoders, spec.settings, passed)) == []
     assert len(told) == 3, "the rest is not even decoded"
-    with pytest.raises(DataIdentityError, match="fewer windows"):
+    with raises(DataIdentityError, "resume.cursor_mismatch", "window 999"):
         list(tokenize_block(replace(task, window=999), plan, encoders, spec.settings))

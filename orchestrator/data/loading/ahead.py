@@ -33,7 +33,10 @@ class Ahead(Generic[Item]):
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._ended or self._closed)
             if self._closed:
-                raise FeedError("the stream is closed; open it again at the cursor or state that you have")
+                raise FeedError(
+                    "the stream is closed; open it again at the cursor or state that you have",
+                    code="command.stream_closed",
+                )
             if self._waiting:
                 item = self._waiting.popleft()
                 self._changed.notify_all()

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from orchestrator.config.data_sections import SourceConfig
     from orchestrator.config.schema import JobConfig
 
+_GONE = "data.frozen_gone"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamData:
@@ -61,11 +63,12 @@ def frozen_folder(given: str | os.PathLike[str] | None) -> Storage | None:
     try:
         storage = open_storage(os.fspath(given))
     except ConfigError as error:
-        raise ConfigError(f"frozen_dir: {error}") from error
+        raise ConfigError(f"frozen_dir: {error}", code=error.code) from error
     if storage.exists("run.json") or has_record(storage):
         raise RefusedError(
-            f"frozen_dir={storage.root} is the folder of a run, whose lists are the run's alone; give "
-            "another folder"
+            f"frozen_dir={storage.root} is the folder of a run, and only the run may use its lists; give "
+            "another folder",
+            code="command.folder_of_run",
         )
     return storage
 
@@ -135,9 +138,10 @@ class _Finding:
         sizes = self.config.data.fragment_bytes, self.config.data.window_bytes
         if self.storage is not None and self.reading.is_refreshed(source.name):
             raise DataIdentityError(
-                f"{self.storage.root}/{manifest_path(source.name, version)} is gone: the epoch that source "
-                f"{source.name} stands in is read by this list; restore the file, or give the frozen_dir= "
-                "that the state was made with"
+                f"{self.storage.root}/{manifest_path(source.name, version)} is gone: it lists the files "
+                f"of source {source.name} for its current epoch; restore the file, or give the frozen_dir= "
+                "that the state was made with",
+                code=_GONE,
             )
         now = listed_as(source, *sizes).now()
         if self.storage is None:
@@ -152,7 +156,8 @@ class _Finding:
         there = read_later(self.storage, source, version)
         if there is None:
             raise DataIdentityError(
-                f"{self.storage.root}/{manifest_path(source, version)} is gone: source {source} goes on from "
-                "this list; restore the file"
+                f"{self.storage.root}/{manifest_path(source, version)} is gone: source {source} continues "
+                "from this list; restore the file",
+                code=_GONE,
             )
         return later_plan(self.storage, there, self.bases.get(there.manifest.base))

@@ -103,9 +103,9 @@ class Loader:
         """
         if self._rest:
             raise RefusedError(
-                f"the loader stands inside a step: {self._given} of its {self._given + len(self._rest)} "
-                "micro-batches were given, and the optimizer has stepped with none of them; take the state "
-                "after the last one, where the optimizer steps"
+                f"the loader has returned {self._given} of the {self._given + len(self._rest)} micro-batches "
+                "of a step; take the state after the last one, when the optimizer has stepped",
+                code="command.inside_step",
             )
         return state_of(self._opened.spec, self._cursor, self._opened.restart)
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # bytes of a hash: few enough that every JSON reader keeps the number an integer
 _START_BYTES = 6
+_NO_FOLDER = "command.no_frozen_dir"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,9 +72,10 @@ def reading_of(config: JobConfig, at: Cursor | StreamState | None, keeps_lists: 
     """
     if config.data.refresh is not None and not keeps_lists:
         raise RefusedError(
-            f"data.refresh={config.data.refresh}: each epoch has a list of its own, which all ranks and all "
-            "later openings must read, and no folder is given to keep it in; give open_stream a "
-            "frozen_dir=, a folder that every rank sees"
+            f"data.refresh={config.data.refresh} lists the files again for each epoch, and all ranks and all "
+            "later streams must read the same lists; give open_stream a frozen_dir=, a folder for the lists "
+            "that every rank can read and write",
+            code=_NO_FOLDER,
         )
     first = _numbers(config, b"")
     begun = next_sources((), Cursor(), wanted_of(config), first)
@@ -81,8 +83,9 @@ def reading_of(config: JobConfig, at: Cursor | StreamState | None, keeps_lists: 
     if not isinstance(at, StreamState):
         if request is not None and at not in (None, Cursor()):
             raise RefusedError(
-                f"{request} is set, and the stream is opened at a cursor, which does not say whether that is "
-                "done already; give what state_dict() returned, or leave the restart out"
+                f"{request} is set, but a cursor does not record whether this restart is already done; open "
+                "the stream with what state_dict() returned, or remove the setting",
+                code="command.restart_at_cursor",
             )
         return StreamReading(sources=begun, cursor=at or Cursor(), restart=request)
     before = at.sources or next_sources((), Cursor(), _plain(config), first)
@@ -124,9 +127,9 @@ def _require_no_refreshed(reading: StreamReading, names: Iterable[str]) -> None:
     refreshed = sorted(name for name in names if reading.is_refreshed(name))
     if refreshed:
         raise RefusedError(
-            f"the state is of lists that were made for their epoch (data.refresh; sources "
-            f"{', '.join(refreshed)}), and no folder is given that has them; give open_stream the "
-            "frozen_dir= that it was made with"
+            "the state needs the lists of files that data.refresh made for an epoch (sources "
+            f"{', '.join(refreshed)}); give open_stream the frozen_dir= that the state was made with",
+            code=_NO_FOLDER,
         )
 
 

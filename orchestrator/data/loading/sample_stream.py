@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Place = Cursor | Mapping[str, Any] | None
 Part = Literal["train", "holdout"]
+_ARGUMENT = "command.argument_value"
 
 
 class SampleStream:
@@ -45,11 +46,12 @@ class SampleStream:
         refresh that cannot be followed from there (`reading_of`). Raises as `stream_data` and `Drawing`.
         """
         if part not in ("train", "holdout"):
-            raise RefusedError(f"part={part!r}: there are train and holdout; nothing is read")
+            raise RefusedError(f"part={part!r}: it must be 'train' or 'holdout'", code=_ARGUMENT)
         if not (_is_int(rank) and _is_int(world_size) and 0 <= rank < world_size):
             raise RefusedError(
                 f"rank={rank!r} of world_size={world_size!r}: a rank is a whole number from 0 to "
-                "world_size - 1; nothing is read"
+                "world_size - 1",
+                code=_ARGUMENT,
             )
         self._config, self._rank, self._world_size, self._part = config, rank, world_size, part
         self._folder = frozen_folder(frozen_dir)
@@ -67,8 +69,9 @@ class SampleStream:
     def _resolved(self, at: Place) -> Opened:
         if not (at is None or isinstance(at, Cursor | Mapping)):
             raise RefusedError(
-                f"the place is given as {type(at).__name__}; give what state_dict() returned (json.loads of "
-                "a text), or a sample's cursor"
+                f"a stream cannot be opened at a {type(at).__name__}; give what state_dict() returned "
+                "(json.loads of a text), or a sample's cursor",
+                code=_ARGUMENT,
             )
         config = self._config
         place = read_state(at) if isinstance(at, Mapping) else at
@@ -112,9 +115,9 @@ class SampleStream:
         if self._samples is None:
             if self._world_size > 1:
                 raise RefusedError(
-                    f"samples one by one are the whole stream, and this is rank {self._rank} of "
-                    f"{self._world_size}: every rank would train the same; take .batches(), which gives each "
-                    "rank its share"
+                    "iterating over a stream gives each rank all samples, and this is rank "
+                    f"{self._rank} of {self._world_size}; call .batches(), which gives each rank its share",
+                    code="command.samples_with_ranks",
                 )
             self._samples = self._take_drawing().samples(self._config.pack.seq_len)
         self._last = next(self._samples)
@@ -137,9 +140,11 @@ class SampleStream:
         `prefetch` is how many steps wait there at most.
         """
         if tensors not in ("numpy", "torch"):
-            raise RefusedError(f"tensors={tensors!r}: there are numpy and torch")
+            raise RefusedError(f"tensors={tensors!r}: it must be 'numpy' or 'torch'", code=_ARGUMENT)
         if not _is_int(prefetch) or prefetch < 1:
-            raise RefusedError(f"prefetch={prefetch!r}: at least 1 step is made ahead")
+            raise RefusedError(
+                f"prefetch={prefetch!r}: it must be a whole number of steps, at least 1", code=_ARGUMENT
+            )
         train = self._config.train
         share = Share(
             global_batch_size=train.global_batch_size,

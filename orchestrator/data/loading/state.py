@@ -93,7 +93,8 @@ def read_state(state: Mapping[str, Any]) -> StreamState:
     if state.get("version", VERSION) != VERSION:
         raise DataIdentityError(
             f"the stream's state has version {state['version']}, this program reads version {VERSION}; "
-            "use the version of orchestrator that made it"
+            "use the version of orchestrator that made it",
+            code="resume.other_version",
         )
     return decode(StreamState, state, "the stream's state")
 
@@ -122,13 +123,14 @@ def continue_from(
     encoder = EncoderChoice(name=found.identity.encoder_name, version=found.identity.encoder_version)
     if wanted_encoder not in (AUTO, encoder.name):
         refusals.append(
-            f"the state's stream was encoded by {encoder}, the job asks for data.encoder={wanted_encoder}; "
-            "only a run can take up another encoder: set data.encoder=auto"
+            f"the state's stream was encoded with {encoder}, the job has data.encoder={wanted_encoder}; only "
+            "a run can change its encoder; set data.encoder=auto"
         )
     if refusals:
         raise DataIdentityError(
-            "the state is not one of this stream, so nothing is read; where it says run, it was the stream "
-            "that made the state:\n" + "\n".join(f"  {text}" for text in refusals)
+            "the state belongs to another stream (below, the run is the stream that made the state):\n"
+            + "\n".join(f"  {text}" for text in refusals),
+            code="resume.other_stream",
         )
     identity = replace(new, encoder_name=encoder.name, encoder_version=encoder.version)
     return replace(spec.made_by((EncoderSpan(encoder=encoder),)), run_identity=identity)
@@ -166,9 +168,9 @@ def _changed_files(
             continue
         if name in kept:
             yield (
-                f"the list of source {name} that is kept in frozen_dir has digest {now.digest}, the state "
-                f"was made with {then}; give the frozen_dir= that it was made with, or begin the source anew "
-                f"with resume.restart_sources=[{name}]"
+                f"the list of source {name} in frozen_dir has digest {now.digest}, the state was made with "
+                f"{then}; give the frozen_dir= that the state was made with, or start the source again with "
+                f"resume.restart_sources=[{name}]"
             )
             continue
         seen, files = found.files.get(name), files_seen(now)
@@ -177,14 +179,14 @@ def _changed_files(
             yield (
                 f"the files of source {name} have changed: the state was made with a list of digest {then}, "
                 f"the files now give {now.digest}{counts}; put the files back, {restart_text(name)}, or "
-                "accept changed ones with resume.accept_changed=true. With a frozen_dir= files that come "
-                "later are not read"
+                "accept changed ones with resume.accept_changed=true. With a frozen_dir=, files that are "
+                "added later are not read"
             )
         elif seen is not None and seen != files:
             yield (
                 f"source {name} had {files_text(seen.num)} when the state was made, and has {files.num:,} now"
-                f"{' of other names' if seen.num == files.num else ''}: files that are gone, or came later, "
-                "cannot be accepted as changed ones can, for a state has no list of them, and every place "
-                f"would be another; put the files back, or {restart_text(name)}. With a frozen_dir= the list "
-                "is kept, and they are named"
+                f"{' with other names' if seen.num == files.num else ''}: added and removed files cannot be "
+                "accepted as changed files can, because they move the place of every record; put the files "
+                f"back, or {restart_text(name)}. With a frozen_dir=, the list is kept, and such files are "
+                "named"
             )

@@ -26,8 +26,9 @@ class LoaderDataset(IterableDataset[Any]):
         worker = get_worker_info()
         if worker is not None:
             raise RefusedError(
-                f"the loader was given to a DataLoader with num_workers={worker.num_workers}: each of them "
-                "would read the whole stream; set num_workers=0, the loader reads ahead in a thread"
+                f"the loader is in a DataLoader with num_workers={worker.num_workers}, and each worker "
+                "process would read the whole stream; set num_workers=0 (the loader prefetches in a thread)",
+                code="command.dataloader_workers",
             )
         return iter(self._loader)
 

@@ -48,9 +48,10 @@ class ChunkOrder:
         found = (chunk.epoch, chunk.block, chunk.window)
         if self.finished or found != self.expected or chunk.source != self.source:
             raise FeedError(
-                f"the chunk of source {chunk.source}, epoch {found[0]}, block {found[1]}, window {found[2]} "
-                f"came where that of {self.source}, {self.expected} was due"
-                f"{' (after the end)' if self.finished else ''}"
+                f"a packer got the chunk of source {chunk.source}, epoch {found[0]}, block {found[1]}, "
+                f"window {found[2]}, expected is that of source {self.source}, {self.expected}"
+                f"{' (after the end)' if self.finished else ''}",
+                code="feed.chunk_order",
             )
 
     def go_on(self, chunk: TokenChunk, num_tokens: int, counts: Counts) -> bool:
@@ -70,9 +71,10 @@ class ChunkOrder:
         if ends_epoch:
             if self._epoch_tokens < 2 and not self._settings.held_out:
                 raise DataError(
-                    f"epoch {epoch} of source {self.source} has {self._epoch_tokens} tokens, 2 are the least "
-                    f"({_of(counts)}); look at data.sources: its path, its fields, what its transforms drop, "
-                    "its holdout"
+                    f"epoch {epoch} of source {self.source} has {self._epoch_tokens} tokens, at least 2 are "
+                    f"needed ({_of(counts)}); check the source in data.sources: its path, fields, transforms "
+                    "and holdout",
+                    code="data.nothing_to_train",
                 )
             epoch, block = epoch + 1, 0
             self._epoch_tokens = 0
@@ -88,8 +90,9 @@ class ChunkOrder:
         # a cursor after the last epoch has nothing to read, at any place
         if not (at_border if self.num_epochs is None else epoch >= self.num_epochs):
             raise FeedError(
-                f"the stream of source {self.source} ended before epoch {epoch}, block {block}, window "
-                f"{window} was there to its end; a part of the data was not delivered"
+                f"the chunks of source {self.source} ended before the end of epoch {epoch}, block {block}, "
+                f"window {window}; a part of the data was not delivered",
+                code="feed.ended_early",
             )
         self.finished = True
 
@@ -104,7 +107,8 @@ class ChunkOrder:
         if (ends_epoch or seen >= BAD_SHARE_RECORDS) and bad > self._settings.max_bad_share * seen:
             raise DataError(
                 f"{bad} of the first {seen} documents of source {self.source} are bad, more than "
-                f"data.max_bad_share={self._settings.max_bad_share}; fix them, or allow a larger share"
+                f"data.max_bad_share={self._settings.max_bad_share}; fix them, or allow a larger share",
+                code="data.too_many_bad",
             )
 
 
@@ -112,6 +116,6 @@ def _of(counts: Counts) -> str:
     """Counts of a source's records by outcome, for messages."""
     documents, empty, bad, _, filtered, held_out = counts
     return (
-        f"of its records so far {documents} gave a document, {empty} an empty one or one without a target, "
-        f"{bad} were bad, {filtered} dropped by transforms, {held_out} held out"
+        f"its records so far: {documents} documents, {empty} empty or without a target, {bad} bad, "
+        f"{filtered} dropped by transforms, {held_out} held out"
     )

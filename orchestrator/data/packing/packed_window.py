@@ -160,7 +160,8 @@ class WindowPacking:
         if long_documents and self.settings.long_document != "skip":
             raise DataError(
                 f"{long_documents[0]}; set pack.long_document=split or skip in a new run (another "
-                "run.name), or make pack.seq_len larger"
+                "run.name), or make pack.seq_len larger",
+                code="data.long_document",
             )
         return ~long, long_documents
 
@@ -183,10 +184,10 @@ class WindowPacking:
         if (ends_epoch or seen >= BAD_SHARE_RECORDS) and long > most * seen:
             raise DataError(
                 f"{long:,} of the first {seen:,} documents of source {self.source} are longer than a sample "
-                f"of pack.seq_len={self.seq_len:,} holds and are skipped (pack.long_document=skip), more "
-                f"than pack.max_long_share={most}: the run would be trained on the others alone; make "
-                "pack.seq_len larger, set pack.long_document=split in a new run (another run.name), or allow "
-                "a larger share"
+                f"of pack.seq_len={self.seq_len:,} and are skipped (pack.long_document=skip), more than "
+                f"pack.max_long_share={most}; make pack.seq_len larger, set pack.long_document=split in a "
+                "new run (another run.name), or allow a larger share",
+                code="data.too_many_long",
             )
 
     def _long(self, documents: Documents, number: int, epoch: int) -> str:

@@ -259,7 +259,8 @@ class Packer:
         return DataIdentityError(
             f"the cursor names token {start.token} of record {start.record}, {document}piece {start.piece} "
             f"(source {self._source}, epoch {start.epoch}, block {start.block}, window {start.window}), but "
-            f"{found}; the data, the tokenizer or the encoder are not those that the run was trained with"
+            f"{found}; the data, the tokenizer or the encoder are not those that the run was trained with",
+            code="resume.cursor_mismatch",
         )
 
     # ------------------------------------------------------------------------------------ taking

@@ -86,7 +86,10 @@ class StepSamples:
     def _within(self, start: int, stop: int) -> tuple[int, int]:
         first, end = self.step.first_sample, self.step.first_sample + self.step.num_samples
         if not first <= start <= stop <= end:
-            raise FeedError(f"samples [{start}, {stop}) were asked of a step that holds [{first}, {end})")
+            raise FeedError(
+                f"samples [{start}, {stop}) were requested from a step that has [{first}, {end})",
+                code="feed.outside_step",
+            )
         return start - first, stop - first
 
     def share(self, start: int, stop: int) -> StepShare:

@@ -119,7 +119,9 @@ class Stream:
         packer = self._packers.get(chunk.source)
         if packer is None:
             raise FeedError(
-                f"a chunk of source {chunk.source} came where that of {', '.join(self._names)} was due"
+                f"a packer got a chunk of source {chunk.source}, expected is one of "
+                f"{', '.join(self._names)}",
+                code="feed.chunk_order",
             )
         packer.feed(chunk)
         self._needs = None
@@ -141,8 +143,9 @@ class Stream:
         """
         if step.first_sample != self._before.consumed_samples:
             raise FeedError(
-                f"a step from sample {step.first_sample} on was asked for, the stream stands at sample "
-                f"{self._before.consumed_samples}; open it at the cursor of that sample"
+                f"a step from sample {step.first_sample} on was requested, the stream is at sample "
+                f"{self._before.consumed_samples}; open it at the cursor of that sample",
+                code="feed.step_order",
             )
         assert step.num_samples == ceil_div(step.num_tokens, step.seq_len), f"{step} contradicts itself"
         plan = self._plan(step)

@@ -115,9 +115,10 @@ class WindowPacker:
         if ends_epoch:
             if not self._epoch_has_packs and not self._settings.held_out:
                 raise DataError(
-                    f"epoch {chunk.epoch} of source {self._source} has no document with a target that a "
-                    f"sample of pack.seq_len={self._seq_len} holds; look at data.sources: its path and "
-                    f"fields, or at pack.long_document={self._settings.long_document}"
+                    f"epoch {chunk.epoch} of source {self._source} has no document that has a target and "
+                    f"fits into a sample of pack.seq_len={self._seq_len}; check the path and the fields of "
+                    f"the source in data.sources, and pack.long_document={self._settings.long_document}",
+                    code="data.nothing_to_train",
                 )
             self._epoch_has_packs = False
 
@@ -191,13 +192,15 @@ class WindowPacker:
 
     def _not_this_length(self, packs: int, old: int, new: int) -> DataIdentityError:
         return DataIdentityError(
-            f"{packs} packs of {old} positions were taken of a window of source {self._source}, and samples "
-            f"of {new} are asked for: its other documents cannot be packed anew; keep pack.seq_len={old}"
+            f"{packs} packs of {old} positions were taken from a window of source {self._source}, and its "
+            f"other documents cannot be packed into samples of {new}; keep pack.seq_len={old}",
+            code="resume.seq_len_within_window",
         )
 
     def _not_reproduced(self, start: SourceCursor, found: str) -> DataIdentityError:
         return DataIdentityError(
             f"the cursor counts {start.packs} packs of {start.pack_seq_len} positions (source "
             f"{self._source}, epoch {start.epoch}, block {start.block}, window {start.window}), but {found}; "
-            "the data, the tokenizer or the encoder are not those that the run was trained with"
+            "the data, the tokenizer or the encoder are not those that the run was trained with",
+            code="resume.cursor_mismatch",
         )

@@ -29,11 +29,12 @@ _Entry = tuple[int, int, int, bool, int, int, int]
 _NOTHING = (np.empty(0, np.int32), np.empty(0, np.int32))
 
 
-def unencodable(place: str, error: UnencodableTextError) -> str:
-    """The message that the tokenizer has no ids for the text at `place`."""
-    return (
-        f"{place}: the tokenizer cannot encode {error.reason}; {UNKNOWN_TEXT}; either is another tokenizer, "
-        "which needs a new run (another run.name)"
+def unencodable(place: str, error: UnencodableTextError) -> DataError:
+    """The error that the tokenizer has no ids for the text at `place`."""
+    return DataError(
+        f"{place}: the tokenizer cannot encode {error.reason}; {UNKNOWN_TEXT}; another tokenizer needs a new "
+        "run (another run.name)",
+        code="tokenizer.unencodable_text",
     )
 
 
@@ -201,7 +202,7 @@ class ChunkWriter:
             *_, file, place = table[table[:, _FIELDS.index("kind")] == PIECE][error.index].tolist()
             unit = format_of(self._manifest.format).unit
             where = f"{self._manifest.path(file)}: {unit} {place}"
-            raise DataError(unencodable(where, error)) from error
+            raise unencodable(where, error) from error
         batch = _Batch(table, encoded, self._masked, self._reasons, self._settings)
         if self._outputs is not None:
             batch.columns["output"] = np.array(self._outputs, np.int64)

@@ -36,7 +36,7 @@ from orchestrator.errors import BadDocumentError, DataError, DataIdentityError
 # Records are processed in runs of about this many bytes, the size of a call of the encoder.
 _RUN_BYTES = 1 << 20
 _NEW_RUN = "in a new run (another run.name; a run keeps its own)"
-_ACCEPTED = "and go on with resume.accept_changed=true"
+_ACCEPTED = "and continue with resume.accept_changed=true"
 # Called with the decoded bytes of a window that is skipped; returns whether to continue.
 Passed = Callable[[int], bool]
 
@@ -126,7 +126,8 @@ def _absent(task: WindowTask, found: str) -> DataIdentityError:
     return DataIdentityError(
         f"the cursor names block {task.block} of source {task.source} in epoch {task.epoch}, window "
         f"{task.window}, record {task.record}, {output}piece {task.piece}, but {found}; "
-        "the data are not those that the run was started with"
+        "the data are not those that the run was started with",
+        code="resume.cursor_mismatch",
     )
 
 
@@ -157,7 +158,7 @@ class _Records:
         except BadRecordError as error:
             return self._add_bad(position, error)
         except DataError as error:
-            raise type(error)(f"{window.place(position)}: {error}") from error
+            raise type(error)(f"{window.place(position)}: {error}", code=error.code) from error
         return self._add_document(position, document, window.size(position))
 
     def run_from(self, position: int) -> TextRun | None:
@@ -221,9 +222,10 @@ class _Records:
         assert again is not None, "it was a document just now"
         if (difference := first_difference(found, transforms.outputs(again, seed))) is not None:
             raise DataError(
-                f"data.transforms made two different results of this record with one seed: {difference}; "
-                "a transform may depend on its document and its seed alone, on no clock, counter or random "
-                f"generator of its own. Repair it {_NEW_RUN}"
+                f"data.transforms returned two different results for this record and one seed: {difference}; "
+                "a transform may depend only on its document and its seed, not on a clock, a counter or its "
+                f"own random generator. Repair it {_NEW_RUN}",
+                code="user_code.nondeterministic",
             )
         return found
 
@@ -286,9 +288,9 @@ class _Records:
         try:
             masked = encoder.encode(document, loss, ends, settings.piece_bytes)
         except UnencodableTextError as error:
-            raise DataError(unencodable(window.place(position), error)) from error
+            raise unencodable(window.place(position), error) from error
         except DataError as error:
-            raise type(error)(f"{window.place(position)}: {error}") from error
+            raise type(error)(f"{window.place(position)}: {error}", code=error.code) from error
         except UnrenderableError as error:
             yield from self._add_bad(position, error)
             return
@@ -328,9 +330,10 @@ class _Records:
     def _judge_special(self, special: int, position: int) -> None:
         if special and self._settings.special_tokens_in_text == "stop":
             raise DataError(
-                f"{self._window.place(position)}: {special} special tokens of the tokenizer stand in the "
-                f"text; set data.special_tokens_in_text=text {_NEW_RUN}, or take them out "
-                f"{self._window.in_place(position)}, {_ACCEPTED}"
+                f"{self._window.place(position)}: the text contains {special} special tokens of the "
+                f"tokenizer; set data.special_tokens_in_text=text {_NEW_RUN}, or remove them "
+                f"{self._window.in_place(position)}, {_ACCEPTED}",
+                code="data.special_tokens",
             )
 
     def _is_checked(self, position: int) -> bool:

@@ -24,6 +24,7 @@ from orchestrator.planning.encoders import EncoderChoice
 from orchestrator.records.arrays import Int32Array, Int64Array
 
 GIGATOKEN, TOKENIZERS = "gigatoken", "tokenizers"
+_UNUSABLE = "tokenizer.encoder_unusable"
 
 
 def installed_version(name: str) -> str | None:
@@ -61,7 +62,8 @@ class Encoder:
             raise DataIdentityError(
                 f"the run encodes with {choice}, this machine has {choice.name} "
                 f"{found or '(not installed)'}; "
-                f"install {choice.name}=={choice.version} on every machine, or start a new run"
+                f"install {choice.name}=={choice.version} on every machine, or start a new run",
+                code="machine.packages",
             )
         self.choice = choice
         self._parse = special_tokens_in_text == "parse"
@@ -185,12 +187,15 @@ def choose_encoder(
         except UnencodableTextError as error:
             raise ConfigError(
                 f"data.tokenizer: it cannot encode {error.reason}; {UNKNOWN_TEXT}, or set "
-                "data.encoder=tokenizers if the documents hold no such text"
+                "data.encoder=tokenizers if the documents have no such text",
+                code="tokenizer.unencodable_text",
             ) from error
     if problem is None:
         return choice, ()
     if wanted == GIGATOKEN:
-        raise ConfigError(f"data.encoder=gigatoken cannot be used: {problem}; set data.encoder=auto")
+        raise ConfigError(
+            f"data.encoder=gigatoken cannot be used: {problem}; set data.encoder=auto", code=_UNUSABLE
+        )
     return reference, (f"encoding with {reference}, not with gigatoken ({fast_version}): {problem}",)
 
 
@@ -199,11 +204,15 @@ def _native_choice(
 ) -> tuple[EncoderChoice, tuple[str, ...]]:
     """Chooses the tokenizer's native library, because its tokenizer.json gives other ids."""
     if wanted in (GIGATOKEN, TOKENIZERS):
-        raise ConfigError(f"data.encoder={wanted} cannot be used: {native.difference}; set data.encoder=auto")
+        raise ConfigError(
+            f"data.encoder={wanted} cannot be used: {native.difference}; set data.encoder=auto",
+            code=_UNUSABLE,
+        )
     if special_tokens_in_text == "parse":
         raise ConfigError(
-            f"data.special_tokens_in_text=parse: {native.library} encodes ({native.difference}), and special "
-            "tokens stay text there; set it to text or stop"
+            f"data.special_tokens_in_text=parse: {native.library} encodes ({native.difference}), and it "
+            "encodes special tokens as text; set data.special_tokens_in_text to text or stop",
+            code="tokenizer.cannot_parse",
         )
     choice = EncoderChoice(name=native.library, version=installed_version(native.library) or "")
     return choice, (f"encoding with {choice}, which is slower than gigatoken: {native.difference}",)

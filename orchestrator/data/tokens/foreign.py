@@ -22,6 +22,7 @@ TIKTOKEN_SETTINGS = "tiktoken.json"
 RANKS, PROTO = "tokenizer.tiktoken", "tokenizer.model"
 # Names the library that encodes, and a text for which the tokenizer.json beside it gives other ids.
 NATIVE = "native.json"
+INVALID, _NOT_CONVERTIBLE = "tokenizer.invalid", "tokenizer.not_convertible"
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* [0-9]+\s")
 _MADE_UP = "".join(map(chr, (0x2581, 0x20, 0x61, 0xA0, 0x3042, 0x1F600, 0x0301, 0x09)))
 _Ids = Callable[[str], Sequence[int]]
@@ -43,8 +44,9 @@ def from_tiktoken_name(encoding: str) -> dict[str, bytes]:
         found = tiktoken.get_encoding(encoding)
     except Exception as error:  # an unknown name, or an error of the download
         raise ConfigError(
-            f"data.tokenizer={name}: tiktoken does not give it: {error}; name one of "
-            f"{', '.join(tiktoken.list_encoding_names())}, where it can be downloaded or is cached"
+            f"data.tokenizer={name}: tiktoken cannot load it: {error}; name one of "
+            f"{', '.join(tiktoken.list_encoding_names())}, where it can be downloaded or is cached",
+            code="tokenizer.not_found",
         ) from error
     return _from_encoding(name, found)
 
@@ -54,15 +56,17 @@ def from_tiktoken_file(name: str, data: bytes, settings: bytes | None) -> dict[s
     tiktoken = _installed(name, TIKTOKEN)
     if settings is None:
         raise ConfigError(
-            f"data.tokenizer={name}: a .tiktoken file holds no pattern and no special tokens; put them "
-            f'beside it as {TIKTOKEN_SETTINGS}: {{"pattern": "…", "special_tokens": {{"<|eot|>": 100257}}}}'
+            f"data.tokenizer={name}: a .tiktoken file has no pattern and no special tokens; put them "
+            f'beside it as {TIKTOKEN_SETTINGS}: {{"pattern": "…", "special_tokens": {{"<|eot|>": 100257}}}}',
+            code="tokenizer.no_pattern",
         )
     try:
         found = _encoding(tiktoken, data, settings)
     except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
         raise ConfigError(
-            f"data.tokenizer={name}: it is no tiktoken encoding: {type(error).__name__}: {error}; repair the "
-            f"file, or {TIKTOKEN_SETTINGS} beside it"
+            f"data.tokenizer={name}: it is not a tiktoken encoding: {type(error).__name__}: {error}; repair "
+            f"the file, or {TIKTOKEN_SETTINGS} beside it",
+            code=INVALID,
         ) from error
     return _from_encoding(name, found)
 
@@ -128,15 +132,16 @@ def from_sentencepiece(name: str, data: bytes) -> dict[str, bytes]:
         processor = sentencepiece.SentencePieceProcessor(model_proto=data)
     except Exception as error:  # the libraries raise their own classes
         raise ConfigError(
-            f"data.tokenizer={name}: it is no sentencepiece model: {error}; replace it"
+            f"data.tokenizer={name}: it is not a sentencepiece model: {error}; replace it", code=INVALID
         ) from error
     trainer = proto.trainer_spec
     kinds = {1: "Unigram", 2: "BPE"}
     if trainer.model_type not in kinds or trainer.treat_whitespace_as_suffix:
         raise ConfigError(
-            f"data.tokenizer={name}: its model is of a kind (model_type {trainer.model_type}, white space as "
-            f"suffix {trainer.treat_whitespace_as_suffix}) that cannot be converted; take a unigram or BPE "
-            "model, or one that has a tokenizer.json"
+            f"data.tokenizer={name}: its model (model_type {trainer.model_type}, white space as suffix "
+            f"{trainer.treat_whitespace_as_suffix}) cannot be converted; take a unigram or BPE model, or one "
+            "that has a tokenizer.json",
+            code=_NOT_CONVERTIBLE,
         )
     pieces = [(piece.piece, float(piece.score), piece.type) for piece in proto.pieces]
     content = _tokenizer_json(
@@ -223,8 +228,9 @@ def _installed(name: str, library: str) -> Any:
         return importlib.import_module(library)
     except ImportError as error:
         raise ConfigError(
-            f"data.tokenizer={name}: it is made for {library}, which is not installed; pip install "
-            f"-e '.[{library}]' in the checkout, or give a folder with a tokenizer.json"
+            f"data.tokenizer={name}: it needs {library}, which is not installed; pip install "
+            f"-e '.[{library}]' in the checkout, or give a folder with a tokenizer.json",
+            code="machine.missing_package",
         ) from error
 
 
@@ -274,13 +280,15 @@ def _difference(
     except Exception as error:  # the library raises plain Exception
         raise ConfigError(
             f"data.tokenizer={name}: it cannot be converted to a tokenizer.json: {error}; take one that "
-            "has a tokenizer.json"
+            "has a tokenizer.json",
+            code=_NOT_CONVERTIBLE,
         ) from error
     for token in content["added_tokens"]:
         if (found := tokenizer.token_to_id(token["content"])) != token["id"]:
             raise ConfigError(
-                f"data.tokenizer={name}: in a tokenizer.json {token['content']} would have id {found}, not "
-                f"{token['id']}; take one that has a tokenizer.json"
+                f"data.tokenizer={name}: it cannot be converted to a tokenizer.json: {token['content']} "
+                f"would have id {found}, not {token['id']}; take one that has a tokenizer.json",
+                code=_NOT_CONVERTIBLE,
             )
     tokenizer.encode_special_tokens = True
     vocabulary = [text.replace("▁", " ") for text in tokens[:: max(1, len(tokens) // 2000)]]

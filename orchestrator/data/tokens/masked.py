@@ -139,7 +139,8 @@ class MaskedEncoder:
             if self._model.chat is None:
                 raise ConfigError(
                     "data.sources: the documents are conversations, and the tokenizer has no chat_template; "
-                    "add one to its tokenizer_config.json, or as chat_template.jinja"
+                    "add one to its tokenizer_config.json, or as chat_template.jinja",
+                    code="tokenizer.no_chat_template",
                 )
             from orchestrator.data.tokens.rendering import Renderer
 
@@ -225,9 +226,10 @@ def require_masks(name: str, model: TokenizerModel, content: Mapping[str, str]) 
     masked = [f"{source} ({kind})" for source, kind in content.items() if kind != "text"]
     if model.native is not None and masked:
         raise ConfigError(
-            f"data.sources {', '.join(masked)}: chats and prompts cannot be read with data.tokenizer={name}: "
-            f"it is encoded by {model.native.library} itself ({model.native.difference}); take a tokenizer "
-            "with a tokenizer.json of its own"
+            f"data.sources {', '.join(masked)}: chats and prompts cannot be read with data.tokenizer={name}, "
+            f"because {model.native.library} itself encodes it ({model.native.difference}); take a tokenizer "
+            "that has a tokenizer.json",
+            code="tokenizer.no_exact_json",
         )
 
 

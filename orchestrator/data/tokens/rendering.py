@@ -65,7 +65,8 @@ class Renderer:
             try:
                 self._templates[name] = environment.from_string(source)
             except jinja2.TemplateSyntaxError as error:
-                raise DataError(_syntax_error(name, source, error)) from error
+                text = _syntax_error(name, source, error)
+                raise DataError(text, code="tokenizer.chat_template_syntax") from error
         self._tagged = {name for name, source in template.sources.items() if _TAG.search(source)}
         self._template_text = "".join(template.sources.values())
         self._specials = {special.text: special for special in specials}
@@ -254,16 +255,16 @@ class _Turns:
         added = self._renderer.always_added(self._tools)
         if added and before.rstrip().endswith(added) and after.rstrip().endswith(added):
             raise _refused(
-                f"it has no {{% generation %}}, and ends every conversation with {added!r}, as if an answer "
-                "were to follow, also without add_generation_prompt"
+                f"it has no {{% generation %}}, and ends every conversation with the prompt {added!r} for an "
+                "answer, also without add_generation_prompt"
             )
         return len(before), len(after)
 
     def _require_begins(self, shorter: str, longer: str, what: str) -> None:
         if not longer.startswith(shorter):
             raise _refused(
-                f"it has no {{% generation %}}, and what it makes of {what} does not begin what it makes "
-                f"of more: {_around(shorter, longer)}"
+                f"it has no {{% generation %}}, and its text for {what} is not the beginning of its text for "
+                f"more of them: {_around(shorter, longer)}"
             )
 
     def _part(self, number: int, prompt: bool = False) -> str:
@@ -330,7 +331,8 @@ def _refused(why: str) -> DataError:
     return DataError(
         f"the tokenizer's chat_template cannot be used: {why}; mark what the assistant writes with "
         "{% generation %} … {% endgeneration %} in it, or set data.sources[].loss=all, in a new run (another "
-        "run.name)"
+        "run.name)",
+        code="data.chat_template_unusable",
     )
 
 

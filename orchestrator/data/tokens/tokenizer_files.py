@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from orchestrator.data.tokens.chat_template import ChatTemplate, read_chat_template
 from orchestrator.data.tokens.foreign import (
+    INVALID,
     NATIVE,
     PROTO,
     RANKS,
@@ -66,6 +67,7 @@ FILES = (
     NATIVE,
     RESOLVED,
 )
+_NOT_FOUND, _NO_TOKEN = "tokenizer.not_found", "tokenizer.no_such_token"
 # Files that may hold a sentencepiece model, or tiktoken's ranks.
 _SPM_NAMES = (PROTO, "spiece.model", "sentencepiece.bpe.model")
 _RANKS_END = ".tiktoken"
@@ -141,14 +143,16 @@ def fetch(name: str, known: Mapping[str, bytes] | None = None) -> dict[str, byte
         return _from_file(name, folder, known or {})
     if folder.is_file():
         raise ConfigError(
-            f"data.tokenizer={name}: it is a file; give the folder that it lies in, "
-            f"data.tokenizer={os.path.dirname(name) or '.'}"
+            f"data.tokenizer={name}: it is a file; give its folder, "
+            f"data.tokenizer={os.path.dirname(name) or '.'}",
+            code="tokenizer.not_a_folder",
         )
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(
             f"data.tokenizer={name}: there is no such folder (looked in "
             f"{name if is_uri(name) else os.path.abspath(folder)}); "
-            "give a folder with a tokenizer.json, or a hub name"
+            "give a folder with a tokenizer.json, or a hub name",
+            code=_NOT_FOUND,
         )
     return _from_hub(name)
 
@@ -173,11 +177,13 @@ def _of_bucket(uri: str) -> Path:
         if storage.folder is None and storage.list(TEMPLATE_FOLDER):
             raise ConfigError(
                 f"{uri} has a folder {TEMPLATE_FOLDER}, which is not read from a bucket; write its templates "
-                "into tokenizer_config.json (chat_template: a list of {name, template}), or copy the folder"
+                "into tokenizer_config.json (chat_template: a list of {name, template}), or copy the "
+                "tokenizer to a local folder",
+                code="tokenizer.templates_in_bucket",
             )
         return small_files(uri, lambda each: each in (*FILES, _MODEL) or each.endswith(_RANKS_END))
     except (ConfigError, StorageError) as error:
-        raise type(error)(f"data.tokenizer: {error}") from error
+        raise type(error)(f"data.tokenizer: {error}", code=error.code) from error
 
 
 def _with_json(name: str, folder: Path, known: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -187,7 +193,7 @@ def _with_json(name: str, folder: Path, known: Mapping[str, bytes]) -> dict[str,
         files |= {template_file(p.name): p.read_bytes() for p in further}
         files |= {p.name: p.read_bytes() for p in folder.iterdir() if is_template_file(p.name)}
     except OSError as error:
-        raise ConfigError(f"data.tokenizer={name}: cannot be read: {error}; fix its rights") from error
+        raise _unreadable(name, error) from error
     if _are_those_of(files, known):
         return dict(known)
     if "tokenizer.json" not in files:
@@ -198,7 +204,8 @@ def _with_json(name: str, folder: Path, known: Mapping[str, bytes]) -> dict[str,
             return {**made, **{n: files[n] for n in files if n == "chat_template.jinja"}}
         if not files:
             raise ConfigError(
-                f"data.tokenizer={name}: there is no tokenizer.json in it; name a tokenizer's folder"
+                f"data.tokenizer={name}: there is no tokenizer.json in it; name a tokenizer's folder",
+                code="tokenizer.no_files",
             )
         files["tokenizer.json"] = load(name, folder).backend_tokenizer.to_str().encode()
     if not {RESOLVED, NATIVE} & files.keys() and (resolved := resolve(name, folder, files)) is not None:
@@ -226,7 +233,7 @@ def _from_file(name: str, file: Path, known: Mapping[str, bytes]) -> dict[str, b
         data = file.read_bytes()
         beside = settings.read_bytes() if settings.is_file() else None
     except OSError as error:
-        raise ConfigError(f"data.tokenizer={name}: cannot be read: {error}; fix its rights") from error
+        raise _unreadable(name, error) from error
     if is_tiktoken(data):
         own = {RANKS: data} if beside is None else {RANKS: data, TIKTOKEN_SETTINGS: beside}
     else:
@@ -245,8 +252,9 @@ def _from_hub(name: str) -> dict[str, bytes]:
         folder = snapshot_download(name, allow_patterns=wanted, etag_timeout=_HUB_TIMEOUT_S)
     except Exception as error:  # a dozen classes of the client; its text has the reason
         raise ConfigError(
-            f"data.tokenizer={name}: there is no such folder in {os.getcwd()}, and the hub does not give it: "
-            f"{str(error).strip().splitlines()[0]}; name an existing folder or hub repository"
+            f"data.tokenizer={name}: there is no such folder in {os.getcwd()}, and it cannot be fetched from "
+            f"the hub: {str(error).strip().splitlines()[0]}; name an existing folder or hub repository",
+            code=_NOT_FOUND,
         ) from error
     return _with_json(name, Path(folder), {})
 
@@ -283,15 +291,16 @@ def _examine(name: str, files: dict[str, bytes], content: dict[str, str], chat: 
         raise _no_tokenizer(name, error) from error
     if chat and resolved is not None and resolved.no_chats:
         raise ConfigError(
-            f"data.tokenizer={name}: chats cannot be read with it, for they would get other ids than "
-            f"transformers gives them: {resolved.no_chats}; change the token in the folder, or take another "
+            f"data.tokenizer={name}: chats cannot be read with it, because their ids would differ from those "
+            f"of transformers: {resolved.no_chats}; change the token in the folder, or take another "
             "tokenizer",
             code=CODE,
         )
     if chat and template is None:
         raise ConfigError(
             f"data.tokenizer={name}: it has no chat_template, and data.sources have content: chat; add "
-            "one to its tokenizer_config.json, or as chat_template.jinja"
+            "one to its tokenizer_config.json, or as chat_template.jinja",
+            code="tokenizer.no_chat_template",
         )
     native = _native(files)
     found = remembered(
@@ -339,7 +348,13 @@ def _chat_template(files: Mapping[str, bytes], resolved: Resolved | None) -> Cha
 
 
 def _no_tokenizer(name: str, error: Exception) -> ConfigError:
-    return ConfigError(f"data.tokenizer={name}: its files are no tokenizer: {error}; replace them")
+    text = f"data.tokenizer={name}: its files are not a tokenizer: {error}; replace them"
+    return ConfigError(text, code=INVALID)
+
+
+def _unreadable(name: str, error: OSError) -> ConfigError:
+    text = f"data.tokenizer={name}: cannot be read: {error}; fix its permissions"
+    return ConfigError(text, code="tokenizer.unreadable")
 
 
 def _require_syntax(name: str, template: ChatTemplate) -> None:
@@ -349,7 +364,7 @@ def _require_syntax(name: str, template: ChatTemplate) -> None:
     try:
         Renderer(template, ())
     except DataError as error:
-        raise ConfigError(f"data.tokenizer={name}: {error}") from error
+        raise ConfigError(f"data.tokenizer={name}: {error}", code=error.code) from error
 
 
 def _find(
@@ -376,7 +391,10 @@ def _find(
     try:
         ids, bare = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
     except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"data.tokenizer={name}: it cannot encode 'a': {error}; {UNKNOWN_TEXT}") from error
+        raise ConfigError(
+            f"data.tokenizer={name}: it cannot encode 'a': {error}; {UNKNOWN_TEXT}",
+            code="tokenizer.unencodable_text",
+        ) from error
     adds_bos = bos_id is not None and ids[:1] == [bos_id] and bare[:1] != [bos_id]
     if ids not in (bare, [bos_id, *bare]):
         notes = (
@@ -456,14 +474,16 @@ def _id_around(
         if found is None:
             raise ConfigError(
                 f"data.{field}={wanted!r}, but the tokenizer {name} has no such token; its special tokens "
-                f"are {few or 'none'}; name one that it has, or set data.{field}=false"
+                f"are {few or 'none'}; name one that it has, or set data.{field}=false",
+                code=_NO_TOKEN,
             )
         return found
     if wanted and declared is None:
         raise ConfigError(
-            f"data.{field}=true, but the tokenizer {name} declares no {field}_token that it knows; name "
-            f"it, as in data.{field}='<|endoftext|>', add it to its tokenizer_config.json, or set "
-            f"data.{field}=false"
+            f"data.{field}=true, but the tokenizer {name} declares no {field}_token that has an id; name "
+            f"one, as in data.{field}='<|endoftext|>', add it to its tokenizer_config.json, or set "
+            f"data.{field}=false",
+            code=_NO_TOKEN,
         )
     return declared if wanted else None
 

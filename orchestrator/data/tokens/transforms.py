@@ -41,6 +41,7 @@ _SHOWN = 120
 Output = Document | BadRecordError | None
 _Fields = Mapping[str, Any]
 _Function = Callable[[dict[str, Any], int], Any]
+_WRONG_RESULT = "user_code.output"
 _HOW = "a transform takes (document, seed) and returns a document, several in a list or iterator, or None"
 
 
@@ -60,8 +61,9 @@ def _function(ref: TransformRef) -> _Function:
         where = inspect.getsourcefile(found.function) or ref.name
         raise DataIdentityError(
             f"data.transforms {ref.name} had {ref.source} when the run was started, and has "
-            f"{found.identity} on this machine ({where}); put the module back as it was: a run's transforms "
-            "never change"
+            f"{found.identity} on this machine ({where}); restore the module: the transforms of a run cannot "
+            "change",
+            code="resume.changed_transform",
         )
     return found.function
 
@@ -72,7 +74,8 @@ def _loaded(name: str) -> UserCode:
         try:
             inspect.signature(found.function).bind({}, 0)
         except TypeError as error:
-            raise ConfigError(f"data.transforms {name}: {error}; {_HOW}") from error
+            text = f"data.transforms {name}: {error}; {_HOW}"
+            raise ConfigError(text, code="user_code.signature") from error
     return found
 
 
@@ -173,14 +176,15 @@ def _called(
     except BadDocument as error:
         return [BadRecordError(f"{name} says: {error}")]
     except (Exception, SystemExit) as error:  # SystemExit would end the process without a message
-        raise DataError(_failed(name, error)) from error
+        raise DataError(_failed(name, error), code="user_code.raised") from error
     if len(several) > MAX_OUTPUTS:
         raise _too_many(name)
     for each in several:
         if not isinstance(each, Mapping):
             raise DataError(
-                f"data.transforms {name} returned a {type(each).__name__} where a document is expected, "
-                f"which is a dict of its fields; {_HOW}"
+                f"data.transforms {name} returned a {type(each).__name__}, expected is a document, a dict of "
+                f"its fields; {_HOW}",
+                code=_WRONG_RESULT,
             )
     return several or [None]
 
@@ -197,7 +201,7 @@ def _document(name: str, fields: _Fields, content: Content) -> Document:
     except (BadRecordError, ValueError, TypeError) as error:
         raise DataError(
             f"data.transforms {name} returned no document of content {content.kind}: {error}; {_HOW}",
-            code=getattr(error, "code", None),
+            code=getattr(error, "code", None) or _WRONG_RESULT,
         ) from error
     return document
 
@@ -220,7 +224,8 @@ def _texts(document: Document) -> Iterator[str]:
 
 def _too_many(name: str) -> DataError:
     return DataError(
-        f"data.transforms {name} gave more than {MAX_OUTPUTS:,} documents of a record; does it end?"
+        f"data.transforms {name} returned more than {MAX_OUTPUTS:,} documents for one record; let it end",
+        code="user_code.endless",
     )
 
 
