@@ -16,6 +16,7 @@ import zstandard
 from orchestrator.data.first_records import check_first_records
 from orchestrator.errors import ConfigError, DataError
 from tests.data.making import job, spec_of
+from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
 PRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -99,10 +100,9 @@ def test_a_source_of_which_nothing_was_looked_at_is_not_judged(tmp_path: Path, t
 
 def test_files_that_are_no_parquet_files_are_a_wrong_configuration(tmp_path: Path, tiny_config: Make) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl({"text": "a"}) * 100)
-    with pytest.raises(ConfigError) as caught:
+    values = tmp_path / "a.jsonl", b'{"te', "data.sources[].format=parquet"
+    with raises(ConfigError, "data.wrong_format", *values):
         spec_of(job(tiny_config, tmp_path / "a.jsonl", "parquet", encoder="tokenizers"))
-    assert str(caught.value).startswith(f"{tmp_path / 'a.jsonl'}: no Parquet file: it begins with ")
-    assert "is data.sources[].format=parquet right?" in str(caught.value)
 
 
 def test_of_many_fields_the_first_are_named(tmp_path: Path, tiny_config: Make) -> None:
@@ -114,5 +114,5 @@ def test_a_file_that_is_no_gzip_file_is_told(tmp_path: Path, tiny_config: Make) 
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl({"text": "a"})))
     spec = spec_of(job(tiny_config, tmp_path, encoder="tokenizers"))
     (tmp_path / "a.jsonl.gz").write_bytes(b"no gzip file")
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz: cannot be read"):
+    with raises(DataError, "data.damaged_file", "a.jsonl.gz"):
         check_first_records(spec)

@@ -18,6 +18,7 @@ from orchestrator.data.sources.input_file import open_input
 from orchestrator.data.sources.manifest import freeze
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.errors import DataIdentityError
+from tests.raising import raises
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_another_file_of_the_same_name_has_its_own_footer(tmp_path: Path, reads:
     assert read(plan) == ["one", "two"]
     write(tmp_path / "a.parquet", ["six", "ten"])
     os.utime(tmp_path / "a.parquet", ns=(1, 1))
-    with pytest.raises(DataIdentityError, match="its ends had digest"):
+    with raises(DataIdentityError, "data.changed_files", "a.parquet", "digest"):
         read(plan)
     again = plan_source(freeze("s", str(tmp_path), "parquet", "text"), 1 << 20, 1)
     assert read(again) == ["six", "ten"]

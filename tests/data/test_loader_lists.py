@@ -374,7 +374,7 @@ def test_files_that_are_gone_cannot_be_accepted(config: dict[str, Any], data: Pa
     (data / "a" / "two.jsonl").unlink()
     with raises(DataIdentityError, OTHER_STREAM, "2 files", "1 now"):
         orchestrator.open_stream(config, states[0], accept)
-    with pytest.raises(DataIdentityError, match=r"two.jsonl: it had \d+ bytes and is gone"):
+    with raises(DataIdentityError, "data.missing_files", "two.jsonl"):
         orchestrator.open_stream(config, states[1], accept, frozen_dir=tmp_path / "lists")
     write(data / "a", "three.jsonl", documents("three", 9))
     with raises(DataIdentityError, OTHER_STREAM, "2 files", "2 now", "names"):

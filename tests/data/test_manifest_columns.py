@@ -36,6 +36,7 @@ from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import Manifest, freeze, from_parquet, to_parquet
 from orchestrator.errors import DataIdentityError
 from orchestrator.storage.files import Storage
+from tests.raising import raises
 
 
 # ------------------------------------------------------------ as it was before there were columns (version 1)
@@ -207,8 +208,17 @@ def test_a_stored_list_with_other_columns_or_without_a_value_is_refused() -> Non
     for other in (table.drop_columns(["probe"]), table):  # the second one has no text_field
         out = io.BytesIO()
         pq.write_table(other, out)
-        with pytest.raises(DataIdentityError, match="there: the run's manifest cannot be read"):
+        with raises(DataIdentityError, "data.damaged_list", "there: "):
             from_parquet(out.getvalue(), "there")
+
+
+def test_a_list_of_a_later_version_is_not_taken_for_a_damaged_one() -> None:
+    manifest = Manifest(source="s", base="/b", format="jsonl", files=Files.of([]))
+    out = io.BytesIO()
+    pq.write_table(manifest.files.table({"version": "99", "digest": manifest.digest}), out)
+    with raises(DataIdentityError, "storage.later_format", "there: ", "version 99") as refused:
+        from_parquet(out.getvalue(), "there")
+    assert "restore" not in str(refused.value)
 
 
 # ------------------------------------------------------------- a plan travels as a name
@@ -247,10 +257,11 @@ def test_a_plan_whose_list_is_gone_or_another_one_is_refused_by_name(data: Path)
     load_plan.cache_clear()
     (data / "later.jsonl").write_text('{"text": "later"}\n')
     (data.parent / "s.parquet").write_bytes(to_parquet(freeze("s", str(data), "jsonl", "text")))
-    with pytest.raises(DataIdentityError, match=f"s.parquet: .*was started with {plan.manifest.digest}"):
+    now = freeze("s", str(data), "jsonl", "text").digest
+    with raises(DataIdentityError, "data.damaged_list", "s.parquet", plan.manifest.digest, now):
         pickle.loads(pickle.dumps(plan))
     (data.parent / "s.parquet").unlink()
-    with pytest.raises(DataIdentityError, match=r"s\.parquet: .*let this machine reach the run's storage"):
+    with raises(DataIdentityError, "data.unreadable_list", "s.parquet"):
         pickle.loads(pickle.dumps(plan))
 
 

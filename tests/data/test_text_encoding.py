@@ -26,6 +26,7 @@ from orchestrator.errors import ConfigError, DataError
 from orchestrator.records.cursor import Cursor
 from tests.data.making import job, spec_of
 from tests.data.test_formats import planned, read_straight
+from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
 ENCODINGS = ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"]
@@ -102,22 +103,17 @@ def test_a_file_in_another_encoding_stops_with_its_name(
             folder.mkdir()
             path = folder / f"a.{form}{suffix}"
             path.write_bytes(COMPRESSIONS[suffix](begin + WRITERS[form](texts).encode(encoding)))
-            with pytest.raises(DataError) as read:
+            with raises(DataError, CODE, path, encoding[:6].upper()):
                 list(read_straight(planned(folder, form, Content())))
-            assert read.value.code == CODE
-            assert str(path) in str(read.value)
-            assert encoding[:6].upper() in str(read.value)
-    with pytest.raises(ConfigError) as compared:  # tokenizing libraries are compared on these documents first
+    with raises(ConfigError, CODE):  # tokenizing libraries are compared on these documents first
         spec_of(job(tiny_config, folder, form))
-    assert compared.value.code == CODE
     skipping = {"on_bad_document": "skip", "max_bad_share": 1.0, "encoder": "tokenizers"}
     spec = spec_of(job(tiny_config, folder, form, **skipping))
-    with pytest.raises(ConfigError) as refused:
+    with raises(ConfigError, CODE) as refused:
         check_first_records(spec)
-    assert (refused.value.code, refused.value.exit_code) == (CODE, 2)
-    with pytest.raises(DataError) as stopped:
+    assert refused.value.exit_code == 2
+    with raises(DataError, CODE):
         list(spec.chunks(Cursor()))
-    assert stopped.value.code == CODE
     path.write_bytes(COMPRESSIONS[suffix](b"\xef\xbb\xbf" + WRITERS[form](texts).encode()))
     check_first_records(spec_of(job(tiny_config, folder, form, **skipping)))
 
@@ -127,9 +123,8 @@ def test_every_part_of_a_large_file_stops(tmp_path: Path) -> None:
     plan = planned(tmp_path, "lines", Content())
     assert plan.num_fragments > 2
     for fragment in range(plan.num_fragments):
-        with pytest.raises(DataError) as stopped:
+        with raises(DataError, CODE):
             list(read_fragment(plan, fragment))
-        assert stopped.value.code == CODE
 
 
 def test_a_member_in_another_encoding_is_a_bad_record(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.records.cursor import Cursor
 from tests.data.making import job, spec_of, write_corpus
+from tests.raising import raises
 
 Range = Callable[[InputFile, int, int, int], tuple[int, bytes]]
 FILES = st.lists(st.sampled_from([b"", b"a", b"bc\r", b"d" * 9]), max_size=9).flatmap(
@@ -147,8 +148,16 @@ def test_compressed_files_that_are_cut_off_or_damaged_stop(name: str, tmp_path: 
     }
     for data in [d for group in damages.values() for d in group]:
         plan = made(tmp_path, {name: data})
-        with pytest.raises(DataError, match=rf"{name}: cannot be read: "):
+        with raises(DataError, "data.damaged_file", f"{name}: "):
             records(plan)
+
+
+def test_an_error_of_the_system_is_no_damage(tmp_path: Path) -> None:
+    plan = made(tmp_path, {"a.jsonl": LINES})
+    (tmp_path / "a.jsonl").unlink()
+    (tmp_path / "a.jsonl").mkdir()
+    with raises(DataError, "data.unreadable_file", "a.jsonl: "):
+        list(read_fragment(plan, 0, accept_changed=True))
 
 
 def test_a_damaged_parquet_file_stops(tmp_path: Path) -> None:
@@ -159,10 +168,10 @@ def test_a_damaged_parquet_file_stops(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "a.parquet").read_bytes())
     data[200:400] = bytes(200)
     (tmp_path / "a.parquet").write_bytes(bytes(data))
-    with pytest.raises(DataError, match=r"a\.parquet: cannot be read"):
+    with raises(DataError, "data.damaged_file", "a.parquet: "):
         [part for part in read_fragment(plan, 0, accept_changed=True)]
     (tmp_path / "a.parquet").write_bytes(bytes(data[:-20]))
-    with pytest.raises(DataError, match=r"a\.parquet: not a whole Parquet file"):
+    with raises(DataError, "data.damaged_file", "a.parquet: "):
         freeze("s", str(tmp_path), "parquet", "text")
 
 
@@ -171,20 +180,21 @@ def test_an_accepted_parquet_file_that_lacks_a_row_group_is_named(tmp_path: Path
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=1)
     plan = plan_source(freeze("s", str(tmp_path), "parquet", "text"), 100, 1000)
     pq.write_table(table.slice(1), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet: cannot be read: row group 1 is asked for, it has 1"):
+    with raises(DataError, "data.damaged_file", "a.parquet: ", "row group 1", "has 1"):
         [part for part in read_fragment(plan, 1, accept_changed=True)]
     pq.write_table(table.drop_columns(["text"]), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet: cannot be read: it has no column 'text'"):
+    with raises(DataError, "data.damaged_file", "a.parquet: ", "column 'text'"):
         [part for part in read_fragment(plan, 0, accept_changed=True)]
 
 
 def test_a_file_that_changes_while_the_run_reads_is_noticed_when_it_is_opened(tmp_path: Path) -> None:
     plan = made(tmp_path, {"a.jsonl": LINES})
     (tmp_path / "a.jsonl").write_bytes(LINES + b"more")
-    with pytest.raises(DataIdentityError, match=rf"it had {len(LINES)} bytes and has {len(LINES) + 4}"):
+    num_bytes = f"{len(LINES)} bytes", len(LINES) + 4
+    with raises(DataIdentityError, "data.changed_files", "a.jsonl", *num_bytes):
         records(plan)
     (tmp_path / "a.jsonl").unlink()
-    with pytest.raises(DataIdentityError, match="it is gone"):
+    with raises(DataIdentityError, "data.missing_files", "a.jsonl"):
         records(plan)
 
 
@@ -282,8 +292,7 @@ def test_a_longer_compressed_file_in_place_of_the_runs_own_says_what_is_read_of_
     was = (tmp_path / name).stat().st_size
     (tmp_path / name).write_bytes(COMPRESSED[name][0](LINES))
     now = (tmp_path / name).stat().st_size
-    told = rf"it has {now} bytes, and the run reads the {was} that it was started with; put back the whole"
-    with pytest.raises(DataError, match=told):
+    with raises(DataError, "data.damaged_file", f"{now} bytes", was):
         list(read_fragment(plan, 0, accept_changed=True))
 
 

@@ -96,13 +96,17 @@ def _look(manifest: Manifest, row: FileRow) -> tuple[FileRow | None, str | None]
     path = os.path.join(manifest.base, row.path)
     try:
         if not (is_remote(manifest.base) or stat.S_ISREG(os.stat(path).st_mode)):
-            raise DataError(f"{path}: is no regular file any more; put the file back")
+            raise DataError(
+                f"{path}: it is no longer a regular file; put the file back", code="data.irregular_file"
+            )
         with open_input(manifest.base, row.path) as file:
             found = difference(row, file)
     except (FileNotFoundError, NotADirectoryError):
         return None, f"{path}: it had {row.bytes} bytes and is gone"
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error}; fix its rights") from error
+        raise DataError(
+            f"{path}: cannot be read: {error}; fix its permissions", code="data.unreadable_file"
+        ) from error
     if found is None:
         return row, None
     now = file_row(manifest.base, manifest.format, manifest.content, row.path)

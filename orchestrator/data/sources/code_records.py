@@ -67,8 +67,9 @@ class CodeRecords:
             return self._records[index]
         except (Exception, SystemExit) as error:  # user code may raise anything; no bad record
             raise DataError(
-                f"{self.name}[{index}]: its __getitem__ failed; fix the code (a change of it is another "
-                f"identity, see resume.accept_changed):\n{shown(error)}"
+                f"{self.name}[{index}]: its __getitem__ failed; fix the code (changed code has another "
+                f"identity, see resume.accept_changed):\n{shown(error)}",
+                code="user_code.raised",
             ) from error
 
     def several(self, indices: range) -> list[Any]:
@@ -87,14 +88,16 @@ class CodeRecords:
             for index in indices:
                 self.record(index)
             raise DataError(
-                f"{where}: its __getitems__ failed where __getitem__ gives each of these records; fix the "
-                f"code (a change of it is another identity, see resume.accept_changed):\n{shown(error)}"
+                f"{where}: its __getitems__ failed, but __getitem__ returns each of these records; fix the "
+                f"code (changed code has another identity, see resume.accept_changed):\n{shown(error)}",
+                code="user_code.raised",
             ) from error
         if not isinstance(found, list | tuple) or len(found) != len(indices):
             what = f"{len(found)} records" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
             raise DataError(
-                f"{where}: its __getitems__ gave {what} for {len(indices)} indices; let it give a list of "
-                "one record for each, in their order, or leave it out"
+                f"{where}: its __getitems__ returned {what} for {len(indices)} indices; return a list with "
+                "one record for each index, in their order, or remove the method",
+                code="user_code.wrong_result",
             )
         return list(found)
 
@@ -131,13 +134,15 @@ def _open(name: str) -> _Opened:
         known_by = fingerprint() if callable(fingerprint) else None
     except (Exception, SystemExit) as error:  # a user's code may raise anything
         raise ConfigError(
-            f"{where}: it cannot be called without arguments, or what it returns has no length or a "
-            f"fingerprint() that fails:\n{shown(error)}"
+            f"{where}: a call without arguments failed, or the returned object has no length, or its "
+            f"fingerprint() failed:\n{shown(error)}",
+            code="user_code.raised",
         ) from error
     if not hasattr(records, "__getitem__") or isinstance(records, str | bytes):
         raise ConfigError(
-            f"{where}: it returned {type(records).__name__}; it must return what has __len__ and "
-            "__getitem__(i), such as a list of mappings"
+            f"{where}: it returned {type(records).__name__}; return an object with __len__ and "
+            "__getitem__(i), such as a list of mappings",
+            code="user_code.wrong_result",
         )
     identity = f"{num_records} records, {code.identity}"
     if known_by is not None:

@@ -36,19 +36,22 @@ def require_columns(path: str, schema: Any, content: Content) -> None:
     for field, way in columns_of(schema, content).items():
         if (num := schema.names.count(way[0])) > 1:
             raise ConfigError(
-                f"{path}: {num} columns are called {way[0]!r}, and which one holds {_holds(field, content)} "
-                f"nobody can tell; rename them in the file, or set {content.setting_of(field)} to another one"
+                f"{path}: {num} columns are called {way[0]!r}, and any of them may hold "
+                f"{_holds(field, content)}; rename them in the file, or set {content.setting_of(field)} to "
+                "another one",
+                code="data.ambiguous_field",
             )
         stored = _type_at(path, schema, field, way, content)
         kind, column = _plain(path, field, stored), f"{path}: column {field!r} is {stored}"
         if field in content.transform_fields and not is_plain(kind):
             raise ConfigError(
-                f"{column}, which has no plain Python value for transforms; leave it out of transform_fields"
+                f"{column}, which has no plain Python value for transforms; leave it out of transform_fields",
+                code="data.transform_field_type",
             )
         if content.kind == "chat" and field not in content.transform_fields:
             _require_chat_type(column, kind, field, content)
         if field in content.fields and content.kind != "chat" and not is_text(kind):
-            raise ConfigError(f"{column}, text is expected; set {content.settings}")
+            raise ConfigError(f"{column}, text is expected; set {content.settings}", code="data.field_type")
 
 
 def unreadable_type(path: str, field: str, kind: Any, error: Exception) -> ConfigError:
@@ -74,7 +77,8 @@ def _type_at(path: str, schema: Any, field: str, way: tuple[str, ...], content: 
 
     if way[0] not in schema.names:
         raise ConfigError(
-            f"{path}: no field `{field}`; it has: {', '.join(schema.names)}. Set {content.setting_of(field)}"
+            f"{path}: no field `{field}`; it has: {', '.join(schema.names)}. Set {content.setting_of(field)}",
+            code="data.missing_field",
         )
     kind = schema.field(way[0]).type
     for i, name in enumerate(way[1:], start=1):
@@ -82,13 +86,15 @@ def _type_at(path: str, schema: Any, field: str, way: tuple[str, ...], content: 
         if not pa.types.is_struct(kind):
             raise ConfigError(
                 f"{path}: no field `{field}`: column {passed!r} is {kind}, and has no inner fields. Set "
-                f"{content.setting_of(field)}"
+                f"{content.setting_of(field)}",
+                code="data.missing_field",
             )
         inner = [kind.field(k).name for k in range(kind.num_fields)]
         if inner.count(name) != 1:
             raise ConfigError(
                 f"{path}: no field `{field}`; `{passed}` has: {', '.join(inner)}. Set "
-                f"{content.setting_of(field)}"
+                f"{content.setting_of(field)}",
+                code="data.missing_field",
             )
         kind = kind.field(name).type
     return kind

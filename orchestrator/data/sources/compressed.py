@@ -38,6 +38,12 @@ DAMAGE: tuple[type[Exception], ...] = (  # type: ignore[assignment]  # its stub 
 )
 
 
+def damage_code(error: Exception) -> str:
+    """The code of the error to raise for one of `DAMAGE`: an error of the system, or a damaged file."""
+    is_of_system = isinstance(error, OSError) and error.errno is not None
+    return "data.unreadable_file" if is_of_system else "data.damaged_file"
+
+
 def with_compressed(*suffixes: str) -> tuple[str, ...]:
     """The endings, each also with that of every compression appended."""
     return tuple(suffix + pressed for suffix in suffixes for pressed in ("", *COMPRESSED))

@@ -72,10 +72,13 @@ class Files(Sequence[FileRow]):
         """The inverse of `table`. Raises `DataIdentityError` if the table has other columns, or nulls."""
         found = {field.name: field.type for field in table.schema}
         if found != dict(_kinds()):
-            raise DataIdentityError(f"its columns are {found}, expected are {dict(_kinds())}")
+            raise DataIdentityError(
+                f"it has the columns {found} instead of {dict(_kinds())}; restore it",
+                code="data.damaged_list",
+            )
         columns = {name: table.column(name).combine_chunks() for name in _NAMES}
         if any(column.null_count for column in columns.values()):
-            raise DataIdentityError("values are missing in it")
+            raise DataIdentityError("it has null values; restore it", code="data.damaged_list")
         return cls(columns)
 
     def table(self, facts: dict[str, str]) -> Any:

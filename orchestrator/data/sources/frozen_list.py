@@ -31,14 +31,16 @@ def read_list(storage: str, path: str, digest: str) -> Manifest:
         data = open_storage(storage).read(path)
     except (OSError, StorageError) as error:
         raise DataIdentityError(
-            f"{where}: the run's manifest cannot be read: {error}; this process needs it to know the run's "
-            "files: restore it, or let this machine reach the run's storage"
+            f"{where}: the run's manifest cannot be read: {error}; restore it, or give this machine access "
+            "to the run's storage",
+            code="data.unreadable_list",
         ) from error
     manifest = from_parquet(data, where)
     if manifest.digest != digest:
         raise DataIdentityError(
             f"{where}: the run's manifest has digest {manifest.digest}, this process was started with "
-            f"{digest}; restore the file"
+            f"{digest}; restore the file",
+            code="data.damaged_list",
         )
     if copy is not None:
         _keep(copy, data)

@@ -63,8 +63,9 @@ def split_hub(uri: str) -> HubPath:
     found = _URI.fullmatch(uri)
     if found is None:
         raise ConfigError(
-            f"{uri}: a dataset of the hub is named {_FORM}, where PATH is a file, a folder or a glob; models "
-            "and spaces are not read"
+            f"{uri}: it names no dataset of the hub; write {_FORM}, where PATH is a file, a folder or a "
+            "glob. Models and spaces are not supported",
+            code="config.storage_uri",
         )
     repo, revision, key = found.groups()
     return HubPath(repo=repo, revision=_revision(revision), key=(key or "").strip("/"))

@@ -157,12 +157,15 @@ def list_files(source: str, path: str | Sequence[str], format_: str, at: str = "
             continue
         raise ConfigError(
             f"data.sources {source}: no file matches {asked!r} (looked for {one.looked_for} in "
-            f"{one.base}); relative paths are relative to the current folder; fix the path, or make the files"
+            f"{one.base}); relative paths are relative to the current folder; fix the path, or create the "
+            "files",
+            code="data.no_matching_file",
         )
     if not _is_utf8("".join(listing.names)):
         unnamed = next(name for name in listing.names if not _is_utf8(name))
         raise ConfigError(
-            f"data.sources {source}: the name of {unnamed!r} in {base} is not UTF-8; rename the file"
+            f"data.sources {source}: the file name {unnamed!r} in {base} is not UTF-8; rename the file",
+            code="data.file_name_encoding",
         )
     return listing
 
@@ -171,8 +174,9 @@ def _list_code(source: str, paths: Sequence[str]) -> Listing:
     """The one virtual file of a source that is code."""
     if len(paths) != 1:
         raise ConfigError(
-            f"data.sources {source}: path has {len(paths)} functions, {', '.join(paths)}; give one, and a "
-            "source for each"
+            f"data.sources {source}: path names {len(paths)} functions, {', '.join(paths)}; name one, and "
+            "use a source for each",
+            code="config.several_functions",
         )
     records = CodeRecords.anew(paths[0])
     return Listing(
@@ -192,14 +196,15 @@ def _list_remote(source: str, paths: Sequence[str], format_: str, at: str) -> Li
     """The same for URIs: each object once, whatever paths lead to it."""
     if local := [one for one in paths if not is_remote(one)]:
         raise ConfigError(
-            f"data.sources {source}: {local[0]} is a path of this machine and others are URIs; the files of "
-            "a source lie in one storage: give one source for each"
+            f"data.sources {source}: {local[0]} is a path of this machine and other paths are URIs; use one "
+            "source for each storage",
+            code="data.several_storages",
         )
     for one in paths:
         try:
             split_uri(one)
         except ConfigError as error:  # before anything repeats the URI: it may have a secret in it
-            raise ConfigError(f"data.sources {source}: {error}") from error
+            raise ConfigError(f"data.sources {source}: {error}", code=error.code) from error
     each = [_matches_of(source, path, format_) for path in _at_commits(source, paths, at)]
     bases = [found.base for found in each]
     levels = zip(*(base.split("/") for base in bases), strict=False)
@@ -208,8 +213,9 @@ def _list_remote(source: str, paths: Sequence[str], format_: str, at: str) -> Li
     if any(len(common) < split_uri(base)[0].count("/") + 1 for base in bases):
         what = "datasets, or revisions of one" if is_hub(base) else "buckets"
         raise ConfigError(
-            f"data.sources {source}: its paths lie in several {what}: {bases[0]} and {bases[-1]}; give one "
-            "source for each"
+            f"data.sources {source}: its paths lie in several {what}: {bases[0]} and {bases[-1]}; use one "
+            "source for each",
+            code="data.several_storages",
         )
     objects = {
         (f"{found.base}/{o.name}").removeprefix(f"{base}/"): o for found in each for o in found.objects
@@ -241,7 +247,8 @@ def _at_commits(source: str, paths: Sequence[str], at: str) -> Sequence[str]:
         return pinned(paths, at)
     except OSError as error:
         raise ConfigError(
-            f"data.sources {source}: {', '.join(paths)} cannot be listed: {error.strerror}"
+            f"data.sources {source}: {', '.join(paths)} cannot be listed: {error.strerror}",
+            code="data.unlistable_path",
         ) from error
 
 
@@ -249,7 +256,9 @@ def _matches_of(source: str, path: str, format_: str) -> RemoteMatches:
     try:
         found = remote_matches(path)
     except OSError as error:
-        raise ConfigError(f"data.sources {source}: {path} cannot be listed: {error.strerror}") from error
+        raise ConfigError(
+            f"data.sources {source}: {path} cannot be listed: {error.strerror}", code="data.unlistable_path"
+        ) from error
     if found.is_folder:
         kind, names = format_of(format_), [o.name for o in found.objects]
         chosen = set(kind.choose(found.base, names))
@@ -262,7 +271,8 @@ def _matches_of(source: str, path: str, format_: str) -> RemoteMatches:
     if not found.objects:
         raise ConfigError(
             f"data.sources {source}: no object matches {path!r} (looked for {found.looked_for} in "
-            f"{found.base}); fix the path, or make the files"
+            f"{found.base}); fix the path, or create the files",
+            code="data.no_matching_file",
         )
     return found
 
@@ -324,10 +334,11 @@ def require_regular(source: str, listing: Listing) -> None:
         num = len(listing.irregular)
         more = f"\n  and {num - _NAMED} more" if num > _NAMED else ""
         raise ConfigError(
-            f"data.sources {source}: of what the path means, {num} are no regular files:\n  "
+            f"data.sources {source}: {num} matches of the path are not regular files:\n  "
             + "\n  ".join(listing.irregular[:_NAMED])
             + more
-            + "\nremove them, or give a path that leaves them out"
+            + "\nremove them, or give a path that leaves them out",
+            code="data.irregular_file",
         )
 
 

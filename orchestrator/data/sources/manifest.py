@@ -135,7 +135,10 @@ def file_row(base: str, format_: str, content: Content, path: str) -> FileRow:
             )
     except OSError as error:
         full = os.path.join(base, path)
-        raise DataError(f"{full}: cannot be read: {error}; fix its rights or leave it out") from error
+        raise DataError(
+            f"{full}: cannot be read: {error}; fix its permissions or leave it out",
+            code="data.unreadable_file",
+        ) from error
 
 
 def _probe(file: InputFile) -> str:
@@ -168,7 +171,7 @@ def require_unchanged(row: FileRow, path: str, file: InputFile, source: str) -> 
     """Raises `DataIdentityError` with both values if the open file is not what the run was started with."""
     found = difference(row, file)
     if found is not None:
-        raise DataIdentityError(changed_text([f"{path}: {found}"], source=source))
+        raise DataIdentityError(changed_text([f"{path}: {found}"], source=source), code="data.changed_files")
 
 
 def changed_text(
@@ -182,13 +185,12 @@ def changed_text(
     more = f"\n  and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
     anew = restart_text(source)
     advice = advice or (
-        f"put them back, or {anew}; a file that is gone cannot be accepted as a changed one can, nor one "
-        "that has lost row groups: without it this list cannot be read on"
+        f"put them back, or {anew}; a run cannot continue without a file or a row group of its list"
         if gone
-        else f"put them back, {anew}, or go on with them in their old places by resume.accept_changed=true"
+        else f"put them back, {anew}, or continue with the changed files by resume.accept_changed=true"
     )
     return (
-        "files of the data are not those that the run was started with:\n  "
+        "files differ from those that the run was started with:\n  "
         + "\n  ".join(texts[:_NAMED])
         + f"{more}\n{advice}"
     )
@@ -263,17 +265,25 @@ def from_parquet(data: bytes, where: str) -> Manifest:
         table = pq.ParquetFile(io.BytesIO(data)).read()  # `read_table` would import pandas
         facts = _facts(table.schema)
         if facts.get("version", str(VERSION)) != str(VERSION):
-            raise ValueError(
-                f"it has version {facts['version']}, this version of orchestrator reads {VERSION}: the one "
-                "that wrote it reads it, or a later one"
+            raise DataIdentityError(
+                f"it has version {facts['version']}, and this version of orchestrator reads {VERSION}; use "
+                "the version that wrote it, or a later one",
+                code="storage.later_format",
             )
         fields = {name: facts[name] for name in _FACTS}
         manifest = Manifest(files=Files.of_table(table), content=_content(facts), **fields)
-    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, DataIdentityError) as error:
-        raise DataIdentityError(f"{where}: the run's manifest cannot be read: {error}; restore it") from error
+    except DataIdentityError as error:
+        raise DataIdentityError(
+            f"{where}: the run's manifest cannot be read: {error}", code=error.code
+        ) from error
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+        raise DataIdentityError(
+            f"{where}: the run's manifest cannot be read: {error}; restore it", code="data.damaged_list"
+        ) from error
     if manifest.digest != facts.get("digest"):
         raise DataIdentityError(
             f"{where}: the run's manifest was written with digest {facts.get('digest')} and has "
-            f"{manifest.digest}; restore the file"
+            f"{manifest.digest}; restore the file",
+            code="data.damaged_list",
         )
     return manifest

@@ -35,9 +35,10 @@ def split_uri(uri: str) -> tuple[str, str]:
     if at is None:
         shown = redacted_text(uri)
         raise ConfigError(
-            f"{shown}: files are read from local paths and from {', '.join(f'{s}://' for s in SCHEMES)} with "
-            "the name of a bucket after it, or hf://datasets/; this is none of them. Mount the "
-            f"storage, or give such a URI{called_so(shown)}"
+            f"{shown}: the URI is not supported; files are read from local paths, from a bucket "
+            f"({', '.join(f'{s}://' for s in SCHEMES)} with its name) and from hf://datasets/. Mount the "
+            f"storage, or give such a URI{called_so(shown)}",
+            code="config.storage_uri",
         )
     require_plain(uri, pattern=True)
     return at

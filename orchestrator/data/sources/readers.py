@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.data.sources.compressed import DAMAGE
+from orchestrator.data.sources.compressed import DAMAGE, damage_code
 from orchestrator.data.sources.file_parts import Cut, FilePart
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.fragments import SourcePlan
@@ -122,10 +122,13 @@ def naming_damage(path: str, source: str | None = None) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise DataIdentityError(
-            f"{path}: the run was started with this file and it is gone; put it back, or {anew}"
+            f"{path}: the run was started with this file, and it is missing; put it back, or {anew}",
+            code="data.missing_files",
         ) from error
     except DAMAGE as error:
-        raise DataError(f"{path}: cannot be read: {error}; put back the whole file, or {without}") from error
+        raise DataError(
+            f"{path}: cannot be read: {error}; put back the whole file, or {without}", code=damage_code(error)
+        ) from error
 
 
 def _counted(parts: Iterator[Part], plan: SourcePlan, where: FilePart) -> Iterator[Part]:

@@ -47,17 +47,17 @@ def compare_files(
     if not (format_of(frozen.format).has_files or frozen.files.same_paths(listing.names)):
         raise DataIdentityError(
             f"data.sources {frozen.source}: the run was started with path {', '.join(frozen.files.paths)}, "
-            f"the job asks for {', '.join(listing.names)}; put the path back, or "
-            f"{restart_text(frozen.source)}"
+            f"but the job has {', '.join(listing.names)}; restore the path, or {restart_text(frozen.source)}",
+            code="data.other_path",
         )
     found = changes_since(manifest, listing)
     left_out, later = _other_names(frozen, found.now, listing)
     other_pattern = bool(paths) and patterns_in(frozen.base, paths) != listing.patterns
     if left_out or (later and other_pattern):
-        raise DataIdentityError(_other_path(frozen, listing, paths, left_out, later))
+        raise DataIdentityError(_other_path(frozen, listing, paths, left_out, later), code="data.other_path")
     if found.gone or (found.changed and not accept_changed):
         text = changed_text(() if accept_changed else found.changed, found.gone, source=source.name)
-        raise DataIdentityError(_other_folder(frozen, listing) + text)
+        raise DataIdentityError(_other_folder(frozen, listing) + text, code=_code(found.gone))
     notes = _notes(listing, frozen, found.changed, later, refreshed)
     return manifest, found.now, (*listing.notes(source.name), *notes)
 
@@ -87,10 +87,14 @@ def find_unchanged(path: str | Sequence[str] | None, frozen: Manifest) -> Manife
         wrong.append((found.changed, found.gone))
     changed, gone = min(wrong, key=lambda each: len(each[0]) + len(each[1]))
     advice = (
-        "an audit recomputes the stream from these files, so it can show nothing of what was trained; put "
-        "them back as they were when the run was started"
+        "an audit recomputes the stream from these files; put them back as they were when the run was started"
     )
-    raise DataIdentityError(changed_text(changed, gone, advice))
+    raise DataIdentityError(changed_text(changed, gone, advice), code=_code(gone))
+
+
+def _code(gone: Sequence[str]) -> str:
+    """The code of the error for changed files, and for missing ones."""
+    return "data.missing_files" if gone else "data.changed_files"
 
 
 def _other_names(frozen: Manifest, now: Manifest, listing: Listing) -> tuple[list[str], list[str]]:
@@ -121,13 +125,12 @@ def _other_path(
     what = (
         f"leaves out {len(left_out)} of these {files_text(len(frozen.files))}, e.g. {left_out[0]}"
         if left_out
-        else f"means {files_text(len(later))} besides, e.g. {later[0]}"
+        else f"has {files_text(len(later))} more, e.g. {later[0]}"
     )
     return (
         f"data.sources {frozen.source}: the run was started with the {files_text(len(frozen.files))} of path "
-        f"{', '.join(paths) or f'(not recorded, below {frozen.base})'}, the job asks for "
-        f"{', '.join(listing.paths)}, which {what}; a run reads the files of its list and no others: put the "
-        f"path back, or {restart_text(frozen.source)}"
+        f"{', '.join(paths) or f'(not recorded, below {frozen.base})'}, but the job has "
+        f"{', '.join(listing.paths)}, which {what}; restore the path, or {restart_text(frozen.source)}"
     )
 
 
@@ -135,8 +138,8 @@ def _other_folder(frozen: Manifest, listing: Listing) -> str:
     if listing.base == frozen.base:
         return ""
     return (
-        f"data.sources {frozen.source} names another folder: the run was started with {frozen.base}, the job "
-        f"asks for {listing.base}, and there "
+        f"data.sources {frozen.source} names another folder: the run was started with {frozen.base}, but the "
+        f"job has {listing.base}, where "
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from orchestrator.data.sources.column_schema import columns_of
 from orchestrator.data.sources.columns import read_columns, require_readable
+from orchestrator.data.sources.compressed import damage_code
 from orchestrator.data.sources.content import Content
 from orchestrator.data.sources.formats.base import Format, Units
 from orchestrator.data.sources.formats.parquet import RowFormat
@@ -106,8 +107,9 @@ class ArrowFiles(RowFormat):
                 units[-1][1] += message.stop - message.start
             elif units:
                 raise ConfigError(
-                    f"{file.name}: a dictionary stands behind record batches, so these cannot be read apart; "
-                    "write the file anew with unify_dictionaries=True, or as Parquet"
+                    f"{file.name}: a dictionary follows record batches, so these cannot be read separately; "
+                    "rewrite the file with unify_dictionaries=True, or as Parquet",
+                    code="data.unreadable_type",
                 )
             else:
                 before = [(0, message.stop)]
@@ -115,7 +117,7 @@ class ArrowFiles(RowFormat):
             found = pa.ipc.open_stream(_Joined(file, schema, before)).schema
             require_readable(file.name, found, content)
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{file.name}: not a whole Arrow file: {error}; replace it") from error
+            raise _damaged(file, error) from error
         return tuple(rows for rows, _ in units), tuple(size for _, size in units)
 
     def read(
@@ -150,7 +152,7 @@ def schema_names(file: InputFile) -> list[str]:
     try:
         names: list[str] = pa.ipc.open_stream(_Joined(file, schema, ranges)).schema.names
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file.name}: not a whole Arrow file: {error}; replace it") from error
+        raise _damaged(file, error) from error
     return names
 
 
@@ -200,14 +202,16 @@ def _messages(file: InputFile, file_bytes: int) -> Iterator[_Message]:
         data = file.read_at(at, min(_READ_BYTES, file_bytes - at)) if at < file_bytes else b""
         if kind == 0 and data[:4] != _CONTINUES:
             raise ConfigError(
-                f"{file.name}: no Arrow file: it begins with {data[:8]!r}; is data.sources[].format=arrow "
-                "right? If it is, leave this file out (a Feather file of version 1 is to be written anew)"
+                f"{file.name}: not an Arrow file: it begins with {data[:8]!r}; correct "
+                "data.sources[].format=arrow, or leave this file out (rewrite a Feather file of version 1 as "
+                "version 2)",
+                code="data.wrong_format",
             )
         if len(data) >= 8 and data[:8] == _CONTINUES + bytes(4):
             return
         size = int.from_bytes(data[4:8], "little")
         if data[:4] != _CONTINUES:
-            raise DataError(_cut_off(file, at))
+            raise _cut_off(file, at)
         message = _message(file, at, data, 8 + size, file_bytes)
         kind = message.kind
         yield message
@@ -222,13 +226,13 @@ def _message(file: InputFile, at: int, data: bytes, head_bytes: int, file_bytes:
     prefix = 8 if data[:4] == _CONTINUES else 4  # 4: a writer from before version 0.15
     size = int.from_bytes(data[prefix - 4 : prefix], "little")
     if not 0 < size <= head_bytes - prefix or at + head_bytes > file_bytes:
-        raise DataError(_cut_off(file, at))
+        raise _cut_off(file, at)
     if len(data) < prefix + size:
         data = file.read_at(at, prefix + size)
     kind, body_bytes, facts = _header(data[prefix : prefix + size])
     body = (at + head_bytes, at + head_bytes + body_bytes)
     if body_bytes < 0 or body[1] > file_bytes or kind not in (_SCHEMA, _DICTIONARY, _BATCH):
-        raise DataError(_cut_off(file, at))
+        raise _cut_off(file, at)
     message = _Message(at, body[1], (at, at + prefix + size), body, kind)
     if kind == _BATCH:
         return replace(message, rows=facts[0])
@@ -240,7 +244,7 @@ def _message_at(file: InputFile, start: int, stop: int, head_bytes: int) -> _Mes
     data = file.read_at(start, min(_READ_BYTES, head_bytes))
     message = _message(file, start, data, head_bytes, file.size)
     if message.stop > stop:
-        raise DataError(_cut_off(file, start))
+        raise _cut_off(file, start)
     return replace(message, stop=stop)
 
 
@@ -253,7 +257,7 @@ def _footer(file: InputFile) -> _Footer:
     tail = file.read_at(max(end, 0), 4 + len(_END))
     size = int.from_bytes(tail[:4], "little")
     if tail[4:] != _END or not 0 < size <= end - len(_MAGIC):
-        raise DataError(_cut_off(file, max(end, 0)))
+        raise _cut_off(file, max(end, 0))
     data = file.read_at(end - size, size)
     try:
         (table,) = struct.unpack_from("<I", data)
@@ -262,9 +266,9 @@ def _footer(file: InputFile) -> _Footer:
         version = _field(data, table, 0, "<h")
         lists = [_blocks(file, data, _place(data, table, number)) for number in (2, 3)]
     except (struct.error, ValueError) as error:
-        raise DataError(_cut_off(file, end - size)) from error
+        raise _cut_off(file, end - size) from error
     if not schema:
-        raise DataError(_cut_off(file, end - size))
+        raise _cut_off(file, end - size)
     return _Footer(_schema_message(data, schema, version), *lists)
 
 
@@ -306,19 +310,24 @@ def _require_dictionaries(file: InputFile, footer: _Footer) -> None:
         message = _message_at(file, *block)
         if message.dictionary in numbers and not message.is_delta:
             raise ConfigError(
-                f"{file.name}: it has two dictionaries of number {message.dictionary}, and which record "
-                "batches each belongs to is not in the file; write the file anew with "
-                "unify_dictionaries=True, or as Parquet",
+                f"{file.name}: it has two dictionaries of number {message.dictionary}, and does not record "
+                "which record batches each belongs to; rewrite the file with unify_dictionaries=True, or as "
+                "Parquet",
                 code="data.unreadable_type",
             )
         numbers.add(message.dictionary)
 
 
-def _cut_off(file: InputFile, at: int) -> str:
-    return (
-        f"{file.name}: not a whole Arrow file: what begins at byte {at} of {file.size} is cut off, or what "
-        "ends the file is missing; replace the file or leave it out"
+def _cut_off(file: InputFile, at: int) -> DataError:
+    return DataError(
+        f"{file.name}: not a whole Arrow file: the part at byte {at} of {file.size} is cut off, or the end "
+        "of the file is missing; replace the file or leave it out",
+        code="data.damaged_file",
     )
+
+
+def _damaged(file: InputFile, error: Exception) -> DataError:
+    return DataError(f"{file.name}: not a whole Arrow file: {error}; replace it", code=damage_code(error))
 
 
 def _header(data: bytes) -> tuple[int, int, tuple[int, int]]:

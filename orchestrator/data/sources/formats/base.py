@@ -150,13 +150,15 @@ class Format(ABC):
         if content.kind not in self.contents:
             raise ConfigError(
                 f"data.sources {source}: content is {content.kind}, but a record of format {self.name} holds "
-                f"no more than {' or '.join(self.contents)}; use another format, such as jsonl or parquet"
+                f"only {' or '.join(self.contents)}; use another format, such as jsonl or parquet",
+                code="config.unsupported_content",
             )
         if content.transform_fields and not self.has_fields:
             raise ConfigError(
                 f"data.sources {source}: transform_fields is {', '.join(content.transform_fields)}, but a "
                 f"record of format {self.name} is a text without fields; leave transform_fields out, or use "
-                "another format, such as jsonl or parquet"
+                "another format, such as jsonl or parquet",
+                code="config.unsupported_transform_fields",
             )
 
 

@@ -156,7 +156,8 @@ def _cbor2() -> Any:
     except ImportError as error:
         raise ConfigError(
             "data.sources[].format=cbor needs the package cbor2, which is not installed; "
-            "pip install -e '.[cbor]' in the checkout"
+            "pip install -e '.[cbor]' in the checkout",
+            code="machine.missing_package",
         ) from error
     return cbor2
 

@@ -65,13 +65,17 @@ class Csv(HeadedFormat):
                 raise BadRecordError("it does not end")
             header = fields_of(utf8_text(first.removeprefix(_BOM)).removesuffix("\r"), self._delimiter)
         except BadRecordError as error:
-            raise DataError(f"{file.name}: its first row is no header: {error}; fix the file") from error
+            raise DataError(
+                f"{file.name}: its first row is not a header: {error}; fix the file",
+                code="data.invalid_header",
+            ) from error
         lacks = [field for field in content.read if header.count(field) != 1]
         if lacks:
-            what = "twice or more" if lacks[0] in header else "no"
+            what = "several columns" if lacks[0] in header else "no column"
             raise DataError(
-                f"{file.name}: the header has {what} column `{lacks[0]}`; it has: "
-                f"{names(dict.fromkeys(header))}. Set {content.setting_of(lacks[0])}, or fix the file"
+                f"{file.name}: the header has {what} `{lacks[0]}`; it has: "
+                f"{names(dict.fromkeys(header))}. Set {content.setting_of(lacks[0])}, or fix the file",
+                code="data.ambiguous_field" if lacks[0] in header else "data.missing_field",
             )
         return tuple(header)
 
@@ -117,7 +121,7 @@ def fields_of(row: str, delimiter: str) -> list[str]:
             end = _closing(row, at + 1)
             field, at = row[at + 1 : end].replace('""', '"'), end + 1
             if at < len(row) and row[at] != delimiter:
-                raise BadRecordError(f"field {len(found) + 1} goes on after its closing quote")
+                raise BadRecordError(f"field {len(found) + 1} continues after its closing quote")
         else:
             end = row.find(delimiter, at)
             end = len(row) if end < 0 else end

@@ -52,19 +52,21 @@ class SavedDataset(ArrowFiles):
             splits = _json(folder, _SPLITS).get("splits")
             raise ConfigError(
                 f"{folder}: a DatasetDict of the splits {splits}; give the folder of one, e.g. path="
-                f"{folder}/{splits[0] if isinstance(splits, list) and splits else 'train'}"
+                f"{folder}/{splits[0] if isinstance(splits, list) and splits else 'train'}",
+                code="data.several_splits",
             )
         if _STATE not in names:
             raise ConfigError(
-                f"{folder}: no dataset that save_to_disk wrote: it has no {_STATE}; is "
-                "data.sources[].format=hf_dataset right?"
+                f"{folder}: it has no {_STATE}, so it is not a dataset that save_to_disk wrote; correct the "
+                "path, or data.sources[].format=hf_dataset",
+                code="data.missing_index",
             )
         files = _data_files(folder)
         named = [str(file["filename"]) for file in files]
         absent = sorted(set(named) - set(names))
         if absent:
             raise _contradiction(
-                folder, f"it names {len(named)} files, and {len(absent)} are not there, e.g. {absent[0]}"
+                folder, f"it names {len(named)} files, and {len(absent)} are missing, e.g. {absent[0]}"
             )
         if twice := [name for i, name in enumerate(named) if name in named[:i]]:
             raise _contradiction(folder, f"it names {twice[0]} twice")
@@ -176,7 +178,9 @@ def _json(folder: str, name: str, absent: dict[str, Any] | None = None) -> dict[
     except (OSError, orjson.JSONDecodeError) as error:
         if absent is not None and isinstance(error, FileNotFoundError):
             return absent
-        raise ConfigError(f"{folder}/{name}: cannot be read: {error}; restore it") from error
+        raise ConfigError(
+            f"{folder}/{name}: cannot be read: {error}; restore it", code="data.unreadable_index"
+        ) from error
     return value if isinstance(value, dict) else {}
 
 

@@ -66,8 +66,9 @@ class MosaicShards(HeadedFormat):
         """
         if INDEX not in names:
             raise ConfigError(
-                f"{folder}: no {INDEX} is there, so it is no MDS dataset; give the folder of one split, or "
-                "the shards themselves as a glob"
+                f"{folder}: it has no {INDEX}, so it is not an MDS dataset; give the folder of one split, or "
+                "the shards themselves as a glob",
+                code="data.missing_index",
             )
         return list(chosen_shards(folder, names))
 
@@ -189,7 +190,8 @@ def _columns(file: InputFile, config: bytes, content: Content) -> _Columns:
         if name not in given:
             raise DataError(
                 f"{file.name}: no column `{name}`; it has: {names(dict.fromkeys(given))}. Set "
-                f"{content.setting_of(field)}"
+                f"{content.setting_of(field)}",
+                code="data.missing_field",
             )
     return found
 

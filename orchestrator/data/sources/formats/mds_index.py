@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import xxhash
 
-from orchestrator.data.sources.compressed import COMPRESSED, DAMAGE, ExactReader, decoded, with_compressed
+from orchestrator.data.sources.compressed import (
+    COMPRESSED,
+    DAMAGE,
+    ExactReader,
+    damage_code,
+    decoded,
+    with_compressed,
+)
 from orchestrator.data.sources.in_threads import in_threads
 from orchestrator.data.sources.input_file import open_input
 from orchestrator.errors import ConfigError, DataError
@@ -63,7 +70,9 @@ def chosen_shards(folder: str, names: Sequence[str]) -> dict[str, _Entry]:
             )
         files = [file for _, file in _files(entry)]
         if not files:
-            raise ConfigError(f"{folder}/{INDEX}: it names no file of a shard; restore it")
+            raise ConfigError(
+                f"{folder}/{INDEX}: it names no file of a shard; restore it", code=CONTRADICTING
+            )
         if twice := known.intersection(files):
             raise ConfigError(
                 f"{folder}/{INDEX}: it names {min(twice)} as a file of two shards; restore it",
@@ -73,8 +82,9 @@ def chosen_shards(folder: str, names: Sequence[str]) -> dict[str, _Entry]:
         present = [name for name in files if name in there]
         if present and not present[0].endswith(SUFFIXES):
             raise ConfigError(
-                f"{folder}/{present[0]}: compressed by {entry.get('compression')!r}, which is not read; "
-                "write the shards with zstd, gz or bz2, or without compression"
+                f"{folder}/{present[0]}: compressed by {entry.get('compression')!r}, which is not supported; "
+                "write the shards with zstd, gz or bz2, or without compression",
+                code="data.unsupported_compression",
             )
         if present:
             found[present[0]] = entry
@@ -82,8 +92,8 @@ def chosen_shards(folder: str, names: Sequence[str]) -> dict[str, _Entry]:
             absent.append(files[0])
     if absent:
         raise ConfigError(
-            f"{folder}: {INDEX} names {len(found) + len(absent)} shards, and {len(absent)} are not "
-            f"there, e.g. {absent[0]}; put them back",
+            f"{folder}: {INDEX} names {len(found) + len(absent)} shards, and {len(absent)} are "
+            f"missing, e.g. {absent[0]}; put them back",
             code=CONTRADICTING,
         )
     folders = {os.path.dirname(name) for name in found}
@@ -137,9 +147,13 @@ def _entries(folder: str) -> list[_Entry]:
             index = orjson.loads(file.read_at(0, file.size))
             shards = index["shards"]
     except (OSError, KeyError, TypeError, orjson.JSONDecodeError) as error:
-        raise ConfigError(f"{folder}/{INDEX}: cannot be read: {error!r}; restore it") from error
+        raise ConfigError(
+            f"{folder}/{INDEX}: cannot be read: {error!r}; restore it", code="data.unreadable_index"
+        ) from error
     if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):
-        raise ConfigError(f"{folder}/{INDEX}: it has no list of shards; restore it")
+        raise ConfigError(
+            f"{folder}/{INDEX}: it has no list of shards; restore it", code="data.unreadable_index"
+        )
     for shard in shards:
         for key in ("raw_data", "zip_data"):
             facts = shard.get(key) or {}
@@ -200,7 +214,8 @@ def _read_head(folder: str, name: str, file_bytes: int) -> ShardHead:
     except _UNREADABLE as error:
         raise DataError(
             f"{folder}/{name}: the head of the shard cannot be read: {error}; put back the whole file, or "
-            "leave it out"
+            "leave it out",
+            code=damage_code(error),
         ) from error
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.data.sources.column_schema import columns_of
 from orchestrator.data.sources.columns import BATCH_BYTES, read_columns, require_readable
+from orchestrator.data.sources.compressed import damage_code
 from orchestrator.data.sources.content import Content
 from orchestrator.data.sources.documents import described, utf8_text
 from orchestrator.data.sources.file_parts import Cut
@@ -66,11 +67,13 @@ class Parquet(RowFormat):
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             if (begin := file.read_at(0, len(_MAGIC))) != _MAGIC:
                 raise ConfigError(
-                    f"{file.name}: no Parquet file: it begins with {begin!r}, not with {_MAGIC!r}; "
-                    "is data.sources[].format=parquet right? If it is, leave this file out"
+                    f"{file.name}: not a Parquet file: it begins with {begin!r}, not with {_MAGIC!r}; "
+                    "correct data.sources[].format=parquet, or leave this file out",
+                    code="data.wrong_format",
                 ) from error
             raise DataError(
-                f"{file.name}: not a whole Parquet file: {error}; replace it or leave it out"
+                f"{file.name}: not a whole Parquet file: {error}; replace it or leave it out",
+                code=damage_code(error),
             ) from error
         require_readable(file.name, schema, content)
         return tuple(g.num_rows for g in groups), tuple(g.total_byte_size for g in groups)

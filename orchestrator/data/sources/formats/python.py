@@ -216,8 +216,9 @@ def _require_same(records: CodeRecords, index: int, content: Content, then: Any)
     if type(then) is not type(now) or (then != now and repr(then) != repr(now)):
         raise DataError(
             f"{records.name}[{index}]: it was {_short(then)} and, read again, is {_short(now)}; a resume "
-            "would train something else than it should: make __getitem__(i) a function of i alone, and "
-            "__getitems__, if there is one, give the same"
+            "would train on other records: let __getitem__(i) depend on i alone, and __getitems__ return the "
+            "same records",
+            code="user_code.not_repeatable",
         )
 
 
