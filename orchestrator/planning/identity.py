@@ -173,7 +173,7 @@ def _compare_manifests(old: Mapping[str, str], new: Mapping[str, str], accept_ch
         return [Refusal("resume.changed_sources", text)]
     return [
         Refusal(
-            "resume.changed_files",
+            "data.changed_files",
             f"the files of source {name} have changed: the run's manifest has digest {digest}, "
             f"the files now give {new[name]}; put the files back, {restart_text(name)}, or accept them with "
             "resume.accept_changed=true",

@@ -269,7 +269,7 @@ def test_a_refusal_has_a_code_the_values_and_what_to_do(override: str, code: str
 @pytest.mark.parametrize(
     ("overrides", "values"),
     [
-        (("parallel=shard", "numerics=invariant"), ["is 'shard'", "numerics=invariant", "train.numerics=fast"]),
+        (("parallel=shard", "numerics=invariant"), ["is 'shard'", "numerics=invariant", "numerics=fast"]),
         (("parallel=auto", "compile=blocks"), ["train.compile is blocks", "train.parallel=auto"]),
         (
             ("parallel=replicate", "activation_checkpointing=blocks"),

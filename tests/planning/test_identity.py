@@ -39,7 +39,7 @@ def settings_with(**changes):
         ({"order_version": 9}, "resume.other_version", ("version 1", "version 9")),
         ({"tokenizer_digest": "dd44"}, "resume.changed_tokenizer", ("aa11", "dd44")),
         ({"settings": settings_with(seed="1")}, "resume.changed_setting", ("data.seed=0", "asks for 1")),
-        ({"manifests": {"stdlib": "ee55", "web": "cc33"}}, "resume.changed_files", ("bb22", "ee55")),
+        ({"manifests": {"stdlib": "ee55", "web": "cc33"}}, "data.changed_files", ("bb22", "ee55")),
         ({"manifests": {"stdlib": "bb22"}}, "resume.changed_sources", ("['stdlib', 'web']", "['stdlib']")),
     ],
 )
