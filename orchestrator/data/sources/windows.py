@@ -113,7 +113,7 @@ class OrderedWindow:
             self._limits.require_records(num_records)
         except DataError as error:
             assert first is not None, "a window of no records takes nothing"
-            raise DataError(f"{plan.manifest.path(first.file)}: {error}") from None
+            raise DataError(f"{plan.manifest.path(first.file)}: {error}", code=error.code) from None
 
     def is_sampled(self, position: int, one_in: int) -> bool:
         """Whether the record belongs to a fixed sample of about one record in `one_in`."""

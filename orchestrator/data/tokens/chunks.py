@@ -157,7 +157,7 @@ class _Records:
         except BadRecordError as error:
             return self._add_bad(position, error)
         except DataError as error:
-            raise type(error)(f"{window.place(position)}: {error}") from error
+            raise type(error)(f"{window.place(position)}: {error}", code=error.code) from error
         return self._add_document(position, document, window.size(position))
 
     def run_from(self, position: int) -> TextRun | None:
