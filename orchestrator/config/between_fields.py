@@ -11,10 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config.declaring import FUNCTION
-from orchestrator.config.problems import show, written
+from orchestrator.config.problems import MISSING, show, written
 from orchestrator.config.text import Path, Problem, Reading, value_at
 
 _CODE = re.compile(FUNCTION)
+_CONFLICT, _DUPLICATE, _NO_STOP = "config.conflict", "config.duplicate_entry", "config.no_stop"
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrong:
+    """What is wrong with a field: the `code` and `text` of a `Problem`."""
+
+    code: str
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +31,7 @@ class _Between:
     """A rule between fields: `check` gets their values and returns what is wrong with the first, or None."""
 
     fields: tuple[str, ...]
-    check: Callable[..., str | None]
+    check: Callable[..., _Wrong | None]
 
 
 def cross_field_problems(reading: Reading, defaults: Mapping[str, Any]) -> list[Problem]:
@@ -37,55 +46,61 @@ def cross_field_problems(reading: Reading, defaults: Mapping[str, Any]) -> list[
             defaults[name] if not written(reading.value, path) else value_at(reading.value, path)
             for name, path in zip(rule.fields, paths, strict=True)
         ]
-        text = rule.check(*values)
-        if text is not None:
-            found.append(Problem(path=paths[0], text=text))
+        problem = rule.check(*values)
+        if problem is not None:
+            found.append(Problem(path=paths[0], code=problem.code, text=problem.text))
     return found
 
 
-def _each_source_once(sources: list[Any]) -> str | None:
+def _each_source_once(sources: list[Any]) -> _Wrong | None:
     names = [source.get("name") for source in sources]
     twice = sorted({str(name) for name in names if names.count(name) > 1})
-    return f"has {', '.join(twice)} twice; give each source a name of its own" if twice else None
+    if not twice:
+        return None
+    return _Wrong(_DUPLICATE, f"has {', '.join(twice)} twice; give each source a name of its own")
 
 
-def _weights(sources: list[Any]) -> str | None:
+def _weights(sources: list[Any]) -> _Wrong | None:
     without = [str(source.get("name")) for source in sources if source.get("weight") is None]
     if len(sources) == 1 or len(without) in (0, len(sources)):
         return None
-    return (
+    return _Wrong(
+        _CONFLICT,
         f"gives a weight to some sources and none to {', '.join(without)}; give every source one, or none of "
-        "them (then shares are by bytes)"
+        "them (then shares are by bytes)",
     )
 
 
-def _repeating(on_end: str | None, sources: list[Any], *stops: int | None) -> str | None:
+def _repeating(on_end: str | None, sources: list[Any], *stops: int | None) -> _Wrong | None:
     if on_end != "repeat" or len(sources) == 1 or any(stop is not None for stop in stops):
         return None
-    return (
+    return _Wrong(
+        _NO_STOP,
         "is repeat, which has no end, and there is no stop; set train.max_steps, train.max_samples or "
-        "train.max_tokens"
+        "train.max_tokens",
     )
 
 
-def _endless(num_epochs: int | None, *stops: int | None) -> str | None:
+def _endless(num_epochs: int | None, *stops: int | None) -> _Wrong | None:
     if num_epochs is not None or any(stop is not None for stop in stops):
         return None
-    return (
-        "is null (endless) and there is no stop; set train.max_steps, train.max_samples or train.max_tokens"
+    return _Wrong(
+        _NO_STOP,
+        "is null (endless) and there is no stop; set train.max_steps, train.max_samples or train.max_tokens",
     )
 
 
-def _loss_of_texts(sources: list[Any]) -> str | None:
+def _loss_of_texts(sources: list[Any]) -> _Wrong | None:
     for source in sources:
         if (
             isinstance(source, dict)
             and source.get("content", "text") == "text"
             and source.get("loss") in ("last", "all")
         ):
-            return (
+            return _Wrong(
+                _CONFLICT,
                 f"has loss={source['loss']} for content: text, of which all is learnt; leave it out, or "
-                "set content to chat or prompt"
+                "set content to chat or prompt",
             )
     return None
 
@@ -94,7 +109,7 @@ def _loss_of_texts(sources: list[Any]) -> str | None:
 _OF_A_DOCUMENT = {"text": ("text",), "chat": ("messages", "tools"), "prompt": ("prompt", "completion")}
 
 
-def _transform_fields(sources: list[Any], transforms: Any) -> str | None:
+def _transform_fields(sources: list[Any], transforms: Any) -> _Wrong | None:
     """Fields for transforms that are there, by names that are free."""
     for source in sources:
         fields = source.get("transform_fields") if isinstance(source, dict) else None
@@ -102,148 +117,186 @@ def _transform_fields(sources: list[Any], transforms: Any) -> str | None:
             continue
         who, own = f"has transform_fields={show(fields)} for {source.get('name')}", source.get("transforms")
         if not (transforms if own is None else own):
-            return f"{who}, which has no transforms that could see them; leave it out, or set data.transforms"
+            return _Wrong(
+                _CONFLICT,
+                f"{who}, which has no transforms that could see them; leave it out, or set data.transforms",
+            )
         if twice := sorted({field for field in fields if fields.count(field) > 1}):
-            return f"{who}, with {twice[0]} twice; name each once"
+            return _Wrong(_DUPLICATE, f"{who}, with {twice[0]} twice; name each once")
         content = source.get("content", "text")
         if taken := [name for name in _OF_A_DOCUMENT[content] if name in fields]:
-            return (
+            return _Wrong(
+                _CONFLICT,
                 f"{who}, but transforms of content: {content} see the document itself as `{taken[0]}`; leave "
-                "it out, or rename that field in the files"
+                "it out, or rename that field in the files",
             )
     return None
 
 
-def _code_paths(sources: list[Any]) -> str | None:
+def _code_paths(sources: list[Any]) -> _Wrong | None:
     """Sources that are Python code name it."""
     for source in sources:
         path = source.get("path") if isinstance(source, dict) and source.get("format") == "python" else None
         if path is not None and not (isinstance(path, str) and _CODE.match(path)):
-            return (
+            return _Wrong(
+                "config.invalid_value",
                 f"has format: python and path={show(path)}, which names no function; give one as "
-                "package.module:function"
+                "package.module:function",
             )
     return None
 
 
-def _window(window_bytes: int, fragment_bytes: int) -> str | None:
+def _window(window_bytes: int, fragment_bytes: int) -> _Wrong | None:
     if window_bytes >= fragment_bytes:
         return None
-    return f"is {window_bytes}, less than data.fragment_bytes={fragment_bytes}; a window holds a fragment"
+    return _Wrong(
+        _CONFLICT,
+        f"is {window_bytes}, less than data.fragment_bytes={fragment_bytes}; a window holds a fragment",
+    )
 
 
-def _one_model(config: Any, pretrained: Any, factory: Any) -> str | None:
+def _one_model(config: Any, pretrained: Any, factory: Any) -> _Wrong | None:
     given = {"config": config, "pretrained": pretrained, "factory": factory}
     names = [f"model.{name}" for name, value in given.items() if value is not None]
     if len(names) == 1:
         return None
     if names:
-        return (
-            f"is one way to give the model, {' and '.join(names)} are set; keep one, set the others to null"
+        return _Wrong(
+            _CONFLICT,
+            f"is one way to give the model, {' and '.join(names)} are set; keep one, set the others to null",
         )
-    return "is missing; set exactly one of model.config, model.pretrained, model.factory"
+    return _Wrong(MISSING, "is missing; set exactly one of model.config, model.pretrained, model.factory")
 
 
-def _model_type(config: dict[str, Any] | None) -> str | None:
+def _model_type(config: dict[str, Any] | None) -> _Wrong | None:
     if config is None or (isinstance(config.get("model_type"), str) and config["model_type"]):
         return None
     found = show(config.get("model_type"))
-    return f"has model_type={found}; set it to a name that transformers knows, e.g. llama"
+    return _Wrong(MISSING, f"has model_type={found}; set it to a name that transformers knows, e.g. llama")
 
 
-def _factory_args(factory_args: dict[str, Any], factory: str | None) -> str | None:
+def _factory_args(factory_args: dict[str, Any], factory: str | None) -> _Wrong | None:
     if factory is not None or not factory_args:
         return None
-    return f"is {show(factory_args)}, but model.factory is null; set the factory, or leave the arguments out"
+    return _Wrong(
+        _CONFLICT,
+        f"is {show(factory_args)}, but model.factory is null; set the factory, or leave the arguments out",
+    )
 
 
-def _each_logger_once(loggers: list[str]) -> str | None:
+def _each_logger_once(loggers: list[str]) -> _Wrong | None:
     if len(set(loggers)) == len(loggers):
         return None
-    return f"is {show(loggers)}, with one of them twice; name each once"
+    return _Wrong(_DUPLICATE, f"is {show(loggers)}, with one of them twice; name each once")
 
 
-def _attention(wanted: str, factory: str | None, numerics: str, use_gpu: bool) -> str | None:
+def _attention(wanted: str, factory: str | None, numerics: str, use_gpu: bool) -> _Wrong | None:
     if wanted != "auto" and factory is not None:
-        return f"is {wanted}, but model.factory makes the model; leave it at auto, and configure the factory"
+        return _Wrong(
+            _CONFLICT,
+            f"is {wanted}, but model.factory makes the model; leave it at auto, and configure the factory",
+        )
     if wanted == "sdpa" and numerics == "invariant" and use_gpu:
-        return (
+        return _Wrong(
+            _CONFLICT,
             "is sdpa, which adds up gradients in any order on a GPU, and train.numerics=invariant; set it to "
-            "auto or eager, or train.numerics=fast"
+            "auto or eager, or train.numerics=fast",
         )
     return None
 
 
-def _positions(seq_len: int, config: dict[str, Any] | None) -> str | None:
+def _positions(seq_len: int, config: dict[str, Any] | None) -> _Wrong | None:
     most = (config or {}).get("max_position_embeddings")
     if type(most) is not int or seq_len <= most:
         return None
-    return f"is {seq_len}, more than model.config.max_position_embeddings={most}; shorten it or raise that"
+    return _Wrong(
+        _CONFLICT,
+        f"is {seq_len}, more than model.config.max_position_embeddings={most}; shorten it or raise that",
+    )
 
 
-def _decay(schedule: str, decay_steps: int | None, *stops: int | None) -> str | None:
+def _decay(schedule: str, decay_steps: int | None, *stops: int | None) -> _Wrong | None:
     if schedule != "constant" and all(stop is None for stop in stops):
-        return (
+        return _Wrong(
+            _NO_STOP,
             f"is {schedule}, which decays, but there is no end; set train.max_steps, train.max_samples or "
-            "train.max_tokens, or train.schedule=constant"
+            "train.max_tokens, or train.schedule=constant",
         )
     if schedule == "wsd" and decay_steps is None:
-        return "is wsd, but train.decay_steps is null; set the number of steps that the decay takes"
+        return _Wrong(
+            MISSING, "is wsd, but train.decay_steps is null; set the number of steps that the decay takes"
+        )
     if schedule != "wsd" and decay_steps is not None:
-        return f"is {schedule}, but train.decay_steps={decay_steps} is for wsd only; set it to null"
+        return _Wrong(
+            _CONFLICT, f"is {schedule}, but train.decay_steps={decay_steps} is for wsd only; set it to null"
+        )
     return None
 
 
-def _parallel(parallel: Any, numerics: str) -> str | None:
+def _parallel(parallel: Any, numerics: str) -> _Wrong | None:
     if parallel in ("auto", "replicate") or numerics != "invariant":
         return None
-    return (
+    return _Wrong(
+        _CONFLICT,
         f"is {show(parallel)}, and train.numerics=invariant, which needs the whole gradient on every "
-        "worker; set train.numerics=fast, or train.parallel=replicate"
+        "worker; set train.numerics=fast, or train.parallel=replicate",
     )
 
 
-def _of_blocks(wanted: str, parallel: Any) -> str | None:
+def _of_blocks(wanted: str, parallel: Any) -> _Wrong | None:
     if wanted == "none" or parallel not in ("auto", "replicate"):
         return None
-    return (
+    return _Wrong(
+        _CONFLICT,
         f"is {wanted}, which is for sharded models, and train.parallel={parallel}; set it to none, or "
-        "train.parallel=shard"
+        "train.parallel=shard",
     )
 
 
-def _range(num_workers: int | list[int]) -> str | None:
+def _range(num_workers: int | list[int]) -> _Wrong | None:
     if isinstance(num_workers, int) or num_workers[0] <= num_workers[1]:
         return None
-    return f"is {num_workers}, the minimum above the maximum; write [{num_workers[1]}, {num_workers[0]}]"
+    return _Wrong(
+        "config.invalid_value",
+        f"is {num_workers}, the minimum above the maximum; write [{num_workers[1]}, {num_workers[0]}]",
+    )
 
 
-def _one_skip(skip_steps: int | None, skip_samples: int | None) -> str | None:
+def _one_skip(skip_steps: int | None, skip_samples: int | None) -> _Wrong | None:
     if skip_steps is None or skip_samples is None:
         return None
-    return f"is {skip_steps} and resume.skip_samples={skip_samples}; give one of them"
+    return _Wrong(_CONFLICT, f"is {skip_steps} and resume.skip_samples={skip_samples}; give one of them")
 
 
 def _restart(
     restart_sources: list[str], data: str, sources: list[Any], steps: int | None, samples: int | None
-) -> str | None:
+) -> _Wrong | None:
     names = [source.get("name") for source in sources]
     if unknown := [name for name in restart_sources if name not in names]:
-        return f"names {show(unknown)}, the sources are {show(names)}; name these, or leave it out"
+        return _Wrong(
+            "config.unknown_source",
+            f"names {show(unknown)}, the sources are {show(names)}; name these, or leave it out",
+        )
     if twice := sorted({name for name in restart_sources if restart_sources.count(name) > 1}):
-        return f"names {show(twice)} more than once; name each source once"
+        return _Wrong(_DUPLICATE, f"names {show(twice)} more than once; name each source once")
     if restart_sources and data == "restart":
-        return "is given, and resume.data=restart, which restarts all sources; leave one of them out"
+        return _Wrong(
+            _CONFLICT, "is given, and resume.data=restart, which restarts all sources; leave one of them out"
+        )
     if restart_sources and (data == "skip" or steps is not None or samples is not None):
-        return "is given, and a skip; do one after the other, at two starts"
+        return _Wrong(_CONFLICT, "is given together with a skip; restart at one start, skip at the next")
     return None
 
 
-def _mode(data: str, skip_steps: int | None, skip_samples: int | None) -> str | None:
+def _mode(data: str, skip_steps: int | None, skip_samples: int | None) -> _Wrong | None:
     if data == "restart" and (skip_steps is not None or skip_samples is not None):
-        return "is restart, and a skip is given, too; do one after the other, at two starts"
+        return _Wrong(
+            _CONFLICT, "is restart, and a skip is given, too; restart at one start, skip at the next"
+        )
     if data == "skip" and skip_steps is None and skip_samples is None:
-        return "is skip; say how much: set resume.skip_steps or resume.skip_samples"
+        return _Wrong(
+            MISSING, "is skip, without a number of samples; set resume.skip_steps or resume.skip_samples"
+        )
     return None
 
 

@@ -25,7 +25,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     """The configuration in the YAML file `path` with the overrides `section.field=value` set on top.
 
     Relative paths stay as written: they are relative to the current directory. Raises `ConfigError` with
-    every problem, one per line.
+    every problem, one per line. Its code is that of the problem, or `config.invalid` for several.
     """
     return _finish(*_read(path), overrides)
 
@@ -43,7 +43,8 @@ def as_job(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequen
         return parse_config(config, overrides)
     if not isinstance(config, JobConfig):
         raise ConfigError(
-            f"a job is given as the path of a YAML file, a mapping or a JobConfig, not as {config!r}"
+            f"a job is given as the path of a YAML file, a mapping or a JobConfig, not as {config!r}",
+            code="command.not_a_job",
         )
     return parse_config(config.to_json(), overrides) if overrides else config
 
@@ -80,10 +81,13 @@ def _read(config: Mapping[str, Any] | str | Path) -> tuple[Reading, str]:
         text = Path(config).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"{config}: cannot be read: {error.strerror}; give the path of a YAML file"
+            f"{config}: cannot be read: {error.strerror}; give the path of a YAML file",
+            code="config.unreadable_file",
         ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{config}: is no UTF-8 text: {error}; give the path of a YAML file") from error
+        raise ConfigError(
+            f"{config}: is not UTF-8 text: {error}; give the path of a YAML file", code="config.not_utf8"
+        ) from error
     return read_yaml(text), str(config)
 
 
@@ -92,10 +96,11 @@ def _finish(reading: Reading, title: str, overrides: Sequence[str]) -> JobConfig
     if isinstance(overrides, str) or not isinstance(overrides, Sequence):
         what = "the text " if isinstance(overrides, str) else ""
         raise ConfigError(
-            f'overrides is {what}{overrides!r}; give a list of "key=value", e.g. ["train.lr=3e-4"]'
+            f'overrides is {what}{overrides!r}; give a list of "key=value", e.g. ["train.lr=3e-4"]',
+            code="command.overrides_type",
         )
     if reading.unread:
-        raise ConfigError(_message(reading, title))
+        raise _refusal(reading, title)
     apply_overrides(reading, overrides)
     config = None
     try:
@@ -107,14 +112,19 @@ def _finish(reading: Reading, title: str, overrides: Sequence[str]) -> JobConfig
     rules = {rule.path: rule for rule in field_rules()}
     reading.problems += cross_field_problems(reading, {path: rule.default for path, rule in rules.items()})
     if reading.problems or config is None:
-        raise ConfigError(_message(reading, title))
+        raise _refusal(reading, title)
     return config
 
 
-def _message(reading: Reading, title: str) -> str:
+def _refusal(reading: Reading, title: str) -> ConfigError:
+    """The error that lists all problems. Its code is that of a single one, else `config.invalid`."""
     lines = [_problem_line(problem, reading) for problem in reading.problems]
-    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-    return "\n".join([f"{title}: {count}", *(f"  {line}" for line in lines)])
+    one = len(lines) == 1
+    heading = f"{title}: {'1 problem' if one else f'{len(lines)} problems'}"
+    return ConfigError(
+        "\n".join([heading, *(f"  {line}" for line in lines)]),
+        code=reading.problems[0].code if one else "config.invalid",
+    )
 
 
 def _problem_line(problem: Problem, reading: Reading) -> str:

@@ -19,26 +19,39 @@ from orchestrator.config.redaction import redacted_text
 from orchestrator.config.text import Path, Problem, dotted, value_at
 
 _NUMBER = re.compile(r"^[-+]?[0-9.]+([eE][-+]?[0-9]+)?$")
+MISSING = "config.missing_key"
+# The kinds of pydantic's findings about a number beyond a bound.
+_BOUNDS = frozenset({"greater_than", "greater_than_equal", "less_than", "less_than_equal"})
 
 
 def describe(error: ValidationError, value: Mapping[str, Any], root: type[BaseModel]) -> Iterator[Problem]:
-    """One problem per field that pydantic refused: what stands there, what is expected, "did you mean"."""
-    findings: dict[Path, tuple[str, FieldInfo | None]] = {}
+    """One problem per field that pydantic refused: its value, what is expected, "did you mean"."""
+    findings: dict[Path, tuple[list[str], FieldInfo | None]] = {}
     for finding in error.errors(include_url=False, include_input=False, include_context=False):
         path, info = _field_of(finding["loc"], root)
-        findings.setdefault(path, (finding["type"], info))
-    for path, (kind, info) in findings.items():
+        findings.setdefault(path, ([], info))[0].append(finding["type"])
+    for path, (kinds, info) in findings.items():
         if any(len(other) > len(path) and other[: len(path)] == path for other in findings):
             continue  # a list is called too short because entries of it are wrong: those are said
         found = value_at(value, path)
-        if kind == "extra_forbidden":
-            yield Problem(path=path, text=_unknown(path, root))
-        elif kind == "missing" and not written(value, path):
-            yield Problem(path=path, text=_missing(info))
+        if kinds[0] == "extra_forbidden":
+            yield Problem(path=path, code="config.unknown_key", text=_unknown(path, root))
+        elif kinds[0] == "missing" and not written(value, path):
+            yield Problem(path=path, code=MISSING, text=_missing(info))
         elif not _extra(info, "expected") or (path and isinstance(path[-1], int)):
-            yield Problem(path=path, text=f"is {show(found)}; expected a section with fields")
+            text = f"is {show(found)}; expected a section with fields"
+            yield Problem(path=path, code="config.wrong_type", text=text)
         else:
-            yield Problem(path=path, text=_refused(found, info))
+            yield Problem(path=path, code=_code(kinds, found), text=_refused(found, info))
+
+
+def _code(kinds: list[str], value: Any) -> str:
+    """The code for a refused value, from all of pydantic's findings. A union has one for each member."""
+    if not _BOUNDS.isdisjoint(kinds):
+        return "config.out_of_range"
+    # a choice is a text: the finding says nothing about a value of another type
+    others = [kind for kind in kinds if kind != "literal_error" or isinstance(value, str)]
+    return "config.wrong_type" if all(kind.endswith("_type") for kind in others) else "config.invalid_value"
 
 
 def _field_of(loc: Path, root: type[BaseModel]) -> tuple[Path, FieldInfo | None]:
@@ -153,9 +166,9 @@ _GONE: dict[Path, str] = {
     (
         "model",
         "dtype",
-    ): "is a field no longer: weights are float32, so leave it out; for bfloat16 products set "
-    "train.precision=bf16, and only for weights and moments that are bfloat16 themselves (what model.dtype="
-    "bfloat16 meant) train.precision=pure_bf16"
+    ): "is no longer a field; leave it out for float32 weights. For bfloat16 products set "
+    "train.precision=bf16. For weights and moments in bfloat16, which model.dtype=bfloat16 meant, set "
+    "train.precision=pure_bf16"
 }
 
 

@@ -23,6 +23,9 @@ Path = tuple[str | int, ...]
 MOST_CHARACTERS, MOST_VALUES, MOST_LEVELS = 1 << 20, 100_000, 64
 _INDEX_DIGITS = 9
 
+_OVERRIDE, _TOO_LARGE = "config.invalid_override", "config.too_large"
+_NOT_YAML, _VALUE = "config.not_yaml", "config.invalid_value"
+
 
 def dotted(path: Path) -> str:
     """`("data", "sources", 0, "path")` as a user writes it: `data.sources.0.path`."""
@@ -31,9 +34,13 @@ def dotted(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One thing that is wrong at `path`; `text` says what, both values, and what to do."""
+    """One thing that is wrong at `path`.
+
+    `code` is the error code for the kind of problem. `text` says what is wrong, both values, and what to do.
+    """
 
     path: Path
+    code: str
     text: str
 
 
@@ -47,9 +54,9 @@ class Reading:
     unread: bool = False  # the text could not be read: nothing is known of what stands in it
     num_values: int = 0
 
-    def complain(self, path: Path, text: str) -> None:
-        """Note a problem; reading goes on, so that all are found at once."""
-        self.problems.append(Problem(path=path, text=text))
+    def complain(self, path: Path, code: str, text: str) -> None:
+        """Notes a problem. Reading continues, so that all are found at once."""
+        self.problems.append(Problem(path=path, code=code, text=text))
 
     def place(self, path: Path) -> str:
         """Where `path`, or the nearest written thing around it, stands; empty if nobody wrote it."""
@@ -112,11 +119,12 @@ def read_yaml(text: str) -> Reading:
         if isinstance(node, MappingNode):
             reading.value = _plain(node, (), reading, "line ", frozenset())
             return reading
-        reading.complain((), f"expected sections such as `run:` and `data:`, found {_kind(node)}")
+        text = f"expected sections such as `run:` and `data:`, found {_kind(node)}"
+        reading.complain((), "config.wrong_type", text)
     except _TooLargeError as error:
-        reading.problems = [Problem(path=(), text=f"this is too large for a configuration: {error}")]
+        reading.problems = [_too_large(error)]
     except yaml.YAMLError as error:
-        reading.complain((), f"this is not YAML: {_one_line(error)}")
+        reading.complain((), _NOT_YAML, f"this is not YAML: {_one_line(error)}")
     reading.unread = True
     return reading
 
@@ -127,9 +135,13 @@ def read_mapping(mapping: Mapping[str, Any]) -> Reading:
     try:
         reading.value = _json(mapping, (), reading)
     except _TooLargeError as error:
-        reading.problems = [Problem(path=(), text=f"this is too large for a configuration: {error}")]
+        reading.problems = [_too_large(error)]
         reading.unread = True
     return reading
+
+
+def _too_large(error: _TooLargeError) -> Problem:
+    return Problem(path=(), code=_TOO_LARGE, text=f"this is too large for a configuration: {error}")
 
 
 def apply_overrides(reading: Reading, overrides: Sequence[str]) -> None:
@@ -142,12 +154,14 @@ def apply_overrides(reading: Reading, overrides: Sequence[str]) -> None:
     for override in overrides:
         key, equals, text = override.partition("=")
         if dots := _dots_for_brackets(key):
-            reading.complain((), f"override {override!r} has brackets in its key; did you mean {dots}?")
+            text = f"override {override!r} has brackets in its key; did you mean {dots}?"
+            reading.complain((), _OVERRIDE, text)
             continue
         parts = key.strip().split(".")
         if len(parts) > MOST_LEVELS:
             reading.complain(
                 (),
+                _TOO_LARGE,
                 f"override {override[:60]!r}… is too large: "
                 f"its key has {len(parts):,} parts of {MOST_LEVELS}",
             )
@@ -156,14 +170,19 @@ def apply_overrides(reading: Reading, overrides: Sequence[str]) -> None:
         path: Path = tuple(int(p) if p.isdecimal() and len(p) <= _INDEX_DIGITS else p for p in parts)
         if not equals or not all(str(p) for p in path):
             reading.complain(
-                (), f"override {override!r} is not of the form section.field=value, e.g. train.lr=3e-4"
+                (),
+                _OVERRIDE,
+                f"override {override!r} is not of the form section.field=value, e.g. train.lr=3e-4",
             )
         elif not text.strip():
             reading.complain(
-                (), f"override {override!r} has no value; write {key}=null or {key}='' if that is meant"
+                (),
+                _OVERRIDE,
+                f"override {override!r} has no value; write {key}=null or {key}='' if that is meant",
             )
         elif path in seen:
-            reading.complain(path, f"is given twice, {seen[path]!r} and {override!r}; keep one")
+            text = f"is given twice, {seen[path]!r} and {override!r}; keep one"
+            reading.complain(path, "config.duplicate_key", text)
         else:
             seen[path] = override
             _override(reading, path, override, text)
@@ -180,10 +199,10 @@ def _override(reading: Reading, path: Path, override: str, text: str) -> None:
         node = _compose(text)
         value = _plain(node, path, inside, "", frozenset()) if node else None
     except _TooLargeError as error:
-        reading.complain(path, f"is too large for a configuration: {error}")
+        reading.complain(path, _TOO_LARGE, f"is too large for a configuration: {error}")
         return
     except yaml.YAMLError as error:
-        reading.complain((), f"override {override!r} is not YAML: {_one_line(error)}")
+        reading.complain((), _NOT_YAML, f"override {override!r} is not YAML: {_one_line(error)}")
         return
     at: Any = reading.value
     for depth, part in enumerate(path[:-1]):
@@ -192,6 +211,7 @@ def _override(reading: Reading, path: Path, override: str, text: str) -> None:
             stands = value_at(reading.value, path[: depth + 1])
             reading.complain(
                 path,
+                _OVERRIDE,
                 f"cannot be set by {override!r}: {dotted(path[: depth + 1])} is {stands!r}, not a section",
             )
             return
@@ -199,7 +219,9 @@ def _override(reading: Reading, path: Path, override: str, text: str) -> None:
     if not isinstance(at, dict) and not (isinstance(at, list) and isinstance(last, int) and last < len(at)):
         entry = f"; did you mean {dotted((*path[:-1], 0, last))}?" if isinstance(at, list) else ""
         reading.complain(
-            path, f"cannot be set by {override!r}: {dotted(path[:-1])} is {at!r}, which has no {last}{entry}"
+            path,
+            _OVERRIDE,
+            f"cannot be set by {override!r}: {dotted(path[:-1])} is {at!r}, which has no {last}{entry}",
         )
         return
     for known in [p for p in reading.places if p[: len(path)] == path]:
@@ -242,7 +264,8 @@ def _plain(node: Node, path: Path, reading: Reading, where: str, around: frozens
         raise _TooLargeError(f"it has more than {MOST_VALUES:,} values (aliases are written out)")
     reading.places.setdefault(path, f"{where}{node.start_mark.line + 1}")
     if id(node) in around:
-        reading.complain(path, "is an alias of something that contains it; write the value out")
+        text = "is an alias of something that contains it; write the value out"
+        reading.complain(path, "config.recursive_alias", text)
         return None
     around |= {id(node)}
     if isinstance(node, SequenceNode):
@@ -260,11 +283,13 @@ def _plain_mapping(
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, ScalarNode):
-            reading.complain(path, f"has {_kind(key_node)} as a key at line {line}; a key is a word")
+            text = f"has {_kind(key_node)} as a key at line {line}; a key is a word"
+            reading.complain(path, "config.invalid_key", text)
             continue
         key, here = key_node.value, (*path, key_node.value)
         if key in result:
-            reading.complain(here, f"is given twice, at {reading.places.get(here)} and line {line}; keep one")
+            text = f"is given twice, at {reading.places.get(here)} and line {line}; keep one"
+            reading.complain(here, "config.duplicate_key", text)
             continue
         reading.places[here] = f"{where}{line}"
         result[key] = _plain(value_node, here, reading, where, around)
@@ -289,7 +314,9 @@ def _plain_scalar(node: ScalarNode, path: Path, reading: Reading) -> Any:
     except (ValueError, KeyError):
         pass
     reading.complain(
-        path, f"is {text!r}, tagged {kind!r}; only texts, finite numbers, true, false and null are allowed"
+        path,
+        _VALUE,
+        f"is {text!r}, tagged {kind!r}; only texts, finite numbers, true, false and null are allowed",
     )
     return None
 
@@ -299,7 +326,7 @@ def _json(value: Any, path: Path, reading: Reading) -> Any:
         raise _TooLargeError(f"it is more than {MOST_LEVELS} levels deep, or contains itself")
     if isinstance(value, Mapping):
         for key in (k for k in value if not isinstance(k, str)):
-            reading.complain(path, f"has the key {key!r}; a key is a text")
+            reading.complain(path, "config.invalid_key", f"has the key {key!r}; a key is a text")
         return {k: _json(v, (*path, k), reading) for k, v in value.items() if isinstance(k, str)}
     if isinstance(value, (list, tuple)):
         return [_json(v, (*path, i), reading) for i, v in enumerate(value)]
@@ -312,21 +339,24 @@ def _json(value: Any, path: Path, reading: Reading) -> Any:
     if value is None or type(value) is bool or (type(value) is float and math.isfinite(value)):
         return value
     reading.complain(
-        path, f"is {value!r}; only texts, finite numbers, true, false, null, lists and mappings are allowed"
+        path,
+        _VALUE,
+        f"is {value!r}; only texts, finite numbers, true, false, null, lists and mappings are allowed",
     )
     return None
 
 
 def _whole(value: int, path: Path, reading: Reading) -> int:
     if not -(1 << 63) <= value < 1 << 63:
-        reading.complain(path, f"is {value}; whole numbers lie between -2^63 and 2^63-1")
+        text = f"is {value}; whole numbers lie between -2^63 and 2^63-1"
+        reading.complain(path, "config.out_of_range", text)
     return value
 
 
 def _whole_text(value: str, path: Path, reading: Reading) -> str | None:
     if value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value):
         return value
-    reading.complain(path, f"is {value!r}, half a character; UTF-8 has no such text")
+    reading.complain(path, _VALUE, f"is {value!r}, half a character; UTF-8 has no such text")
     return None
 
 

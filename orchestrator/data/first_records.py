@@ -81,7 +81,8 @@ def _try_transforms(plan: SourcePlan, settings: StreamSettings, transforms: Tran
             continue
         except DataError as error:
             raise DataError(
-                f"{window.place(position)}: {error}\nNothing was started: this run.name is still free"
+                f"{window.place(position)}: {error}\nNothing was started: this run.name is still free",
+                code=error.code,
             ) from error
 
 
@@ -177,8 +178,9 @@ def _require_transform_fields(plan: SourcePlan) -> None:
         )
         raise ConfigError(
             f"data.sources {plan.source}: none of the {seen:,} records looked at has a value in "
-            f"`{'` or `'.join(lacks)}`; {manifest.path(file)}: {where}: {said}. Fix transform_fields (where "
-            "few records have the field: put one that has it first)"
+            f"`{'` or `'.join(lacks)}`; {manifest.path(file)}: {where}: {said}. Fix transform_fields (if few "
+            "records have the field, put one of them first)",
+            code="data.missing_field",
         )
 
 
@@ -214,7 +216,8 @@ def _check(plan: SourcePlan) -> None:
                     bad = bad or text
                     if isinstance(error, WrongFieldError):
                         advice = "" if error.code else f". Set {manifest.content.settings}"
-                        wrong, code = (wrong, code) if wrong else (f"{text}{advice}", error.code)
+                        found = f"{text}{advice}", error.code or error.field_code
+                        wrong, code = (wrong, code) if wrong else found
                 else:
                     return
     if wrong is not None:
@@ -222,5 +225,6 @@ def _check(plan: SourcePlan) -> None:
     if bad is not None:
         raise ConfigError(
             f"{bad}; none of the {seen} records looked at can be read: "
-            f"is data.sources[].format={manifest.format} right? If it is, repair the files or leave them out"
+            f"is data.sources[].format={manifest.format} right? If it is, repair the files or leave them out",
+            code="data.wrong_format",
         )

@@ -25,6 +25,7 @@ _RECORD = f"{_MANIFESTS}/data.json"
 VERSION = 1
 RULES = 2
 _NUMBERS = ("fragment_bytes", "window_bytes", "fragments_per_block")
+GONE, DAMAGED, LATER_FORMAT = "data.frozen_gone", "data.frozen_damaged", "storage.later_format"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +124,8 @@ def read_later(storage: Storage, source: str, version: str) -> LaterList | None:
     if (manifest.source, facts.get("list_version")) != (source, version):
         raise DataIdentityError(
             f"{where}: it is list {facts.get('list_version')!r} of source {manifest.source}, expected is "
-            f"list {version!r} of source {source}; restore the file"
+            f"list {version!r} of source {source}; restore the file",
+            code="data.damaged_list",
         )
     numbers = {name: int(facts[name]) for name in _NUMBERS}
     paths = tuple(orjson.loads(facts["paths"]))
@@ -190,7 +192,9 @@ def frozen_sources(storage: Storage) -> tuple[str, ...] | None:
     try:
         return tuple(_decoded(storage, document).manifests)
     except orjson.JSONDecodeError as error:
-        raise DataIdentityError(f"{storage.root}/{_RECORD} is altered: {error}; restore the file") from error
+        raise DataIdentityError(
+            f"{storage.root}/{_RECORD} is altered: {error}; restore the file", code=DAMAGED
+        ) from error
 
 
 def copy_frozen(source: Storage, target: Storage) -> None:
@@ -210,7 +214,8 @@ def copy_frozen(source: Storage, target: Storage) -> None:
     ]
     if _RECORD not in paths:
         raise DataIdentityError(
-            f"{source.root}: its frozen data are gone ({_RECORD}); restore manifest/ and tokenizer/"
+            f"{source.root}: its frozen data are gone ({_RECORD}); restore manifest/ and tokenizer/",
+            code=GONE,
         )
     files = {path: source.read(path) for path in paths}
     record = files.pop(_RECORD)
@@ -220,7 +225,8 @@ def copy_frozen(source: Storage, target: Storage) -> None:
         if {_RECORD: record, **files} != {path: _read(target, path) for path in (_RECORD, *files)}:
             raise DataIdentityError(
                 f"{target.root} has frozen data ({_RECORD}) other than those of {source.root}; delete the "
-                "folders manifest/ and tokenizer/ there if no run needs them, or take another folder"
+                "folders manifest/ and tokenizer/ there if no run needs them, or use another folder",
+                code="data.other_frozen",
             )
         for path, content in later.items():
             target.create(path, content)
@@ -233,13 +239,15 @@ def _decoded(storage: Storage, document: bytes) -> DataRecord:
     if isinstance(content, dict) and content.get("version", VERSION) != VERSION:
         raise DataIdentityError(
             f"{storage.root}/{_RECORD} has version {content['version']}, this version of orchestrator reads "
-            f"{VERSION}; use the one that wrote it, or a later one"
+            f"{VERSION}; use the one that wrote it, or a later one",
+            code=LATER_FORMAT,
         )
     record = decode(DataRecord, content, _RECORD)
     if record.rules > RULES:
         raise DataIdentityError(
-            f"{storage.root}/{_RECORD}: the run's stream is made by rules {record.rules}, this version of "
-            f"orchestrator knows those up to {RULES}; use the one that wrote it, or a later one"
+            f"{storage.root}/{_RECORD}: the run's stream follows rules {record.rules}, this version of "
+            f"orchestrator has rules up to {RULES}; use the one that wrote it, or a later one",
+            code=LATER_FORMAT,
         )
     return record
 
@@ -266,16 +274,18 @@ def read_frozen(storage: Storage) -> FrozenData | None:
         manifests = {s: from_parquet(storage.read(p), f"{root}/{p}") for s, p in paths.items()}
     except (FileNotFoundError, orjson.JSONDecodeError) as error:
         raise DataIdentityError(
-            f"{root}: a part of the run's frozen data is gone or altered: {error}; restore the run's folder"
+            f"{root}: a part of the run's frozen data is gone or altered: {error}; restore the run's folder",
+            code=GONE if isinstance(error, FileNotFoundError) else DAMAGED,
         ) from error
     if "tokenizer.json" not in tokenizer_files:
         raise DataIdentityError(
-            f"{root}/{TOKENIZER_FOLDER}: tokenizer.json is gone; restore the run's folder"
+            f"{root}/{TOKENIZER_FOLDER}: tokenizer.json is gone; restore the run's folder", code=GONE
         )
     for source, digest in record.manifests.items():
         if manifests[source].digest != digest:
             raise DataIdentityError(
                 f"{root}/{paths[source]}: the manifest was frozen with digest {digest} and has "
-                f"{manifests[source].digest}; restore the file"
+                f"{manifests[source].digest}; restore the file",
+                code="data.damaged_list",
             )
     return FrozenData(record=record, manifests=manifests, tokenizer_files=tokenizer_files)

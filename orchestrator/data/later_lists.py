@@ -16,6 +16,7 @@ from orchestrator.data.sources.content import Content
 from orchestrator.data.sources.fragments import SourcePlan, frozen_at, plan_source
 from orchestrator.data.sources.listing import list_files
 from orchestrator.errors import ConfigError, DataIdentityError
+from orchestrator.planning.identity import OTHER_VERSION
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
 
@@ -66,7 +67,8 @@ class Listed:
         if not plan.num_blocks:
             raise ConfigError(
                 f"data.sources {self.name}: the {len(manifest.files)} files of {self.path!r} hold no "
-                "records; fix the path"
+                "records; fix the path",
+                code="data.no_records",
             )
         return Found(plan=plan, paths=listing.paths, notes=tuple(listing.notes(self.name)))
 
@@ -102,7 +104,8 @@ def later_plan(storage: Storage, found: LaterList, base: str | None = None) -> S
         raise DataIdentityError(
             f"source {plan.source} was frozen with {found.fragments_per_block} fragments per block, this "
             f"program makes {plan.fragments_per_block}; use the version of orchestrator that the run was "
-            "started with"
+            "started with",
+            code=OTHER_VERSION,
         )
     path = manifest_path(plan.source, found.version)
     return frozen_at(plan, storage, path, found.fragment_bytes, found.window_bytes)

@@ -30,6 +30,8 @@ from orchestrator.data.first_start import (
     with_ids,
 )
 from orchestrator.data.frozen import (
+    DAMAGED,
+    GONE,
     RULES,
     TOKENIZER_FOLDER,
     DataRecord,
@@ -269,7 +271,8 @@ def _from_frozen(
             if begun is None:
                 raise DataIdentityError(
                     f"{storage.root}/{manifest_path(source.name, of.begun_with)} is gone: source "
-                    f"{source.name} goes on from this list; restore the file"
+                    f"{source.name} continues from this list; restore the file",
+                    code=GONE,
                 )
             lists[source.name][of.begun_with] = later_plan(storage, begun, bases.get(begun.manifest.base))
     spec = _frozen_spec(config, settings, storage, frozen.record, facts, reading.sources, lists, plans, refs)
@@ -297,12 +300,14 @@ def _frozen_tokenizer(
     except ConfigError as error:  # it was valid when it was copied
         raise DataIdentityError(
             f"the run's copy of its tokenizer in {_tokenizer_at(storage)} is damaged: {error.__cause__}; "
-            "restore these files"
+            "restore these files",
+            code=DAMAGED,
         ) from error
     if facts.digest != record.tokenizer_digest:
         raise DataIdentityError(
             f"the run's copy of its tokenizer in {_tokenizer_at(storage)} was made with digest "
-            f"{record.tokenizer_digest} and has {facts.digest}; restore these files"
+            f"{record.tokenizer_digest} and has {facts.digest}; restore these files",
+            code=DAMAGED,
         )
     if settings.long_document == "split" and record.rules < RULES:
         settings = replace(settings, long_document=SPLIT_WHOLE)

@@ -31,6 +31,7 @@ END_OF_TEXT = "<|endoftext|>"
 # more text takes longer and hardly changes 8,000 tokens
 TRAINING_BYTES = 8_000_000
 MARKER = "corpus.json"
+_TAKEN = "output.folder_taken"
 _NOT_TEXT = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
@@ -80,7 +81,9 @@ def build_sample_corpus(out: Path, source: Path | None = None) -> CorpusReport:
         done = _existing(out, label)
         if done is not None:
             return done
-        raise StorageError(f"{out}: the corpus cannot be written: {error}; choose another folder") from error
+        raise StorageError(
+            f"{out}: the corpus cannot be written: {error}; choose another folder", code="storage.failed"
+        ) from error
     finally:
         shutil.rmtree(making, ignore_errors=True)
     return report
@@ -94,15 +97,21 @@ def _existing(out: Path, label: str) -> CorpusReport | None:
     try:
         report = decode(CorpusReport, json.loads((out / MARKER).read_text(encoding="utf-8")))
     except (OSError, ValueError, OrchestratorError) as error:
-        raise RefusedError(f"{out} is not empty and was not made by sample-corpus; {advice}") from error
+        raise RefusedError(
+            f"{out} is not empty and was not made by sample-corpus; {advice}", code=_TAKEN
+        ) from error
     if report.source != label:
-        raise RefusedError(f"{out} holds a corpus of {report.source}, asked for is one of {label}; {advice}")
+        raise RefusedError(
+            f"{out} holds a corpus of {report.source}, one of {label} was requested; {advice}", code=_TAKEN
+        )
     for name, size in report.sizes.items():
         found = (out / name).stat().st_size if (out / name).is_file() else None
         if found != size:
-            raise RefusedError(f"{out / name} has {found} bytes, it was made with {size}; {advice}")
+            raise RefusedError(
+                f"{out / name} has {found} bytes, it was made with {size}; {advice}", code=_TAKEN
+            )
     if not (out / "tokenizer" / "tokenizer.json").is_file():
-        raise RefusedError(f"{out}/tokenizer is not complete; {advice}")
+        raise RefusedError(f"{out}/tokenizer is not complete; {advice}", code=_TAKEN)
     return report
 
 
@@ -110,7 +119,7 @@ def _documents(source: Path | None, out: Path) -> list[tuple[str, Path]]:
     """(relative path with `/`, file) of every possible document, in the order of the paths."""
     base = Path(sysconfig.get_path("stdlib")) if source is None else source.resolve()
     if not base.is_dir():
-        raise DataError(f"{base} is not a folder; give a folder of text files")
+        raise DataError(f"{base} is not a folder; give a folder of text files", code="data.not_a_folder")
     found = []
     for folder, folders, names in os.walk(base):
         here = Path(folder)
@@ -139,7 +148,8 @@ def _fill(folder: Path, label: str, documents: list[tuple[str, Path]]) -> Corpus
             empty += text == ""
     if not count:
         raise DataError(
-            f"no UTF-8 text in the {len(documents)} files of {label}; give a folder of text files"
+            f"no UTF-8 text in the {len(documents)} files of {label}; give a folder of text files",
+            code="data.no_text",
         )
     for name in names[count:]:
         (folder / name).unlink()
@@ -167,7 +177,9 @@ def _text(file: Path) -> str | None:
     except UnicodeDecodeError:
         return None
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error}; fix that or leave the file out") from error
+        raise DataError(
+            f"{file} cannot be read: {error}; fix that or leave the file out", code="data.unreadable_file"
+        ) from error
     return None if "\0" in text else text
 
 

@@ -197,7 +197,8 @@ class DataSpec:
         if not kept:
             raise RefusedError(
                 "nothing is held out: data.holdout is 0, and so it is for each source; only a new run can "
-                "hold records out (another run.name)"
+                "hold records out (another run.name)",
+                code="data.no_holdout",
             )
         mixture = None
         if self.mixture is not None and len(kept) > 1:
@@ -238,7 +239,8 @@ class DataSpec:
             if begin >= num_blocks:
                 raise DataIdentityError(
                     f"the cursor names block {begin} of source {source}, which has {num_blocks} blocks in "
-                    f"epoch {epoch}; the data are not those that the run was trained with"
+                    f"epoch {epoch}; the data are not those that the run was trained with",
+                    code="resume.cursor_mismatch",
                 )
             for block in range(begin, num_blocks):
                 task = WindowTask(source=source, epoch=epoch, block=block)

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.planning.identity import or_anew
+from orchestrator.planning.identity import CHANGED_SETTING, or_anew
+from orchestrator.planning.refusals import Refusal
 
 OF_A_SOURCE = "data.sources."
 _CHANGING = ("weight", "max_epochs")
@@ -85,16 +86,20 @@ def _by_source(flat: Mapping[str, Any], both: Collection[str]) -> dict[str, Any]
     return found
 
 
-def refusals(different: Iterable[Difference], point: str, content_known: bool) -> tuple[str, ...]:
-    """Returns one text for each difference that no resume may make.
+def refusals(different: Iterable[Difference], point: str, content_known: bool) -> tuple[Refusal, ...]:
+    """Returns a refusal for each difference that no resume may make.
 
     `point` is its name, or empty without a point. A path names a content. If contents are compared too
     (`content_known`), a different path is not refused.
     """
     subject = f"resume point {point}" if point else "the run"
     return tuple(
-        f"{subject} was made with {d.field}={value_text(d.old)}, the job asks for {value_text(d.new)}; "
-        f"keep {d.field}={value_text(d.old)}, {or_anew(d.field)}or start a new run under another run.name"
+        Refusal(
+            CHANGED_SETTING,
+            f"{subject} was made with {d.field}={value_text(d.old)}, the job asks for {value_text(d.new)}; "
+            f"keep {d.field}={value_text(d.old)}, {or_anew(d.field)}or start a new run under another "
+            "run.name",
+        )
         for d in different
         if d.rule == "same" and not (content_known and is_content(d))
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from orchestrator.planning.refusals import Refusal
 from orchestrator.records.cursor import Cursor, SourceCursor
 
 Place = tuple[int, int, int, int]
@@ -74,7 +75,7 @@ def with_encoder(
 
 def choose_next(
     spans: tuple[EncoderSpan, ...], wanted: str, cursor: Cursor, installed: Mapping[str, str | None]
-) -> tuple[EncoderChoice, tuple[str, ...]]:
+) -> tuple[EncoderChoice, tuple[Refusal, ...]]:
     """Returns the next encoder, and why this machine cannot continue with it.
 
     The encoder applies from the next whole document after `cursor` on. `wanted` is `data.encoder`; `auto`
@@ -85,17 +86,22 @@ def choose_next(
     newest = spans[-1].encoder
     found = installed.get(wanted)
     if wanted != AUTO and found is None:
-        return newest, (f"data.encoder={wanted} is not installed on this machine; install it, or set auto",)
+        text = f"data.encoder={wanted} is not installed on this machine; install it, or set auto"
+        return newest, (Refusal("machine.missing_package", text),)
     encoder = newest if found is None else EncoderChoice(name=wanted, version=found)
-    needed = {encoder: "encodes"}
+    needed = {encoder: "encodes its documents"}
     if cursor.consumed_tokens:
         for source, at in cursor.sources.items():
-            needed.setdefault(encoder_at(spans, source, place_of(at)), "has begun the document at hand")
+            needed.setdefault(encoder_at(spans, source, place_of(at)), "began the current document")
     return encoder, tuple(
-        f"the run {why} with {each}, this machine has {each.name} "
-        f"{installed.get(each.name) or '(not installed)'}; install {each.name}=={each.version} on every "
-        "machine. To encode with another one from the next whole document on, set data.encoder to its name "
-        "while both are installed (a new version of the same library: by way of the other, a start each)"
+        Refusal(
+            "machine.packages",
+            f"the run {why} with {each}, this machine has {each.name} "
+            f"{installed.get(each.name) or '(not installed)'}; install {each.name}=={each.version} on every "
+            "machine. To encode with another one from the next whole document on, set data.encoder to its "
+            "name while both are installed (for a new version of the same library change to the other "
+            "library first, in a start of its own)",
+        )
         for each, why in needed.items()
         if installed.get(each.name) != each.version
     )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.planning.refusals import Refusal
 from orchestrator.planning.restarting import restart_text
 
 FORMAT_VERSION = 1
@@ -37,6 +38,7 @@ CONTENT_SETTINGS = {
 OF_ITS_FILES = frozenset({*SOURCE_SETTINGS, *(n for of in CONTENT_SETTINGS.values() for n in of)} - {"loss"})
 # The settings for processing a source's records: its own, else those of `data`.
 RECORD_SETTINGS = ("transforms", "holdout")
+OTHER_VERSION, CHANGED_SETTING = "resume.other_version", "resume.changed_setting"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,42 +94,48 @@ def _fields_for_transforms(prefix: str, values: Mapping[str, Any]) -> dict[str, 
     return {f"{prefix}transform_fields": _canonical(list(fields))} if fields else {}
 
 
-def compare(old: RunIdentity, new: RunIdentity, accept_changed: bool = False) -> tuple[str, ...]:
+def compare(old: RunIdentity, new: RunIdentity, accept_changed: bool = False) -> tuple[Refusal, ...]:
     """Returns why a job of identity `new` may not continue the run of identity `old`; empty if it may.
 
-    The texts have both values and what to do. `accept_changed` (`resume.accept_changed`) accepts changed
-    files (data rule 13), nothing else. The encoder may change: `planning.encoders` decides how.
+    `accept_changed` (`resume.accept_changed`) accepts changed files (data rule 13), nothing else. The encoder
+    may change: `planning.encoders` decides how.
     """
-    refusals = []
+    refusals = list[Refusal]()
     if old.format_version != new.format_version:
-        refusals.append(
+        text = (
             f"the run was written in format {old.format_version}, this program writes format "
             f"{new.format_version}; use the version of orchestrator that the run was started with, "
             "or start a new run under another run.name"
         )
+        refusals.append(Refusal(OTHER_VERSION, text))
     if old.order_version != new.order_version:
-        refusals.append(
+        text = (
             f"the run's document order has version {old.order_version}, this program computes version "
             f"{new.order_version}; use the version of orchestrator that the run was started with, "
             "or start a new run under another run.name"
         )
+        refusals.append(Refusal(OTHER_VERSION, text))
     if old.tokenizer_digest != new.tokenizer_digest:
-        refusals.append(
+        text = (
             f"the run was started with tokenizer {old.tokenizer} (content {old.tokenizer_digest}), "
             f"the job asks for {new.tokenizer} (content {new.tokenizer_digest}); "
             "keep the tokenizer, or start a new run under another run.name"
         )
+        refusals.append(Refusal("resume.changed_tokenizer", text))
     refusals += _compare_settings(old.settings, new.settings)
     refusals += _compare_transforms(old.transforms, new.transforms)
     refusals += _compare_manifests(old.manifests, new.manifests, accept_changed)
     return tuple(refusals)
 
 
-def _compare_settings(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+def _compare_settings(old: Mapping[str, str], new: Mapping[str, str]) -> list[Refusal]:
     return [
-        f"the run was started with {name}={old.get(name, 'nothing')}, "
-        f"the job asks for {new.get(name, 'nothing')}; "
-        f"keep the value, {or_anew(name)}or start a new run under another run.name"
+        Refusal(
+            CHANGED_SETTING,
+            f"the run was started with {name}={old.get(name, 'nothing')}, "
+            f"the job asks for {new.get(name, 'nothing')}; "
+            f"keep the value, {or_anew(name)}or start a new run under another run.name",
+        )
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
     ]
@@ -143,26 +151,33 @@ def or_anew(name: str) -> str:
     return f"{restart_text(source)}, " if free else ""
 
 
-def _compare_transforms(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+def _compare_transforms(old: Mapping[str, str], new: Mapping[str, str]) -> list[Refusal]:
     """Compares the transforms that both have. The settings list which transforms there are."""
     return [
-        f"the module of the transform {name} had source {old[name]} when the run was started, and has "
-        f"{new[name]} now; put it back as it was, or start a new run under another run.name"
+        Refusal(
+            "resume.changed_transform",
+            f"the module of the transform {name} had source {old[name]} when the run was started, and has "
+            f"{new[name]} now; restore the module, or start a new run under another run.name",
+        )
         for name in sorted(old.keys() & new.keys())
         if old[name] != new[name]
     ]
 
 
-def _compare_manifests(old: Mapping[str, str], new: Mapping[str, str], accept_changed: bool) -> list[str]:
+def _compare_manifests(old: Mapping[str, str], new: Mapping[str, str], accept_changed: bool) -> list[Refusal]:
     if old.keys() != new.keys():  # run.json is sorted by keys; their order is in manifest/data.json
-        return [
+        text = (
             f"the run was started with data.sources {sorted(old)}, the job asks for {sorted(new)}; "
             "keep the sources and their names, or start a new run under another run.name"
-        ]
+        )
+        return [Refusal("resume.changed_sources", text)]
     return [
-        f"the files of source {name} have changed: the run's manifest has digest {digest}, "
-        f"the files now give {new[name]}; put the files back, {restart_text(name)}, or accept them with "
-        "resume.accept_changed=true"
+        Refusal(
+            "data.changed_files",
+            f"the files of source {name} have changed: the run's manifest has digest {digest}, "
+            f"the files now give {new[name]}; put the files back, {restart_text(name)}, or accept them with "
+            "resume.accept_changed=true",
+        )
         for name, digest in old.items()
         if digest != new[name] and not accept_changed
     ]

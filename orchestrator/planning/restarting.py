@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from orchestrator.planning.skipping import LATEST
+from orchestrator.planning.refusals import Refusal
+from orchestrator.planning.skipping import LATEST, OTHER_POINT
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StateKey
 
@@ -74,7 +75,7 @@ class RestartDecision:
     sources: frozenset[str] = frozenset()
     request: RestartRequest | None = None
     note: str = ""
-    refusal: str = ""
+    refusal: Refusal | None = None
 
 
 def restart_request(config: JobConfig, where: str) -> RestartRequest | None:
@@ -124,12 +125,13 @@ def decide_restart(
         return RestartDecision(sources=asked, request=request)
     last = made[-1]
     assert last.parent is not None, "looked at just before"
-    return RestartDecision(
-        refusal=f"{request} was carried out after {last.parent.point_name} (attempt {last.attempt}), and "
-        f"this start would continue {point.point_name}, which does not come from there: to restart here, "
-        f"name the point: resume.from={point.point_name}; else leave the restart out, or name the point that "
-        "it was meant for"
+    text = (
+        f"{request} was carried out after {last.parent.point_name} (attempt {last.attempt}), and this start "
+        f"would continue {point.point_name}, which does not come from there: to restart here, name the "
+        f"point: resume.from={point.point_name}; else leave the restart out, or name the point that it was "
+        "meant for"
     )
+    return RestartDecision(refusal=Refusal(OTHER_POINT, text))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

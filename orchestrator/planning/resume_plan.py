@@ -33,6 +33,7 @@ from orchestrator.planning.differences import (
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, choose_next
 from orchestrator.planning.identity import RunIdentity, compare
 from orchestrator.planning.manifests import SourceLists
+from orchestrator.planning.refusals import Refusal
 from orchestrator.planning.restarting import RestartDecision, SourceChange
 from orchestrator.planning.resume_notes import end_notes, world_size_notes
 from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
@@ -82,7 +83,7 @@ class ResumePlan:
     `data_tokens`: the positions that the data still hold, if a launch has reached their end before (None:
     unknown).
     `where`: on what other machine this holds, if this one cannot start it (empty: it can).
-    `codes`: the error code of each of `refusals`, None for one without.
+    `codes`: the error code of each of `refusals`.
 
     Not part of the JSON are:
     `budgets`: stored in the claim.
@@ -125,9 +126,9 @@ class ResumePlan:
     code_changed: bool = False
 
     def __post_init__(self) -> None:
-        assert len(self.codes) == len(self.refusals), "a code, or None, for each refusal"
+        assert len(self.codes) == len(self.refusals), "a code for each refusal"
 
-    def refused(self, texts: Sequence[str], code: str | None = None) -> ResumePlan:
+    def refused(self, texts: Sequence[str], code: str | None) -> ResumePlan:
         """Returns this plan with these refusals added, if there are any. `code` is that of each of them."""
         return replace(
             self,
@@ -139,8 +140,7 @@ class ResumePlan:
     @property
     def refusal(self) -> RefusedError:
         """The error of a start that this plan refuses: all reasons, and the first code."""
-        code = next(filter(None, self.codes), None)
-        return RefusedError("\n".join(self.refusals), code=code)
+        return RefusedError("\n".join(self.refusals), code=next(filter(None, self.codes), None))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the document of `orchestrator plan --json`."""
@@ -232,7 +232,8 @@ def plan_resume(
         *_asked_refusals(skip, restart, lists),
         *_pack_refusals(config, point),
     ]
-    refused = [f"{config.run.run_uri}: {text}" for text in refused]  # which run, if several are in progress
+    run = config.run.run_uri  # which run, if several are in progress
+    refused = [replace(each, text=f"{run}: {each.text}") for each in refused]
     spans, encoder = _spans(point, identities), None
     if spans:
         encoder, missing = choose_next(spans, config.data.encoder, cursor, installed or {})
@@ -257,8 +258,8 @@ def plan_resume(
         lr_before=learning_rate(_old_rate(old), point.budgets, cursor.consumed_tokens) if point else None,
         lr_after=learning_rate(config.train, budgets, _place(config, point, budgets)),
         differences=different,
-        refusals=tuple(refused),
-        codes=(None,) * len(refused),
+        refusals=tuple(each.text for each in refused),
+        codes=tuple(each.code for each in refused),
         notes=(
             *world_size_notes(config, point.world_size if point else None),
             *end_notes(epochs, data_tokens),
@@ -277,7 +278,7 @@ def plan_resume(
 
 def _asked_refusals(
     skip: SkipDecision, restart: RestartDecision, lists: Iterable[SourceChange]
-) -> Iterator[str]:
+) -> Iterator[Refusal]:
     """Yields the refusals of a requested skip and restart, and of a skip together with changed sources.
 
     A skip is drawn from the sources of the point.
@@ -285,9 +286,10 @@ def _asked_refusals(
     yield from filter(None, (skip.refusal, restart.refusal))
     changed = [each for each in lists if each.change != "refreshed"]
     if skip.request is not None and changed:
-        yield (
+        yield Refusal(
+            "resume.skip_with_changed_sources",
             f"{skip.request} leaves out samples of the point's sources, and this start changes them "
-            f"({'; '.join(map(str, changed))}); do one after the other, at two starts"
+            f"({'; '.join(map(str, changed))}); skip at one start, change the sources at the next",
         )
 
 
@@ -344,7 +346,7 @@ def _identity_refusals(
     identities: tuple[RunIdentity, RunIdentity] | None,
     config: JobConfig,
     old_flat: Mapping[str, Any] | None,
-) -> tuple[str, ...]:
+) -> tuple[Refusal, ...]:
     if identities is None:
         return ()
     old, new = identities
@@ -357,7 +359,7 @@ def _identity_refusals(
     return compare(old, new, accept_changed=config.resume.accept_changed)
 
 
-def _pack_refusals(config: JobConfig, point: PointInfo | None) -> Iterator[str]:
+def _pack_refusals(config: JobConfig, point: PointInfo | None) -> Iterator[Refusal]:
     """Refuses another seq_len while packs of a window are still to come (data rule 21).
 
     These packs cannot be made for another length.
@@ -367,11 +369,12 @@ def _pack_refusals(config: JobConfig, point: PointInfo | None) -> Iterator[str]:
     new = config.pack.seq_len
     for name, at in point.cursor.sources.items():
         if at.packs and at.pack_seq_len != new:
-            yield (
+            yield Refusal(
+                "resume.seq_len_within_window",
                 f"resume point {point.name} lies behind {at.packs} packs of {at.pack_seq_len} positions of a "
                 f"window of source {name}, the job asks for pack.seq_len={new}: the window's other documents "
-                f"cannot be packed anew; keep pack.seq_len={at.pack_seq_len}, or resume from a point at the "
-                "begin of a window, or start a new run under another run.name"
+                f"cannot be packed again; keep pack.seq_len={at.pack_seq_len}, or resume from a point at the "
+                "beginning of a window, or start a new run under another run.name",
             )
 
 

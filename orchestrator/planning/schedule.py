@@ -16,6 +16,8 @@ from orchestrator.records.cursor import Cursor
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
+_BEYOND_STOP = "config.beyond_stop"
+
 
 class RateSettings(Protocol):
     """The fields of `train` that the learning rate needs, as in `TrainConfig` and `Rate`."""
@@ -138,7 +140,8 @@ def _check_lengths(schedule: str, budgets: Budgets) -> None:
         raise ConfigError(
             f"train.{name}_steps={length.given} ({length.tokens:,} tokens) goes beyond "
             f"train.{stop}={stops[stop].given} ({stops[stop].tokens:,} tokens), where the run ends; "
-            f"lower train.{name}_steps, or raise train.{stop}"
+            f"lower train.{name}_steps, or raise train.{stop}",
+            code=_BEYOND_STOP,
         )
     warmup, decay = budgets.warmup, budgets.decay
     if schedule != "wsd" or stop is None or warmup is None or decay is None:
@@ -148,7 +151,8 @@ def _check_lengths(schedule: str, budgets: Budgets) -> None:
             f"train.warmup_steps={warmup.given} and train.decay_steps={decay.given} "
             f"({warmup.tokens + decay.tokens:,} tokens together) go beyond train.{stop}={stops[stop].given} "
             f"({stops[stop].tokens:,} tokens), where the run ends: the decay would be shorter than given; "
-            f"lower one of them, or raise train.{stop}"
+            f"lower one of them, or raise train.{stop}",
+            code=_BEYOND_STOP,
         )
 
 
@@ -156,11 +160,13 @@ def _check_decay(schedule: str, budgets: Budgets) -> None:
     if schedule != "constant" and budgets.total_tokens is None:
         raise ConfigError(
             f"train.schedule={schedule} decays, but max_steps, max_samples and max_tokens are all null; "
-            "set one of them, or train.schedule=constant"
+            "set one of them, or train.schedule=constant",
+            code="config.no_stop",
         )
     if schedule == "wsd" and budgets.decay is None:
         raise ConfigError(
-            "train.schedule=wsd, but train.decay_steps is null; set the number of steps that the decay takes"
+            "train.schedule=wsd, but train.decay_steps is null; set the number of steps that the decay takes",
+            code="config.missing_key",
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.planning.refusals import Refusal
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StateKey
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
 LATEST = "latest"
+# The error code of a skip or restart that was carried out at another point than the one a start continues.
+OTHER_POINT = "resume.request_at_another_point"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +92,7 @@ class SkipDecision:
 
     request: SkipRequest | None = None
     note: str = ""
-    refusal: str = ""
+    refusal: Refusal | None = None
 
 
 def skip_request(config: JobConfig, where: str) -> SkipRequest | None:
@@ -115,10 +118,8 @@ def decide_skip(
     if request is None:
         return SkipDecision()
     if point is None:
-        return SkipDecision(
-            refusal=f"{request}, but the run has no resume point: a skip leaves out samples after a point; "
-            "leave it out"
-        )
+        text = f"{request}, but the run has no resume point, and a skip begins at one; leave the skip out"
+        return SkipDecision(refusal=Refusal("resume.skip_without_point", text))
     made = sorted((c for c in claims if request.repeats(c.request)), key=lambda claim: claim.attempt)
     if not made:
         return SkipDecision(request=request)
@@ -132,12 +133,13 @@ def decide_skip(
     last = made[-1]
     if last.parent == point:
         return SkipDecision(request=request)
-    return SkipDecision(
-        refusal=f"{request} was carried out after {last.parent.point_name} (attempt {last.attempt}), and "
-        f"this start would continue {point.point_name}, which does not come from there: other samples would "
-        f"be skipped than were meant; to skip here, name the point: resume.from={point.point_name}; else "
-        "leave the skip out, or name the point that it was meant for"
+    text = (
+        f"{request} was carried out after {last.parent.point_name} (attempt {last.attempt}), and this start "
+        f"would continue {point.point_name}, which does not come from there: it would skip other samples. To "
+        f"skip here, name the point: resume.from={point.point_name}; else leave the skip out, or name the "
+        "point that it was meant for"
     )
+    return SkipDecision(refusal=Refusal(OTHER_POINT, text))
 
 
 def still_due(skip: Skip | None, parent: StateKey | None, point: StateKey | None) -> Skip | None:

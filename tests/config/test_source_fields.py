@@ -12,6 +12,7 @@ from orchestrator.config.stored import in_todays_fields
 from orchestrator.errors import ConfigError
 from orchestrator.planning.differences import differences
 from orchestrator.planning.identity import stream_settings
+from tests.raising import raises
 
 RULES = {rule.path: rule.rule for rule in field_rules()}
 
@@ -56,5 +57,5 @@ def test_the_fields_that_hold_the_content_belong_to_the_streams_identity(
 def test_a_path_may_be_a_list(tiny_config: Any) -> None:
     config = parse_config(tiny_config(), ["data.sources.0.path=[a.jsonl, 'b/*.jsonl']"])
     assert config.data.sources[0].path == ("a.jsonl", "b/*.jsonl")
-    with pytest.raises(ConfigError, match="expected a path or glob, or a list of them"):
+    with raises(ConfigError, "config.invalid_value", "data.sources.0.path", "a path or glob, or a list"):
         parse_config(tiny_config(), ["data.sources.0.path=[]"])

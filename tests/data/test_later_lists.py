@@ -24,6 +24,7 @@ from orchestrator.data.sources.manifest import freeze, to_parquet
 from orchestrator.errors import DataIdentityError
 from orchestrator.storage.files import Storage
 from tests.data.making import job, some_texts, write_corpus
+from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
 
@@ -72,10 +73,10 @@ def test_of_all_who_write_a_version_one_decides(data: Path, tmp_path: Path) -> N
 def test_a_list_under_another_ones_name_is_refused(data: Path, tmp_path: Path) -> None:
     found = write_later(Storage(str(tmp_path)), later(data, "1"))
     (tmp_path / manifest_path("made", "1")).rename(tmp_path / manifest_path("made", "2"))
-    with pytest.raises(DataIdentityError, match="it is list '1' of source made, expected is list '2'"):
+    with raises(DataIdentityError, "data.damaged_list", "list '1' of source made,", "list '2'"):
         read_later(Storage(str(tmp_path)), "made", "2")
     (tmp_path / manifest_path("made", "3")).write_bytes(to_parquet(found.manifest))
-    with pytest.raises(DataIdentityError, match="it is list None of source made"):
+    with raises(DataIdentityError, "data.damaged_list", "list None of source made,", "list '3'"):
         read_later(Storage(str(tmp_path)), "made", "3")
 
 
@@ -91,5 +92,5 @@ def test_a_copy_takes_what_came_later_and_is_refused_for_what_differs(
     copy_frozen(Storage(str(run)), Storage(str(fork)))
     assert read_later(Storage(str(fork)), "made", "1") == found
     (fork / manifest_path("made", "1")).write_bytes(b"another")
-    with pytest.raises(DataIdentityError, match="has frozen data"):
+    with raises(DataIdentityError, "data.other_frozen", run, fork):
         copy_frozen(Storage(str(run)), Storage(str(fork)))

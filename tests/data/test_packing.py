@@ -570,7 +570,7 @@ def test_a_change_of_length_inside_a_window_is_refused_by_the_plan_and_a_runs_mo
     mapping = packed_job(tiny_config, tmp_path, {"mode": "bestfit", "seq_len": 48}).to_json()
     rules = {rule.path: rule.rule for rule in field_rules()}
 
-    def refusals(at: SourceCursor, **pack: Any) -> tuple[str, ...]:
+    def refusals(at: SourceCursor, **pack: Any) -> list[tuple[str | None, str]]:
         job = parse_config({**mapping, "pack": {**mapping["pack"], **pack}})
         point = PointInfo(
             name="00000001-a0001-g0001",
@@ -583,16 +583,22 @@ def test_a_change_of_length_inside_a_window_is_refused_by_the_plan_and_a_runs_mo
             budgets=budgets_for(job, None, Cursor()),
         )
         old = parse_config(mapping).flat()
-        return plan_resume(job, rules, point, old).refusals
+        plan = plan_resume(job, rules, point, old)
+        return list(zip(plan.codes, plan.refusals, strict=True))
 
     inside = SourceCursor(window=1, packs=3, pack_seq_len=48, prefix_digest="0" * 16)
-    assert refusals(inside) == ()
-    assert refusals(SourceCursor(window=1), seq_len=64) == ()
-    (text,) = refusals(inside, seq_len=64)
-    for part in ("3 packs of 48 positions", "source a", "pack.seq_len=64", "keep pack.seq_len=48"):
-        assert part in text
-    assert "pack.mode=bestfit" in refusals(inside, mode="pad")[0]
-    assert "pack.long_document=stop" in refusals(inside, long_document="skip")[0]
+    assert refusals(inside) == []
+    assert refusals(SourceCursor(window=1), seq_len=64) == []
+    ((code, text),) = refusals(inside, seq_len=64)
+    assert code == "resume.seq_len_within_window"
+    for value in ("3 packs of 48 positions", "source a", "pack.seq_len=64", "pack.seq_len=48"):
+        assert value in text
+    for setting, change in (
+        ("pack.mode=bestfit", {"mode": "pad"}),
+        ("pack.long_document=stop", {"long_document": "skip"}),
+    ):
+        code, text = refusals(inside, **change)[0]
+        assert (code, setting in text) == ("resume.changed_setting", True)
 
 
 def test_the_identity_of_a_concatenated_run_is_what_older_versions_wrote(

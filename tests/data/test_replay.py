@@ -27,6 +27,7 @@ from orchestrator.errors import DataIdentityError, FeedError
 from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor, SourceCursor
 from tests.conftest import TinyConfig
+from tests.raising import raises
 
 SEQ_LEN, BATCH = 32, 8
 
@@ -154,13 +155,13 @@ def test_a_chunk_that_comes_out_of_turn_is_caught(spec: DataSpec) -> None:
     assert isinstance(task, WindowTask)
     late = next(tokenize_block(task, spec.source_plan(task.source), encoders, spec.settings))
     for slot in (1, 0):  # under a wrong number, too
-        with pytest.raises(FeedError, match="where slot 0 was due"):
+        with raises(FeedError, "feed.chunk_order", f"slot {slot} ", "slot 0 "):
             opening.take(slot, late)
 
 
 def test_a_cursor_behind_the_last_block_is_refused_when_it_is_opened(spec: DataSpec) -> None:
     cursor = Cursor(sources={"stdlib": SourceCursor(block=999)})
-    with pytest.raises(DataIdentityError, match="block 999"):
+    with raises(DataIdentityError, "resume.cursor_mismatch", "block 999", "source stdlib"):
         Opening(spec, cursor, 2, 1 << 20)
 
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from orchestrator.data import sample_corpus as corpus_module
 from orchestrator.data.sample_corpus import CorpusReport, build_sample_corpus
 from orchestrator.errors import DataError, RefusedError, StorageError
+from tests.raising import raises
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -129,16 +130,15 @@ def test_a_folder_that_is_not_a_complete_corpus_is_refused_and_left_alone(
     else:
         (out / "corpus.json").write_text('{"version": 1}', encoding="utf-8")
     before = contents(out)
-    with pytest.raises(RefusedError, match="give another folder, or delete this one"):
+    with raises(RefusedError, "output.folder_taken", out):
         build_sample_corpus(out, texts)
     assert contents(out) == before
 
 
 def test_a_corpus_of_another_source_is_refused_with_both(texts: Path, tmp_path: Path) -> None:
     build_sample_corpus(tmp_path / "out", texts)
-    with pytest.raises(
-        RefusedError, match=r"holds a corpus of .*texts, asked for is one of Python's standard"
-    ):
+    values = (tmp_path / "out", texts, "Python's standard library")
+    with raises(RefusedError, "output.folder_taken", *values):
         build_sample_corpus(tmp_path / "out")
 
 
@@ -149,15 +149,15 @@ def test_a_build_that_fails_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(corpus_module, "train_tokenizer", full_disk)
-    with pytest.raises(StorageError, match="No space left"):
+    with raises(StorageError, "storage.failed", tmp_path / "out", "No space left"):
         build_sample_corpus(tmp_path / "out", texts)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["texts"]
 
 
 def test_a_folder_without_text_or_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "void").mkdir()
-    with pytest.raises(DataError, match="no UTF-8 text"):
+    with raises(DataError, "data.no_text", "UTF-8", tmp_path / "void"):
         build_sample_corpus(tmp_path / "out", tmp_path / "void")
-    with pytest.raises(DataError, match="is not a folder"):
+    with raises(DataError, "data.not_a_folder", tmp_path / "missing"):
         build_sample_corpus(tmp_path / "out", tmp_path / "missing")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["void"]

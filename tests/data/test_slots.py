@@ -18,6 +18,7 @@ from orchestrator.data.feed import slots as machine
 from orchestrator.data.feed.slots import NoTask, Slots, SourceWindows
 from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import DataIdentityError, FeedError
+from tests.raising import raises
 
 HISTORIES = 1000
 Place = tuple[str, int, int, int, int]  # source, epoch, block, window, number of the chunk
@@ -593,7 +594,7 @@ def test_a_block_that_has_another_number_of_windows_than_it_had_is_refused(
     assert isinstance(task, WindowTask)
     for num_windows in said[:-1]:
         slots.read(0, task, num_windows)
-    with pytest.raises(DataIdentityError, match="block 0 of source a in epoch 0 has"):
+    with raises(DataIdentityError, "resume.cursor_mismatch", "block 0 ", "source a ", "epoch 0 "):
         slots.read(0, task, said[-1])
 
 
@@ -603,7 +604,7 @@ def test_a_chunk_of_another_slot_or_window_is_refused() -> None:
     for slot in range(2):
         slots.begin(slot, lambda _: 0)
     for slot, window in ((1, 1), (0, 1)):
-        with pytest.raises(FeedError, match="slot 0 was due"):
+        with raises(FeedError, "feed.chunk_order", f"slot {slot} ", "slot 0 "):
             slots.take(slot, chunk_at(("a", 0, 0, window, 0), source))
 
 

@@ -84,7 +84,7 @@ def test_a_run_that_began_with_it_needs_it_no_more_and_notices_another(
     again = prepare_data(config, run)
     assert again.tokenizer == spec.tokenizer, "the run's own copy is used"
     (refusal,) = compare(spec.identity(), again.identity())
-    assert "the run was started with tokenizer" in refusal
+    assert refusal.code == "resume.changed_tokenizer"
     storage.delete_all(storage.list(""))
     assert prepare_data(config, run).identity() == spec.identity()
 

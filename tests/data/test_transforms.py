@@ -437,8 +437,8 @@ def test_a_changed_module_is_refused_with_both_values(
     (refusal,) = compare(
         began.run_identity, prepare_data(config, Storage(str(tmp_path / "run"))).run_identity
     )
-    for part in ("my_transforms:same", old, new, "put it back"):
-        assert part in refusal
+    assert refusal.code == "resume.changed_transform"
+    assert all(value in refusal.text for value in ("my_transforms:same", old, new))
     # whoever reads the run once more, and a process that comes later, takes no other either
     for spec in (prepare_trained(config, Storage(str(tmp_path / "run"))), began):
         with raises(DataIdentityError, "resume.changed_transform", "my_transforms:same", old, new):
@@ -452,5 +452,5 @@ def test_identities_of_runs_without_transforms_are_as_they_were(tmp_path: Path, 
     other = prepare_data(job(tiny_config, tmp_path / "data", transforms=[f"{HERE}:as_told"])).run_identity
     name = "data.sources.made.transforms"
     assert other.settings[name] == json.dumps([f"{HERE}:as_told"])
-    assert any("data.sources.made.transforms" in text for text in compare(identity, other))
+    assert any("data.sources.made.transforms" in refusal.text for refusal in compare(identity, other))
     assert compare(replace(identity, transforms={}), identity) == ()

@@ -216,6 +216,7 @@ def test_whatever_is_refused_of_the_data_is_a_refusal_in_json(
             assert (document["action"], document["point"], len(document["refusals"])) == ("refuse", None, 1)
             said = {"a narrower path": "leaves out 2 of these 3 files", "another seed": "seed"}
             assert said.get(change, "is gone") in document["refusals"][0]
+            assert change != "another seed" or document["codes"] == ["resume.changed_setting"]
         else:
             assert printed.out.startswith("refused: ")
             assert "None" not in printed.out.partition("learning rate")[0]

@@ -18,6 +18,7 @@ FAST, NEWER, SLOW = (
 )
 FIRST = (EncoderSpan(encoder=FAST),)
 BOTH = {"gigatoken": "0.3", "tokenizers": "9"}
+PACKAGES, MISSING = "machine.packages", "machine.missing_package"
 NO_FAST, NEW_FAST = {**BOTH, "gigatoken": None}, {**BOTH, "gigatoken": "0.4"}
 
 
@@ -54,25 +55,26 @@ def test_spans_survive_their_json():
 
 
 @pytest.mark.parametrize(
-    ("spans", "wanted", "cursor", "installed", "encoder", "texts"),
+    ("spans", "wanted", "cursor", "installed", "encoder", "refused"),
     [
-        (FIRST, "auto", at(), BOTH, FAST, ()),
-        (FIRST, "gigatoken", at(), BOTH, FAST, ()),
-        (FIRST, "tokenizers", at(), BOTH, SLOW, ()),
-        (FIRST, "tokenizers", Cursor(), NO_FAST, SLOW, ()),
-        (FIRST, "gigatoken", Cursor(), NEW_FAST, NEWER, ()),
-        (FIRST, "auto", Cursor(), NEW_FAST, FAST, ("gigatoken 0.3, this machine has gigatoken 0.4",)),
-        (FIRST, "gigatoken", at(), NEW_FAST, NEWER, ("has begun the document at hand with gigatoken 0.3",)),
-        (FIRST, "tokenizers", at(), NO_FAST, SLOW, ("gigatoken (not installed); install gigatoken==0.3",)),
-        (FIRST, "tokenizers", at(), {"gigatoken": "0.3"}, FAST, ("data.encoder=tokenizers is not",)),
+        (FIRST, "auto", at(), BOTH, FAST, []),
+        (FIRST, "gigatoken", at(), BOTH, FAST, []),
+        (FIRST, "tokenizers", at(), BOTH, SLOW, []),
+        (FIRST, "tokenizers", Cursor(), NO_FAST, SLOW, []),
+        (FIRST, "gigatoken", Cursor(), NEW_FAST, NEWER, []),
+        (FIRST, "auto", Cursor(), NEW_FAST, FAST, [(PACKAGES, ("gigatoken 0.3,", "gigatoken 0.4"))]),
+        (FIRST, "gigatoken", at(), NEW_FAST, NEWER, [(PACKAGES, ("began", "gigatoken 0.3,", "0.4"))]),
+        (FIRST, "tokenizers", at(), NO_FAST, SLOW, [(PACKAGES, ("(not installed)", "gigatoken==0.3"))]),
+        (FIRST, "tokenizers", at(), {"gigatoken": "0.3"}, FAST, [(MISSING, ("encoder=tokenizers",))]),
     ],
 )  # fmt: skip
 def test_a_machine_must_have_who_encodes_and_who_has_begun_the_document(
-    spans, wanted, cursor, installed, encoder, texts
+    spans, wanted, cursor, installed, encoder, refused
 ):
     found, refusals = choose_next(spans, wanted, cursor, installed)
-    assert (found, len(refusals)) == (encoder, len(texts))
-    assert all(text in refusal for text, refusal in zip(texts, refusals, strict=True))
+    assert (found, [refusal.code for refusal in refusals]) == (encoder, [code for code, _ in refused])
+    for (_, values), refusal in zip(refused, refusals, strict=True):
+        assert all(value in refusal.text for value in values), refusal.text
 
 
 def test_after_a_change_auto_stays_with_the_new_one_and_the_old_one_is_needed_no_longer_than_its_document():

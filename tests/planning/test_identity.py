@@ -33,20 +33,28 @@ def settings_with(**changes):
 
 
 @pytest.mark.parametrize(
-    ("change", "both_values"),
+    ("change", "code", "both_values"),
     [
-        ({"format_version": 2}, ("format 1", "2")),
-        ({"order_version": 9}, ("version 1", "9")),
-        ({"tokenizer_digest": "dd44"}, ("aa11", "dd44")),
-        ({"settings": settings_with(seed="1")}, ("data.seed=0", "asks for 1")),
-        ({"manifests": {"stdlib": "ee55", "web": "cc33"}}, ("bb22", "ee55")),
-        ({"manifests": {"stdlib": "bb22"}}, ("['stdlib', 'web']", "['stdlib']")),
+        ({"format_version": 2}, "resume.other_version", ("format 1", "format 2")),
+        ({"order_version": 9}, "resume.other_version", ("version 1", "version 9")),
+        ({"tokenizer_digest": "dd44"}, "resume.changed_tokenizer", ("aa11", "dd44")),
+        ({"settings": settings_with(seed="1")}, "resume.changed_setting", ("data.seed=0", "asks for 1")),
+        ({"manifests": {"stdlib": "ee55", "web": "cc33"}}, "data.changed_files", ("bb22", "ee55")),
+        ({"manifests": {"stdlib": "bb22"}}, "resume.changed_sources", ("['stdlib', 'web']", "['stdlib']")),
     ],
 )
-def test_every_change_of_the_identity_is_refused_with_both_values_and_a_way_on(change, both_values):
+def test_every_change_of_the_identity_is_refused_with_both_values_and_a_way_on(change, code, both_values):
     (refusal,) = compare(FROZEN, replace(FROZEN, **change))
-    assert all(value in refusal for value in both_values)
-    assert ";" in refusal
+    assert refusal.code == code
+    assert all(value in refusal.text for value in both_values)
+    assert ";" in refusal.text
+
+
+def test_a_transform_whose_module_changed_is_refused_with_both_digests():
+    old, new = (replace(FROZEN, transforms={"clean:text": digest}) for digest in ("1f1f", "2e2e"))
+    (refusal,) = compare(old, new)
+    assert refusal.code == "resume.changed_transform"
+    assert all(value in refusal.text for value in ("clean:text", "1f1f", "2e2e"))
 
 
 def test_the_same_identity_passes_and_so_does_another_name_of_the_same_tokenizer_and_another_encoder():
@@ -98,5 +106,6 @@ def test_the_order_in_which_run_json_lists_the_sources_is_no_difference():
     stored = json.loads(json.dumps(encode(several), sort_keys=True))
     assert list(stored["manifests"]) == ["books", "web"]
     assert compare(decode(RunIdentity, stored), several) == ()
-    (said,) = compare(several, replace(several, manifests={"web": "1" * 64, "code": "2" * 64}))
-    assert "['books', 'web'], the job asks for ['code', 'web']" in said
+    (refusal,) = compare(several, replace(several, manifests={"web": "1" * 64, "code": "2" * 64}))
+    assert refusal.code == "resume.changed_sources"
+    assert all(names in refusal.text for names in ("['books', 'web']", "['code', 'web']"))

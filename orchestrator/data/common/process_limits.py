@@ -12,6 +12,7 @@ from typing import NoReturn
 from orchestrator.errors import DataError
 
 _NO_LIMIT = 1 << 62
+TOO_LITTLE_MEMORY = "feed.too_little_memory"
 # A document is built from its record through this many copies of it, at four bytes a character. A record of a
 # window takes this many bytes beside its own, most of them while the window's records are ordered.
 COPIES_OF_A_RECORD, BYTES_A_RECORD = 8, 40
@@ -44,8 +45,9 @@ class ProcessLimits:
             needed = self._needed(num_bytes * COPIES_OF_A_RECORD)
             raise DataError(
                 f"it has {num_bytes:,} bytes, and a tokenizer's share of "
-                f"data.memory_bytes={self.memory_bytes} takes records of {self.record_bytes:,}; continue "
-                f"with data.memory_bytes={needed} or more, or with fewer data.num_tokenizers"
+                f"data.memory_bytes={self.memory_bytes} is enough for records of {self.record_bytes:,}; "
+                f"continue with data.memory_bytes={needed} or more, or with fewer data.num_tokenizers",
+                code=TOO_LITTLE_MEMORY,
             )
 
     def require_records(self, num_records: int) -> None:
@@ -56,7 +58,8 @@ class ProcessLimits:
                 f"a window of {num_records:,} records takes {work:,} bytes while they are ordered, and a "
                 f"tokenizer's share of data.memory_bytes={self.memory_bytes} for it is {self.work_bytes:,}; "
                 f"continue with data.memory_bytes={self._needed(work)} or more, or with fewer "
-                "data.num_tokenizers"
+                "data.num_tokenizers",
+                code=TOO_LITTLE_MEMORY,
             )
 
     def refuse_decoder(self, path: str, reason: str) -> NoReturn:
@@ -66,8 +69,9 @@ class ProcessLimits:
         more = self._needed(self.work_bytes + 4 * self.decoder_bytes) if self.is_bounded else None
         remedy = f"continue with data.memory_bytes={more} or more, or " if more else ""
         raise DataError(
-            f"{path}: its decoder asks for more than the {self.decoder_bytes:,} bytes that it may have here "
-            f"({reason}); {remedy}compress it with a smaller window (zstd without --long, xz -6)"
+            f"{path}: its decoder needs more than its limit of {self.decoder_bytes:,} bytes ({reason}); "
+            f"{remedy}compress it with a smaller window (zstd without --long, xz -6)",
+            code="data.decoder_memory",
         )
 
     @property

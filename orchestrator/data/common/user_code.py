@@ -68,7 +68,8 @@ def load(name: str, where: str) -> UserCode:
     if not callable(function):
         raise ConfigError(
             f"{where}: module {module_name} ({module.__file__}) has no function `{function_name}`; give "
-            "package.module:function"
+            "package.module:function",
+            code="user_code.missing_function",
         )
     version = getattr(module, "VERSION", None)
     return UserCode(
@@ -117,7 +118,8 @@ def _import(name: str, where: str) -> tuple[ModuleType, str]:
         if spec.origin is None or not os.path.isfile(spec.origin):
             raise ConfigError(
                 f"{where}: module {name} has no file of its own to know its code by; put the function into a "
-                "module that every machine of the run can import"
+                "module that every machine of the run can import",
+                code="user_code.module_without_file",
             )
         with open(spec.origin, "rb") as file:
             content = file.read()
@@ -127,10 +129,13 @@ def _import(name: str, where: str) -> tuple[ModuleType, str]:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{where}: {error}; it was looked for in {here} and on Python's path: start from the folder that "
-            "the module lies in, or install it on every machine of the run"
+            "the module lies in, or install it on every machine of the run",
+            code="user_code.missing_module",
         ) from error
     except (Exception, SystemExit) as error:  # a user's module may raise anything
-        raise ConfigError(f"{where}: module {name} cannot be imported:\n{shown(error)}") from error
+        raise ConfigError(
+            f"{where}: module {name} cannot be imported:\n{shown(error)}", code="user_code.import_failed"
+        ) from error
 
 
 def _module(spec: ModuleSpec, content: bytes) -> ModuleType:

@@ -10,6 +10,8 @@ from typing import Any
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import FeedError, OrchestratorError
 
+# The error code of an exception in the feed that is none of ours; the text has its traceback.
+UNEXPECTED = "feed.unexpected_exception"
 Made = Callable[[str, int, OrchestratorError | None], Coroutine[Any, Any, None]]
 
 
@@ -49,5 +51,6 @@ class EpochLists:
             wrong = error
         except Exception as error:  # noqa: BLE001  reported to the ranks
             text = "".join(traceback.format_exception(error))
-            wrong = FeedError(f"the files of source {source} could not be listed for epoch {epoch}:\n{text}")
+            text = f"the files of source {source} could not be listed for epoch {epoch}:\n{text}"
+            wrong = FeedError(text, code=UNEXPECTED)
         await made(source, epoch, wrong)

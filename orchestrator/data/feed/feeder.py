@@ -17,7 +17,7 @@ from functools import partial
 
 import ray
 
-from orchestrator.data.feed.epoch_lists import EpochLists
+from orchestrator.data.feed.epoch_lists import UNEXPECTED, EpochLists
 from orchestrator.data.feed.feed_notes import FeederStats, FeedLog, FeedNotes
 from orchestrator.data.feed.flight import Admission
 from orchestrator.data.feed.memory import MemoryShares
@@ -243,7 +243,8 @@ class Feeder:
                         f"{MAX_EXECUTIONS} tokenizers died over block {task.block} of source {task.source} "
                         f"(epoch {task.epoch}, window {task.window}); most often it is memory: give the "
                         "tokenizers' machines more, or lower data.num_tokenizers; a smaller "
-                        "data.window_bytes needs a new run (another run.name)"
+                        "data.window_bytes needs a new run (another run.name)",
+                        code="feed.tokenizers_died",
                     )
                 )
                 return None
@@ -355,7 +356,7 @@ class Feeder:
         ours = (
             error
             if isinstance(error, OrchestratorError)
-            else FeedError(f"the data pipeline ended: {error}\n{text}")
+            else FeedError(f"the data pipeline ended: {error}\n{text}", code=UNEXPECTED)
         )
         async with self._changed:
             run = self._running(pipeline)
@@ -460,9 +461,10 @@ class Feeder:
             reason = f"nobody asked for what lies before sample {step.first_sample} in {self._stall_s:.0f} s"
             return Reopen(generation=self._generation, reason=reason)
         error = FeedError(
-            f"samples from {step.first_sample} on are waited for, and no tokenizer has done anything for "
-            f"{self._stall_s:.0f} s; the {self._num_tokenizers} tokenizers (data.num_tokenizers) need a CPU "
-            "each beside the training workers: are they free? does the storage answer?"
+            f"a worker waits for the samples from {step.first_sample} on, and no tokenizer has done anything "
+            f"for {self._stall_s:.0f} s; the {self._num_tokenizers} tokenizers (data.num_tokenizers) need a "
+            "CPU each beside the training workers: are they free? does the storage answer?",
+            code="feed.stalled",
         )
         self._end(error)
         return error

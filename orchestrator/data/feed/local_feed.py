@@ -112,8 +112,9 @@ class InProcessFeed:
         assert self._stream is not None, "the feed is open"
         if step.first_sample != self._steps.next_cursor.consumed_samples:
             raise FeedError(
-                f"samples from {step.first_sample} on were asked for with the cursor of sample "
-                f"{self._steps.next_cursor.consumed_samples}; a step begins where its cursor stands"
+                f"samples from {step.first_sample} on were requested with the cursor of sample "
+                f"{self._steps.next_cursor.consumed_samples}; a step begins at its cursor",
+                code="feed.step_order",
             )
         return self._steps.append(step, draw_step(self._stream, step, self._next_chunk))
 

@@ -9,7 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from orchestrator.data.common.process_limits import BYTES_A_RECORD, COPIES_OF_A_RECORD, ProcessLimits
+from orchestrator.data.common.process_limits import (
+    BYTES_A_RECORD,
+    COPIES_OF_A_RECORD,
+    TOO_LITTLE_MEMORY,
+    ProcessLimits,
+)
 from orchestrator.data.common.settings import CHUNK_TOKENS
 from orchestrator.data.feed.flight import BYTES_AN_ENTRY
 from orchestrator.data.feed.opening import MAX_WANTED_TOKENS
@@ -146,7 +151,7 @@ def divide_memory(needs: MemoryNeeds, asked: int | None) -> MemoryShares:
     usual = fixed + num * (words.usual + work.usual) + flight.usual
     memory = usual if asked is None else asked
     if memory < least:
-        raise ConfigError(_too_little(needs, memory, least))
+        raise ConfigError(_too_little(needs, memory, least), code=TOO_LITTLE_MEMORY)
     over, whole, beyond = memory - least, usual - least, max(0, memory - usual) // num
     if needs.large_decoders:  # decoders get half of the rest
         beyond //= 2

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from orchestrator.data.common.process_limits import TOO_LITTLE_MEMORY
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.feed.flight import Admission, Flight
 from orchestrator.data.feed.replay import ReplayBuffer
@@ -103,10 +104,11 @@ class Opening:
         memory, held = self._memory, self._flight.held_bytes(self.stream.buffered_tokens)
         assert memory is not None, "without a bound there is room"
         return FeedError(
-            f"the tokens of the windows at hand take {held:,} bytes, the next sample needs more of them, and "
+            f"the tokens of the open windows take {held:,} bytes, the next sample needs more of them, and "
             f"their share of data.memory_bytes={memory.memory_bytes} is {memory.flight_limit:,}; continue "
             f"with a larger data.memory_bytes, e.g. {2 * memory.memory_bytes}, or with fewer "
-            "data.num_tokenizers"
+            "data.num_tokenizers",
+            code=TOO_LITTLE_MEMORY,
         )
 
     @property

@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.cluster.data_share import looking_often, take_own_share
 from orchestrator.cluster.shield import expose_forks
 from orchestrator.data.common.process_limits import ProcessLimits, limit_process
+from orchestrator.data.feed.epoch_lists import UNEXPECTED
 from orchestrator.data.feed.flight import chunk_bytes
 from orchestrator.data.feed.open_blocks import NotWantedError, OpenBlocks
 from orchestrator.data.feed.work import WorkReports
@@ -176,7 +177,8 @@ def _of_ours(error: Exception) -> OrchestratorError:
     if isinstance(error, OrchestratorError):
         return error
     return FeedError(
-        f"a tokenizer failed: {type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
+        f"a tokenizer failed: {type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}",
+        code=UNEXPECTED,
     )
 
 

@@ -34,6 +34,7 @@ UNRESPONSIVE_S = 60.0
 # A feeder that dies this often over one step dies because of that step.
 MAX_DEATHS = 5
 _RETRY_S = 0.1
+_SILENT = "feed.feeder_silent"
 
 _Rank = tuple[int, int, int]  # rank, world size, micro-batch size
 
@@ -136,8 +137,9 @@ class RayFeed:
                 if deaths > MAX_DEATHS:
                     raise FeedError(
                         f"the feeder died {deaths} times over the samples from {step.first_sample} on "
-                        f"({error}); its log says why, often it is memory: make data.window_bytes or "
-                        "train.global_batch_size smaller"
+                        f"({error}); its log has the reason, often too little memory: lower "
+                        "data.window_bytes or train.global_batch_size",
+                        code="feed.feeder_died",
                     ) from error
                 self._await_feeder(error)
             else:
@@ -174,9 +176,10 @@ class RayFeed:
                 ray.get(self._feeder.stats.remote(), timeout=UNRESPONSIVE_S)
             except GetTimeoutError as error:
                 raise FeedError(
-                    f"the feeder has not answered for {2 * UNRESPONSIVE_S:.0f} s, asked for the samples from "
-                    f"{step.first_sample} on: its process is frozen, or its machine; start the same command "
-                    "again: it continues from the newest resume point"
+                    f"the feeder has not answered for {2 * UNRESPONSIVE_S:.0f} s to the request for the "
+                    f"samples from {step.first_sample} on: its process or its machine is frozen; start the "
+                    "same command again: it continues from the newest resume point",
+                    code=_SILENT,
                 ) from error
 
     def _await_feeder(self, last: RayActorError) -> None:
@@ -192,5 +195,6 @@ class RayFeed:
                     return
         raise FeedError(
             f"no feeder of launch {self._launch} answered for {self._away_limit_s:.0f} s ({last}); "
-            "start the same command again: it continues from the newest resume point"
+            "start the same command again: it continues from the newest resume point",
+            code=_SILENT,
         ) from last

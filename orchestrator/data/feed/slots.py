@@ -176,7 +176,8 @@ class Slots:
         if task is None or key != due:
             raise FeedError(
                 f"slot {slot} brought {key} (source, epoch, block, window) where slot {self.taken} was due "
-                f"with {due if slot == self.taken else self._tasks.get(self.taken)}"
+                f"with {due if slot == self.taken else self._tasks.get(self.taken)}",
+                code="feed.chunk_order",
             )
         delivered = []
         if chunk is not None and isinstance(task, WindowTask):
@@ -324,9 +325,10 @@ class _Source:
         if now is not None and (now < known or whole not in (None, now)):
             was = f"at least {known}" if whole in (None, now) else str(whole)
             raise DataIdentityError(
-                f"block {task.block} of source {self.name} in epoch {task.epoch} has {was} windows by the "
-                f"cursor or by what was read of it, and {now} by another reading: it has fewer windows than "
-                "it had, or more; the data are not those that the run was started with"
+                f"block {task.block} of source {self.name} in epoch {task.epoch} had {was} windows at an "
+                f"earlier reading or at the cursor, and {now} at this reading; the data are not those that "
+                "the run was started with",
+                code="resume.cursor_mismatch",
             )
         if block is None:
             return  # all of it is delivered

@@ -119,7 +119,7 @@ def continue_from(
     # differences in a source's files are reported above; its fragments per block follow from them
     free = {name for name in new.manifests if found.identity.manifests.get(name) != new.manifests[name]}
     old = _with_settings_of(found.identity, new, restarted, {_per_block(n) for n in free - restarted})
-    refusals = [*of_files, *compare(old, new, accept_changed=True)]
+    refusals = [*of_files, *(refusal.text for refusal in compare(old, new, accept_changed=True))]
     encoder = EncoderChoice(name=found.identity.encoder_name, version=found.identity.encoder_version)
     if wanted_encoder not in (AUTO, encoder.name):
         refusals.append(

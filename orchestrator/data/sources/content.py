@@ -32,7 +32,18 @@ class BadRecordError(Exception):
 
 
 class WrongFieldError(BadRecordError):
-    """A record whose configured field is missing or has a wrong value."""
+    """A record whose configured field is missing or has a wrong value.
+
+    `field_code` is the code of the `ConfigError` for a source whose first records are all such.
+    """
+
+    field_code = "data.field_type"
+
+
+class MissingFieldError(WrongFieldError):
+    """A record without the configured field."""
+
+    field_code = "data.missing_field"
 
 
 class WrongChatValueError(WrongFieldError):

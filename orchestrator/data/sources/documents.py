@@ -14,6 +14,7 @@ from orchestrator.data.sources.content import (
     Conversation,
     Described,
     Document,
+    MissingFieldError,
     Prompted,
     WrongFieldError,
     kind_of,
@@ -70,17 +71,17 @@ def value_at(record: Mapping[str, Any], field: str) -> Any:
         return record[field]
     first, dot, rest = field.partition(".")
     if not dot or first not in record:
-        raise WrongFieldError(f"no field `{field}`; it has: {names(record)}")
+        raise MissingFieldError(f"no field `{field}`; it has: {names(record)}")
     at: Any = record[first]
     passed = first
     for name in rest.split("."):
         if not isinstance(at, Mapping):
-            raise WrongFieldError(
+            raise MissingFieldError(
                 f"no field `{field}`: `{passed}` is a JSON {kind_of(at)}, an object is expected; the record "
                 f"has: {names(record)}"
             )
         if name not in at:
-            raise WrongFieldError(f"no field `{field}`; `{passed}` has: {names(at)}")
+            raise MissingFieldError(f"no field `{field}`; `{passed}` has: {names(at)}")
         at, passed = at[name], f"{passed}.{name}"
     return at
 

@@ -22,7 +22,7 @@ from orchestrator.data.sources.content import (
     Content,
     Described,
     Document,
-    WrongFieldError,
+    MissingFieldError,
     names,
 )
 from orchestrator.data.sources.documents import document_of, utf8_text, value_or_none
@@ -119,7 +119,7 @@ def _fields(sample: _Sample, content: Content) -> dict[str, Any]:
     for name in content.fields:
         member = _member_of(name, sample.names)
         if member is None:
-            raise WrongFieldError(f"no field `{name}`; the sample has: {names(sample.names)}")
+            raise MissingFieldError(f"no field `{name}`; the sample has: {names(sample.names)}")
         if member == name:
             found[name] = _text_of(name, sample)
         else:
