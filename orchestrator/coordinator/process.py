@@ -325,7 +325,8 @@ class CoordinatorProcess:
             left_s = self._tried_at + limit_s + 2 * AGAIN_S - time.monotonic()
             if left_s <= 0:
                 raise StorageError(
-                    f"storage has not answered for {limit_s:g} s; check that it is mounted and reachable"
+                    f"storage has not answered for {limit_s:g} s; check that it is mounted and reachable",
+                    code="storage.timeout",
                 )
             await asyncio.wait([made], timeout=left_s)
         return made.result()

@@ -194,8 +194,9 @@ class Supervisor:
         nodes = self._asked_nodes.answer(FIRST_NODES_S)
         if nodes is None:
             raise ElasticError(
-                f"the cluster's GCS did not say for {FIRST_NODES_S:.0f} s which nodes there are, so no "
-                "worker can be started; look at its head node, then start the same command again"
+                f"the cluster's GCS did not report its nodes for {FIRST_NODES_S:.0f} s, so no worker can be "
+                "started; check its head node, then start the same command again",
+                code="cluster.gcs_silent",
             )
         self._nodes = self._nodes.looked(nodes, self._looked_at, time.monotonic())
 
@@ -231,7 +232,9 @@ class Supervisor:
                 last: Exception = error
             except RayActorError as error:
                 if reason := why_not_created(error):
-                    raise ElasticError(f"the coordinator could not begin: {reason}") from error
+                    raise ElasticError(
+                        f"the coordinator could not begin: {reason}", code="launch.coordinator_not_started"
+                    ) from error
                 last = error
                 self._coordinator_pid = 0  # the next one has another pid
                 time.sleep(0.1)

@@ -329,7 +329,8 @@ def _look_without_code(job: JobConfig, storage: Storage) -> tuple[ResumePlan, Da
     run = starting.find_run(store)
     if run is None:
         raise RefusedError(
-            f"{job.run.run_uri}: there is no such run; plan a new one with `orchestrator plan`"
+            f"{job.run.run_uri}: there is no such run; plan a new one with `orchestrator plan`",
+            code="run.unknown",
         )
     if reads_without_code(job, storage):
         with reading_only():

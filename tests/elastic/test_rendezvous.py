@@ -22,6 +22,7 @@ from orchestrator.errors import FencedError
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView, JoinRequest
 from orchestrator.records.steps import StateKey
+from tests.raising import raises
 
 ATTEMPT = 3
 
@@ -738,9 +739,9 @@ def test_members_that_never_heard_of_the_last_journalled_generation_are_taken_as
 
 def test_a_member_of_a_newer_attempt_fences_the_coordinator():
     machine = started()
-    with pytest.raises(FencedError, match="knows attempt 4, this coordinator is attempt 3"):
+    with raises(FencedError, "run.fenced", "attempt 4", "attempt 3"):
         machine.join(request("z", key(1, 1, attempt=4)), 0.0)
-    with pytest.raises(FencedError, match="attempt 4"):
+    with raises(FencedError, "run.fenced", "attempt 4"):
         machine.control_requests(4, 1, 0)
 
 
