@@ -34,7 +34,7 @@ from orchestrator.elastic.policy import (
     decide,
 )
 from orchestrator.elastic.stall import StallWatch
-from orchestrator.errors import CoordinatorSilentError, ElasticError
+from orchestrator.errors import CoordinatorSilentError, ElasticError, UnsavedError
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.records.run_status import Doing, GroupMember, Held, MemberInfo, RunStatus, Stall
@@ -149,7 +149,8 @@ class Supervisor:
                     self._coordinator.stop.remote(self._stop_by, self._stop_s)
                 if status.ended is None and time.monotonic() > self._end_at:
                     self._end_at = math.inf
-                    self._coordinator.end.remote("failed", sentences.not_saved(self._stop_by, self._stop_s))
+                    reason = sentences.not_saved(self._stop_by, self._stop_s)
+                    self._coordinator.end.remote("failed", reason, UnsavedError.code)
                 if self._save_by:
                     self._coordinator.save.remote(self._save_by)
                     self._save_by = ""
@@ -379,7 +380,7 @@ class Supervisor:
                     self._expected = (attempt, decision.num_workers)
                     self._coordinator.expect.remote(decision.num_workers)
             case EndLaunch():
-                self._coordinator.end.remote("failed", decision.reason)
+                self._coordinator.end.remote("failed", decision.reason, decision.code)
 
     def _leave(self, decision: LeaveNode, attempt: int) -> None:
         """Notifies each attempt's coordinator once, and again if the node goes earlier than reported.

@@ -192,7 +192,7 @@ def _train(job: JobConfig, regime: Regime, until: int, step: int) -> None:
         raise TrainingError(
             f"the replay ended at {result.consumed_tokens:,} of {until:,} tokens, before step {step}: "
             f"{result.outcome}, {result.reason}",
-            code="training.replay_ended_early",
+            code=result.code or "training.replay_ended_early",
         )
 
 

@@ -559,6 +559,7 @@ def test_generations_that_come_to_nothing_for_ever_stop_the_run():
         probes.append(action.formation.probe_ports)
     assert isinstance(action, StopRun)
     assert "4 generations in a row" in action.reason
+    assert action.code == "cluster.group_not_formed"
     assert probes == [False, False, True, False, True, False]
     assert machine.tick(1000.0) == []
 
@@ -600,6 +601,7 @@ def test_a_step_that_kills_three_times_in_a_row_stops_the_run(steps: tuple[int, 
             stop = only(actions, StopRun)
             assert isinstance(stop, StopRun)
             assert "right after step 7" in stop.reason
+            assert stop.code == "training.deadly_step"
             assert ended(machine, generation)
 
 
@@ -834,7 +836,7 @@ def test_a_stop_with_nobody_left_to_save_ends_the_run():
     machine.dead("a", 1.0)
     stop = only(machine.tick(1.0), StopRun)
     assert isinstance(stop, StopRun)
-    assert stop.outcome == "failed"
+    assert (stop.outcome, stop.code) == ("failed", "training.unsaved")
 
 
 def test_a_stop_before_anybody_has_trained_is_a_stop_and_no_failure():
@@ -843,7 +845,8 @@ def test_a_stop_before_anybody_has_trained_is_a_stop_and_no_failure():
     machine.request_stop()
     stop = only(machine.tick(1.0), StopRun)
     assert isinstance(stop, StopRun)
-    assert (stop.outcome, "before the first step" in stop.reason) == ("stopped", True)
+    assert (stop.outcome, stop.code) == ("stopped", None)
+    assert "before the first step" in stop.reason
 
 
 def test_a_save_is_requested_until_it_is_answered_and_only_once():

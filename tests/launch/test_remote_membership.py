@@ -286,7 +286,8 @@ def test_steps_that_were_not_reported_yet_are_told_before_a_failure() -> None:
     view = mine.join(BLANK)
     assert view is not None
     mine.report(view, [record(key(1))])
-    mine.failed(ElasticError("enough"))
+    mine.failed(ElasticError("enough", code="area.what"))
+    assert line.wait_for("failed")[1:6] == (mine.member, "ElasticError", "enough", True, "area.what")
     told = [name for name, _ in line.calls if name in ("report", "failed")]
     assert told == ["report", "failed"]
     steps: tuple[StepRecord, ...] = line.wait_for("report")[-1]

@@ -246,8 +246,8 @@ def test_the_command_asks_and_without_a_terminal_or_yes_changes_nothing(
     out, _ = run("2", "--step", "25", "--json")
     assert (json.loads(out)["point"], json.loads(out)["done"]) == (second.point_name, False)
     for words in ([], ["--step", "10", "--to", first.point_name]):
-        given = "are --to and --step" if words else "is none"
-        told = f"give exactly one of --to, --step, --samples, --tokens; given {given}"
+        given = "--to and --step are given" if words else "none is given"
+        told = f"give exactly one of --to, --step, --samples, --tokens; {given}"
         assert told in run("2", *words, "--yes")[1]
     assert files(runner.folder) == before
     out, _ = run("0", "--step", "25", "--yes")
