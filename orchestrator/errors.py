@@ -184,13 +184,18 @@ def error_document(error: OrchestratorError) -> dict[str, str | None]:
     return {"class": type(error).__name__, "code": error.code, "text": str(error)}
 
 
-def report_of(error: BaseException) -> tuple[str, str, bool]:
+def report_of(error: BaseException) -> tuple[str, str, bool, str | None]:
     """An error as a worker reports it: its class, its text (the end of the traceback for one that is not
-    ours), and whether it is ours.
+    ours), whether it is ours, and its code.
     """
     ours = isinstance(error, OrchestratorError)
     text = str(error) if ours else "".join(traceback.format_exception(error))[-4000:]
-    return type(error).__name__, text, ours
+    return type(error).__name__, text, ours, code_of(error)
+
+
+def code_of(error: BaseException) -> str | None:
+    """The code of an error; None for one that has none, or is not ours."""
+    return error.code if isinstance(error, OrchestratorError) else None
 
 
 def text_of(error: BaseException) -> str:

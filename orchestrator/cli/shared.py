@@ -118,8 +118,10 @@ def require_one(options: Mapping[str, object]) -> None:
     """Raises `ConfigError`, naming all of them, unless exactly one of these options is given."""
     given = [name for name, value in options.items() if value is not None]
     if len(given) != 1:
-        found = f"are {' and '.join(given)}" if given else "is none"
-        raise ConfigError(f"give exactly one of {', '.join(options)}; given {found}")
+        found = f"{' and '.join(given)} are given" if given else "none is given"
+        raise ConfigError(
+            f"give exactly one of {', '.join(options)}; {found}", code="command.not_exactly_one"
+        )
 
 
 def print_plan(found: ResumePlan, json: bool) -> None:

@@ -129,10 +129,12 @@ class ClusterConnection:
                     ray.init(address=address, **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ResourceError(
-                    f"something answers at cluster.address={address}, but no Ray takes this driver in "
-                    f"({error}); is it the port of the head's GCS (usually 6379), of the same Ray version? "
-                    "A cluster that wants a token needs RAY_AUTH_MODE=token, and the token in "
-                    "RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, here, too"
+                    f"cluster.address={address} answers, but this process cannot join a Ray cluster there "
+                    f"({error}); check that it is the port of the head's GCS (usually 6379), and that the "
+                    "cluster has the same Ray version. A cluster that requires a token needs "
+                    "RAY_AUTH_MODE=token, and the token in RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, on this "
+                    "machine as well",
+                    code="cluster.driver_refused",
                 ) from error
             return
         os.environ.update({name: os.environ.get(name, value) for name, value in _HEALTH.items()})
@@ -187,7 +189,8 @@ def _starting(say: Callable[[str], None]) -> Iterator[None]:
         raise ElasticError(
             f"Ray did not start on this machine within {time.monotonic() - began:.0f} s "
             f"({' '.join(str(error).split())}); nothing was written: run the same command again, when the "
-            "machine is less busy"
+            "machine is less busy",
+            code="cluster.ray_not_started",
         ) from error
     finally:
         slow.cancel()
@@ -358,7 +361,8 @@ def _local_object_store(needed_bytes: int) -> int:
             f"the shared memory (/dev/shm) has {free / 2**20:.0f} MiB free, "
             f"a local Ray needs {wanted / 2**20:.0f} MiB; "
             "make it larger (in a container: --shm-size=1g), lower data.num_tokenizers, "
-            "or use a cluster with cluster.address"
+            "or use a cluster with cluster.address",
+            code="machine.shared_memory",
         )
     return wanted
 
@@ -375,5 +379,6 @@ def _check_reachable(address: str) -> None:
             f"no Ray cluster answers at cluster.address={address} ({error}); "
             "start one with `ray start --head`, correct the address (host:port of the head's GCS, usually "
             "port 6379), "
-            "or leave it out to start a local Ray"
+            "or leave it out to start a local Ray",
+            code="cluster.unreachable",
         ) from error

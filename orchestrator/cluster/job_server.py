@@ -134,7 +134,8 @@ def _check_reachable(address: str) -> None:
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ResourceError(
             f"--address={address} is not the address of a job server; give that of the head's dashboard, "
-            "http://HOST:8265 (10001 and 6379 are other ports of a head)"
+            "http://HOST:8265 (10001 and 6379 are other ports of a head)",
+            code="job.server_address",
         )
     port = url.port or (443 if url.scheme == "https" else 80)
     try:
@@ -142,8 +143,9 @@ def _check_reachable(address: str) -> None:
     except OSError as error:
         raise ResourceError(
             f"no job server answers at {address} ({error}); nothing was submitted. Start the head with "
-            "`ray start --head --dashboard-host 0.0.0.0` (without the last word it takes jobs from its own "
-            "machine only), or correct --address"
+            "`ray start --head --dashboard-host 0.0.0.0` (without --dashboard-host it accepts jobs from "
+            "its own machine only), or correct --address",
+            code="job.server_unreachable",
         ) from error
 
 
@@ -167,10 +169,15 @@ def _explained(address: str) -> Iterator[None]:
         yield
     except AuthenticationError as error:
         raise ResourceError(
-            f"the job server at {address} wants a token; nothing was submitted. Set RAY_AUTH_MODE=token, and "
-            "put the cluster's token into ~/.ray/auth_token here (or name its file in RAY_AUTH_TOKEN_PATH)"
+            f"the job server at {address} requires a token; nothing was submitted. Set RAY_AUTH_MODE=token, "
+            "and put the cluster's token into ~/.ray/auth_token on this machine (or name its file in "
+            "RAY_AUTH_TOKEN_PATH)",
+            code="job.token_missing",
         ) from error
     except (RuntimeError, ConnectionError, ValueError, requests.exceptions.RequestException) as error:
         too_large = "exceeds the maximum size" in str(error)
         hint = "; name what the job does not need in .rayignore, and keep data and runs elsewhere"
-        raise ResourceError(f"the job server at {address}: {error}{hint if too_large else ''}") from error
+        raise ResourceError(
+            f"the job server at {address}: {error}{hint if too_large else ''}",
+            code="job.folder_too_large" if too_large else "job.server_failure",
+        ) from error

@@ -80,7 +80,9 @@ class PrivatePart:
         """Raises `ResourceError` if this Ray lacks the part. For parts without a plain way."""
         sentence = self.sentence()
         if sentence:
-            raise ResourceError(f'{sentence}; install "ray[train,data]=={TESTED}.*" on all nodes')
+            raise ResourceError(
+                f'{sentence}; install "ray[train,data]=={TESTED}.*" on all nodes', code="cluster.ray_version"
+            )
 
 
 _told: set[PrivatePart] = set()

@@ -222,6 +222,7 @@ class Coordinator:
         kind: str,
         text: str,
         fatal: bool,
+        code: str | None = None,
         damages: tuple[Damage, ...] = (),
         place: MemberInfo | None = None,
     ) -> bool | StillWaiting:
@@ -236,7 +237,8 @@ class Coordinator:
         self._damages = tuple(dict.fromkeys((*self._damages, *damages)))
         if kind != UnsavedError.__name__:  # it left on purpose, and the reason of the run's end explains it
             self._driver.roster.gone(member, sentences.failure(kind, text))
-        await self._driver.carry_out(self._launch.failed(member, kind, text, fatal, place, time.monotonic()))
+        now = time.monotonic()
+        await self._driver.carry_out(self._launch.failed(member, kind, text, fatal, place, now, code))
         self._driver.look_soon()
         if not self._launch.may_end(member, time.monotonic()):
             await self._driver.news.wait(_END_AGAIN_S)
@@ -319,6 +321,7 @@ class Coordinator:
             waiting_since=None if below is None else time.monotonic() - below,
             ended=ended,
             reason=reason,
+            code=launch.code if ended else None,
             left_out=unheard.left_out,
             members=tuple(launch.infos[m] for m in (view.members if view else ()) if m in launch.infos),
             failures=tuple((failure.step, failure.reason) for failure in launch.failures),
@@ -386,10 +389,13 @@ class Coordinator:
         if kind == EventKind.GROUP_STOPPED:
             self._driver.roster.node_gone(fields["node"])
 
-    async def end(self, outcome: str, reason: str) -> None:
-        """The supervisor ends the run (`failed`, `stopped`). No member is waited for."""
+    async def end(self, outcome: str, reason: str, code: str | None = None) -> None:
+        """The supervisor ends the run (`failed`, `stopped`). No member is waited for.
+
+        `code`: of the error with which it failed.
+        """
         self._driver.ensure_running()
-        await self._driver.carry_out(self._launch.end(outcome, reason))
+        await self._driver.carry_out(self._launch.end(outcome, reason, code=code))
 
     async def warned(self, text: str) -> None:
         """A warning of its process from before it could begin; it is part of the next status."""

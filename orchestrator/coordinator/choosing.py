@@ -101,13 +101,15 @@ def choose_among(
         listed = ", ".join(points) or "none"
         raise RefusedError(
             f"resume.from={wanted}, but the points on this run's lineage are: {listed}; name one of these, "
-            "or latest"
+            "or latest",
+            code="point.unknown",
         )
     damages = [damage for damage in known if damage.point == wanted]
     if damages := damages or store.verify_point(wanted, fast=fast, each=each):
         listed = "; ".join(map(str, damages))
         raise WantedPointError(
-            f"resume.from={wanted}, which is damaged ({listed}); name another point, or latest"
+            f"resume.from={wanted}: this resume point is damaged ({listed}); name another point, or latest",
+            code="point.damaged",
         )
     return store.read_point(wanted), ()
 

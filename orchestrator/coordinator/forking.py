@@ -80,8 +80,9 @@ def other_run(wanted: str) -> tuple[str, str]:
     run, points = split(folder)
     if parse_point_name(name) is None or points != POINTS:
         raise RefusedError(
-            f"resume.from={wanted} is no folder of a resume point; give <run>/{POINTS}/<point>, e.g. "
-            f"runs/other/{POINTS}/00000480-a0003-g0007, or the name of a point of this run"
+            f"resume.from={wanted} is not the folder of a resume point; give <run>/{POINTS}/<point>, e.g. "
+            f"runs/other/{POINTS}/00000480-a0003-g0007, or the name of a point of this run",
+            code="point.bad_location",
         )
     return run, name
 
@@ -101,7 +102,8 @@ def fork_to_begin(store: RunStore, config: JobConfig, run: RunFile | None) -> Fo
             raise RefusedError(
                 f"resume.from={wanted} begins a new run with a point of another one, but the run "
                 f"{store.storage.root} exists already, and began {began}: one run has one history. Give a "
-                "new run.name, or go back in this run by the name of one of its own points"
+                "new run.name, or go back in this run by the name of one of its own points",
+                code="run.exists",
             )
         if run is None:
             return describe(RunStore(store.storage.beside(folder)), name)
@@ -117,13 +119,15 @@ def describe(other: RunStore, name: str) -> ForkedFrom:
     """
     run = other.read_run()
     if run is None:
-        raise RefusedError(f"{other.storage.root}: there is no run to fork (no {RUN_FILE})")
+        raise RefusedError(
+            f"{other.storage.root}: there is no run to fork (no {RUN_FILE})", code="run.unknown"
+        )
     try:
         point = other.read_point(name)
     except Format1Error:
         raise
     except ResumePointError as error:
-        raise WantedPointError(str(error)) from error
+        raise WantedPointError(str(error), code=error.code) from error
     return ForkedFrom(
         run=other.storage.root, run_id=run.id, point=name, weights_digest=point.commit.weights_digest
     )
@@ -142,16 +146,22 @@ def read_parent_point(
     what = f"{root} begins with resume point {fork.point} of {fork.run}"
     advice = f"restore it there, or delete {root} and fork from another point"
     if run is None or run.id != fork.run_id:
-        found = "there is no run any more" if run is None else f"now run {run.id} lies there"
-        raise WantedPointError(f"{what}, which was run {fork.run_id}, but {found}; {advice}")
+        found = "has no run any more" if run is None else f"has run {run.id} now"
+        raise WantedPointError(
+            f"{what}, which was run {fork.run_id}, but that folder {found}; {advice}",
+            code="point.parent_run_gone",
+        )
     if damages := other.verify_point(fork.point, fast=fast, each=each):
         listed = "; ".join(f"{damage.file} {damage.reason}" for damage in damages)
-        raise WantedPointError(f"{what}, which is gone or damaged ({listed}); {advice}")
+        raise WantedPointError(
+            f"{what}, which is gone or damaged ({listed}); {advice}", code="point.damaged"
+        )
     point = other.read_point(fork.point)
     if point.commit.weights_digest != fork.weights_digest:
         raise WantedPointError(
             f"{what}, whose weights had digest {fork.weights_digest} and now have "
-            f"{point.commit.weights_digest}; {advice}"
+            f"{point.commit.weights_digest}; {advice}",
+            code="point.parent_differs",
         )
     return other, _as_its_own(point, store, name)
 

@@ -35,7 +35,7 @@ from orchestrator.elastic.cause import Cause
 from orchestrator.elastic.formation import Form, Formation
 from orchestrator.elastic.roster import Roster
 from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S
-from orchestrator.errors import StorageError, text_of
+from orchestrator.errors import StorageError, code_of, text_of
 from orchestrator.faults import Hook
 from orchestrator.history import sentences
 from orchestrator.history.claims import GenerationStart
@@ -65,6 +65,7 @@ FLUSH_EVERY_S = 1.0
 HEARTBEAT_EVERY_S = 2.0
 REQUESTS_EVERY_S = 1.0
 LIVENESS_EVERY_S = 0.05
+COORDINATOR_FAILED = "internal.coordinator_failed"  # the code of a launch that ends with another error
 END_WRITTEN_S = 15.0  # how long each of the two documents that record the end of a run is retried
 LAST_TRY_S = 5.0  # how long an attempt that begins within that time may take
 
@@ -386,7 +387,8 @@ class LaunchDriver:
     async def broken(self, error: Exception) -> None:
         """See `CommitListener`. After any error the run must end with its reason instead of hanging."""
         reason = f"the coordinator failed: {text_of(error)}"
-        await self.carry_out(self.machine.end("failed", reason))
+        code = code_of(error) or COORDINATOR_FAILED
+        await self.carry_out(self.machine.end("failed", reason, code=code))
 
 
 def _journalled(

@@ -83,6 +83,7 @@ class LaunchMachine:
         self.members = tuple(previous)  # of the newest generation that was answered, by rank
         self._steps = RecentSteps()
         self.ended = ended
+        self.code: str | None = None  # of the error with which the run has failed in this process
         self.stopping = False
         self._stop_by, self._budgets = stop_by, budgets
         self._short: tuple[int, int] | None = None  # (needed, there) as noted, while too few are there
@@ -188,11 +189,12 @@ class LaunchMachine:
         fatal: bool,
         place: MemberInfo | None = None,
         now: float | None = None,
+        code: str | None = None,
     ) -> list[Action]:
         """A worker was ended by an error. It may never have joined.
 
         `fatal`: an `OrchestratorError`, which another try on the same machine would only repeat. `place`:
-        where the worker ran. For the consequences see `ReportedErrors`.
+        where the worker ran. `code`: the error's. For the consequences see `ReportedErrors`.
         """
         self._now = self._now if now is None else now
         if self.ended is not None or self._errors.knows(member):
@@ -209,6 +211,7 @@ class LaunchMachine:
             repeats=fatal and kind not in OWN,
             place=self.infos.get(member, place),
             since=self._now,
+            code=code,
         )
         inside = member in self.members and not self.rendezvous.is_gone(member)
         own = kind in OWN and not inside
@@ -368,16 +371,16 @@ class LaunchMachine:
             ended=True, save=False, stop=False, reform=False, acknowledged_step=acknowledged_step
         )
 
-    def end(self, outcome: str, reason: str, by: str = "") -> list[Action]:
+    def end(self, outcome: str, reason: str, by: str = "", code: str | None = None) -> list[Action]:
         """Ends the run. No member is waited for; the first reason is kept.
 
-        `by`: the cause, if it was a person.
+        `by`: the cause, if it was a person. `code`: that of the error with which the run failed.
         """
         if self.ended is not None:
             return []
         if outcome == "failed":
             reason = "\n".join([reason, *self._errors.refusals(reason)])
-        self.ended = (outcome, reason)
+        self.ended, self.code = (outcome, reason), code
         answers = [_note(answer) for answer in self._requests.ended(outcome, reason)]
         over: list[Action] = [Answer(member=m, answer=RunOver(reason=reason)) for m in sorted(self.waiting)]
         self.waiting.clear()
@@ -388,7 +391,7 @@ class LaunchMachine:
         """A newer attempt exists. This one is over, and does not write its end."""
         if self.ended is not None:
             return []
-        self.ended = ("failed", reason)
+        self.ended, self.code = ("failed", reason), FencedError.code
         refusal = Refusal(reason=reason)
         refused: list[Action] = [Answer(member=m, answer=refusal) for m in sorted(self.waiting)]
         self.waiting.clear()
@@ -453,7 +456,7 @@ class LaunchMachine:
         if self.ended is not None:
             return []
         if reason := self._trouble.verdict(now):
-            return self.end("failed", reason)
+            return self.end("failed", reason, code="storage.failing")
         actions = [*self._over(), *self._judge_errors()]
         if self.ended is not None:
             return actions
@@ -468,7 +471,7 @@ class LaunchMachine:
                 case LeaveOut():
                     actions += self._leave_out(action)
                 case StopRun():
-                    actions += self.end(action.outcome, action.reason)
+                    actions += self.end(action.outcome, action.reason, code=action.code)
                 case Waiting():
                     actions += self._waits(action)
                 case Form() if self.ended is None:
@@ -518,7 +521,7 @@ class LaunchMachine:
         for verdict in self._errors.judge(self.members, self._now):
             match verdict:
                 case RunsError():
-                    actions += self.end("failed", verdict.reason)
+                    actions += self.end("failed", verdict.reason, code=verdict.code)
                 case WorkersError():
                     actions += self._failure(verdict.report.reason)
                 case MachineRefused():
@@ -595,7 +598,7 @@ class LaunchMachine:
             return []
         note = Note(kind=EventKind.FAILURE, fields={"step": failure.step, "reason": reason})
         verdict = self._failures.verdict()
-        return [note, *(self.end("failed", verdict) if verdict else ())]
+        return [note, *(self.end("failed", verdict, code="launch.too_many_failures") if verdict else ())]
 
     def _over(self) -> list[Action]:
         """Ends the run once a member of the newest generation has finished and all others are done.

@@ -19,8 +19,9 @@ from orchestrator.cluster.shield import end_without_raylet, outlive_sigterm
 from orchestrator.coordinator import actor
 from orchestrator.coordinator.actor import Coordinator
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
+from orchestrator.coordinator.launch_driver import COORDINATOR_FAILED
 from orchestrator.elastic.storage_trouble import AGAIN_S, until_storage_works
-from orchestrator.errors import FencedError, OrchestratorError, StorageError
+from orchestrator.errors import FencedError, OrchestratorError, StorageError, code_of
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import (
@@ -182,12 +183,13 @@ class CoordinatorProcess:
         kind: str,
         text: str,
         fatal: bool,
+        code: str | None = None,
         damages: tuple[Damage, ...] = (),
         place: MemberInfo | None = None,
     ) -> bool | StillWaiting:
         """See `Coordinator`."""
         if here := await self._begun():
-            return await here.failed(launch, member, kind, text, fatal, damages, place)
+            return await here.failed(launch, member, kind, text, fatal, code, damages, place)
         return self._unheard() or False
 
     # ------------------------------------------------------------ calls of the supervisor
@@ -209,6 +211,7 @@ class CoordinatorProcess:
             waiting_since=None,
             ended="failed" if self._over else None,
             reason=self._reason,
+            code=(code_of(self._over) or COORDINATOR_FAILED) if self._over else None,
             left_out=(),
             members=(),
             failures=(),
@@ -248,9 +251,9 @@ class CoordinatorProcess:
         """See `Coordinator`."""
         await self._now_or_later("note", kind, fields)
 
-    async def end(self, outcome: str, reason: str) -> None:
+    async def end(self, outcome: str, reason: str, code: str | None = None) -> None:
         """See `Coordinator`."""
-        await self._now_or_later("end", outcome, reason)
+        await self._now_or_later("end", outcome, reason, code)
 
     # ------------------------------------------------------------ inside
     @property
@@ -325,7 +328,8 @@ class CoordinatorProcess:
             left_s = self._tried_at + limit_s + 2 * AGAIN_S - time.monotonic()
             if left_s <= 0:
                 raise StorageError(
-                    f"storage has not answered for {limit_s:g} s; check that it is mounted and reachable"
+                    f"storage has not answered for {limit_s:g} s; check that it is mounted and reachable",
+                    code="storage.timeout",
                 )
             await asyncio.wait([made], timeout=left_s)
         return made.result()

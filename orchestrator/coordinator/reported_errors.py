@@ -25,7 +25,7 @@ class Report:
     """An error that ended a worker.
 
     `reason`: the text that the end of a run shows. `repeats`: another try on the same machine would meet it
-    again. `place`: where the worker ran, if known.
+    again. `place`: where the worker ran, if known. `code`: the error's.
     """
 
     member: str
@@ -35,6 +35,7 @@ class Report:
     repeats: bool
     place: MemberInfo | None
     since: float
+    code: str | None = None
 
     @property
     def host(self) -> str:
@@ -44,9 +45,10 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunsError:
-    """The run ends with this reason."""
+    """The run ends with this reason, and the code of the first error in it."""
 
     reason: str
+    code: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,6 +175,6 @@ class ReportedErrors:
 
     def _end_of_run(self, reports: Iterable[Report], named: bool = False) -> RunsError:
         """`named`: other machines could work, so the text names those that cannot."""
-        lines = [f"the worker on {r.host} failed: {r.reason}" if named else r.reason for r in reports]
+        ends = {f"the worker on {r.host} failed: {r.reason}" if named else r.reason: r.code for r in reports}
         self._open.clear()
-        return RunsError(reason="\n".join(dict.fromkeys(lines)))
+        return RunsError(reason="\n".join(ends), code=next(filter(None, ends.values()), None))

@@ -57,9 +57,10 @@ def draw_skip(config: JobConfig, data: DataSpec, point: Point, request: SkipRequ
     passed = call(needs_code(data), draw_past, data.mixed_as(job), point.cursor, num_samples, seq_len)
     if passed.samples < num_samples or passed.ends:
         raise RefusedError(
-            f"{request}: {num_samples:,} samples of {seq_len} tokens are to be skipped after {point.name}, "
-            f"and the data hold {passed.samples:,} from there on (data.num_epochs={config.data.num_epochs}): "
-            "nothing would be left to train; skip fewer, or raise data.num_epochs"
+            f"{request}: skipping {num_samples:,} samples of {seq_len} tokens after {point.name} leaves "
+            f"nothing to train, because the data have {passed.samples:,} from there on "
+            f"(data.num_epochs={config.data.num_epochs}); skip fewer, or raise data.num_epochs",
+            code="resume.skip_past_end",
         )
     return Skip(
         request=request,

@@ -93,6 +93,8 @@ class LatePointError(StorageError):
     What was decided from that survey is not consistent with the point.
     """
 
+    code = "point.appeared_late"
+
 
 def require_listed(seen: Survey, point: Point | None) -> None:
     """Raises `LatePointError` unless the survey lists the point among those of the history.
@@ -123,9 +125,10 @@ def decided(store: RunStore, decide: Callable[[Survey], Result], with_steps: boo
 def moved_on(store: RunStore) -> StorageError:
     """Builds the error for `LOOKS` reads that did not fit together."""
     return StorageError(
-        f"{store.storage.root} went on each of the {LOOKS} times that it was read (its newest attempt is "
-        f"{max(store.claim_numbers(), default=0)}), so that what was read does not fit together: this says "
-        "nothing about the run; run the command again"
+        f"{store.storage.root} changed each of the {LOOKS} times that it was read (its newest attempt is "
+        f"{max(store.claim_numbers(), default=0)}), so that what was read is not consistent; run the command "
+        "again",
+        code="run.changed_while_read",
     )
 
 
@@ -212,8 +215,9 @@ def _require_own(store: RunStore, claims: Iterable[Claim]) -> str | None:
         if run is not None and claim.why != UNREADABLE and claim.run_id != run.id:
             raise ResumePointError(
                 f"the claim of attempt {claim.number} belongs to run {claim.run_id or 'without an id'}, "
-                f"run.json says {run.id or 'without an id'}: the folder holds pieces of two runs, and "
-                "nothing is decided from it; move those of the other one away"
+                f"run.json says {run.id or 'without an id'}: the folder holds pieces of two runs, so nothing "
+                "is decided from it; move the files of the other run away",
+                code="run.mixed_files",
             )
     return run.id if run else None
 
@@ -254,9 +258,10 @@ def require_journals(store: RunStore, seen: Survey) -> None:
     keys = filter(None, map(parse_point_name, names))
     if journals := sorted({f"journal/a{key.attempt:04d}" for key in keys}):
         raise ResumePointError(
-            f"{', '.join(journals)}: not as written: the generations of resume points {', '.join(names)} are "
-            "not in it, so that nobody can say to which history these belong, and nothing is continued; "
-            "restore the journal, or give a new run another name"
+            f"{', '.join(journals)}: the journal lacks the generations of resume points {', '.join(names)}, "
+            "so their history is not known, and nothing is continued; restore the journal, or give a new run "
+            "another name",
+            code="journal.lacks_generations",
         )
 
 
@@ -264,8 +269,9 @@ def require_frozen(seen: Survey, data: DataSpec) -> None:
     """Raises `DataIdentityError` if steps were trained and the run's frozen data are gone."""
     if seen.lineage.records and data.tokenizer_folder is None:
         raise DataIdentityError(
-            f"{len(seen.lineage.records)} steps of this run are trained, and its frozen data are gone "
-            "(manifest/data.json in the run's folder); restore manifest/ and tokenizer/"
+            f"this run has trained {len(seen.lineage.records)} steps, but its frozen data are gone "
+            "(manifest/data.json in the run's folder); restore manifest/ and tokenizer/",
+            code="data.frozen_gone",
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from orchestrator.elastic.formation import RendezvousSettings
+from orchestrator.elastic.formation import RendezvousSettings, StopRun
 
 
 class FailureBackoff:
@@ -76,20 +76,22 @@ class FailureBackoff:
         for node in newcomer_nodes:
             self._delays.pop(node, None)
 
-    def verdict(self) -> str | None:
+    def verdict(self) -> StopRun | None:
         """Returns why the run must stop now, or None."""
         if self._strikes >= self._settings.same_step_failures:
-            return (
+            reason = (
                 f"{self._strikes} generations in a row lost a member right after step {self._struck} "
                 f"(allowed: {self._settings.same_step_failures - 1}); stopped before it kills the others. "
                 f"Look at the journal for what step {self._struck + 1} trains and at the dead workers' logs"
             )
+            return StopRun(reason=reason, code="training.deadly_step")
         if self._formless >= self._settings.forming_failures:
-            return (
+            reason = (
                 f"{self._formless} generations in a row ended before their first step, with no member lost "
                 f"(allowed: {self._settings.forming_failures - 1}); check that the nodes reach each other on "
                 "all ports"
             )
+            return StopRun(reason=reason, code="cluster.group_not_formed")
         return None
 
     def copy(self) -> FailureBackoff:

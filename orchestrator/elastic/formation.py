@@ -146,11 +146,12 @@ class Waiting:
 class StopRun:
     """End the run with `reason`; `outcome` is failed or stopped.
 
-    Final: no other decision follows it.
+    Final: no other decision follows it. `code`: that of the error with which the run failed.
     """
 
     reason: str
     outcome: str = "failed"
+    code: str | None = None
 
 
 Action = Form | LeaveOut | Waiting | StopRun

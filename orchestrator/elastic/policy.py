@@ -116,9 +116,10 @@ class ExpectWorkers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndLaunch:
-    """End the run with this reason."""
+    """End the run with this reason, and the code of the error that it is."""
 
     reason: str
+    code: str
 
 
 Decision = StartGroup | StopGroup | LeaveNode | ExpectWorkers | EndLaunch
@@ -137,7 +138,7 @@ def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
     """
     reason = _give_up(facts, limits)
     if reason:
-        return (EndLaunch(reason=reason),)
+        return (EndLaunch(reason=reason, code="cluster.too_few_workers"),)
     live = {node.node_id for node in facts.nodes}
     lost = tuple(
         StopGroup(node_id=g.node_id, reason="its node is gone") for g in facts.groups if g.node_id not in live

@@ -33,7 +33,7 @@ from orchestrator.elastic.next_formation import Continued, continued, next_forma
 from orchestrator.elastic.node_drain import NodeDrain
 from orchestrator.elastic.parent_state import ParentStateSelection
 from orchestrator.elastic.standing_requests import NOTHING, StandingRequests
-from orchestrator.errors import FencedError
+from orchestrator.errors import FencedError, UnsavedError
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest, Source
 from orchestrator.records.steps import StateKey
@@ -448,7 +448,10 @@ class Rendezvous:
             return None
         if not self.has_trained:
             return StopRun(outcome="stopped", reason="stopped before the first step, nothing is to be saved")
-        return StopRun(reason="a stop was asked for, and no member is left that holds a state to save")
+        return StopRun(
+            reason="a stop was asked for, and no member is left that holds a state to save",
+            code=UnsavedError.code,
+        )
 
     def _close(self, now: float) -> Form | Waiting | StopRun:
         """Forms the next generation, now that all members that will come have arrived.
@@ -459,7 +462,7 @@ class Rendezvous:
             self._saved_below = False
         verdict = self._backoff.verdict()
         if verdict is not None:
-            return StopRun(reason=verdict)
+            return verdict
         awaited = self._awaited_save()
         if awaited is not None:
             since = now if self._group.ended_at is None else self._group.ended_at

@@ -34,7 +34,7 @@ from orchestrator.elastic.policy import (
     decide,
 )
 from orchestrator.elastic.stall import StallWatch
-from orchestrator.errors import CoordinatorSilentError, ElasticError
+from orchestrator.errors import CoordinatorSilentError, ElasticError, UnsavedError
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.records.run_status import Doing, GroupMember, Held, MemberInfo, RunStatus, Stall
@@ -149,7 +149,8 @@ class Supervisor:
                     self._coordinator.stop.remote(self._stop_by, self._stop_s)
                 if status.ended is None and time.monotonic() > self._end_at:
                     self._end_at = math.inf
-                    self._coordinator.end.remote("failed", sentences.not_saved(self._stop_by, self._stop_s))
+                    reason = sentences.not_saved(self._stop_by, self._stop_s)
+                    self._coordinator.end.remote("failed", reason, UnsavedError.code)
                 if self._save_by:
                     self._coordinator.save.remote(self._save_by)
                     self._save_by = ""
@@ -194,8 +195,9 @@ class Supervisor:
         nodes = self._asked_nodes.answer(FIRST_NODES_S)
         if nodes is None:
             raise ElasticError(
-                f"the cluster's GCS did not say for {FIRST_NODES_S:.0f} s which nodes there are, so no "
-                "worker can be started; look at its head node, then start the same command again"
+                f"the cluster's GCS did not report its nodes for {FIRST_NODES_S:.0f} s, so no worker can be "
+                "started; check its head node, then start the same command again",
+                code="cluster.gcs_silent",
             )
         self._nodes = self._nodes.looked(nodes, self._looked_at, time.monotonic())
 
@@ -231,7 +233,9 @@ class Supervisor:
                 last: Exception = error
             except RayActorError as error:
                 if reason := why_not_created(error):
-                    raise ElasticError(f"the coordinator could not begin: {reason}") from error
+                    raise ElasticError(
+                        f"the coordinator could not begin: {reason}", code="launch.coordinator_not_started"
+                    ) from error
                 last = error
                 self._coordinator_pid = 0  # the next one has another pid
                 time.sleep(0.1)
@@ -376,7 +380,7 @@ class Supervisor:
                     self._expected = (attempt, decision.num_workers)
                     self._coordinator.expect.remote(decision.num_workers)
             case EndLaunch():
-                self._coordinator.end.remote("failed", decision.reason)
+                self._coordinator.end.remote("failed", decision.reason, decision.code)
 
     def _leave(self, decision: LeaveNode, attempt: int) -> None:
         """Notifies each attempt's coordinator once, and again if the node goes earlier than reported.

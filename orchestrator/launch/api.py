@@ -53,11 +53,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
     """How a launch ended. `outcome` is done (budget or data exhausted), stopped (on request, after saving) or
-    failed (`reason`).
+    failed (`reason`, and `code`: of the error that it is).
     """
 
     outcome: str
     reason: str
+    code: str | None = None
     run_uri: str
     attempt: int
     step: int | None
@@ -329,7 +330,8 @@ def _look_without_code(job: JobConfig, storage: Storage) -> tuple[ResumePlan, Da
     run = starting.find_run(store)
     if run is None:
         raise RefusedError(
-            f"{job.run.run_uri}: there is no such run; plan a new one with `orchestrator plan`"
+            f"{job.run.run_uri}: there is no such run; plan a new one with `orchestrator plan`",
+            code="run.unknown",
         )
     if reads_without_code(job, storage):
         with reading_only():
@@ -409,6 +411,7 @@ def _result(job: JobConfig, status: RunStatus, seconds: float) -> RunResult:
     return RunResult(
         outcome=status.ended or "failed",
         reason=status.reason,
+        code=status.code,
         run_uri=job.run.run_uri,
         attempt=status.attempt,
         step=step.step if step else None,

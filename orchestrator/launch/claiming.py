@@ -155,9 +155,8 @@ def first_weights_of(store: RunStore, job: JobConfig, say: Callable[[str], None]
     if run is not None and run.first_weights != found:
         raise RefusedError(
             f"{job.run.run_uri} was started with the weights {run.first_weights or 'of no other folder'}, "
-            "and "
-            f"model.init_from={job.model.init_from} holds {found} now; it has no resume point yet, so it "
-            "would "
-            "start from these: put the files back, or start a new run under another run.name"
+            f"and model.init_from={job.model.init_from} holds {found} now. The run has no resume point yet, "
+            "so it would start from these; put the files back, or start a new run under another run.name",
+            code="weights.changed",
         )
     return found

@@ -89,7 +89,7 @@ def _try_storage(folder: str, make: Callable[[str], Storage]) -> StorageFacts | 
         missing.insert(0, str(parent))
         parent = parent.parent
     if not parent.is_dir():
-        raise ConfigError(f"{parent} is no folder")
+        raise ConfigError(f"{parent} is no folder", code="storage.not_writable")
     tried = parent / f".doctor-{secrets.token_hex(4)}"
     tried.mkdir()
     try:

@@ -83,7 +83,7 @@ def require_disk(job: JobConfig, storage: Storage) -> None:
     from orchestrator.elastic.policy import disk_problems
     from orchestrator.launch.needs import needs_of
 
-    _refuse(disk_problems(*_disk_bytes(job, needs_of(job), storage)))
+    _refuse(disk_problems(*_disk_bytes(job, needs_of(job), storage)), "storage.no_room")
 
 
 def _divide(
@@ -101,9 +101,10 @@ def _divide(
     return choice, capacity_problems(job, choice.num_shards, workers, machines)
 
 
-def _refuse(problems: Sequence[str]) -> None:
+def _refuse(problems: Sequence[str], code: str = "cluster.too_small") -> None:
     if problems:
-        raise ResourceError("the job does not fit:\n" + "\n".join(f"  {problem}" for problem in problems))
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise ResourceError(f"the job does not fit:\n{listed}", code=code)
 
 
 def _preflight(

@@ -185,9 +185,11 @@ def _there(new: RunStore, origin: ForkedFrom, wanted: Wanted) -> RunFile | None:
     if was is not None and (was.run, was.run_id) == (origin.run, origin.run_id):
         raise RefusedError(
             f"{root} is a fork of {was.run} already, at {was.point}, and {wanted} is {origin.point} now; "
-            f"nothing is changed. Finish that one with --at {was.point}, or take another name"
+            f"nothing is changed. Finish that one with --at {was.point}, or take another name",
+            code="run.forked_elsewhere",
         )
     raise RefusedError(
-        f"{root}: there is a run already, which is no fork of {origin.run}; nothing is changed. Take another "
-        "name"
+        f"{root} is a run already, which is not a fork of {origin.run}; nothing is changed. Take another "
+        "name",
+        code="run.exists",
     )

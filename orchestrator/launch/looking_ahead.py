@@ -300,7 +300,7 @@ def with_memory(job: JobConfig, known: KnownMachines, found: ResumePlan) -> Resu
     from orchestrator.launch.capacity import memory_plan
 
     notes, problems = memory_plan(job, known)
-    return refused(replace(found, notes=(*found.notes, *notes)), job, problems)
+    return refused(replace(found, notes=(*found.notes, *notes)), job, problems, "cluster.too_small")
 
 
 def refused(

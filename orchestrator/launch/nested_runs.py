@@ -24,9 +24,10 @@ def refuse_inside(store: RunStore) -> None:
         other = RunStore(store.storage.beside(outer))
         if other.storage.exists(RUN_FILE) or other.claim_numbers() or other.point_names():
             raise RefusedError(
-                f"the new run's folder {folder} would lie inside the run {outer}: a start of that run takes "
-                "what lies in its folder for its own, and deletes what it does not know; nothing is "
-                "written. Give a folder that is in no run (for a start: another run.storage or run.name)"
+                f"the new run's folder {folder} would lie inside the run {outer}: a start of that run "
+                "deletes files in its folder that are not its own; nothing is written. Give a folder outside "
+                "of all runs (for a start: another run.storage or run.name)",
+                code="run.inside_run",
             )
 
 
@@ -42,5 +43,6 @@ def refuse_around(store: RunStore, known: str) -> None:
     if inner:
         raise RefusedError(
             f"the new run's folder {folder} would contain the run {inner[0]}: the files of both would mix; "
-            "nothing is written. Give a folder of its own, e.g. one beside that run"
+            "nothing is written. Give a folder of its own, e.g. one beside that run",
+            code="run.around_run",
         )

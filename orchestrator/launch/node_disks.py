@@ -65,7 +65,8 @@ class NodeDisks:
             raise ResourceError(
                 f"{gib(needed_bytes)} of disk are needed for resume points in "
                 f"resume.node_folder={self._folder}, {gib(free)} are free ({listed}); free some, lower "
-                "resume.keep_latest, or take another folder"
+                "resume.keep_latest, or take another folder",
+                code="storage.no_room",
             )
 
     def with_room(self, nodes: Sequence[NodeFacts]) -> tuple[NodeFacts, ...]:

@@ -28,7 +28,7 @@ from orchestrator.data.feed.remote_feed import notes_of
 from orchestrator.data.spec import DataSpec
 from orchestrator.elastic.policy import Limits, NodeFacts, tokenizer_node
 from orchestrator.elastic.supervisor import Launch, Supervisor
-from orchestrator.errors import text_of
+from orchestrator.errors import code_of, text_of
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.request_files import asker
@@ -191,7 +191,7 @@ def _launch(job: JobConfig, task: WorkerTask, storage: Storage, limits: Limits, 
 def _give_up(coordinator: Any, error: BaseException, outcome: str = "failed") -> None:
     """Ends a launch before a worker has trained. Its coordinator, if it has begun, records that."""
     with suppress(RayError):
-        ray.get(coordinator.end.remote(outcome, text_of(error)), timeout=GIVE_UP_S)
+        ray.get(coordinator.end.remote(outcome, text_of(error), code_of(error)), timeout=GIVE_UP_S)
     ray.kill(coordinator, no_restart=True)
 
 

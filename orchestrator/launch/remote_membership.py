@@ -19,7 +19,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from orchestrator.cluster.starvation import ProcessLook, Silence, look_at_process, starved_s
-from orchestrator.errors import ElasticError, FencedError, OrchestratorError, StorageError, report_of
+from orchestrator.errors import (
+    CoordinatorSilentError,
+    ElasticError,
+    FencedError,
+    OrchestratorError,
+    StorageError,
+    report_of,
+)
 from orchestrator.launch.generation_end import GenerationEnd
 from orchestrator.launch.phase_reports import QUIET_S, PhaseReports, doing
 from orchestrator.launch.trying_ports import unreached, unreached_ranks
@@ -295,11 +302,13 @@ class RemoteMembership:
         )
 
     def _check(self) -> None:
-        if self._broken is not None:
+        broken = self._broken
+        if broken is not None:
             raise ElasticError(
-                f"a thread of member {self.member} ended: {type(self._broken).__name__}: {self._broken}; "
-                "start the same command again: it continues from the newest resume point"
-            ) from self._broken
+                f"a thread of member {self.member} ended: {type(broken).__name__}: {broken}; "
+                "start the same command again: it continues from the newest resume point",
+                code=broken.code if isinstance(broken, OrchestratorError) else "internal.thread_ended",
+            ) from broken
 
     def _in_thread(self, name: str, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -332,10 +341,13 @@ class RemoteMembership:
         try:
             self._keep_vote(what)
         except StorageError as failed:
-            return ElasticError(f"{error}. The vote for {what.key.point_name} is not kept either: {failed}")
+            return ElasticError(
+                f"{error}. The vote for {what.key.point_name} is not kept either: {failed}", code=error.code
+            )
         return ElasticError(
             f"{error}. The vote for {what.key.point_name} is written: the next start commits that point, if "
-            "the votes of all ranks are there"
+            "the votes of all ranks are there",
+            code=error.code,
         )
 
     def _ask(self, method: str, *arguments: Any) -> Any:
@@ -358,7 +370,8 @@ class RemoteMembership:
                 if silence.counted_s > limit_s:
                     raise ElasticError(
                         f"no coordinator of launch {self._launch} answered for {limit_s:.0f} s "
-                        f"({error}); start the same command again: it continues from the newest resume point"
+                        f"({error}); start the same command again: it continues from the newest resume point",
+                        code=CoordinatorSilentError.code,
                     ) from error
                 time.sleep(_RETRY_S)
                 continue

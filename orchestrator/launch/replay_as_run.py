@@ -45,14 +45,15 @@ def needs_a_launch(overrides: Sequence[str]) -> bool:
     """
     keys = [override.partition("=")[0].strip() for override in overrides]
     for key in keys:
-        why = "it has an influence on what is trained, or on what the run is"
+        why = "it affects what is trained, or which run this is"
         if key == "cluster.use_gpu":
             why = "GPUs add in another order than CPUs, so that the last bits differ"
         elif key == "data.num_tokenizers" or key.startswith(("cluster.", "monitor.")):
             continue
         raise RefusedError(
-            f"{key} cannot be another one in a replay: {why}. A replay takes cluster.* (without use_gpu), "
-            "monitor.* and data.num_tokenizers; to train on with something else, fork the run"
+            f"a replay cannot change {key}: {why}. It accepts cluster.* (without use_gpu), monitor.* and "
+            "data.num_tokenizers; to continue with another value, fork the run",
+            code="command.override_not_allowed",
         )
     return any(not key.startswith("monitor.") for key in keys)
 
@@ -77,7 +78,8 @@ def replay_as_run(
     if history.begin is None and not history.records:
         raise RefusedError(
             "step 0 without a resume point has nothing to train: any new run of the same configuration "
-            "begins with these weights"
+            "begins with these weights",
+            code="command.nothing_to_train",
         )
     remove_left(store, say)
     if to_point is None:
@@ -156,8 +158,9 @@ def _begin(
         return
     if starting.find_run(new) is not None:
         raise RefusedError(
-            f"{folder}: there is a run already, and step {history.target.step} is trained from the first "
-            "weights, by a new run; take another name"
+            f"{folder} is a run already, but step {history.target.step} is trained from the first weights, "
+            "by a new run; take another name",
+            code="run.exists",
         )
     run = store.read_run()
     assert run is not None, "its history was read"
@@ -165,7 +168,8 @@ def _begin(
     if run.first_weights != claiming.first_weights_of(new, job, say):
         raise RefusedError(
             f"{store.storage.root} began with the weights {run.first_weights or 'that the seed gives'}, and "
-            f"model.init_from={job.model.init_from} holds others now; put the files back"
+            f"model.init_from={job.model.init_from} holds other weights now; put the files back",
+            code="weights.changed",
         )
     copy_frozen(store.storage, new.storage)
 
@@ -176,9 +180,10 @@ def _train(job: JobConfig, regime: Regime, until: int, step: int) -> None:
         raise found.refusal
     if found.budgets != regime.budgets:
         raise RefusedError(
-            f"step {step} cannot be trained again by a launch: the run's budgets were {regime.budgets}, and "
-            f"would be {found.budgets} now, which gives other steps and learning rates; replay without "
-            "--to-point and cluster.* takes them as they were"
+            f"a launch cannot train step {step} again: the run's budgets were {regime.budgets}, and would be "
+            f"{found.budgets} now, which gives other steps and learning rates; a replay without --to-point "
+            "and cluster.* uses the recorded budgets",
+            code="resume.budgets_differ",
         )
     result = train_until(job, until)
     if result.outcome == "stopped" and result.consumed_tokens != until:
@@ -186,7 +191,8 @@ def _train(job: JobConfig, regime: Regime, until: int, step: int) -> None:
     if result.outcome == "failed" or result.consumed_tokens != until:
         raise TrainingError(
             f"the replay ended at {result.consumed_tokens:,} of {until:,} tokens, before step {step}: "
-            f"{result.outcome}, {result.reason}"
+            f"{result.outcome}, {result.reason}",
+            code=result.code or "training.replay_ended_early",
         )
 
 
@@ -203,6 +209,7 @@ def _point_at(new: RunStore, seen: Survey, tokens: int) -> Point:
             return point
     there = ", ".join(f"{point.name} ({place(point).tokens:,} tokens)" for point in points) or "none"
     raise ResumePointError(
-        f"{new.storage.root} has no resume point at {tokens:,} tokens; it has: {there}. It was trained "
-        "beyond that before; take another name"
+        f"{new.storage.root} has no resume point at {tokens:,} tokens; it has: {there}. This run was trained "
+        "beyond that before; take another name",
+        code="run.trained_beyond",
     )

@@ -75,9 +75,9 @@ class History:
             parent, config = self.store.read_parent(attempt), self._configs.get(attempt)
             if not isinstance(parent, ClaimParent) or config is None:
                 raise ResumePointError(
-                    f"{self.store.storage.root}: attempt {attempt} cannot be replayed, its parent file or "
-                    "the begin of "
-                    "its journal is gone; restore them"
+                    f"{self.store.storage.root}: attempt {attempt} cannot be replayed, because its parent "
+                    "file or the beginning of its journal is gone; restore them",
+                    code="history.attempt_incomplete",
                 )
             flat = {**in_todays_fields(config), "resume.from": "latest"}
             self._regimes[attempt] = Regime(
@@ -125,9 +125,10 @@ class History:
             damages += found
         run = self.store.read_run()
         if run is not None and run.forked_from is not None:
-            listed = "; ".join(map(str, damages)) or "there is none"
+            listed = "; ".join(map(str, damages)) or "it has none there"
             raise ResumePointError(
-                f"step {self.target.step}: no whole resume point of this fork lies at or before it: {listed}"
+                f"step {self.target.step}: no resume point of this fork at or before it is whole: {listed}",
+                code="point.none_healthy",
             )
         return None
 

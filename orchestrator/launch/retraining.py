@@ -171,9 +171,9 @@ class Retraining:
             there = batch.cursor.consumed_tokens if batch is not None else self.state.cursor.consumed_tokens
             raise ResumePointError(
                 f"step {record.step} ended at {record.consumed_tokens:,} tokens, its attempt's configuration "
-                "gives "
-                f"{there:,}: the journal lacks steps before it, or was altered; `orchestrator audit` says "
-                "which"
+                f"gives {there:,}: the journal lacks steps before it, or was altered; `orchestrator audit` "
+                "reports which",
+                code="journal.lacks_steps",
             )
         by_document = self._regime.config.pack.attends_by_document
         micros = cut(batch, train.micro_batch_size, 0, 1, self._device, by_document)
@@ -193,7 +193,9 @@ class Retraining:
         )
         summary = StepSummary.unpack(contribution.pack(0, 1))
         if problem := summary.problem(1, batch):
-            raise TrainingError(f"step {record.step} cannot be replayed: {problem}")
+            raise TrainingError(
+                f"step {record.step} cannot be replayed: {problem}", code="training.step_refused"
+            )
         lr = learning_rate(train, self._regime.budgets, batch.cursor.consumed_tokens)
         self.state.apply(lr, batch.step_targets)
         self.state.cursor = batch.cursor

@@ -166,7 +166,9 @@ def carry_out(
     """
     run = starting.find_run(store)
     if run is None:
-        raise RefusedError(f"{store.storage.root}: there is no run (no run.json), so nothing to rewind")
+        raise RefusedError(
+            f"{store.storage.root}: there is no run (no run.json), so nothing to rewind", code="run.unknown"
+        )
     with claiming.claiming(store, run.id, newest + 1, REWIND) as claim:
         attempt, config = _begin(store, claim, run, plan, say)
         end_at_once(store, attempt, run, config, f"rewound to {plan.point} by {by}")
@@ -186,9 +188,10 @@ def _begin(
     now = rewind_plan(plan.run, seen, found, wanted, False)
     if now.sets_aside() != plan.sets_aside():
         raise RefusedError(
-            f"{plan.run}: the run has moved on since the plan was made: it would have set aside "
+            f"{plan.run}: the run has changed since the plan was made: the rewind would have set aside "
             f"{count(plan.steps_aside, 'step')}, now {now.steps_aside}; nothing is changed. Give the command "
-            "again"
+            "again",
+            code="run.changed_since_plan",
         )
     _require_whole(store, claim, plan, say)
     config = newest_config(seen, found.point)

@@ -54,12 +54,13 @@ def run_storage(job: JobConfig) -> NodeStorage:
     try:
         storage = storage_of_run(job.run.run_uri, NodesHere(job.resume.node_folder))
     except ConfigError as error:
-        raise ConfigError(f"run.storage: {error}") from error
+        raise ConfigError(f"run.storage: {error}", code=error.code) from error
     if (folder := storage.folder) is not None and JOB_COPIES in folder.parts:
         raise ConfigError(
             f"run.storage={job.run.storage}: the run would lie in {folder}, a Ray job's copy of its working "
             "directory, which Ray deletes; give an absolute path that all nodes see, e.g. "
-            "run.storage=$PWD/runs where you submit"
+            "run.storage=$PWD/runs where you submit",
+            code="storage.in_job_copy",
         )
     return storage
 
@@ -76,7 +77,7 @@ def _require_locations(job: JobConfig) -> None:
             if location is not None and is_uri(location):
                 open_storage(location)
         except ConfigError as error:
-            raise ConfigError(f"{field}: {error}") from error
+            raise ConfigError(f"{field}: {error}", code=error.code) from error
 
 
 def check_writable(storage: Storage) -> str:
@@ -91,8 +92,9 @@ def check_writable(storage: Storage) -> str:
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise StorageError(
-            f"run.storage: {folder} cannot be written, because {parent} is no writable folder; "
-            "correct its rights, or take another run.storage"
+            f"run.storage: {folder} cannot be written, because {parent} is not a writable folder; "
+            "correct its rights, or take another run.storage",
+            code="storage.not_writable",
         )
     return ""
 
@@ -106,7 +108,7 @@ def find_run(store: RunStore) -> RunFile | None:
     if run is None and (pieces := store.pieces()):
         run = store.read_run()  # another start may just have made both
         if run is None:
-            raise RefusedError(missing_run(store, pieces))
+            raise RefusedError(missing_run(store, pieces), code="run.no_run_file")
     return run
 
 

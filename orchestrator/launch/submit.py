@@ -85,12 +85,14 @@ def submission(
         raise ConfigError(
             f"run.storage={job.run.storage} is relative: the run would lie in the job's copy of {folder}, "
             "which Ray deletes; give an absolute path that all nodes see, or a bucket's URI, e.g. "
-            f"run.storage={folder / 'runs'}"
+            f"run.storage={folder / 'runs'}",
+            code="storage.in_job_copy",
         )
     problems = list(_not_in_the_copy(job, Path(config), folder))
     if problems:
         raise ConfigError(
-            "\n".join(["the job would run in a copy of this folder, which lacks what it names:", *problems])
+            "\n".join(["the job runs in a copy of this folder, which would lack what it names:", *problems]),
+            code="job.lacks_files",
         )
     words = [*shlex.split(python), "-m", "orchestrator.cli.commands", "train", str(config), *overrides]
     return Submission(

@@ -41,13 +41,15 @@ class Wanted:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
                 raise RefusedError(
-                    f"{name} is {value!r}, which is no whole number; give one, e.g. {name}=100"
+                    f"{name} is {value!r}, which is not a whole number; give one, e.g. {name}=100",
+                    code="command.not_whole_number",
                 )
         given = [name for name in ("point", "step", "samples", "tokens") if getattr(self, name) is not None]
         if len(given) != 1:
             raise RefusedError(
-                f"give exactly one of a point, a step, a number of samples and a number of tokens; given "
-                f"{'are ' + ', '.join(given) if given else 'is none'}"
+                "give exactly one of a point, a step, a number of samples and a number of tokens; "
+                f"{' and '.join(given) + ' are' if given else 'none is'} given",
+                code="command.not_exactly_one",
             )
 
     def __str__(self) -> str:
@@ -157,14 +159,15 @@ def wanted_place(wanted: Wanted, records: Sequence[StepRecord], points: Sequence
         key=lambda place: place.tokens,
     )
     if not places:
-        raise RefusedError(f"{wanted}: nothing of this run is trained yet")
+        raise RefusedError(f"{wanted}: this run has trained nothing yet", code="run.nothing_trained")
     before = [place for place in places if place.allows(wanted)]
     alike = [place for place in places if place.step == wanted.step]
     if len(alike) > 1:
         tokens = " and ".join(f"{place.tokens:,}" for place in alike)
         raise RefusedError(
             f"{wanted} occurs {len(alike)} times in the run's history, because the batch size or seq_len "
-            f"changed: at {tokens} tokens; give a number of tokens instead of the step"
+            f"changed: at {tokens} tokens; give a number of tokens instead of the step",
+            code="command.ambiguous_step",
         )
     first, last = places[0], places[-1]
     beyond = (wanted.samples or 0) > last.samples or (wanted.tokens or 0) > last.tokens
@@ -172,7 +175,8 @@ def wanted_place(wanted: Wanted, records: Sequence[StepRecord], points: Sequence
         raise RefusedError(
             f"{wanted}: the run's history goes from step {first.step:,} ({first.samples:,} samples, "
             f"{first.tokens:,} tokens) to step {last.step:,} ({last.samples:,} samples, {last.tokens:,} "
-            "tokens); give a place in it"
+            "tokens); give a place in it",
+            code="command.beyond_history",
         )
     if not alike:
         return before[-1]
@@ -213,26 +217,34 @@ def find(
         )
     listed = "; ".join(map(str, damages))
     if damages:
-        raise WantedPointError(f"{wanted}: no resume point at or before it is whole: {listed}")
+        raise WantedPointError(
+            f"{wanted}: no resume point at or before it is whole: {listed}", code="point.none_healthy"
+        )
     oldest = points[-1] if points else None
-    there = f"the oldest, {oldest.name}, stands at step {oldest.key.step}" if oldest else "it has none"
-    raise RefusedError(f"{wanted}: no resume point of the run's history lies at or before it; {there}")
+    there = f"the oldest, {oldest.name}, is at step {oldest.key.step}" if oldest else "it has none"
+    raise RefusedError(
+        f"{wanted}: the run's history has no resume point at or before it; {there}", code="point.none_before"
+    )
 
 
 def _named(store: RunStore, name: str, among: Sequence[str], fast: bool, each: Each | None) -> Found:
     if name not in among and name in store.point_names() and not store.is_foreign(name):
         raise RefusedError(
-            f"resume point {name} of {store.storage.root} is off the run's history (an orphan); the run goes "
-            f"back within its history alone. `orchestrator fork {shlex.quote(store.storage.root)} NEW_RUN "
-            f"--at {name}` makes a new run that begins with it"
+            f"resume point {name} of {store.storage.root} is not in the run's history (an orphan), and a run "
+            f"can go back only within its history. `orchestrator fork {shlex.quote(store.storage.root)} "
+            f"NEW_RUN --at {name}` makes a new run that begins with it",
+            code="point.orphan",
         )
     if name not in among:
         listed = ", ".join(sorted(among)) or "none"
-        raise RefusedError(f"{store.storage.root} has no resume point {name} there; it has: {listed}")
+        raise RefusedError(
+            f"{store.storage.root} has no resume point {name}; it has: {listed}", code="point.unknown"
+        )
     if damages := store.verify_point(name, fast=fast, each=each):
         listed = "; ".join(map(str, damages))
         raise WantedPointError(
-            f"resume point {name} of {store.storage.root} is damaged ({listed}); name another point"
+            f"resume point {name} of {store.storage.root} is damaged ({listed}); name another point",
+            code="point.damaged",
         )
     return Found(point=store.read_point(name), steps_before=0, tokens_before=0, damages=())
 

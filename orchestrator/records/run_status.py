@@ -117,7 +117,8 @@ class RunStatus:
 
     It has counts, the last step, the newest committed point, and how the run ended if it did. `warnings` are
     texts for the user, each reported once. `ended` is None while the run continues, else `done`, `stopped` or
-    `failed`; `reason` has the cause. `version` changes whenever anything else does.
+    `failed`; `reason` has the cause, and `code` the code of the error that it is. `version` changes whenever
+    anything else does.
     """
 
     version: int
@@ -146,4 +147,5 @@ class RunStatus:
     damages: tuple[Damage, ...] = ()  # what members found wrong with a point that they were to load
     doing: tuple[tuple[str, Doing], ...] = ()  # by member, since the newest step
     missing: tuple[MemberInfo, ...] = ()  # members of an ended generation that are waited for
+    code: str | None = None  # of the error with which the run has failed
     resting: tuple[str, ...] = ()  # nodes that get no worker for a while, because one could not work there

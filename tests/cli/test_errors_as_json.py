@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from orchestrator.cli.commands import main
+from orchestrator.config.loading import parse_config
 from orchestrator.errors import RefusedError, error_document
+from orchestrator.launch import api
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.run_status import RunStatus
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format2"
 
@@ -55,3 +61,26 @@ def test_the_document_names_the_code_of_an_error_and_other_processes_keep_it() -
     }
     assert pickle.loads(pickle.dumps(error)).code == error.code  # noqa: S301
     assert error_document(RefusedError("no"))["code"] is None
+
+
+def test_the_document_of_a_failed_run_has_the_code_of_the_error_that_ended_it(
+    tiny_config: Callable[..., dict[str, Any]],
+) -> None:
+    status = RunStatus(
+        version=1,
+        attempt=2,
+        generation=1,
+        world_size=0,
+        last_step=None,
+        newest_point=None,
+        committed=Cursor(),
+        waiting_since=None,
+        ended="failed",
+        reason="a document is bad",
+        code="data.bad_document",
+        left_out=(),
+        members=(),
+        failures=(),
+    )
+    document = api._result(parse_config(tiny_config()), status, 1.0).to_json()
+    assert (document["outcome"], document["code"]) == ("failed", "data.bad_document")

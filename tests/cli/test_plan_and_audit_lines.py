@@ -72,7 +72,7 @@ def test_a_plan_says_that_the_storage_cannot_be_written(tiny_config: Any, tmp_pa
     assert found.action == "start"
     (line,) = [line for line in plan_lines(found) if "warning" in line]
     assert line.startswith("  warning: a start would fail: run.storage: ")
-    assert f"because {tmp_path}/file is no writable folder" in line
+    assert f"because {tmp_path}/file is not a writable folder" in line
 
 
 def test_a_refusal_stands_first(tiny_config: Any) -> None:

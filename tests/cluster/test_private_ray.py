@@ -31,6 +31,7 @@ from orchestrator.cluster.ray_state import ray_says
 from orchestrator.config.loading import load_config
 from orchestrator.errors import ResourceError
 from orchestrator.records.run_status import MemberInfo
+from tests.raising import raises
 
 ROOT = Path(__file__).resolve().parents[2]
 Delete = Callable[[PrivatePart], str]
@@ -171,11 +172,11 @@ def test_a_ray_that_no_run_can_use_is_refused_with_the_one_to_install(
     delete: Delete, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delete(ray_inventory.NODE_GROUPS)
-    wrong = r'this Ray \(2\.99\.0\) lacks ray\.train\.backend:Backend.*install "ray\[train,data\]==2\.60\.\*"'
-    with pytest.raises(ResourceError, match=wrong):
+    values = "this Ray (2.99.0) lacks ray.train.backend:Backend", '"ray[train,data]==2.60.*"'
+    with raises(ResourceError, "cluster.ray_version", *values):
         ClusterConnection(load_config(ROOT / "configs/quickstart.yaml"), 1, 0)
     assert not ray.is_initialized()
-    with pytest.raises(ResourceError, match=wrong):
+    with raises(ResourceError, "cluster.ray_version", *values):
         train_run.run_group("name", 1, {}, "node", "storage", lambda _: None, {})
 
 

@@ -398,6 +398,8 @@ class World:
 
     def check_end(self, end: End) -> None:
         self.num["ends"] += 1
+        code = self.coordinator.machine.code
+        need((code is not None) == (end.outcome == "failed"), f"{end} has the code {code}")
         unsaved = any(text in end.reason for text in ("nothing is to be saved", "stopped at once"))
         if end.outcome in ("done", "stopped") and not unsaved:
             there = [m for m in self.members if m.alive and m.name not in self.left_out]
@@ -713,7 +715,8 @@ class World:
             assert isinstance(what, str), what
             member.mode = "ends" if member.mode == "fails" else member.mode
             text, ours = f"error: {what}", what in OURS
-            self.carry_out(machine.failed(member.name, what, text, ours, None, self.now))
+            code = f"code.{what}" if ours else None
+            self.carry_out(machine.failed(member.name, what, text, ours, None, self.now, code))
 
     def fail(self, member: Member, kind: str) -> None:
         """An error ends it; what it had begun to write it may still write."""

@@ -26,7 +26,7 @@ from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorProcess
 from orchestrator.data.feed.feed_notes import BadDocument, FeedNotes
-from orchestrator.errors import StorageError
+from orchestrator.errors import StorageError, UnsavedError, report_of
 from orchestrator.history.claim_files import START
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
@@ -251,11 +251,12 @@ def test_members_that_end_because_the_last_state_is_not_saved_are_not_lost(store
         actor = coordinator(store, min_workers=2, max_workers=2)
         await asyncio.gather(actor.join(JOIN), actor.join(replace(JOIN, member="n", port=2)))
         for member in ("m", "n"):
-            await actor.failed(LAUNCH, member, "UnsavedError", "not saved for 300 s", True)
+            await actor.failed(LAUNCH, member, *report_of(UnsavedError("not saved for 300 s")))
         return await ended(actor)
 
     over = asyncio.run(asyncio.wait_for(launch(), LIMIT_S))
     assert (over.ended, over.reason, over.lost) == ("failed", "not saved for 300 s", ())
+    assert over.code == UnsavedError.code
 
 
 class BuggyDisk(OsDisk):
@@ -420,7 +421,7 @@ def test_storage_that_fails_beyond_its_limit_ends_the_run_with_the_reason(
 
     async def is_over(actor: Coordinator) -> bool:
         found = await status(actor)
-        return found.ended == "failed" and "storage has failed for" in found.reason
+        return (found.ended, found.code) == ("failed", "storage.failing")
 
     monkeypatch.setattr(launch_driver, "END_WRITTEN_S", 0.1)
     monkeypatch.setattr(launch_driver, "LAST_TRY_S", 0.0)

@@ -38,6 +38,7 @@ from tests.coordinator.test_actor import (
     what_it_needs,
     with_disk,
 )
+from tests.raising import raises
 from tests.resume.samples import cursor, key, no_sleep, record, write_vote
 
 store, patient = test_actor.store, test_actor.patient
@@ -90,7 +91,7 @@ def test_a_call_of_another_launch_is_refused_with_both_names_and_changes_nothing
         actor = coordinator(store)
         assert isinstance(await actor.join(JOIN), GenerationView)
         before = await status(actor)
-        with pytest.raises(FencedError, match=f"call of launch {OTHER}, the run is now launch {LAUNCH}"):
+        with raises(FencedError, "run.fenced", f"launch {OTHER}", f"launch {LAUNCH}"):
             await CALLS[call](actor, store)
         after = await status(actor)
         assert (after.ended, after.failures, after.last_step) == (None, (), before.last_step)

@@ -204,6 +204,7 @@ def test_workers_that_fail_whenever_they_start_end_the_run_with_their_reason(exp
     over = [[ends(actions) for actions in each if ends(actions)] for each in rounds]
     assert over == [[], [], [], [[("failed", "a failure")]]]
     (end,) = [action for action in rounds[-1][0] if isinstance(action, End)]
+    assert machine.code == "launch.too_many_failures"
     assert "4 failures after step 0" in end.reason
     assert end.reason.count("RuntimeError: no weights today") == 1
 

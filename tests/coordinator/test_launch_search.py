@@ -122,7 +122,7 @@ class StopsForASave(LaunchMachine):
     """A save that fails ends the run."""
 
     def save_given_up(self, key: StateKey, text: str, now: float) -> list[Action]:
-        return [*super().save_given_up(key, text, now), *self.end("failed", "a save failed")]
+        return [*super().save_given_up(key, text, now), *self.end("failed", "a save failed", code="code")]
 
 
 class MetByAnyPoint(Requests):
@@ -144,8 +144,8 @@ class MeetsRequestsWithAnyPoint(LaunchMachine):
 class EndsWithoutAnswers(LaunchMachine):
     """Who has asked for something does not hear that the run has ended."""
 
-    def end(self, outcome: str, reason: str) -> list[Action]:
-        return [action for action in super().end(outcome, reason) if not isinstance(action, Note)]
+    def end(self, outcome: str, reason: str, by: str = "", code: str | None = None) -> list[Action]:
+        return [action for action in super().end(outcome, reason, by, code) if not isinstance(action, Note)]
 
 
 class AnswersAgain(LaunchMachine):
@@ -174,7 +174,7 @@ class TrustsTheReporter(LaunchMachine):
 
     def failed(self, member: str, kind: str, text: str, fatal: bool, *where: Any) -> list[Action]:
         actions = super().failed(member, kind, text, fatal, *where)
-        return [*actions, *self.end("failed", text)] if fatal else actions
+        return [*actions, *self.end("failed", text, code="code")] if fatal else actions
 
 
 class EndsWithTheLastOfAGroup(ReportedErrors):

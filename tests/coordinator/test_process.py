@@ -219,7 +219,7 @@ def test_a_coordinator_that_is_fenced_says_so_at_once(store: RunStore) -> None:
     async def launch() -> None:
         actor = process(store, OsDisk())
         news = await first_status(actor)
-        assert news.ended == "failed"
+        assert (news.ended, news.code) == ("failed", "run.fenced")
         assert "another launch has taken the run over" in news.reason
         assert isinstance(await actor.join(JOIN), Refusal)
 

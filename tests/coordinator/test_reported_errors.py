@@ -70,7 +70,8 @@ def form(machine: LaunchMachine, now: float) -> tuple[str, ...]:
 def fail(machine: LaunchMachine, member: str, kind: str, now: float) -> list[Action]:
     ours = kind in OURS
     place = MemberInfo(member=member, actor_id="", node_id=f"n-{member}", pid=7, host=f"host-{member}")
-    return machine.failed(member, kind, f"what {kind} says", ours, place, now)
+    code = f"code.{kind}" if ours else None
+    return machine.failed(member, kind, f"what {kind} says", ours, place, now, code)
 
 
 def ends(actions: list[Action]) -> list[str]:
@@ -97,8 +98,19 @@ def test_an_error_of_one_member_leaves_the_others_training(kind: str) -> None:
 @pytest.mark.parametrize("members", ["a", "ab", "abcd"])
 def test_an_error_of_ours_that_all_members_report_ends_the_run_at_once(members: str, kind: str) -> None:
     machine = training(members)
-    found = [ends(fail(machine, member, kind, 2.0)) for member in members]
-    assert found == [[] for _ in members[1:]] + [[f"what {kind} says"]]
+    *before, last = [fail(machine, member, kind, 2.0) for member in members]
+    assert [ends(actions) for actions in before] == [[] for _ in members[1:]]
+    assert ends(last) == [f"what {kind} says"]
+    assert machine.code == f"code.{kind}"
+
+
+def test_a_run_that_different_errors_end_has_the_code_of_the_first_that_has_one() -> None:
+    machine = training("abc")
+    machine.failed("a", "DataError", "no code yet", True, at("a", "n-a"), 2.0)
+    fail(machine, "b", "TrainingError", 2.0)
+    last = fail(machine, "c", "ConfigError", 2.0)
+    assert ends(last) == ["no code yet\nwhat TrainingError says\nwhat ConfigError says"]
+    assert machine.code == "code.TrainingError"
 
 
 def test_an_error_that_each_machine_meets_in_turn_is_the_runs() -> None:
@@ -212,6 +224,7 @@ def test_a_start_ends_at_once_when_the_others_are_too_few() -> None:
     machine = launch("a", min_workers=2)
     machine.rendezvous.expect(2)
     (reason,) = ends(fail(machine, "b", "ConfigError", 2.0))
+    assert machine.code == "code.ConfigError"
     assert "host-b" in reason
     assert "what ConfigError says" in reason
 

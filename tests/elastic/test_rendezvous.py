@@ -22,6 +22,7 @@ from orchestrator.errors import FencedError
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView, JoinRequest
 from orchestrator.records.steps import StateKey
+from tests.raising import raises
 
 ATTEMPT = 3
 
@@ -558,6 +559,7 @@ def test_generations_that_come_to_nothing_for_ever_stop_the_run():
         probes.append(action.formation.probe_ports)
     assert isinstance(action, StopRun)
     assert "4 generations in a row" in action.reason
+    assert action.code == "cluster.group_not_formed"
     assert probes == [False, False, True, False, True, False]
     assert machine.tick(1000.0) == []
 
@@ -599,6 +601,7 @@ def test_a_step_that_kills_three_times_in_a_row_stops_the_run(steps: tuple[int, 
             stop = only(actions, StopRun)
             assert isinstance(stop, StopRun)
             assert "right after step 7" in stop.reason
+            assert stop.code == "training.deadly_step"
             assert ended(machine, generation)
 
 
@@ -738,9 +741,9 @@ def test_members_that_never_heard_of_the_last_journalled_generation_are_taken_as
 
 def test_a_member_of_a_newer_attempt_fences_the_coordinator():
     machine = started()
-    with pytest.raises(FencedError, match="knows attempt 4, this coordinator is attempt 3"):
+    with raises(FencedError, "run.fenced", "attempt 4", "attempt 3"):
         machine.join(request("z", key(1, 1, attempt=4)), 0.0)
-    with pytest.raises(FencedError, match="attempt 4"):
+    with raises(FencedError, "run.fenced", "attempt 4"):
         machine.control_requests(4, 1, 0)
 
 
@@ -833,7 +836,7 @@ def test_a_stop_with_nobody_left_to_save_ends_the_run():
     machine.dead("a", 1.0)
     stop = only(machine.tick(1.0), StopRun)
     assert isinstance(stop, StopRun)
-    assert stop.outcome == "failed"
+    assert (stop.outcome, stop.code) == ("failed", "training.unsaved")
 
 
 def test_a_stop_before_anybody_has_trained_is_a_stop_and_no_failure():
@@ -842,7 +845,8 @@ def test_a_stop_before_anybody_has_trained_is_a_stop_and_no_failure():
     machine.request_stop()
     stop = only(machine.tick(1.0), StopRun)
     assert isinstance(stop, StopRun)
-    assert (stop.outcome, "before the first step" in stop.reason) == ("stopped", True)
+    assert (stop.outcome, stop.code) == ("stopped", None)
+    assert "before the first step" in stop.reason
 
 
 def test_a_save_is_requested_until_it_is_answered_and_only_once():

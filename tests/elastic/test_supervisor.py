@@ -23,6 +23,7 @@ from orchestrator.errors import CoordinatorSilentError, ElasticError
 from orchestrator.history.event_kinds import EventKind
 from tests.coordinator.test_actor import JOIN
 from tests.elastic.in_process import Driver
+from tests.raising import raises
 from tests.trainer.launch import LAUNCH, WAIT_S, Launch
 
 
@@ -103,9 +104,8 @@ def test_a_coordinator_that_stays_away_ends_the_launch_only_when_no_worker_holds
         return Future()
 
     monkeypatch.setattr(launch, "ask", unanswered)
-    with pytest.raises(CoordinatorSilentError) as seen:
+    with raises(CoordinatorSilentError, "launch.coordinator_silent"):
         driver.ended()
-    assert seen.value.code == "launch.coordinator_silent"
 
 
 class _Group:
@@ -213,7 +213,7 @@ def test_a_gcs_that_never_says_which_nodes_there_are_ends_the_launch_with_the_re
     nodes = Nodes(0)
     driver = Driver(Launch(tmp_path, 1), monkeypatch, nodes)
     try:
-        with pytest.raises(ElasticError, match="did not say for 0 s which nodes there are"):
+        with raises(ElasticError, "cluster.gcs_silent", "0 s"):
             driver.ended()
     finally:
         nodes.thawed.set()

@@ -21,6 +21,7 @@ from orchestrator.launch.api import dry_run
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.data.making import some_texts, write_corpus
+from tests.raising import raises
 from tests.trainer.test_model import GEMMA2
 
 MakeJob = Callable[..., JobConfig]
@@ -178,7 +179,7 @@ def test_plan_names_the_fields_of_the_first_record_where_text_field_is_none_of_t
 
 def test_a_folder_that_cannot_be_made_is_named(make: MakeJob, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(StorageError, match="file is no writable folder"):
+    with raises(StorageError, "storage.not_writable", f"{tmp_path / 'file'} "):
         dry_run(make(run__storage=str(tmp_path / "file" / "runs")))
 
 

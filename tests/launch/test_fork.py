@@ -28,6 +28,7 @@ from orchestrator.storage.files import Storage
 from tests.launch.test_rewind import damage
 from tests.launch.test_start import Runner, files, newest_attempt, runner  # noqa: F401  a fixture
 from tests.monitor.test_audit import TrainedRun, made_in
+from tests.raising import raises
 from tests.resume.samples import write_vote
 
 
@@ -149,17 +150,17 @@ def test_a_fork_without_a_point_of_its_own_says_what_became_of_its_parents(
         claiming.claimed(fork.store, job, spec, 0),
     ):
         pass
-    texts = {"gone": "gone or damaged .*COMMIT is missing", "damaged": "gone or damaged .*digest"}
+    codes = {"replaced": "point.parent_run_gone"}
+    reasons = {"gone": "COMMIT is missing", "damaged": "digest", "replaced": str(runner.folder)}
     if when == "gone":
         runner.store.delete_point(first.point_name)
     elif when == "damaged":
         damage(runner.folder, first)
     else:
         shutil.rmtree(runner.folder)
-    text = texts.get(when, "but there is no run any more")
-    text = f"mine begins with resume point {first.point_name} .*{text}"
     start = claiming.claimed(fork.store, job, spec, newest_attempt(fork.store))
-    with pytest.raises(ResumePointError, match=text), start:
+    code, values = codes.get(when, "point.damaged"), (fork.folder, first.point_name, reasons[when])
+    with raises(ResumePointError, code, *values), start:
         pass
 
 
@@ -224,18 +225,18 @@ def test_the_fork_must_fit_the_data_and_a_run_has_one_beginning(trained: Trained
     assert any("data.seed=" in text and "1234" in text for text in plan.refusals)
     assert not fork.folder.exists()
     fork.launch()
-    with pytest.raises(RefusedError, match=f"exists already, and began with {first.point_name} of"):
+    with raises(RefusedError, "run.exists", f"{first.point_name} of {runner.folder}"):
         Forked(runner, **{"from": str(runner.folder / "points" / second.point_name)}).plan()
     other = str(fork.folder / "points" / first.point_name)
     itself = Forked(runner, runner.config().run.name, **{"from": other})
-    with pytest.raises(RefusedError, match="exists already, and began by itself"):
+    with raises(RefusedError, "run.exists", runner.folder, "by itself"):
         itself.plan()
-    with pytest.raises(RefusedError, match="there is no run to fork"):
+    with raises(RefusedError, "run.unknown", "nowhere"):
         Forked(runner, "third", **{"from": f"nowhere/points/{first.point_name}"}).plan()
     for no_point in ("runs/other/points/latest", "other/"):
         with pytest.raises(ConfigError, match="resume.from"):
             Forked(runner, "third", **{"from": no_point})
-    with pytest.raises(RefusedError, match="is no folder of a resume point"):
+    with raises(RefusedError, "point.bad_location", f"runs/{first.point_name}"):
         Forked(runner, "third", **{"from": f"runs/{first.point_name}"}).plan()
 
 
@@ -245,15 +246,15 @@ def test_a_fork_is_made_once_and_never_over_another_run(trained: Trained) -> Non
     parent.fork(fork.folder, first.point_name)
     before = files(fork.folder)
     assert parent.fork(fork.folder, first.point_name).stands_there
-    with pytest.raises(RefusedError, match=f"at {first.point_name}, and latest is {second.point_name} now"):
+    with raises(RefusedError, "run.forked_elsewhere", first.point_name, "latest", second.point_name):
         parent.fork(fork.folder, "latest")
     assert files(fork.folder) == before
-    with pytest.raises(RefusedError, match="there is a run already, which is no fork"):
+    with raises(RefusedError, "run.exists", runner.folder):
         parent.fork(runner.folder, first.point_name)
     with pytest.raises(ConfigError, match="run.name"):
         parent.fork(runner.folder.parent / ".hidden", first.point_name)
     third = Forked(runner, "third")
-    with pytest.raises(RefusedError, match="has no resume point 00000011-a0001-g0001 there"):
+    with raises(RefusedError, "point.unknown", "00000011-a0001-g0001"):
         parent.fork(third.folder, "00000011-a0001-g0001")
     assert not third.folder.exists()
 
@@ -273,12 +274,11 @@ def test_no_new_run_lies_inside_a_run(
         cli.main(["fork", str(runner.folder), str(folder), "--at", "latest", "--yes"])
     told = capsys.readouterr().err
     assert f"{folder} would lie inside the run {runner.folder}" in told
-    assert "Give a folder that is in no run" in told
     start = Runner(starting_at(runner, folder))
-    with pytest.raises(RefusedError, match=f"{folder} would lie inside the run {runner.folder}"):
+    with raises(RefusedError, "run.inside_run", folder, f"the run {runner.folder}"):
         start.plan()
     (runner.folder / "run.json").rename(runner.folder.parent / "run.json.away")
-    with pytest.raises(RefusedError, match="would lie inside the run"):
+    with raises(RefusedError, "run.inside_run", folder, f"the run {runner.folder}"):
         start.plan()
     (runner.folder.parent / "run.json.away").rename(runner.folder / "run.json")
     assert files(runner.folder) == before
@@ -288,7 +288,7 @@ def test_a_link_into_a_run_leads_into_it_and_what_lies_there_already_still_opens
     runner, (first, _) = trained  # noqa: F811
     link = runner.folder.parent / "link"
     link.symlink_to(runner.folder / "points")
-    with pytest.raises(RefusedError, match=f"would lie inside the run {runner.folder}"):
+    with raises(RefusedError, "run.inside_run", f"the run {runner.folder}"):
         Run(runner.folder).fork(link / "mine", "latest")
     fork = Forked(runner)
     Run(runner.folder).fork(fork.folder, first.point_name)
@@ -299,11 +299,11 @@ def test_a_link_into_a_run_leads_into_it_and_what_lies_there_already_still_opens
 def test_no_fork_lies_around_a_run(trained: Trained) -> None:
     runner, _ = trained  # noqa: F811
     for folder in (runner.folder.parent, runner.folder.parent.parent):
-        with pytest.raises(RefusedError, match=f"{folder} would contain the run {runner.folder}"):
+        with raises(RefusedError, "run.around_run", folder, f"the run {runner.folder}"):
             Run(runner.folder).fork(folder, "latest")
     away = Forked(runner, "away")
     Run(runner.folder).fork(away.folder / "inner", "latest")
-    with pytest.raises(RefusedError, match=f"would contain the run {away.folder}/inner"):
+    with raises(RefusedError, "run.around_run", f"the run {away.folder}/inner"):
         Run(runner.folder).fork(away.folder, "latest")
 
 
@@ -371,7 +371,7 @@ def test_the_command_makes_a_fork_only_when_it_is_told_to(
 
     out, err = run("2", "--at", "latest")
     assert f"would be a run of its own that begins with {second.point_name} of {runner.folder}" in out
-    assert "give exactly one of --at, --step, --samples, --tokens; given is none" in run("2", "--yes")[1]
+    assert "give exactly one of --at, --step, --samples, --tokens; none is given" in run("2", "--yes")[1]
     assert "nothing is changed" in err
     assert not fork.folder.exists()
     assert not runner.store.pins()

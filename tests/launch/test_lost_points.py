@@ -18,6 +18,7 @@ from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import PointCommitter
 from orchestrator.storage.files import Storage
 from tests.launch.test_start import Runner, files, rewind
+from tests.raising import raises
 from tests.resume.samples import no_sleep
 from tests.storage.test_files import Failing
 
@@ -55,7 +56,7 @@ def test_a_point_named_to_resume_from_that_lost_its_commit_is_refused_as_damaged
     runner.launch()
     newer = runner.launch()
     (runner.folder / "points" / newer.point_name / "COMMIT").unlink()
-    with pytest.raises(ResumePointError, match="is damaged .*COMMIT is missing"):
+    with raises(ResumePointError, "point.damaged", newer.point_name, "COMMIT is missing"):
         rewind(runner, newer)
 
 

@@ -22,6 +22,7 @@ from orchestrator.resume.run_file import RunFile, read_run
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.planning.test_resume_plan import IDENTITY
+from tests.raising import raises
 from tests.resume.samples import no_sleep
 
 
@@ -142,10 +143,8 @@ HERE = {"orchestrator": "0.1.0", "torch": "2.9.0+cpu", "transformers": "5.0.0", 
 @pytest.mark.parametrize("name", HERE)
 def test_another_version_of_a_package_is_refused_with_both(name: str) -> None:
     for here in ({**HERE, name: "0.0.9"}, {n: v for n, v in HERE.items() if n != name}):
-        with pytest.raises(MachineError) as caught:
+        with raises(MachineError, "machine.packages", name, HERE[name], here.get(name, "not installed")):
             require_packages(HERE, here)
-        assert caught.value.code == "machine.packages"
-        assert all(text in str(caught.value) for text in (name, HERE[name], here.get(name, "not installed")))
 
 
 def test_another_build_of_a_version_and_packages_that_the_driver_lacks_are_no_difference() -> None:

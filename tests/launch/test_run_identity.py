@@ -19,6 +19,7 @@ from orchestrator.records.steps import StateKey
 from orchestrator.resume.store import RunStore
 from orchestrator.torchrun.recorder import RankZeroRecorder
 from tests.launch.test_start import LIMIT_S, Runner
+from tests.raising import raises
 from tests.resume.samples import key, record, write_vote
 
 
@@ -123,14 +124,14 @@ def test_nothing_begins_beside_what_is_left_of_a_run(runner: Runner, left: str) 
         if path.name != left:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     before = sorted(runner.folder.rglob("*"))
-    said = f"has no run.json, but {left} of a run.*would mix two histories.*move the folder away"
-    with pytest.raises(RefusedError, match=said):
+    values = "run.no_run_file", runner.folder, f"{left} of a run"
+    with raises(RefusedError, *values):
         runner.plan()
-    with pytest.raises(RefusedError, match=said):
+    with raises(RefusedError, *values):
         orchestrator.open(runner.folder)
     assert sorted(runner.folder.rglob("*")) == before
     start = claiming.claimed(runner.store, runner.config(), runner.prepared(), 0)
-    with pytest.raises(RefusedError, match=said), start:
+    with raises(RefusedError, *values), start:
         pass
     assert sorted(runner.folder.rglob("*")) == before
 

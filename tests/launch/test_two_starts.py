@@ -24,6 +24,7 @@ from orchestrator.launch import start as starting
 from orchestrator.resume.store import RunStore
 from orchestrator.torchrun import run as torchrun
 from tests.launch.test_start import LIMIT_S, Runner, begun
+from tests.raising import raises
 
 
 @pytest.fixture
@@ -174,8 +175,8 @@ def test_a_start_that_watched_while_another_one_claimed_is_busy(runner: Runner) 
     spec = starting.prepare(job, runner.store.storage, freeze=True)
     watched = busy_watch.refuse_busy(store, no_word)
     first = runner.begin()
-    told = f"attempt 1 of this run was claimed by launch {first.launch}"
-    with pytest.raises(BusyError, match=told), claiming.claimed(store, job, spec, watched):
+    claimed = claiming.claimed(store, job, spec, watched)
+    with raises(BusyError, "run.busy", "attempt 1 ", f"launch {first.launch}"), claimed:
         raise AssertionError("the first launch is fenced")
     assert not store.next_claim_exists(first.number)
 
@@ -211,7 +212,7 @@ def test_the_processes_of_a_killed_driver_are_waited_for_and_a_live_one_is_not(
     with Driver() as driver:
         heart = runner.store.heartbeat(runner.begin(driver.process).number)
         watched.meanwhile = heart.beat
-        with pytest.raises(BusyError, match="attempt 1 of launch"):
+        with raises(BusyError, "run.busy", "attempt 1 of launch"):
             busy_watch.refuse_busy(runner.store, said.append)
         driver.kill()
         beats = [heart.beat] * 20  # of an orphan
@@ -278,7 +279,7 @@ def test_a_start_with_nothing_left_to_train_is_busy_while_another_launch_works_o
     with Driver() as driver:
         alive = begun(runner, driver.process)
         watched.meanwhile = runner.store.heartbeat(alive.number).beat
-        with pytest.raises(BusyError, match=f"attempt {alive.number} of launch {alive.launch}"):
+        with raises(BusyError, "run.busy", f"attempt {alive.number} of launch {alive.launch}"):
             start(runner, until_now(runner))
 
 

@@ -25,6 +25,7 @@ from orchestrator.storage.files import Storage
 from tests.launch.test_start import Runner, runner  # noqa: F401  a fixture
 from tests.monitor.live_run import READS, ROOT, LiveRun, Paused, reader
 from tests.monitor.test_audit import TrainedRun, mapping  # noqa: F401  a fixture
+from tests.raising import raises
 from tests.storage.crashfs import ModelDisk
 
 
@@ -206,8 +207,8 @@ def test_a_run_that_is_claimed_at_each_look_is_said_to_go_on_and_not_to_be_damag
             looks.append(path)
             live.restart()
 
-    said = f"went on each of the {LOOKS} times.*newest attempt is {LOOKS + 1}.*says nothing about the run"
-    with reader(disk, before) as (run, _), pytest.raises(StorageError, match=said):
+    values = f"{LOOKS} times", f"newest attempt is {LOOKS + 1}"
+    with reader(disk, before) as (run, _), raises(StorageError, "run.changed_while_read", *values):
         run.list_points()
     assert len(looks) == LOOKS
 

@@ -101,7 +101,7 @@ class Beside:
             with reader(self.disk, self.goes_on) as (run, store):
                 found = read(run, store)
         except StorageError as error:
-            if "this says nothing about the run" not in str(error):
+            if error.code != "run.changed_while_read":
                 raise WrongError(f"the reader fails: {error}") from error
             self.moved_on += 1
             found = None

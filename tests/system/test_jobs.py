@@ -232,7 +232,7 @@ def test_a_submission_without_the_token_is_stopped_before_anything_is_copied(
 ) -> None:
     refused = server.command(job.config(), RAY_AUTH_MODE="disabled")
     assert refused.returncode == 2
-    assert "wants a token; nothing was submitted. Set RAY_AUTH_MODE=token" in refused.stderr
+    assert "requires a token; nothing was submitted. Set RAY_AUTH_MODE=token" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 

@@ -55,7 +55,7 @@ def test_a_vocabulary_that_is_too_small_is_refused_with_both_numbers(job: Job) -
 
 def test_a_storage_path_that_cannot_be_written_is_named(job: Job, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    refused(job, StorageError, "file is no writable folder", run__storage=str(tmp_path / "file" / "runs"))
+    refused(job, StorageError, "file is not a writable folder", run__storage=str(tmp_path / "file" / "runs"))
 
 
 def test_a_cluster_that_does_not_answer_is_named_with_what_to_do(job: Job) -> None:
