@@ -34,7 +34,8 @@ def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 def _known(dtype: str) -> tuple[str, int]:
     if dtype not in SAFETENSORS:
         raise ResumePointError(
-            f"a tensor has the type {dtype}, this version writes {', '.join(SAFETENSORS)}; train with one of "
-            "these"
+            f"a tensor has the type {dtype}, but this version writes only {', '.join(SAFETENSORS)}; train "
+            "with one of these",
+            code="model.unsupported_dtype",
         )
     return SAFETENSORS[dtype]

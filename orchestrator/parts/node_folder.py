@@ -95,8 +95,9 @@ def expanded(folder: str) -> str:
     found = os.path.expandvars(expanded_home(folder, "resume.node_folder"))
     if not os.path.isabs(found) or "$" in found:
         raise ResourceError(
-            f"resume.node_folder={folder} is {found!r} on {socket.gethostname()}, which is no absolute path; "
-            "set the variable on every node before its Ray starts, or give a path"
+            f"resume.node_folder={folder} is {found!r} on {socket.gethostname()}, which is not an absolute "
+            "path; set the variable on every node before Ray starts there, or give an absolute path",
+            code="config.node_folder_not_absolute",
         )
     return os.path.normpath(found)
 
@@ -115,7 +116,9 @@ def read_node(folder: str) -> Node | None:
 def _read(storage: Storage) -> Node:
     node = decode(Node, unseal(storage.read(NODE)), NODE)
     if node.format != FORMAT:
-        raise OrchestratorError(f"it has format {node.format}, this version reads {FORMAT}")
+        raise OrchestratorError(
+            f"its format is {node.format}, this version reads {FORMAT}", code="storage.node_identity"
+        )
     return node
 
 
@@ -139,8 +142,9 @@ def make_node(folder: str, address: str) -> Node:
         if isinstance(error, StorageError):
             raise
         raise StorageError(
-            f"{folder}/{NODE} on {socket.gethostname()} is not as it was written ({error}), so that nobody "
-            "can say which node's parts lie there; restore it, or move the folder away"
+            f"{folder}/{NODE} on {socket.gethostname()} cannot be read ({error}), so the node that owns the "
+            "parts in this folder is unknown; restore the file, or move the folder away",
+            code="storage.node_identity",
         ) from error
 
 
@@ -217,7 +221,10 @@ def copy_part(
     to.put(path, pieces, entry.bytes)
     if problem := _wrong_with(to, path, entry):
         to.delete(path)
-        raise StorageError(f"the copy {to.root}/{path} of another node's part is not as that: {problem}")
+        raise StorageError(
+            f"the copy {to.root}/{path} of another node's part differs from that part: {problem}",
+            code="storage.copy_differs",
+        )
     to.sync(path.rpartition("/")[0])
 
 

@@ -100,7 +100,7 @@ class NodeServer:
 
         def check() -> None:
             if token in self._unwanted:
-                raise PartCancelled("nobody needs the copy any more")
+                raise PartCancelled("the copy is no longer needed")
 
         place = self.home().place_of(run)
         copy_part(source, Storage(place.folder), path, entry, check)

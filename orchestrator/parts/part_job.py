@@ -23,6 +23,8 @@ from orchestrator.storage.files import Storage
 class PartCancelled(OrchestratorError):
     """The part is no longer wanted. No file of it is left."""
 
+    code = "point.part_cancelled"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartWritten:
@@ -109,8 +111,10 @@ def perform(
         data = buffer[place.offset : place.offset + place.num_bytes]
         if len(data) != place.num_bytes:
             raise StorageError(
-                f"the buffer {job.buffer} of {len(buffer)} bytes ends before the {place.num_bytes} bytes of "
-                f"{place.tensor.group}/{place.tensor.name} at {place.offset}; end the run, and report this"
+                f"the buffer {job.buffer} has {len(buffer)} bytes, but {place.tensor.group}/"
+                f"{place.tensor.name} needs {place.num_bytes} bytes at {place.offset}; stop the run, and "
+                "report this bug",
+                code="internal.short_buffer",
             )
         rows.append(PartRows(tensor=place.tensor, dtype=part.dtype, rows=place.rows, data=data))
     made = make_part(job.point, job.layout, job.rank, rows, check)
@@ -137,7 +141,8 @@ def _mapped(path: str) -> memoryview:
 def _unreachable(path: str, error: OSError) -> StorageError:
     return StorageError(
         f"cannot open the buffer {path} of a save ({error.strerror or error}); memory that is shared "
-        "between processes is needed: check that /proc is mounted, and the limits of the container"
+        "between processes is needed: check that /proc is mounted, and the limits of the container",
+        code="machine.no_shared_memory",
     )
 
 
@@ -208,9 +213,10 @@ def written_line(number: int, written: PartWritten) -> bytes:
     return orjson.dumps(content) + b"\n"
 
 
-def failed_line(number: int, reason: str, cancelled: bool) -> bytes:
+def failed_line(number: int, reason: str, code: str | None, cancelled: bool) -> bytes:
     """Encodes a failure, with nothing written, as a line of JSON."""
-    return orjson.dumps({"job": number, "failed": reason, "cancelled": cancelled}) + b"\n"
+    content = {"job": number, "failed": reason, "code": code, "cancelled": cancelled}
+    return orjson.dumps(content) + b"\n"
 
 
 def answer_of(line: bytes) -> PartWritten:
@@ -218,7 +224,7 @@ def answer_of(line: bytes) -> PartWritten:
     content = orjson.loads(line)
     if "failed" in content:
         kind = PartCancelled if content["cancelled"] else StorageError
-        raise kind(content["failed"])
+        raise kind(content["failed"], code=content["code"])
     entry = FileEntry(path=content["path"], bytes=content["bytes"], digest=content["digest"])
     sums = {group: int(text, 16) for group, text in content["sums"].items()}
     return PartWritten(entry=entry, sums=sums)

@@ -185,7 +185,8 @@ class PartWriter:
             raise StorageError(
                 f"the process that writes this rank's part of a resume point {how}; the save is given up, "
                 "and the next one tries again: see the limits of processes and open files here, and whether "
-                "memory runs out"
+                "memory runs out",
+                code="point.writer_not_started",
             ) from error
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -225,7 +226,8 @@ class PartWriter:
         return StorageError(
             f"the process {process.pid} that wrote this rank's part of a resume point {how}; the save is "
             "given up, and the next one starts another process: if it happens again, see whether memory runs "
-            "out"
+            "out",
+            code="point.writer_died",
         )
 
     def _count_death(self, how: str) -> None:

@@ -164,7 +164,8 @@ class ReachedNodes:
         if wrong:
             raise ResourceError(
                 f"resume.node_folder={self._folder} cannot be used on every node; nothing is started: "
-                "correct these, or give a folder that all of them can make\n" + "\n".join(wrong)
+                "correct these, or give a folder that all of them can make\n" + "\n".join(wrong),
+                code="storage.node_folder_unusable",
             )
         return self.homes()
 

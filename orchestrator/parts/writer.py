@@ -90,7 +90,7 @@ def _answer(storage: Storage, content: dict[str, Any], cancelled: _Cancelled, ke
     try:
         written = perform(storage, job_of(content), check, kept)
     except OrchestratorError as error:
-        return failed_line(number, text_of(error), isinstance(error, PartCancelled))
+        return failed_line(number, text_of(error), error.code, isinstance(error, PartCancelled))
     return written_line(number, written)
 
 

@@ -158,8 +158,9 @@ class StaticMembership:
         rendezvous = self._rendezvous
         if self._num_generations and not state.unsaved:
             raise ElasticError(
-                f"the static group of {rendezvous.world_size} ranks came apart ({state.reason}); "
-                "start the same command again"
+                f"the group of {rendezvous.world_size} ranks ended ({state.reason}), and under torchrun its "
+                "processes form no other one; start the same command again",
+                code="training.group_ended",
             )
         self._num_generations += 1
         place = f"start/{self._num_generations}"
@@ -197,8 +198,9 @@ class StaticMembership:
         without = [rank for rank, (_, held) in enumerate(self._told_at(place)) if not _live(held, state.key)]
         if without:
             raise ElasticError(
-                f"rank 0 holds {state.key.point_name}, which is to be saved again, and ranks "
-                f"{', '.join(map(str, without))} do not; start the same command again"
+                f"rank 0 has the state {state.key.point_name}, which must be saved again, and ranks "
+                f"{', '.join(map(str, without))} do not have it; start the same command again",
+                code="training.states_differ",
             )
         return recorder.again(state.key, state.cursor)
 
@@ -286,7 +288,8 @@ class StaticMembership:
                 unanswered = ElasticError(
                     f"the vote for {vote.key.point_name} had no answer ({type(error).__name__}: {error}; "
                     f"allowed while no rank writes more of its part: {self._limit_s:.0f} s); "
-                    "start the same command again"
+                    "start the same command again",
+                    code="training.vote_unanswered",
                 )
                 answer.set_exception(unanswered)
             except Exception as error:  # noqa: BLE001  the thread that waits for the answer raises it

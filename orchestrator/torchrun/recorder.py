@@ -258,7 +258,7 @@ class RankZeroRecorder:
             with suppress(RuntimeError):  # the loop has just ended
                 return asyncio.run_coroutine_threadsafe(self._vote(vote), self._loop)
         answer: Future[bool] = Future()
-        answer.set_exception(self._failure or ElasticError("the attempt has ended"))
+        answer.set_exception(self._failure or _ended("the attempt has ended"))
         return answer
 
     def save_failed(self, key: StateKey, rank: int, world_size: int, reason: str) -> None:
@@ -383,7 +383,7 @@ class RankZeroRecorder:
             self._fail(error)
         hearing.cancel()
         if self._voting:
-            self._fail(ElasticError("the group ended before this save was decided"))
+            self._fail(_ended("the group ended before this save was decided"))
             await asyncio.wait(self._voting)
 
     async def _hear_requests(self) -> None:
@@ -445,7 +445,7 @@ class RankZeroRecorder:
             began = min(began, self._commits.hangs_since or began)  # the call that met the failure first
             text = self._trouble.failed(str(error), began)
             if reason := self._trouble.verdict(time.monotonic()):
-                self._fail(StorageError(reason))
+                self._fail(StorageError(reason, code="storage.failing"))
             durable, worked = None, False
         else:
             text, worked = self._trouble.worked(), True
@@ -498,3 +498,8 @@ class RankZeroRecorder:
     async def broken(self, error: Exception) -> None:
         """See `CommitListener`."""
         self._fail(error)
+
+
+def _ended(text: str) -> ElasticError:
+    """Builds the error with which a vote is answered that the attempt's end overtook."""
+    return ElasticError(text, code="launch.attempt_ended")

@@ -31,7 +31,8 @@ def require_gpus() -> None:
     if needed > there:
         raise ResourceError(
             f"cluster.use_gpu=true with {needed} ranks on this machine, but torch sees {there} GPUs; "
-            f"start at most {there} ranks here (--nproc-per-node), or set cluster.use_gpu=false"
+            f"start at most {there} ranks here (--nproc-per-node), or set cluster.use_gpu=false",
+            code="machine.too_few_gpus",
         )
 
 
@@ -59,7 +60,7 @@ def require_memory(job: JobConfig) -> ParallelChoice:
     here = machines_here(job.cluster.use_gpu)
     choice = choose_parallel(job, workers, here)
     if problems := capacity_problems(job, choice.num_shards, workers, here):
-        raise ResourceError("\n".join(problems))
+        raise ResourceError("\n".join(problems), code="cluster.too_small")
     return choice
 
 
@@ -91,10 +92,14 @@ def _require_one_disk(rendezvous: StoreRendezvous, folder: str | None) -> None:
         return
     found = [json.loads(rendezvous.store.get(f"disk/{rank}")) for rank in range(rendezvous.world_size)]
     if wrong := [text for _, text in found if text]:
-        raise ResourceError(f"resume.node_folder={folder} cannot be used: {'; '.join(dict.fromkeys(wrong))}")
+        raise ResourceError(
+            f"resume.node_folder={folder} cannot be used: {'; '.join(dict.fromkeys(wrong))}",
+            code="storage.node_folder_unusable",
+        )
     if (num_disks := len({node for node, _ in found})) > 1:
         raise RefusedError(
             f"resume.node_folder={folder}: the {rendezvous.world_size} ranks of this group see {num_disks} "
-            "disks there, and under torchrun no rank reaches another machine's: start the run with "
-            "`orchestrator train` on Ray, on one machine, or without the key"
+            "disks there, and under torchrun a rank cannot read another machine's disk; start the run with "
+            "`orchestrator train` on Ray, on one machine, or without the key",
+            code="storage.several_node_disks",
         )

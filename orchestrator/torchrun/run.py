@@ -83,7 +83,9 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
         require_gpus()
     parallel = require_memory(job)
     if "RANK" not in os.environ:
-        raise ConfigError(f"RANK is not set: this is no process of torchrun; {_USAGE}")
+        raise ConfigError(
+            f"RANK is not set, so torchrun did not start this process; {_USAGE}", code="command.not_torchrun"
+        )
     from orchestrator.torchrun.store_rendezvous import meet
 
     rendezvous = meet()

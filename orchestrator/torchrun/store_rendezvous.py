@@ -76,9 +76,12 @@ class StoreRendezvous:
             if "error" in answer:
                 self.store.set(f"{name}/received/{self.rank}", "")
         except RuntimeError as error:
-            raise ElasticError(f"rank 0 said nothing ({error}); start the same command again") from error
+            raise ElasticError(
+                f"rank 0 did not answer ({error}); start the same command again",
+                code="launch.rank_zero_silent",
+            ) from error
         if "error" in answer:
-            raise ElasticError(f"rank 0 failed: {answer['error']}")
+            raise ElasticError(f"rank 0 failed: {answer['error']}", code="launch.rank_zero_failed")
         return answer["value"]
 
 
@@ -94,7 +97,8 @@ def meet(limit_s: float = RENDEZVOUS_LIMIT_S) -> StoreRendezvous:
         where = "rank {RANK} of {WORLD_SIZE} has not met the others at {MASTER_ADDR}:{MASTER_PORT}"
         raise ElasticError(
             f"{where.format_map(os.environ)} within {limit_s:.0f} s ({error}); "
-            "start the same command again on every machine"
+            "start the same command again on every machine",
+            code="launch.ranks_not_met",
         ) from error
     return StoreRendezvous(start=start, store=PrefixStore(start, store), rank=rank, world_size=world_size)
 

@@ -227,8 +227,8 @@ def _require_logits(output: Any, name: str, seq_len: int) -> int:
         raise refused(f"{name}: its forward pass returned numbers of the type {logits.dtype}; {wanted}")
     if not logits.requires_grad:
         raise refused(
-            f"{name}: the logits depend on no parameter that is trained (detach or no_grad); return them "
-            "with their graph"
+            f"{name}: the logits depend on no trainable parameter (detach or no_grad); return them with "
+            "their graph"
         )
     return shape[2]
 

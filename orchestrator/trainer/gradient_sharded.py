@@ -89,18 +89,19 @@ class ShardedGradient:
         except RuntimeError as error:
             if _BARE_ROWS in str(error):
                 raise TrainingError(
-                    "the model computes with weights of a block whose forward pass it does not call, so that "
-                    f"they were not gathered ({error}); call the modules of its torch.nn.ModuleList "
-                    "themselves, keep such weights outside of it, or set train.parallel=replicate "
-                    "(docs/howto/shards.md)"
+                    "the model uses weights of a block without calling the block, so they were not gathered "
+                    f"({error}); call the modules of its torch.nn.ModuleList, keep such weights outside of "
+                    "it, or set train.parallel=replicate (docs/howto/shards.md)",
+                    code="model.weights_not_gathered",
                 ) from error
             if not raised_by_collective(error):
                 raise  # the model's own error
             if is_mismatch(error):
                 raise TrainingError(
-                    f"the collectives that gather weights and sum the gradient do not fit together: {error}; "
-                    "every group would meet this again, so that the run stops: do all ranks use the same "
-                    "parameters in each micro-batch (docs/howto/shards.md)? Else this is an error of ours"
+                    f"the ranks call different collectives to gather weights and sum the gradient: {error}; "
+                    "another group would fail in the same way. Use the same parameters on all ranks in each "
+                    "micro-batch (docs/howto/shards.md); if the model does, report this bug",
+                    code="training.collectives_differ",
                 ) from error
             raise ended_by("gathering weights, or summing the gradient", error) from error
         return fixed_point(float(loss.detach()))

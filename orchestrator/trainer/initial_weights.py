@@ -26,6 +26,7 @@ from orchestrator.trainer.reshard import tensor_as_bytes
 from orchestrator.trainer.saved_form import SavedForm, renames
 from orchestrator.trainer.transformers_model import naming_model
 from orchestrator.trainer.weight_files import (
+    FILE_SIZE,
     INDEX,
     SINGLE,
     StoredTensor,
@@ -77,9 +78,9 @@ def require_fit(config: ModelConfig, model: nn.Module) -> None:
     if problems:
         lines = "\n".join(problems)
         raise ConfigError(
-            f"model.init_from={where} does not hold the weights of this model, {len(problems)} tensors "
-            "differ; "
-            f"give the model's own architecture, or leave init_from out\n{lines}"
+            f"model.init_from={where} does not hold the weights of this model: {len(problems)} tensors "
+            f"differ; give the model's own architecture, or leave init_from out\n{lines}",
+            code="weights.other_model",
         )
 
 
@@ -107,7 +108,7 @@ def fill(
         try:
             _fill_whole_from_point(model, str(config.init_from))
         except DamagedPointError as error:  # not a point of this run: there is no older one to fall back to
-            raise ResumePointError(f"model.init_from={config.init_from}: {error}") from error
+            raise ResumePointError(f"model.init_from={config.init_from}: {error}", code=error.code) from error
     elif config.factory is not None:
         _fill_from_files(model, str(config.init_from))
     else:
@@ -116,7 +117,9 @@ def fill(
         wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
         if wrong:
             raise ConfigError(
-                f"model.init_from={config.init_from}: transformers did not load all of it: {wrong}"
+                f"model.init_from={config.init_from}: transformers did not load all tensors: {wrong}; give "
+                "the weights of this model",
+                code="weights.other_model",
             )
         return made
     return model
@@ -189,14 +192,17 @@ def read_whole(stored: StoredTensor) -> Tensor:
     """
     name = f"{stored.storage.root}/{stored.path}"
     if not stored.dtype:
-        raise ConfigError(f"{name} has numbers of a type that is not known here; give other weights")
+        raise ConfigError(
+            f"{name} has tensors of a dtype that this version does not read; give other weights",
+            code="weights.unsupported_dtype",
+        )
     tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
     wanted = math.prod(stored.shape) * tensor.itemsize
     if (
         wanted
         and stored.storage.read_into(stored.path, stored.start, tensor_as_bytes(tensor).numpy().data) < wanted
     ):
-        raise ConfigError(f"{name} ends before its tensors do; restore the file")
+        raise ConfigError(f"{name} ends before its tensors do; restore the file", code=FILE_SIZE)
     return tensor
 
 
@@ -281,7 +287,8 @@ def _read(stored: StoredTensor, item: Item) -> None:
         if read != len(into):
             raise ConfigError(
                 f"{stored.storage.root}/{stored.path} ends within {item.name}: {read} bytes of {len(into)} "
-                "are left; restore the file"
+                "are left; restore the file",
+                code=FILE_SIZE,
             )
         if not straight:
             part.copy_(found)

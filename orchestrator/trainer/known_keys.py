@@ -46,7 +46,7 @@ def require_known_keys(shape: Mapping[str, Any], settings: Any, dtype: str) -> N
     ]
     if lines:
         count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-        raise ConfigError("\n".join([f"model.config: {count}", *lines]))
+        raise ConfigError("\n".join([f"model.config: {count}", *lines]), code="model.config_keys")
 
 
 def _problems(settings: Any, shape: Mapping[str, Any], path: Path) -> Iterator[Problem]:

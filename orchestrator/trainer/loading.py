@@ -171,15 +171,17 @@ def _check_form(manifest: Manifest, items: Sequence[Item]) -> None:
     missing, unknown = sorted(set(state) - set(saved)), sorted(set(saved) - set(state))
     if missing or unknown:
         raise ResumePointError(
-            f"resume point {point} has no tensors {missing[:5]} and has {unknown[:5]}, which the model of "
-            "this job has not; use the model that the point was made with"
+            f"resume point {point} has other tensors than the model of this job: only the model has "
+            f"{missing[:5]}, only the point has {unknown[:5]}; use the model that the point was made with",
+            code="point.other_model",
         )
     for name, tensor in saved.items():
         theirs, ours = (tensor.dtype, tensor.shape), (dtype_name(state[name].tensor), state[name].whole.shape)
         if theirs != ours:
             raise ResumePointError(
                 f"resume point {point} has {name} as {theirs}, the model of this job as {ours}; "
-                "use the model that the point was made with"
+                "use the model that the point was made with",
+                code="point.other_model",
             )
 
 

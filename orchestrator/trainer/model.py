@@ -45,7 +45,8 @@ def pick_device(device: str) -> torch.device:
     if not torch.cuda.is_available():
         raise ConfigError(
             "cluster.use_gpu=true, but torch sees no GPU in this process; "
-            "set cluster.use_gpu=false, or install a CUDA build"
+            "set cluster.use_gpu=false, or install a CUDA build",
+            code="machine.no_gpu",
         )
     if wanted.index is None:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -63,7 +64,8 @@ def own_gpu(local_rank: int, num_gpus: int) -> int:
         raise ResourceError(
             f"LOCAL_RANK={local_rank}, but torch sees {num_gpus} GPUs in this process, and no two ranks may "
             f"share one; start at most {num_gpus} ranks on this machine, let every rank see all its GPUs "
-            "(CUDA_VISIBLE_DEVICES), or set cluster.use_gpu=false"
+            "(CUDA_VISIBLE_DEVICES), or set cluster.use_gpu=false",
+            code="machine.too_few_gpus",
         )
     return local_rank
 
@@ -144,7 +146,8 @@ def made_by_factory(config: ModelConfig, model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model.factory={config.factory} returned {type(model).__name__}; "
-            "it must return a torch.nn.Module"
+            "it must return a torch.nn.Module",
+            code="model.factory_output",
         )
     return model
 
@@ -198,7 +201,8 @@ def _moved(model: nn.Module, to: torch.device) -> nn.Module:
 def _not_callable(config: ModelConfig, error: Exception) -> ConfigError:
     return ConfigError(
         f"model.factory={config.factory} cannot be called ({error}); "
-        "give pkg.module:function and its model.factory_args"
+        "give pkg.module:function and its model.factory_args",
+        code="model.factory_not_callable",
     )
 
 
@@ -232,7 +236,8 @@ def _lacking(folder: str, missing: list[str]) -> ConfigError:
     return ConfigError(
         f"model.pretrained={folder} lacks {len(missing)} of the model's tensors, and they would start at "
         f"random: {named}; restore the folder's *.safetensors, or correct its config.json, which says that "
-        "the model has them"
+        "the model has them",
+        code="weights.missing_tensors",
     )
 
 

@@ -116,11 +116,10 @@ class SavedForm:
         other = [n for n in sorted(set(own) & set(tensors)) if theirs[n][1] != tuple(tensors[n][1])]
         if missing or unknown or other:
             raise ResumePointError(
-                "the transformers that is installed here makes another model of this run's configuration: "
-                "it has "
-                f"{missing[:5]}, which the point has not, lacks {unknown[:5]}, and has other shapes of "
-                f"{other[:5]}; "
-                "export with the version that the run was trained with"
+                "the installed transformers builds another model from this run's configuration: only the "
+                f"model has {missing[:5]}, only the point has {unknown[:5]}, and the shapes of {other[:5]} "
+                "differ; export with the version of transformers that trained the run",
+                code="export.other_model",
             )
         ignored = set(getattr(self._model, "_keys_to_ignore_on_save", None) or ())
         saved = {name: tensor for name, tensor in held.items() if name not in ignored}

@@ -216,7 +216,8 @@ class Saver:
         if save is not None and late_s > STOP_LIMIT_S:
             raise StorageError(
                 f"this rank's part of {save.job.point} is still being written {late_s:.0f} s after the save "
-                f"was given up (allowed: {STOP_LIMIT_S:g} s); check that storage is mounted and answers here"
+                f"was given up (allowed: {STOP_LIMIT_S:g} s); check that storage is mounted and answers here",
+                code="storage.no_answer",
             )
         if (
             save is not None
@@ -296,7 +297,7 @@ class Saver:
                 vote = replace(save.vote, save_blocked_s=save.blocked_s, part_s=part_s)
                 self._membership.vote(vote).add_done_callback(partial(self._answered, key))
             case Report():
-                error = StorageError(action.reason)
+                error = StorageError(action.reason, code="point.part_not_written")
                 answer = self._membership.save_failed(save.view, key, error)
                 answer.add_done_callback(partial(self._answered, key))
 

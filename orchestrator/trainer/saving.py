@@ -66,8 +66,8 @@ class Unsaved:
             raise UnsavedError(
                 f"the last state of the run could not be saved for {now - self._since:.0f} s "
                 f"(allowed: {self._limit_s:g} s): every save was given up, the last one as {point}; the "
-                "journal says why. Start the same command again: it continues from the newest resume point, "
-                "and begins anew where there is none"
+                "journal has the reasons. Start the same command again: it continues from the newest resume "
+                "point, or from the beginning if the run has none"
             )
         time.sleep(self._wait_s)
         self._wait_s = min(2 * self._wait_s, 5.0)

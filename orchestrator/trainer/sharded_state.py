@@ -57,7 +57,8 @@ class ShardedState(TrainState):
             raise ConfigError(
                 f"train.compile={train.compile} and train.activation_checkpointing="
                 f"{train.activation_checkpointing}, but the model has no blocks: no torch.nn.ModuleList "
-                "whose modules share no weight with others; set both to none"
+                "whose modules share no weight with others; set both to none",
+                code="model.no_blocks",
             )
         self._names = list(_own_tensors(self._skeleton))
         self.model = self._skeleton

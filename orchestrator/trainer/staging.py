@@ -145,7 +145,8 @@ class StagingBuffer:
         except (OSError, RuntimeError, MemoryError) as error:  # raised by the system or by torch
             raise StorageError(
                 f"there is no room for a staging buffer of {self._reserved} bytes in shared memory "
-                f"({error}); give the workers more memory"
+                f"({error}); give the workers more memory",
+                code="machine.shared_memory",
             ) from error
 
     def _release(self) -> None:

@@ -286,7 +286,8 @@ class TrainState:
         if changed:
             raise TrainingError(
                 f"the model's forward pass changes its buffers {changed}, which would differ between ranks; "
-                "use layers without running statistics, or register them with persistent=False"
+                "use layers without running statistics, or register them with persistent=False",
+                code="model.changes_state",
             )
         self.writable()
         self._untouched = self.committed = False

@@ -56,8 +56,9 @@ def settle(state: TrainState, view: GenerationView, prepared: Prepared | None) -
     holds = view.parent is not None and state.key == view.parent
     if holds and view.cursor is not None and state.cursor != view.cursor:
         raise TrainingError(
-            f"the state {view.parent} stands at {state.cursor} here and at {view.cursor} in the view of "
-            f"generation {view.generation}; start again from the newest resume point"
+            f"this rank has the state {view.parent} at {state.cursor}, but generation {view.generation} "
+            f"continues it at {view.cursor}; start again from the newest resume point",
+            code="training.cursors_differ",
         )
     return holds
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from orchestrator.errors import ConfigError, StorageError
+from orchestrator.errors import ConfigError, OrchestratorError, StorageError
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.fetched import small_files
 from orchestrator.storage.open import open_storage
@@ -44,11 +44,16 @@ def transformers_settings(config: ModelConfig, device_type: str, invariant: bool
             if kind not in CONFIG_MAPPING:  # transformers would list all 600 of them
                 close = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=3)
                 meant = f"; did you mean {' or '.join(close)}?" if close else ""
-                raise ValueError(f"transformers knows no model_type {kind!r}{meant}")
+                raise ConfigError(
+                    f"transformers knows no model_type {kind!r}{meant}", code="model.unknown_type"
+                )
             settings = AutoConfig.for_model(kind, **shape)
         model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(settings), None)
         if model is None:
-            raise ValueError(f"transformers has no causal language model of type {settings.model_type}")
+            raise ConfigError(
+                f"transformers has no causal language model of type {settings.model_type}",
+                code="model.not_language_model",
+            )
     if (chosen := _chosen_attention(config, settings)) is not None:
         if config.attn_implementation == "auto" and chosen == "sdpa" and invariant and device_type == "cuda":
             raise ConfigError(
@@ -111,7 +116,11 @@ def naming_model(config: ModelConfig) -> Iterator[None]:
             if config.pretrained is not None
             else f"model.config={config.config}"
         )
-        raise ConfigError(f"{what} gives no causal language model: {_plain(error)}; correct it") from error
+        known = error.code if isinstance(error, OrchestratorError) else None
+        raise ConfigError(
+            f"{what} cannot be built as a causal language model: {_plain(error)}; correct it",
+            code=known or "model.not_built",
+        ) from error
 
 
 def _plain(error: BaseException) -> str:
@@ -136,7 +145,7 @@ def shape_only(
     with naming_model(config):
         reads = config.pretrained is not None and config.init_from is None
         if reads and not _holds_safetensors(str(config.pretrained)):
-            raise FileNotFoundError("the folder holds no *.safetensors")
+            raise ConfigError("the folder holds no *.safetensors", code="weights.no_files")
         model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             settings, attn_implementation=attention
         )

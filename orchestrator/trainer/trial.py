@@ -74,8 +74,9 @@ def require_model(
     require_rows(facts, job)
     if facts.size is not None and facts.size.frozen == facts.size.parameters:
         raise ConfigError(
-            f"the model of {_where(job)} has no parameter that is trained (requires_grad): of "
-            f"{facts.size.parameters:,} none is; leave some unfrozen"
+            f"the model of {_where(job)} has no trainable parameter: all {facts.size.parameters:,} are "
+            "frozen (requires_grad=False); unfreeze some",
+            code="model.nothing_trainable",
         )
     notes = [facts.note] if facts.note else []
     if facts.largest_table is not None and facts.largest_table < vocab_size:
@@ -154,7 +155,8 @@ def require_rows(facts: ModelFacts, job: JobConfig) -> None:
         more = f" and {len(facts.scalars) - 1} more" if len(facts.scalars) > 1 else ""
         raise ConfigError(
             f"the model's parameter {facts.scalars[0]}{more} has the shape (), and a sharded state is "
-            "divided by rows, of which it has none; give it the shape (1,), or set train.parallel=replicate"
+            "divided by rows, of which it has none; give it the shape (1,), or set train.parallel=replicate",
+            code="model.scalar_parameter",
         )
 
 
@@ -180,11 +182,13 @@ def _build_elsewhere(task: dict[str, Any]) -> ModelFacts:
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"the model was not built on the meta device within {_LIMIT_S:.0f} s; correct model.factory"
+            f"the model was not built on the meta device within {_LIMIT_S:.0f} s; correct model.factory",
+            code="model.trial_timeout",
         ) from error
     except subprocess.CalledProcessError as error:
         raise ConfigError(
-            f"the process that tries the model ended with {error.returncode}:\n{error.stderr[-2000:]}"
+            f"the process that tries the model ended with {error.returncode}:\n{error.stderr[-2000:]}",
+            code="model.trial_died",
         ) from error
     answer = json.loads(ended.stdout.splitlines()[-1])
     if "refused" in answer:

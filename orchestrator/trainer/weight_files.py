@@ -19,6 +19,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.open import absolute, open_storage, split
 
 SINGLE, INDEX, PARTS = "model.safetensors", "model.safetensors.index.json", "parts.json"
+FILE_SIZE = "weights.file_size"  # the code of an error: a file is shorter or longer than its header says
 _TORCH_NAMES = {stored: name for name, (stored, _) in SAFETENSORS.items()} | {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
@@ -65,12 +66,15 @@ def weight_files(where: str) -> list[str]:
     except FileNotFoundError:
         pass
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{storage.root}/{INDEX} cannot be read: {error!r}; restore the file") from error
+        raise ConfigError(
+            f"{storage.root}/{INDEX} cannot be read: {error!r}; restore the file", code="weights.invalid_file"
+        ) from error
     if not storage.exists(SINGLE):
         raise ConfigError(
             f"{storage.root} holds no weights: there is no {SINGLE}, no {INDEX} and no {PARTS} in it; give a "
             "folder that `orchestrator export` or transformers has made, or a resume point's, "
-            "<run>/points/<name>"
+            "<run>/points/<name>",
+            code="weights.no_files",
         )
     return [SINGLE]
 
@@ -92,7 +96,7 @@ def held_in(where: str) -> dict[str, tuple[int, ...]]:
     try:
         return {name: each.shape for name, each in stored_tensors(where).items()}
     except ConfigError as error:
-        raise ConfigError(f"model.init_from: {error}") from error
+        raise ConfigError(f"model.init_from: {error}", code=error.code) from error
 
 
 def open_point(where: str) -> tuple[Storage, Manifest]:
@@ -105,7 +109,8 @@ def open_point(where: str) -> tuple[Storage, Manifest]:
     try:
         return storage, read_manifest(storage, name)
     except PartDamage as error:
-        raise ResumePointError(f"model.init_from={where}: {damaged(name, error)}") from error
+        found = damaged(name, error)
+        raise ResumePointError(f"model.init_from={where}: {found}", code=found.code) from error
 
 
 def _tensors_in(storage: Storage, path: str) -> dict[str, StoredTensor]:
@@ -127,11 +132,13 @@ def _tensors_in(storage: Storage, path: str) -> dict[str, StoredTensor]:
             )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{storage.root}/{path} is not a valid safetensors file: {error!r}; restore it"
+            f"{storage.root}/{path} is not a valid safetensors file: {error!r}; restore it",
+            code="weights.invalid_file",
         ) from error
     if size != end:
         raise ConfigError(
             f"{storage.root}/{path} has {size} bytes, its header says {end}; restore the file, or give "
-            "other weights"
+            "other weights",
+            code=FILE_SIZE,
         )
     return found

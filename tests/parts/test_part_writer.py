@@ -22,6 +22,7 @@ from orchestrator.parts.part_writer import PartWriter
 from orchestrator.storage.files import Storage
 from tests.parts.samples import POINT, job_of
 from tests.processes import ended
+from tests.raising import raises
 
 LIMIT_S = 60
 
@@ -115,7 +116,7 @@ def test_a_killed_process_fails_the_save_and_another_one_is_started(rank: Rank) 
     rank.signal(signal.SIGSTOP)  # so that it is killed with a job at hand, wherever the two are
     answer = rank.writer.write(rank.job())
     rank.signal(signal.SIGKILL)
-    with pytest.raises(StorageError, match="was killed by signal 9; the save is given up"):
+    with raises(StorageError, "point.writer_died", "signal 9"):
         answer.result(LIMIT_S)
     rank.write()
     assert rank.writer.process_id not in (None, first)
@@ -130,7 +131,7 @@ def wrong(job: PartJob) -> PartJob:
 
 def test_after_three_deaths_in_a_row_a_thread_writes_and_it_is_said_once(rank: Rank) -> None:
     def die() -> None:
-        with pytest.raises(StorageError, match="ended with exit code 1"):
+        with raises(StorageError, "point.writer_died", "exit code 1"):
             rank.writer.write(wrong(rank.job())).result(LIMIT_S)
 
     for num_deaths in (2, 2, 3):  # a part was written in between: these are not three in a row
@@ -164,7 +165,7 @@ def no_more_files() -> Iterator[None]:
 
 def test_a_process_that_cannot_be_started_costs_the_save_and_the_next_one_starts_it(rank: Rank) -> None:
     job = rank.job()
-    with no_more_files(), pytest.raises(StorageError, match="could not be started: Too many open files"):
+    with no_more_files(), raises(StorageError, "point.writer_not_started", "Too many open files"):
         rank.writer.write(job).result(LIMIT_S)
     rank.write()
     assert rank.writer.process_id is not None
@@ -179,9 +180,9 @@ def test_what_cannot_be_written_is_said_and_is_no_death(rank: Rank) -> None:
         rank.writer.write(job).result(LIMIT_S)
     short = rank.job()
     os.truncate(short.buffer, 100)
-    with pytest.raises(StorageError, match="of 100 bytes ends before"):
+    with raises(StorageError, "internal.short_buffer", short.buffer, "100 bytes"):
         rank.writer.write(short).result(LIMIT_S)
-    with pytest.raises(StorageError, match="cannot open the buffer"):
+    with raises(StorageError, "machine.no_shared_memory", "/nowhere"):
         rank.writer.write(dataclasses.replace(rank.job(), buffer="/nowhere")).result(LIMIT_S)
     rank.write()
     assert rank.writer.process_id == process
@@ -196,7 +197,7 @@ def test_cancelled_parts_are_not_written_and_the_next_ones_are(rank: Rank) -> No
     after = rank.writer.write(rank.job())
     rank.signal(signal.SIGCONT)
     for job, answer in zip(jobs, answers, strict=True):
-        with pytest.raises(PartCancelled, match="not wanted any more"):
+        with raises(PartCancelled, "point.part_cancelled"):
             answer.result(LIMIT_S)
         assert rank.storage.list(f"points/{job.point}/state") == []
     after.result(LIMIT_S)

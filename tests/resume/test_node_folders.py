@@ -33,6 +33,7 @@ from orchestrator.storage.local_store import LocalStore
 from tests.parts.node_disks import Disks
 from tests.parts.samples import POINT, STATE, bytes_of, job_of, part_of
 from tests.planning.test_resume_plan import IDENTITY
+from tests.raising import raises
 from tests.resume.samples import key
 from tests.resume.saves import commit_parts, read_state
 
@@ -306,7 +307,7 @@ def test_a_copy_whose_bytes_changed_on_the_way_is_no_copy(tmp_path: Path) -> Non
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(StorageError, match="is not as that"):
+    with raises(StorageError, "storage.copy_differs", path):
         server.keep(source._store, "run", path, entry, "token")
     assert not [path for path in (tmp_path / "other").rglob("*.safetensors")]
 
@@ -317,7 +318,7 @@ def test_a_node_is_known_by_its_folder_which_says_it_for_ever(tmp_path: Path) ->
     assert make_node(str(tmp_path / "other"), "10.0.0.7").id != made.id
     (tmp_path / "disk" / NODE).write_text("{}")
     assert read_node(str(tmp_path / "disk")) is None
-    with pytest.raises(StorageError, match="not as it was written"):
+    with raises(StorageError, "storage.node_identity", f"{tmp_path}/disk/{NODE}"):
         make_node(str(tmp_path / "disk"), "")
 
 
@@ -326,7 +327,7 @@ def test_a_folder_is_what_its_node_says(monkeypatch: pytest.MonkeyPatch) -> None
     assert expanded("$SCRATCH/points/") == "/local/7/points"
     assert expanded("~") == os.path.expanduser("~")
     monkeypatch.delenv("SCRATCH")
-    with pytest.raises(ResourceError, match="no absolute path"):
+    with raises(ResourceError, "config.node_folder_not_absolute", "$SCRATCH/points"):
         expanded("$SCRATCH/points")
 
 
@@ -335,7 +336,7 @@ def test_folders_that_cannot_be_made_are_named_before_anything_starts(disks: Dis
     disks.mount_elsewhere()
     Path(disks.disk("b")).rename(disks.folder / "b-away")
     Path(disks.disk("b")).write_text("a file")
-    with pytest.raises(ResourceError, match=r"node b: .*") as seen:
+    with raises(ResourceError, "storage.node_folder_unusable", "node b: ") as seen:
         disks.nodes("a").require_folders()
     assert "node a" not in str(seen.value)
 

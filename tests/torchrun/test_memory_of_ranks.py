@@ -12,6 +12,7 @@ from orchestrator.launch.machine_facts import machines_here
 from orchestrator.launch.needs import needs_of
 from orchestrator.torchrun.requirements import require_memory
 from tests.planning.jobs import job
+from tests.raising import raises
 
 RANKS = 4
 SMALLEST = {
@@ -41,6 +42,6 @@ def test_memory_points_that_torchrun_does_not_make_need_no_memory(monkeypatch: p
     one_too_many = (here.memory_bytes // RANKS - worker_bytes(0)) // a_layer + 1
     assert RANKS * worker_bytes(one_too_many) > here.memory_bytes
     assert require_memory(sharded(one_too_many)).num_shards is None
-    with pytest.raises(ResourceError, match="GiB of memory are needed for 4 workers") as refused:
+    with raises(ResourceError, "cluster.too_small", "4 workers") as refused:
         require_memory(sharded(10 * one_too_many))
     assert "memory_every_steps" not in str(refused.value)

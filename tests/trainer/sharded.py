@@ -264,15 +264,15 @@ def in_each_layout(
     return found
 
 
-def refused_step(rank: int, store: TCPStore, job: TrainJob) -> str:
+def refused_step(rank: int, store: TCPStore, job: TrainJob) -> TrainingError | None:
     """What ends the first step of a sharded member that is alone."""
     state = ShardedState(job.model, job.train, CPU, None)
     with formed(store, view_of(rank, 1)) as group, state.within():
         try:
             trained_in_group(job, state, group, 1)
         except TrainingError as error:
-            return str(error)
-    return ""
+            return error
+    return None
 
 
 def first_weights(rank: int, store: TCPStore, job: TrainJob) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from orchestrator.trainer.factory_output import CODE, require_state, try_forward
 from orchestrator.trainer.meta_forward import BeyondTableError, UnknownValueError, without_weights
 from orchestrator.trainer.model import build_model, cast_state
 from orchestrator.trainer.sharded_state import ShardedState
+from tests.raising import raises
 
 CPU, SEQ_LEN, VOCAB = torch.device("cpu"), 16, 40
 
@@ -226,9 +227,7 @@ def test_a_forward_pass_that_training_cannot_call_is_refused(kind: type[nn.Modul
 def test_samples_longer_than_the_learned_positions_are_refused_with_their_number(
     positions: int, how: str
 ) -> None:
-    with pytest.raises(
-        ConfigError, match=f"at most {positions} tokens, and pack.seq_len={SEQ_LEN}"
-    ) as refused:
+    with raises(ConfigError, CODE, f" {positions} tokens", f"pack.seq_len={SEQ_LEN}") as refused:
         examined(Small, how, positions, small=False)
     assert code_of(refused) == (CODE, 2)
 

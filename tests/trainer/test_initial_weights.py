@@ -26,6 +26,7 @@ from orchestrator.trainer.job import TrainJob
 from orchestrator.trainer.model import bare_model, build_model, first_model
 from orchestrator.trainer.sharded_model import skeleton_of
 from orchestrator.trainer.sharded_state import ShardedState
+from tests.raising import raises
 from tests.resume.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
 from tests.trainer.member import tiny_job
 from tests.trainer.sharded import formed, on_ranks, view_of
@@ -164,10 +165,10 @@ def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
     skeleton = skeleton_of(bare_model(config, "float32", 0, CPU))
     data = path.read_bytes()
     path.write_bytes(data[:-8])
-    with pytest.raises(ConfigError, match=r"model.safetensors has 28000 bytes, its header says 28008"):
+    with raises(ConfigError, "weights.file_size", path, "28000 bytes", "28008"):
         fill_rows(config, skeleton, items_of(skeleton, 1, 0))
     path.write_bytes(data[:100])
-    with pytest.raises(ConfigError, match=r"model.safetensors is not a valid safetensors file"):
+    with raises(ConfigError, "weights.invalid_file", path):
         fill_rows(config, skeleton, items_of(skeleton, 1, 0))
 
 

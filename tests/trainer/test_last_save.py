@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-
 from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S
 from orchestrator.errors import UnsavedError
 from orchestrator.trainer.saving import LAST_SAVE_LIMIT_S, Unsaved
+from tests.raising import raises
 
 
 def test_the_last_state_is_tried_for_a_while_and_then_the_run_stops_with_the_time_and_the_limit():
     unsaved = Unsaved(limit_s=0.0)
     assert unsaved.again("p1") == 0.0
-    told = r"for \d s \(allowed: 0 s\): every save was given up, the last one as p2"
-    with pytest.raises(UnsavedError, match=told):
+    with raises(UnsavedError, "training.unsaved", "allowed: 0 s", "p2"):
         unsaved.again("p2")
 
 

@@ -22,6 +22,7 @@ from orchestrator.trainer.items import Item
 from orchestrator.trainer.loading import digest_of, load, sum_of
 from orchestrator.trainer.staging import StagingBuffer
 from tests.devices import PAIRS
+from tests.raising import raises
 from tests.trainer.saved_states import commit_state
 from tests.trainer.test_staging import content, placed
 
@@ -107,23 +108,20 @@ def test_all_pairs_of_layouts_and_devices_give_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "values"),
     [
-        ({"name": "other"}, r"has no tensors \['model/other'\] and has \['model/embedding'\]"),
-        (
-            {"shape": (51, 6)},
-            r"model/embedding as \('float32', \(50, 6\)\), the model of this job as .*\(51, 6\)",
-        ),
+        ({"name": "other"}, ["['model/other']", "['model/embedding']"]),
+        ({"shape": (51, 6)}, ["model/embedding as ('float32', (50, 6))", "(51, 6)"]),
     ],
 )
 def test_another_model_is_refused_by_what_differs(
-    tmp_path: Path, change: dict[str, object], words: str
+    tmp_path: Path, change: dict[str, object], values: list[str]
 ) -> None:
     whole, layout = whole_tensors(torch.float32), layout_of(2, None)
     save(tmp_path, layout, [items_of(whole, layout, rank) for rank in range(2)])
     first, *rest = items_of(whole, layout_of(1, 1), 0)
     other = dataclasses.replace(first, whole=dataclasses.replace(first.whole, **change))
-    with pytest.raises(ResumePointError, match=words):
+    with raises(ResumePointError, "point.other_model", KEY.point_name, *values):
         load([other, *rest], KEY.point_name, CommittedFiles(Storage(str(tmp_path))))
 
 

@@ -18,6 +18,7 @@ from orchestrator.planning.state_layout import Layout, Place, StateTensor, flat_
 from orchestrator.trainer.items import tensor_bytes
 from orchestrator.trainer.staging import StagingBuffer
 from tests.devices import CPU, DEVICES
+from tests.raising import raises
 
 LIMIT_S = 60.0
 
@@ -154,7 +155,7 @@ def test_where_there_was_no_room_that_save_fails_and_the_next_one_has_it(buffer:
         buffer.reserve(64 << 20)
         staging = buffer.stage(copies, nothing, nothing)
         staging.wait()
-        with pytest.raises(StorageError, match="no room for a staging buffer of 67108864 bytes"):
+        with raises(StorageError, "machine.shared_memory", "67108864 bytes"):
             staging.done.result(LIMIT_S)
     stage(buffer, large)
 

@@ -19,6 +19,7 @@ from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.loading import digest_of, load
 from orchestrator.trainer.state import TrainState
+from tests.raising import raises
 from tests.trainer.member import tiny_job
 from tests.trainer.saved_states import commit_state, write_share
 
@@ -131,7 +132,7 @@ class Hostile:
 def test_a_damaged_file_is_named_and_not_used(tmp_path, damage, file):
     save(new_state(steps=1), tmp_path, 2)
     DAMAGES[damage](tmp_path / f"points/{POINT}/{file}.safetensors")
-    with pytest.raises(ResumePointError, match=file):
+    with raises(ResumePointError, "point.damaged", file):
         loaded(tmp_path)
     assert not list(tmp_path.rglob("*.was-run"))
 
@@ -142,7 +143,7 @@ def test_a_file_of_another_step_is_found_out(tmp_path):
     file = "state/00000-of-00002.safetensors"
     other = (tmp_path / "points/00000002-a0001-g0001" / file).read_bytes()
     (tmp_path / "points" / POINT / file).write_bytes(other)
-    with pytest.raises(ResumePointError, match=r"00000-of-00002\.safetensors has a header of digest"):
+    with raises(ResumePointError, "point.damaged", file, "digest"):
         loaded(tmp_path)
 
 
@@ -150,7 +151,7 @@ def test_a_list_of_tensors_that_cannot_be_read_is_damage(tmp_path):
     save(new_state(), tmp_path, 1)
     parts = tmp_path / f"points/{POINT}/parts.json"
     parts.write_bytes(parts.read_bytes()[:-10])
-    with pytest.raises(ResumePointError, match=r"parts\.json"):
+    with raises(ResumePointError, "point.damaged", "parts.json"):
         loaded(tmp_path)
 
 
@@ -159,7 +160,7 @@ def test_a_point_of_another_model_is_refused_with_both_shapes(tmp_path):
     shape = dict(tiny_job().model.config or {}, intermediate_size=48)
     job = tiny_job(model__config=shape)
     other = TrainState(job.model, job.train, CPU, invariant=True)
-    with pytest.raises(ResumePointError, match=r"\(32, 16\).*\(48, 16\)"):
+    with raises(ResumePointError, "point.other_model", "(32, 16)", "(48, 16)"):
         load(other.items(), POINT, files_of(tmp_path))
 
 
@@ -185,12 +186,12 @@ def test_parts_and_tensors_of_another_step_are_not_loaded(tmp_path, swapped):
             shutil.copytree(old, new)
         else:
             shutil.copyfile(old, new)
-    with pytest.raises(ResumePointError, match=f"resume point {second}: {swapped[0]}[/ ]"):
+    with raises(ResumePointError, "point.damaged", f"{second}: {swapped[0]}"):
         load(new_state().items(), second, files)
 
 
 def test_a_point_without_commit_is_not_loaded(tmp_path):
     name = commit(new_state(1), tmp_path, 1)
     (tmp_path / "points" / name / "COMMIT").unlink()
-    with pytest.raises(ResumePointError, match="COMMIT is missing"):
+    with raises(ResumePointError, "point.damaged", name, "COMMIT"):
         load(new_state().items(), name, CommittedFiles(Storage(str(tmp_path))))

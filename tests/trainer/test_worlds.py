@@ -203,7 +203,7 @@ def test_a_wrong_step_is_applied_by_nobody_and_stops_the_run_naming_both_values(
 @pytest.mark.parametrize(
     ("text", "failure", "generations"),
     [
-        ("", "the collectives that gather weights and sum the gradient do not fit together: ", 1),
+        ("", "different collectives to gather weights and sum the gradient: ", 1),
         ("nobody knows what this means", "generations in a row ended before their first step", None),
     ],
     ids=["that do not fit", "unknown"],
