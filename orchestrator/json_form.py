@@ -18,6 +18,8 @@ from orchestrator.errors import OrchestratorError
 
 Record = TypeVar("Record")
 
+FORM = "storage.record_form"  # the code of the error for a value that has not the form of its record
+
 
 def encode(value: Any) -> Any:
     """`value` (a dataclass, nested) as plain JSON types. Arrays are refused: they do not go
@@ -41,14 +43,17 @@ def decode(kind: type[Record], value: Any, where: str = "") -> Record:
     missing or unknown.
     """
     if not isinstance(value, Mapping):
-        raise OrchestratorError(f"{where or kind.__name__}: expected an object, found {type(value).__name__}")
+        raise OrchestratorError(
+            f"{where or kind.__name__}: expected an object, found {type(value).__name__}", code=FORM
+        )
     layout = _layout(typing.cast(Any, kind))
     if not layout.required <= value.keys() <= layout.decoders.keys():
         unknown = sorted(set(value) - set(layout.decoders))
         missing = sorted(layout.required - set(value))
         raise OrchestratorError(
             f"{where or kind.__name__}: unknown fields {unknown}, missing fields {missing}; was it written "
-            "by another version?"
+            "by another version?",
+            code=FORM,
         )
     scalars, decoders = layout.scalars, layout.decoders
     return kind(
@@ -127,9 +132,9 @@ def _tuple_decoder(args: tuple[Any, ...]) -> _Decoder:
 def _container(kind: Any, name: str, value: Any, where: str, length: int | None = None) -> Any:
     """Returns `value`, if it is a container of this kind and length."""
     if not isinstance(value, kind):
-        raise OrchestratorError(f"{where}: expected {name}, found {value!r}")
+        raise OrchestratorError(f"{where}: expected {name}, found {value!r}", code=FORM)
     if length is not None and len(value) != length:
-        raise OrchestratorError(f"{where}: expected {length} values, found {value!r}")
+        raise OrchestratorError(f"{where}: expected {length} values, found {value!r}", code=FORM)
     return value
 
 
@@ -137,5 +142,5 @@ def _scalar(hint: type, value: Any, where: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not hint:
-        raise OrchestratorError(f"{where}: expected {hint.__name__}, found {value!r}")
+        raise OrchestratorError(f"{where}: expected {hint.__name__}, found {value!r}", code=FORM)
     return value

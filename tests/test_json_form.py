@@ -20,6 +20,7 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.json_form import decode, encode
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StateKey, StepRecord
+from tests.raising import check_error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,6 +174,7 @@ def test_decoding_is_what_the_type_hints_say_in_value_and_in_every_error(value, 
 def test_what_is_not_as_it_was_written_is_named(kind: Any, value: Any, text: str) -> None:
     with pytest.raises(OrchestratorError) as error:
         decode(kind, value)
+    check_error(error.value, "storage.record_form")
     assert str(error.value) == text
     with pytest.raises(OrchestratorError, match="^attempts/0003.json"):
         decode(kind, value, "attempts/0003.json")

@@ -179,7 +179,7 @@ class ClaimFiles:
         taken = newest.number if newest else 0
         if why == RESTARTED and (newest is None or newest.launch != launch):
             raise FencedError(
-                f"attempt {taken} belongs to launch {newest.launch if newest else 'nobody'}, "
+                f"attempt {taken} belongs to {f'launch {newest.launch}' if newest else 'no launch'}, "
                 f"this is launch {launch}; "
                 "another launch has taken the run over, so this one ends"
             )
@@ -208,7 +208,8 @@ class ClaimFiles:
         if not self.storage.create(_parent_path(parent.attempt), seal(encode(parent))):
             raise StorageError(
                 f"{_parent_path(parent.attempt)} exists already, but an attempt's parent "
-                "is written once; run the command again"
+                "is written once; run the command again",
+                code="history.parent_exists",
             )
 
     def write_end(self, number: int, outcome: str, reason: str, run_id: str = "", by: str = "") -> None:

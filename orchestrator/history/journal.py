@@ -302,7 +302,8 @@ def check_copy(known: StepRecord, copy: StepRecord) -> None:
             raise TrainingError(
                 f"two records of step {known.step} (attempt {known.attempt}, generation {known.generation}) "
                 f"differ in {name}: "
-                f"{first} and {second}; the ranks did not train the same step, so do not go on from it"
+                f"{first} and {second}; the ranks did not train the same step, so do not continue it",
+                code="training.records_differ",
             )
 
 

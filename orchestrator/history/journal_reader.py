@@ -18,7 +18,13 @@ from orchestrator.cluster.machine import Process
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history.claims import GenerationId, GenerationStart
 from orchestrator.history.journal import GENERATION, STEP, check_copy
-from orchestrator.history.line_format import FORMAT, LaterLineError, require_known, require_known_begin
+from orchestrator.history.line_format import (
+    DAMAGED,
+    FORMAT,
+    LaterLineError,
+    require_known,
+    require_known_begin,
+)
 from orchestrator.history.segments import journal_folder, journals, read_first, read_from, segments
 from orchestrator.json_form import decode
 from orchestrator.records.steps import StepRecord
@@ -98,7 +104,8 @@ class _Outline:
             known = self.generations.setdefault(start.id, start)
             if known != start:
                 raise OrchestratorError(
-                    f"two different starts of generation {start.generation}: {known} and {start}"
+                    f"two different starts of generation {start.generation}: {known} and {start}",
+                    code=DAMAGED,
                 )
         else:
             self.events.append(
@@ -117,8 +124,9 @@ class _Outline:
                 yield _step(line)
             except (OrchestratorError, KeyError, TypeError, ValueError) as error:
                 raise StorageError(
-                    f"{journal_folder(attempt)}: the newest step record of generation {generation} is not as "
-                    f"the journal wrote it: {error}; restore the file"
+                    f"{journal_folder(attempt)}: the newest step record of generation {generation} is "
+                    f"damaged: {error}; restore the file",
+                    code=DAMAGED,
                 ) from error
 
 
@@ -211,7 +219,8 @@ def _read_lines(
         if numbers != list(range(1, len(numbers) + 1)):
             raise StorageError(
                 f"the journal {journal_folder(attempt)} has segments {numbers}, expected 1 to "
-                f"{len(numbers)}; restore the missing ones"
+                f"{len(numbers)}; restore the missing ones",
+                code="journal.missing_file",
             )
         lines = _Lines(add)
         for ref in found:
@@ -238,8 +247,9 @@ def _require_own(path: str, data: bytes, run_id: str | None) -> None:
     if found != run_id:
         raise StorageError(
             f"{path} belongs to run {found or 'without an id'}, run.json says {run_id or 'without an id'}: "
-            "the folder holds pieces of two runs, and nothing is decided from it; move those of the other "
-            "one away"
+            "the folder has files of two runs, and nothing is decided from it; move those of the other run "
+            "away",
+            code="run.mixed_files",
         )
 
 
@@ -268,14 +278,16 @@ class _Lines:
                 seq = line["seq"]
                 repeats = repeats and seq in known
                 if repeats and known[seq] != text:
-                    raise OrchestratorError(f"it differs from line {seq} in the segment before it")
+                    raise OrchestratorError(
+                        f"it differs from line {seq} in the segment before it", code=DAMAGED
+                    )
                 if not repeats:
                     self._take(seq, line)
             except LaterLineError:
                 raise
             except _NO_LINE as error:
                 raise StorageError(
-                    f"{path} line {number} is not as the journal wrote it: {error}; restore the file"
+                    f"{path} line {number} is damaged: {error}; restore the file", code=DAMAGED
                 ) from error
         new = dict(enumerate(lines[begin - self._next :], start=begin)) if self._next > begin else {}
         if new and len(new) == len(lines):
@@ -290,6 +302,8 @@ class _Lines:
     def _take(self, seq: int, line: dict[str, Any]) -> None:
         if seq != self._next:
             cut = f"; {self.torn} is cut off after line number {self._next - 1}" if self.torn else ""
-            raise OrchestratorError(f"expected line number {self._next} of the attempt, found {seq}{cut}")
+            raise OrchestratorError(
+                f"expected line number {self._next} of the attempt, found {seq}{cut}", code=DAMAGED
+            )
         self._add(line)
         self._next += 1

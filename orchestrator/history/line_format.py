@@ -10,14 +10,17 @@ from typing import Any
 
 import orjson
 
-from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.errors import LaterFormatError, OrchestratorError, StorageError
 
 FORMAT = 2  # of lines; older ones have no number
 FORMATS = (1, FORMAT)
+DAMAGED = "journal.damaged"  # the code of the error for a line that the journal did not write so
 
 
 class LaterLineError(StorageError):
     """A later version wrote the line: nothing is torn or damaged, and nothing was decided from it."""
+
+    code = LaterFormatError.code
 
 
 def require_known(line: dict[str, Any], where: str = "") -> None:
@@ -27,7 +30,7 @@ def require_known(line: dict[str, Any], where: str = "") -> None:
     """
     found = line.get("format", 1)
     if type(found) is not int or found < 1:
-        raise OrchestratorError(f"its format is {found!r}")
+        raise OrchestratorError(f"its format is {found!r}", code=DAMAGED)
     if found not in FORMATS:
         raise LaterLineError(
             f"{where}{' ' if where else ''}has format {found}, this version reads "

@@ -326,7 +326,8 @@ def require_sound(lineage: Lineage) -> Lineage:
     if lineage.errors:
         listed = "\n".join(f"  {error}" for error in lineage.errors)
         raise OrchestratorError(
-            f"the run's history contradicts itself:\n{listed}\nnothing is continued or read from it; restore "
-            "attempts/ and journal/ as they were written, or give a new run another name"
+            f"the run's history contradicts itself:\n{listed}\nNothing is continued or read from it. Restore "
+            "attempts/ and journal/ from a copy, or start a new run with another name",
+            code="history.inconsistent",
         )
     return lineage

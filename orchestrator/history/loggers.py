@@ -129,7 +129,8 @@ class _Mlflow:
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             raise ConfigError(
                 "MLFLOW_TRACKING_URI is not set where the coordinator runs; set it to your server, e.g. "
-                "https://mlflow.example.org"
+                "https://mlflow.example.org",
+                code="metrics.no_tracking_uri",
             )
         mlflow: Any = importlib.import_module("mlflow")
         self._metric = mlflow.entities.Metric
@@ -208,6 +209,7 @@ def require_loggers(names: Sequence[str]) -> None:
     if gone:
         raise ConfigError(
             f"monitor.loggers has {', '.join(gone)}, not installed in this Python. Training has not started. "
-            f"Run `pip install -e '.[{','.join(gone)}]'` in the checkout on every node, or take it out of "
-            "monitor.loggers"
+            f"Run `pip install -e '.[{','.join(gone)}]'` in the checkout on every node, or remove it from "
+            "monitor.loggers",
+            code="machine.missing_package",
         )

@@ -59,7 +59,10 @@ class SavedHistory:
             self._held.append(SavedStep(tokens=sample.tokens, time=time, values=values))
         if sample.saved_to is None:
             if len(self._held) > self._most:
-                raise RefusedError(f"no resume point has been committed for {self._most:,} steps")
+                raise RefusedError(
+                    f"no resume point has been committed for {self._most:,} steps",
+                    code="metrics.too_many_unsaved",
+                )
             return []
         self.saved_to = max(self.saved_to, sample.saved_to)
         saved = [step for step in self._held if step.tokens <= sample.saved_to]

@@ -171,8 +171,9 @@ class SegmentsInPieces:
         path = piece_path(self._attempt, self._number, len(self._pieces) + 1)
         if not self._storage.create(path, data) and self._found(path) != data:
             raise StorageError(
-                f"{self._storage.root}/{path} holds other lines than this process wrote: somebody else "
-                "writes the journal of this attempt; end that process, then run again"
+                f"{self._storage.root}/{path} has other lines than this process wrote: another process "
+                "writes the journal of this attempt; end that process, then run again",
+                code="run.second_writer",
             )
         self._pieces.append(data)
         self._num_bytes += len(data)
@@ -183,7 +184,9 @@ class SegmentsInPieces:
             return self._storage.read(path)
         except FileNotFoundError as error:
             raise StorageError(
-                f"cannot create {self._storage.root}/{path}: it is taken, and nothing is there; try again"
+                f"cannot create {self._storage.root}/{path}: storage refuses the name as taken, but has no "
+                "such file; try again",
+                code="storage.contradicting_answers",
             ) from error
 
     def _publish(self) -> None:

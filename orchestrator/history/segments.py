@@ -103,7 +103,8 @@ def read_from(storage: Storage, ref: SegmentRef, offset: int = 0) -> bytes:
     for _ in range(_LOOKS):
         if ref.gone:
             raise StorageError(
-                f"{ref.gone[0]} is gone, and so are the lines in it, while later ones are there; restore it"
+                f"{ref.gone[0]} is missing, although later pieces of the segment exist; restore it",
+                code="journal.missing_file",
             )
         try:
             return _joined(storage, ref.pieces, offset)
@@ -114,7 +115,10 @@ def read_from(storage: Storage, ref: SegmentRef, offset: int = 0) -> bytes:
             ref = now[ref.number]
             if not ref.pieces:
                 return storage.read(ref.path, offset)
-    raise StorageError(f"the pieces of {ref.path} are listed, and cannot be found; look again")
+    raise StorageError(
+        f"storage lists the pieces of {ref.path}, but cannot find them; try again",
+        code="storage.contradicting_answers",
+    )
 
 
 def read_first(storage: Storage, attempt: int) -> bytes:

@@ -38,16 +38,22 @@ def find_step(records: Steps, name: str) -> int:
         return found[0]
     if found:
         names = " or ".join(f"a{records[index].attempt}:{label}" for index in found)
-        raise RefusedError(f"step {name} occurs {len(found)} times in the run's history; write {names}")
+        raise RefusedError(
+            f"step {name} occurs {len(found)} times in the run's history; write {names}",
+            code="command.ambiguous_step",
+        )
     if not records:
-        raise RefusedError(f"the run's history has no step {name}: nothing was trained yet")
+        raise RefusedError(
+            f"the run's history has no step {name}: nothing was trained yet", code="run.nothing_trained"
+        )
     if not attempt and (between := _left_out(records, int(label))):
-        raise RefusedError(between)
+        raise RefusedError(between, code="command.unknown_step")
     first, last = step_name(records, 0), step_name(records, len(records) - 1)
     others = sorted({f"a{record.attempt}" for record in records if record.step == int(label)})
     known = f"; it has that of {', '.join(others)}" if others else ""
     raise RefusedError(
-        f"the run's history has no step {name}; it goes from step {first} to step {last}{known}"
+        f"the run's history has no step {name}; it goes from step {first} to step {last}{known}",
+        code="command.unknown_step",
     )
 
 
@@ -93,7 +99,10 @@ def find_steps(records: Steps, text: str) -> range:
     """
     match = _STEPS.fullmatch(text)
     if match is None:
-        raise RefusedError(f"{text!r} names no steps; write A:B, e.g. 100:250, 100:, or a2:100:a3:250")
+        raise RefusedError(
+            f"{text!r} is no range of steps; write A:B, e.g. 100:250, 100:, or a2:100:a3:250",
+            code="command.step_range",
+        )
     one, first, last = match.groups()
     if one:
         index = find_step(records, one)
@@ -101,5 +110,8 @@ def find_steps(records: Steps, text: str) -> range:
     start = find_step(records, first) if first else 0
     stop = find_step(records, last) + 1 if last else len(records)
     if start >= stop and first and last:
-        raise RefusedError(f"steps {text}: {last} comes before {first}; write the earlier step first")
+        raise RefusedError(
+            f"steps {text}: {last} comes before {first}; write the earlier step first",
+            code="command.empty_range",
+        )
     return range(start, stop)

@@ -39,6 +39,7 @@ from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.resume.points import Point
 from orchestrator.resume.save_retries import MOST_S, SaveRetries
 from orchestrator.resume.store_actions import PointCommitter, failure, note_committed
+from orchestrator.storage.tries import TIMEOUT
 
 Result = TypeVar("Result")
 
@@ -326,7 +327,9 @@ class Commits:
 
 
 def _unanswered(for_s: float) -> StorageError:
-    return StorageError(f"storage has not answered for {for_s:.3g} s; check that it is mounted and reachable")
+    return StorageError(
+        f"storage has not answered for {for_s:.3g} s; check that it is mounted and reachable", code=TIMEOUT
+    )
 
 
 def in_daemon_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:

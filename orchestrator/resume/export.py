@@ -36,6 +36,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import TEMPORARY
 from orchestrator.storage.open import above
 from orchestrator.storage.sealed import seal
+from orchestrator.storage.tries import problem_code
 
 RUN_CONFIG = "run_config.json"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -62,7 +63,9 @@ def export_point(
     """
     if dtype is not None and dtype not in DTYPES:
         raise RefusedError(
-            f"--dtype={dtype}: weights are exported as {', '.join(DTYPES)}, or without it as trained"
+            f"--dtype={dtype} is not supported; write {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, or leave "
+            "--dtype out to keep the numbers as trained",
+            code="export.unknown_dtype",
         )
     where = store.storage.beside(str(out))
     if where.folder is None:
@@ -77,7 +80,9 @@ def export_point(
         os.rename(beside, folder)  # also if `out` is an empty folder
         Storage(str(folder.parent)).sync("")
     except OSError as error:
-        raise StorageError(f"cannot make {folder}: {error}; give another folder") from error
+        raise StorageError(
+            f"cannot make {folder}: {error}; give another folder", code=problem_code(error)
+        ) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return exported
@@ -108,7 +113,8 @@ def write_export(
         raise RefusedError(
             f"{store.storage.root}: resume point {name} is gone: the run deletes older points, as "
             "resume.keep_latest "
-            "says; export a newer one, or keep one first with `orchestrator pin`"
+            "says; export a newer one, or keep one first with `orchestrator pin`",
+            code="point.deleted",
         ) from error
     run = store.read_run()
     exported = Exported(
@@ -124,7 +130,8 @@ def write_export(
     path = f"{folder}/{MARKER}" if folder else MARKER
     if not storage.create(path, seal(encode(exported))):
         raise StorageError(
-            f"{storage.root}/{path} exists already: another process exports the same point there"
+            f"{storage.root}/{path} exists already: another process exports the same point there",
+            code="export.second_writer",
         )
     return exported
 
@@ -139,7 +146,8 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
 def _require_outside(where: str, run: str) -> None:
     if where == run or run in above(where):
         raise RefusedError(
-            f"{where} lies in the run's folder {run}, where the run alone writes; give another folder"
+            f"{where} is in the run's folder {run}, where only the run writes; give another folder",
+            code="export.inside_run",
         )
 
 
@@ -147,8 +155,9 @@ def _require_free_prefix(where: Storage, run: str) -> None:
     _require_outside(where.root, run)
     if where.list(""):
         raise RefusedError(
-            f"{where.root} is not empty; an export overwrites nothing: give another prefix, or delete what a "
-            "cut-off export left there (one that is whole has EXPORT)"
+            f"{where.root} is not empty, and an export overwrites nothing; give another prefix, or delete "
+            "the files of an interrupted export (a complete one has EXPORT)",
+            code="export.not_empty",
         )
 
 
@@ -156,7 +165,8 @@ def _require_free(folder: Path, run: str) -> None:
     _require_outside(str(folder), run)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RefusedError(
-            f"{folder} exists and is not empty; an export overwrites nothing: give another folder"
+            f"{folder} exists and is not empty, and an export overwrites nothing; give another folder",
+            code="export.not_empty",
         )
 
 

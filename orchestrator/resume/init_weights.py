@@ -75,7 +75,8 @@ def weights_identity(where: str, say: Callable[[str], None] = lambda text: None)
             raise ConfigError(
                 f"{where}: {entry.path} has {entry.bytes} bytes and digest {entry.digest}, "
                 "and EXPORT "
-                f"lists {listed.get(entry.path)}; export the point again"
+                f"lists {listed.get(entry.path)}; export the point again",
+                code="weights.damaged_export",
             )
     return blake3(canonical(encode(tuple(found)))).hexdigest()
 
@@ -85,13 +86,18 @@ def _commit(where: str) -> Commit:
     points, name = split(absolute(where))
     run, folder = split(points)
     if parse_point_name(name) is None or folder != verify.POINTS:
-        raise ConfigError(f"{where} is no resume point's folder, <run>/points/<name>; correct it")
+        raise ConfigError(
+            f"{where} is not the folder of a resume point, <run>/points/<name>; correct it",
+            code="point.bad_location",
+        )
     storage = run_storage(run)
     try:
         commit = verify.read_commit(storage, name)
         verify.check_documents(storage, name, commit)
     except verify.DamageError as error:
-        raise ConfigError(f"{error.damage}; restore the file, or take another point") from error
+        raise ConfigError(
+            f"{error.damage}; restore the file, or take another point", code="point.damaged"
+        ) from error
     return commit
 
 
@@ -101,6 +107,8 @@ def _marker(where: str) -> Exported | None:
     except StorageError:
         raise
     except (LaterFormatError, LaterSealError) as error:
-        raise ConfigError(f"{where}: EXPORT {error}") from error
+        raise ConfigError(f"{where}: EXPORT {error}", code=error.code) from error
     except OrchestratorError as error:
-        raise ConfigError(f"{where}: EXPORT {error}; export the point again") from error
+        raise ConfigError(
+            f"{where}: EXPORT {error}; export the point again", code="weights.damaged_export"
+        ) from error

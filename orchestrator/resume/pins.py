@@ -116,12 +116,14 @@ class PinFiles:
         if hold.what != PIN:
             raise RefusedError(
                 f"resume point {point} cannot be pinned: {hold.by} has begun to delete it ({hold.reason}); "
-                "pin another one"
+                "pin another one",
+                code="point.being_deleted",
             )
         if not self.storage.exists(point_path(point, COMMIT)):  # from now on it cannot be deleted
             self._give_back(point, number)
             raise RefusedError(
-                f"there is no resume point {point} to pin; `orchestrator points` lists those that there are"
+                f"the run has no resume point {point} to pin; `orchestrator points` lists its points",
+                code="point.unknown",
             )
         return hold
 
@@ -149,10 +151,11 @@ class PinFiles:
         number, hold = self._held(point)
         if hold is not None and hold.what == DELETION:
             raise WantedPointError(
-                f"nothing goes back to resume point {point}: {hold.by} has begun to delete it "
-                f"({hold.reason}), and may go on with that; nothing is changed. Name another point or, once "
-                f"no process of {hold.by} is left, delete {self.storage.root}/{_path(point, number)} and "
-                "give the command again"
+                f"resume point {point} cannot be continued: {hold.by} has begun to delete it "
+                f"({hold.reason}), and may still do so. Nothing was changed. Name another point. Or, once "
+                f"all processes of {hold.by} have ended, delete {self.storage.root}/{_path(point, number)} "
+                "and run the command again",
+                code="point.being_deleted",
             )
 
     def deleted(self, point: str) -> None:
@@ -253,6 +256,9 @@ def _numbers(names: Iterable[str]) -> dict[str, set[int]]:
 
 def _path(point: str, number: int, *, released: bool = False) -> str:
     if parse_point_name(point) is None:
-        raise RefusedError(f"{point!r} is no name of a resume point; `orchestrator points` lists them")
+        raise RefusedError(
+            f"{point!r} is no name of a resume point; `orchestrator points` lists them",
+            code="command.point_name",
+        )
     numbered = f".{number:04d}" if number else ""
     return f"{FOLDER}/{point}{numbered}{'.released' if released else ''}.json"

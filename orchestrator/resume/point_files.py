@@ -251,7 +251,8 @@ class PointFiles(QuarantineFiles):
             listed = "\n".join(map(str, skipped))
             raise ResumePointError(
                 f"none of the {len(candidates)} resume points of this run is healthy; "
-                f"restore the files, or start a new run\n{listed}"
+                f"restore the files, or start a new run\n{listed}",
+                code="point.none_healthy",
             )
         return None, ()
 
@@ -276,9 +277,9 @@ class PointFiles(QuarantineFiles):
                 files = self.read_point(name).commit.files
                 if not any(self.storage.away(point_path(name, entry.path)) for entry in files):
                     return UnreachableNodeError(
-                        f"{error}; the newest one that is reached: resume.from={name}"
+                        f"{error}; the newest one that can be reached: resume.from={name}"
                     )
-        return UnreachableNodeError(f"{error}; of the older ones none is reached either")
+        return UnreachableNodeError(f"{error}; no older one can be reached either")
 
     # ---------------------------------------------------------------------- writing
     def commit_point(
@@ -305,7 +306,8 @@ class PointFiles(QuarantineFiles):
         """
         if reason := points.disagreement(votes):
             raise ResumePointError(
-                f"the save of {votes[0].key.point_name} cannot be committed: {reason}; the save is given up"
+                f"the save of {votes[0].key.point_name} cannot be committed: {reason}; the save is given up",
+                code="point.votes_differ",
             )
         first, name = votes[0], votes[0].key.point_name
         parts = sorted((entry for vote in votes for entry in vote.files), key=lambda entry: entry.path)
@@ -365,8 +367,9 @@ class PointFiles(QuarantineFiles):
                     verify.check_part(self.storage, name, reader, verify.whole(entry))
             except (FileNotFoundError, verify.DamageError) as error:
                 raise StorageError(
-                    f"{other.storage.root}/{point_path(point.name, entry.path)} changed while it was taken "
-                    f"over: {error}; give the command again"
+                    f"{other.storage.root}/{point_path(point.name, entry.path)} changed while it was copied: "
+                    f"{error}; run the command again",
+                    code="storage.changed_while_read",
                 ) from error
             files.append(entry)
         commit = dataclasses.replace(
@@ -455,7 +458,8 @@ class PointFiles(QuarantineFiles):
         if not self.storage.create(point_path(name, COMMIT), seal(points.commit_document(commit))):
             raise StorageError(
                 f"{point_path(name, COMMIT)} exists already, so another process writes this attempt; end one "
-                "of them"
+                "of them",
+                code="run.second_writer",
             )
 
     def _check(self, name: str, stretch: Stretch, with_digest: bool) -> None:
@@ -484,7 +488,8 @@ class PointFiles(QuarantineFiles):
                 raise StorageError(
                     f"{error.damage}, as the coordinator sees it, but a rank voted for "
                     f"{entry.bytes} bytes; "
-                    f"run.storage must be the same storage on every node (here {self.storage.root})"
+                    f"run.storage must be the same storage on every node (here {self.storage.root})",
+                    code="machine.storage",
                 ) from error
 
     def _write_document(self, name: str, file: str, content: dict[str, Any]) -> FileEntry:
@@ -502,7 +507,8 @@ class PointFiles(QuarantineFiles):
             there = self.storage.read(path)
             if not data.startswith(there):
                 raise ResumePointError(
-                    f"{path} is not as the votes of its save make it, so that they make no point"
+                    f"{path} exists with other content than these votes give it, so they are not committed",
+                    code="point.votes_differ",
                 ) from None
             if there != data:  # torn: its writer was killed, or continues with the same bytes
                 self.storage.replace(path, data)
@@ -526,6 +532,7 @@ def _layout_of(votes: Sequence[Vote]) -> Layout:
     if layout is None:
         raise ResumePointError(
             f"the save of {votes[0].key.point_name} cannot be committed: its votes name no layout; end the "
-            "run, and report this"
+            "run, and report this",
+            code="internal.vote_without_layout",
         )
     return Layout(num_shards=layout[0], num_replicas=layout[1])

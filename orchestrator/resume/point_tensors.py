@@ -41,6 +41,8 @@ class PointTensors:
             self._reader.read({(entry.group, entry.name): Wanted(rows=rows, target=BytesTarget(data))})
         except PartDamage as error:
             damage = Damage(point=self._name, file=error.file, reason=error.reason)
-            raise ResumePointError(f"{damage}; restore the file, or take another point") from error
+            raise ResumePointError(
+                f"{damage}; restore the file, or take another point", code="point.damaged"
+            ) from error
         self._progress.read(len(data))
         return data

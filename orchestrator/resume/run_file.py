@@ -71,6 +71,7 @@ def read_run(storage: Storage) -> RunFile | None:
         if isinstance(error, StorageError | ConfigError | OtherFormatError):  # it was not read at all
             raise
         raise ResumePointError(
-            f"{storage.root}/{RUN_FILE} is not as it was written: {error}; restore it from a copy, nothing "
-            "was decided from it"
+            f"{storage.root}/{RUN_FILE} is damaged: {error}; restore it from a copy. Nothing was decided "
+            "from it",
+            code="run.damaged_run_file",
         ) from error

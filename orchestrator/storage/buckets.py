@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 
 from orchestrator.errors import ConfigError, StorageError
 from orchestrator.storage.redacted import SHOWN, redacted
+from orchestrator.storage.tries import FAILED, FULL, TIMEOUT, UNREACHABLE, RequestFailedError
 
 S3, GCS, AZURE = ("s3", "s3a"), ("gs", "gcs"), ("az", "azure", "abfs", "abfss")
 SCHEMES = (*S3, *GCS, *AZURE)
@@ -56,6 +57,8 @@ _NO_CREDENTIALS = (
     "redentials",
     "Account must be specified",
 )
+# Parts of the library's texts, which end with the error of the connection
+_KINDS = {"kind: Timeout,": TIMEOUT, "kind: Connect,": UNREACHABLE, "status code: 507": FULL}
 _OWN = (
     "ACCESS_KEY_ID",
     "WEB_IDENTITY_TOKEN_FILE",
@@ -86,14 +89,14 @@ def split_bucket(uri: str) -> tuple[str, str] | None:
 def no_bucket(uri: str) -> str:
     """The error text for a URI that `split_bucket` does not support."""
     known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-    text = f"{uri} is no bucket: give one of {known} with the name of a bucket after it, and a prefix in it"
+    text = f"{uri} is not the URI of a bucket; write one of {known}, then the name of a bucket and a prefix"
     return text + called_so(uri)
 
 
 def called_so(uri: str) -> str:
     """How to name a folder whose name begins like a URI; empty if it does not begin like one."""
     path = re.sub("/+", "/", uri.strip())
-    return f"; a folder that is really called so is ./{path}" if _BEGINS.match(uri) else ""
+    return f"; for a folder with this name, write ./{path}" if _BEGINS.match(uri) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +140,10 @@ def bucket_of(bucket: str, limits: Limits = CONTENT, in_bulk: bool = True) -> An
     if _owner not in (None, os.getpid()):
         raise StorageError(
             f"cannot reach {bucket} from process {os.getpid()}: it was forked from process {_owner}, which "
-            "had reached a bucket before, and a fork breaks the connections of both; start such processes by "
-            'spawn or forkserver (of a torch DataLoader: multiprocessing_context="spawn"), or before '
-            "anything is read from a bucket"
+            "had already reached a bucket, and the fork broke the connections of both. Start such processes "
+            'by spawn or forkserver (of a torch DataLoader: multiprocessing_context="spawn"), or before '
+            "anything is read from a bucket",
+            code="storage.forked_process",
         )
     store = _made(bucket, limits, in_bulk)
     _owner = os.getpid()
@@ -155,7 +159,8 @@ def _made(bucket: str, limits: Limits, in_bulk: bool) -> Any:
         raise ConfigError(
             f"{bucket}: reaching it needs the package obstore, which is not installed: "
             "pip install -e '.[remote]' in the checkout on every machine "
-            "of the run"
+            "of the run",
+            code="machine.missing_package",
         ) from error
     with explained(bucket, ""):
         return _store(stores, bucket, limits, in_bulk)
@@ -252,7 +257,8 @@ def _endpoint(name: str, value: str) -> str:
     shown = redacted(re.sub(r"[^/\s]*@", f"{SHOWN}@", value))
     raise ConfigError(
         f"{name}={shown} is no URL of a server: give one that begins with http:// or https://, e.g. "
-        "http://127.0.0.1:9000"
+        "http://127.0.0.1:9000",
+        code="config.storage_endpoint",
     )
 
 
@@ -281,7 +287,8 @@ def _s3_provider(config: dict[str, Any]) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"the AWS profile {os.environ['AWS_PROFILE']!r} has no access keys of its own; install boto3, "
-            "which knows roles and SSO, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            "which knows roles and SSO, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            code="machine.missing_package",
         ) from error
     return Boto3CredentialProvider()
 
@@ -350,8 +357,10 @@ def _in_words(uri: str, rights: str, error: Exception) -> OSError:
     if denied or isinstance(error, exceptions.UnauthenticatedError | exceptions.PermissionDeniedError):
         what = f"access to {bucket} is denied to these credentials: give them the rights to {rights} it"
         return PermissionError(errno.EACCES, f"{what}, or {_how_to_sign(bucket, rights)} ({shown})", uri)
-    what = f"the storage does not answer as it should ({shown})"
-    return OSError(errno.EIO, f"{what}; check that {bucket} is reached from this machine", uri)
+    what = f"the storage failed ({shown})"
+    failed = RequestFailedError(errno.EIO, f"{what}; check that this machine can reach {bucket}", uri)
+    failed.code = next((code for part, code in _KINDS.items() if part in str(error)), FAILED)
+    return failed
 
 
 def _in_short(text: str) -> str:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Protocol, TypeVar
 
 from orchestrator.errors import StorageError
+from orchestrator.storage.tries import problem_code
 
 Result = TypeVar("Result")
 
@@ -248,7 +249,8 @@ class AppendHandle:
     def _guarded(self, what: str, action: Callable[[int], None]) -> None:
         if self._handle is None:
             raise StorageError(
-                f"cannot {what} {self._path}: it is closed, or an earlier write failed; open a new file"
+                f"cannot {what} {self._path}: it is closed, or an earlier write failed; open a new file",
+                code="storage.closed_file",
             )
         try:
             action(self._handle)
@@ -310,11 +312,13 @@ def storage_error(what: str, full: str, error: OSError) -> StorageError:
     reason = errno.errorcode.get(error.errno or 0, type(error).__name__)
     if error.errno == errno.EEXIST:
         return StorageError(
-            f"cannot {what} {full}: there is a file of this name ({reason}), and no name is written twice; "
-            "another process works in this folder, or it holds what is left of an earlier run: end that "
-            "process or move those files away, then run again"
+            f"cannot {what} {full}: a file of this name exists ({reason}), and files are never overwritten. "
+            "Another process writes in this folder, or it has files of an earlier run: end that process or "
+            "move those files away, then run again",
+            code=problem_code(error),
         )
     return StorageError(
         f"cannot {what} {full}: {error.strerror or error} ({reason}); "
-        "check that the path is mounted, writable and has room"
+        "check that the path is mounted, writable and has room",
+        code=problem_code(error),
     )

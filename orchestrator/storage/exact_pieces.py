@@ -23,7 +23,8 @@ def exact(pieces: Pieces, size: int, name: str) -> Iterator[memoryview]:
         yield view
     if found != size:
         raise StorageError(
-            f"cannot write {name}: {size} bytes were announced, its content has "
-            f"{'more' if found > size else found}; nothing was published: what it is read from changed "
-            "meanwhile; end whatever writes there, and run again"
+            f"cannot write {name}: expected {size} bytes, its content has "
+            f"{'more' if found > size else found}, because its source changed meanwhile. Nothing was "
+            "published; end the process that writes the source, and run again",
+            code="storage.changed_while_read",
         )

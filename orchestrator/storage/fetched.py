@@ -18,6 +18,7 @@ from orchestrator.errors import StorageError
 from orchestrator.storage.home import cache_folder, temporary_cache_folder
 from orchestrator.storage.open import open_storage
 from orchestrator.storage.sealed import canonical
+from orchestrator.storage.tries import problem_code
 
 
 def small_files(location: str, wanted: Callable[[str], bool]) -> Path:
@@ -59,13 +60,17 @@ def _kept_in(cache: Path, digest: str, files: Mapping[str, bytes]) -> Path:
             part.rename(folder)
     except OSError as error:
         raise StorageError(
-            f"cannot keep {len(files)} small files of a bucket in {cache}: {error}; make room there, or name "
-            "another folder by XDG_CACHE_HOME"
+            f"cannot keep {len(files)} small files of a bucket in {cache}: {error}; make room there, or set "
+            "XDG_CACHE_HOME to another folder",
+            code=problem_code(error),
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     if not _holds(folder, files):
-        raise StorageError(f"{folder} does not hold what was written into it: delete it, and try again")
+        raise StorageError(
+            f"{folder} does not have the content that was written into it; delete it, and try again",
+            code="storage.damaged_cache",
+        )
     return folder
 
 

@@ -153,7 +153,10 @@ class Storage:
         grow.
         """
         if not isinstance(self._store, AppendingStore):
-            raise StorageError(f"cannot create {self.root}/{path} as a file that grows: a bucket has none")
+            raise StorageError(
+                f"cannot create {self.root}/{path} as a file that grows: files in a bucket cannot grow",
+                code="storage.no_append",
+            )
         return self._store.append(self._inside(path))
 
     # ---------------------------------------------------------------------- reading
@@ -268,7 +271,8 @@ class Storage:
         parts = PurePosixPath(path).parts
         if not parts or path.startswith("/") or ".." in parts or "\0" in path:
             raise StorageError(
-                f"{path!r} is no path inside the run's folder {self.root}; use a relative path without '..'"
+                f"{path!r} is no path inside the run's folder {self.root}; use a relative path without '..'",
+                code="storage.outside_path",
             )
         return "/".join(parts)
 

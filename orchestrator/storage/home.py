@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from orchestrator.errors import ConfigError, StorageError
+from orchestrator.storage.tries import problem_code
 
 
 def home() -> Path | None:
@@ -80,8 +81,9 @@ def temporary_cache_folder() -> Path:
         folder = tempfile.mkdtemp(prefix="orchestrator-files-")
     except OSError as error:
         raise StorageError(
-            f"cannot make a temporary folder on this machine: {error}; make room, or name another folder by "
-            "TMPDIR"
+            f"cannot make a temporary folder on this machine: {error}; make room, or set TMPDIR to another "
+            "folder",
+            code=problem_code(error),
         ) from error
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

@@ -47,7 +47,8 @@ def require_local(path: str, called: str = "") -> None:
     if is_uri(path):
         raise ConfigError(
             f"{called or path} is a URI; this version stores runs in local or shared folders only: mount the "
-            "storage, and give a path, e.g. ./runs"
+            "storage, and give a path, e.g. ./runs",
+            code="config.storage_uri",
         )
 
 
@@ -78,7 +79,9 @@ class LocalStore:
         """
         require_local(root)
         if not root:
-            raise ConfigError("the path of a run's storage is empty; give a folder, e.g. ./runs")
+            raise ConfigError(
+                "the path of a run's storage is empty; give a folder, e.g. ./runs", code="config.empty_path"
+            )
         self.root = os.path.abspath(expanded(root))
         self.disk = disk or OsDisk()
         self._sleep = sleep

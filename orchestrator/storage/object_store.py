@@ -30,7 +30,7 @@ from orchestrator.storage.buckets import (
 from orchestrator.storage.exact_pieces import exact
 from orchestrator.storage.local_store import TEMPORARY
 from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits
-from orchestrator.storage.tries import tried
+from orchestrator.storage.tries import problem_code, tried
 
 Result = TypeVar("Result")
 
@@ -81,10 +81,13 @@ class ObjectStore:
         """
         at = split_bucket(root)
         if at is None:
-            raise ConfigError(no_bucket(root))
+            raise ConfigError(no_bucket(root), code="config.storage_uri")
         self._bucket_uri, self._prefix = at
         if any(part in ("", ".", "..") for part in self._prefix.split("/")) and self._prefix:
-            raise ConfigError(f"{root}: a prefix has no empty part, no '.' and no '..'; give one without")
+            raise ConfigError(
+                f"{root}: an empty part, '.' and '..' are not allowed in a prefix; remove them",
+                code="config.storage_uri",
+            )
         self.root = f"{self._bucket_uri}/{self._prefix}".rstrip("/")
         self._sleep, self._limits = sleep, limits
 
@@ -217,7 +220,9 @@ class ObjectStore:
         try:
             yield
         except OSError as error:
-            raise StorageError(f"cannot {what} {self._uri(path)}: {error.strerror or error}") from error
+            raise StorageError(
+                f"cannot {what} {self._uri(path)}: {error.strerror or error}", code=problem_code(error)
+            ) from error
 
     @contextmanager
     def _found(self, what: str, path: str) -> Iterator[None]:
@@ -320,7 +325,7 @@ class ObjectStore:
             if found is not None:
                 return found == token
             # Refused, but absent: two concurrent creates (S3 answers 409 to both), or one deleted since.
-            text = "the name was refused as taken, and nothing is there; try again"
+            text = "the server refused the name as taken, but has no such object; try again"
             raise unknown or OSError(errno.EIO, text, self._uri(path))
 
         with self._conditional():
@@ -362,7 +367,7 @@ class ObjectStore:
                 return 0
             raise
         if at != expected:
-            raise OSError(errno.EIO, f"of {expected} bytes from {start} on {at} came", self._uri(path))
+            raise OSError(errno.EIO, f"{at} of {expected} bytes from {start} on arrived", self._uri(path))
         return at
 
     def _below(self, library: Any, bucket: Any, folder: str) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ def check_bucket(storage: Storage) -> str:
     except NoConditionalCreateError as error:
         raise NoConditionalCreateError(f"run.storage: {error}") from error
     except StorageError as error:
-        raise StorageError(f"run.storage cannot be written: {error}") from error
+        raise StorageError(f"run.storage cannot be written: {error}", code=error.code) from error
     finally:
         warning = _delete(storage, name)
     if created != [True, False]:

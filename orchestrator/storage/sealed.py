@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from blake3 import blake3
 
-from orchestrator.errors import OrchestratorError
+from orchestrator.errors import LaterFormatError, OrchestratorError
 
 FORMAT = 2  # of sealed documents; older ones have no number
 
@@ -17,9 +17,13 @@ FORMAT = 2  # of sealed documents; older ones have no number
 class SealError(OrchestratorError):
     """The bytes are not those that were written. The text has the reason."""
 
+    code = "storage.damaged_document"
+
 
 class LaterSealError(SealError):
     """A later version wrote the document. It is not damaged."""
+
+    code = LaterFormatError.code
 
 
 def canonical(value: Any) -> bytes:

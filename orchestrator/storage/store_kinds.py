@@ -39,8 +39,9 @@ def require_plain(uri: str, *, pattern: bool = False) -> None:
         rest = rest.lstrip("/")
     elif scheme not in SCHEMES:
         raise ConfigError(
-            f"{scheme}:// is no storage that is known here: give a folder, e.g. ./runs, or the URI of a "
-            "bucket of s3://, gs:// or az:// and a prefix in it"
+            f"{scheme}:// is not a supported storage; give a folder, e.g. ./runs, or the URI of a bucket "
+            "(s3://, gs:// or az://) with a prefix in it",
+            code="config.storage_uri",
         )
     before, at, _ = rest.partition("/")[0].partition("@")
     options = _QUERY.search(rest) if pattern else re.search("[?#]", rest)
@@ -48,6 +49,7 @@ def require_plain(uri: str, *, pattern: bool = False) -> None:
     if (at and (scheme not in AZURE or ":" in before)) or options:
         raise ConfigError(
             f"the {scheme}:// URI has more than a bucket and a prefix in it ('@', '?' or '#'), which may be "
-            "a secret: write those two alone, and give credentials by the environment of each machine "
-            "(docs/storage.md)"
+            "a secret. Write only those two, and set credentials in the environment of each machine "
+            "(docs/storage.md)",
+            code="config.uri_with_secret",
         )

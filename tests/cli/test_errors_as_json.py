@@ -38,7 +38,8 @@ def test_a_plan_for_a_damaged_run_is_a_document_with_the_error(
     document = json.loads(said.out)
     assert list(document) == ["error"]
     assert document["error"]["class"] == "ResumePointError"
-    assert "run.json is not as it was written" in document["error"]["text"]
+    assert document["error"]["code"] == "run.damaged_run_file"
+    assert "run.json" in document["error"]["text"]
     assert f"error: {document['error']['text']}" in said.err
 
 

@@ -98,9 +98,9 @@ def test_a_run_that_began_with_it_needs_it_no_more_and_notices_another(
         (
             "hdfs://x/y",
             ConfigError,
-            "data.tokenizer: hdfs:// is no storage that is known here: give a folder",
+            "data.tokenizer: hdfs:// is not a supported storage; give a folder",
         ),
-        ("s3:/x/y", ConfigError, "data.tokenizer: s3:/x/y is no bucket: give one of s3://"),
+        ("s3:/x/y", ConfigError, "data.tokenizer: s3:/x/y is not the URI of a bucket; write one of s3://"),
     ],
 )
 def test_what_gives_no_tokenizer_is_named(name: str, error: type[Exception], said: str, bucket: str) -> None:

@@ -19,6 +19,7 @@ from orchestrator.history.segments import read_first
 from orchestrator.monitor.status.tail import read_tail
 from orchestrator.records.steps import StepRecord
 from orchestrator.storage.files import Storage
+from tests.raising import raises
 from tests.resume.samples import key, no_sleep, record, start
 from tests.storage.crashfs import ModelDisk
 
@@ -181,10 +182,10 @@ def test_anything_else_that_is_no_journal_names_file_and_line(storage, tmp_path,
     path = tmp_path / "quickstart" / "journal" / "a0001" / "000001.jsonl"
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join(change(lines)) + b"\n")
-    with pytest.raises(StorageError, match=f"a0001/000001.jsonl {where}"):
+    with raises(StorageError, "journal.damaged", f"a0001/000001.jsonl {where}"):
         read_journal(storage)
     if where != "line 2" or b"lass" not in path.read_bytes():  # what a step record says is not looked at
-        with pytest.raises(StorageError, match=f"a0001/000001.jsonl {where}"):
+        with raises(StorageError, "journal.damaged", f"a0001/000001.jsonl {where}"):
             read_outline(storage)
 
 
@@ -224,9 +225,7 @@ def test_an_outlines_newest_step_record_that_cannot_be_read_is_named(storage, tm
     journal.close()
     path = tmp_path / "quickstart" / "journal" / "a0001" / "000001.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"lr"', b'"lx"'))
-    with pytest.raises(
-        StorageError, match=r"journal/a0001: .*generation 1 is not as .* missing fields \['lr'\]"
-    ):
+    with raises(StorageError, "journal.damaged", "journal/a0001: ", "generation 1 ", "missing fields ['lr']"):
         read_outline(storage)
 
 
@@ -249,10 +248,10 @@ def test_a_cut_or_missing_segment_in_the_middle_is_an_error(storage, tmp_path) -
     path = tmp_path / "quickstart" / "journal" / "a0001" / "000002.jsonl"
     data = path.read_bytes()
     path.write_bytes(data[:-5])
-    with pytest.raises(StorageError, match="000002.jsonl"):
+    with raises(StorageError, "journal.damaged", "000002.jsonl"):
         read_journal(storage)
     path.unlink()
-    with pytest.raises(StorageError, match="restore the missing"):
+    with raises(StorageError, "journal.missing_file", "journal/a0001", "[1, 3"):
         read_journal(storage)
 
 
@@ -272,13 +271,14 @@ def test_equal_copies_count_once_whatever_each_rank_measured(storage) -> None:
 def test_unequal_copies_are_an_error_for_writer_and_reader(storage, change) -> None:
     journal = writer(storage)
     journal.step(record(key(1)))
-    with pytest.raises(TrainingError, match=next(iter(change))):
+    (name,) = change
+    with raises(TrainingError, "training.records_differ", name, change[name], getattr(record(key(1)), name)):
         journal.step(replace(record(key(1)), **change))
     journal.close()
     other = writer(storage, attempt=2)
     other.step(replace(record(key(1)), **change))
     other.close()
-    with pytest.raises(StorageError, match="a0002/000001.jsonl line 1"):
+    with raises(StorageError, "journal.damaged", "a0002/000001.jsonl line 1", name):
         read_journal(storage)
 
 
@@ -346,7 +346,7 @@ def test_after_a_failed_flush_nothing_is_durable_any_more() -> None:
     journal = JournalWriter(Storage("/run", Dying(), no_sleep), 1)
     journal.generation(start(1, None))
     for _ in range(2):
-        with pytest.raises(StorageError, match="Input/output error"):
+        with raises(StorageError, "storage.failed", "EIO"):
             journal.flush()
     assert not journal.covers(key(0))
 
@@ -362,7 +362,7 @@ def test_lines_that_come_again_with_another_text_are_an_error(storage, tmp_path)
     second.write_bytes(again + second.read_bytes())
     assert [r.step for r in read_journal(storage).records] == [1, 2, 3, 4]
     second.write_bytes(again.replace(b'"loss":', b'"loss":1') + second.read_bytes()[len(again) :])
-    with pytest.raises(StorageError, match=r"000002.jsonl line 1 .* differs from line"):
+    with raises(StorageError, "journal.damaged", "000002.jsonl line 1 ", "differs from line"):
         read_journal(storage)
 
 
@@ -393,7 +393,7 @@ def test_a_close_that_fails_loses_no_line_and_leaves_a_journal_that_can_be_read(
     disk.broken = True
     journal.event(EventKind.CONTROL_REQUEST, what="b", by="ada@desk", request=0)
     for _ in range(2):
-        with pytest.raises(StorageError, match="cannot sync .*Input/output error"):
+        with raises(StorageError, "storage.failed", "sync ", "EIO"):
             journal.flush()
     disk.broken = False
     journal.event(EventKind.CONTROL_REQUEST, what="c", by="ada@desk", request=0)
@@ -412,7 +412,7 @@ def test_lines_of_a_full_segment_that_could_not_be_closed_come_again_and_are_rea
     journal = JournalWriter(storage, 1, segment_bytes=10)
     disk.broken = True
     journal.event(EventKind.CONTROL_REQUEST, what="a", by="ada@desk", request=0)
-    with pytest.raises(StorageError, match="cannot close"):
+    with raises(StorageError, "storage.failed", "close "):
         journal.flush()
     disk.broken = False
     journal.event(EventKind.CONTROL_REQUEST, what="b", by="ada@desk", request=0)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.errors import OrchestratorError
 from orchestrator.history.beginnings import beginning_of, newest_choice
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter, check_copy
@@ -27,6 +27,7 @@ from orchestrator.monitor.status.tail import read_tail
 from orchestrator.monitor.views.columns import read_columns
 from orchestrator.monitor.views.lines import UnreadableError
 from orchestrator.storage.files import Storage
+from tests.raising import raises
 from tests.resume.samples import key, record, start
 from tests.storage.model_store import ModelBucket, ModelStore
 
@@ -166,7 +167,8 @@ def test_a_piece_in_a_bucket_speaks_for_itself(name: str) -> None:
     lines = written()
     READERS[name](journal_of(lines, pieces=2))
     lines[2] = {**lines[2], "format": FORMAT + 1}  # the second piece begins with it
-    with pytest.raises(OrchestratorError, match=f"has format {FORMAT + 1}, this version reads 1, {FORMAT}"):
+    reads = f"has format {FORMAT + 1}, this version reads 1, {FORMAT}"
+    with pytest.raises(OrchestratorError, match=reads):
         READERS[name](journal_of(lines, pieces=2))
 
 
@@ -187,7 +189,7 @@ def test_how_an_attempt_of_a_later_version_began_is_refused_and_its_process_is_n
     assert journal_process(journal_of([without(line) for line in lines]), 1) == known
     later = journal_of([{**lines[0], "format": FORMAT + 1}, *lines[1:]])
     for read in (beginning, lambda storage: newest_choice(storage, [1])):
-        with pytest.raises(StorageError, match=f"journal/a0001.*has format {FORMAT + 1}, this version reads"):
+        with raises(LaterLineError, "storage.later_format", "journal/a0001", f"format {FORMAT + 1},"):
             read(later)
     assert journal_process(later, 1) is None  # nobody takes it for dead, or for alive, by these fields
 
@@ -196,12 +198,10 @@ def test_how_an_attempt_of_a_later_version_began_is_refused_and_its_process_is_n
 def test_what_is_no_number_of_a_format_is_a_line_that_is_not_as_it_was_written(number: object) -> None:
     lines = written()
     lines[1]["format"] = number
-    with pytest.raises(OrchestratorError, match=r"its format is"):
+    with raises(OrchestratorError, "journal.damaged", repr(number)):
         require_known(lines[1])
     for name in ("whole", "outline", "columns"):
-        with pytest.raises(
-            OrchestratorError, match=r"line 2 is not as .* its format is .*; restore the file"
-        ):
+        with pytest.raises(OrchestratorError, match=r"line 2 .* its format is .*; restore the file"):
             READERS[name](journal_of(lines))
 
 

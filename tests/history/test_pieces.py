@@ -22,6 +22,7 @@ from orchestrator.monitor.follow import JournalFollower
 from orchestrator.monitor.views.lines import JournalLines
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Listed, Store
+from tests.raising import raises
 from tests.storage.interleaved_buckets import DIED, Act, Faults, interleavings
 from tests.storage.model_store import PUT, Fate, ModelBucket, ModelStore
 
@@ -270,7 +271,7 @@ def test_a_piece_that_is_gone_is_named() -> None:
     assert journal.why_lost() == ""
     del bucket.objects["run/journal/a0001/000001.p000002.jsonl"]
     for read in (read_journal, read_outline):
-        with pytest.raises(StorageError, match=r"000001.p000002.jsonl is gone, .*restore it"):
+        with raises(StorageError, "journal.missing_file", "000001.p000002.jsonl"):
             read(storage)
     del bucket.objects["run/journal/a0001/000001.p000003.jsonl"]
     assert "000001.p000003.jsonl is gone" in journal.why_lost()
@@ -283,7 +284,7 @@ def test_lines_of_another_writer_are_an_error_and_nothing_is_written_over_them()
     mine.flush()
     for _ in range(2):
         note(other)
-    with pytest.raises(StorageError, match="holds other lines .* end that process"):
+    with raises(StorageError, "run.second_writer", "model/run/journal/a0001/000001"):
         other.flush()
     assert len(read_journal(storage).events) == 1
 

@@ -255,7 +255,7 @@ def test_a_file_system_that_gives_a_name_twice_is_found_out(tmp_path: Path) -> N
 def test_a_folder_that_cannot_be_tried_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "is no folder" in look_at_storage(str(tmp_path / "file" / "runs")).trouble
-    assert "is no storage" in look_at_storage("hdfs://bucket/runs").trouble
+    assert "hdfs:// is not a supported storage" in look_at_storage("hdfs://bucket/runs").trouble
 
 
 def test_storage_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

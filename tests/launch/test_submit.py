@@ -55,7 +55,7 @@ def test_a_run_in_a_bucket_is_submitted_by_its_uri(folder: Path) -> None:
     made = submission("job.yaml", ["run.storage=s3://bucket/team/"], folder=folder, token="t1")
     assert made.run_uri == made.metadata[RUN_KEY]
     assert made.run_uri.startswith("s3://bucket/team/")
-    with pytest.raises(ConfigError, match="give credentials by the environment"):
+    with pytest.raises(ConfigError, match="s3:// URI has more than a bucket"):
         submission("job.yaml", ["run.storage=s3://me:hush@bucket/team"], folder=folder, token="t1")
 
 

@@ -53,6 +53,7 @@ from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.data.making import some_texts, write_corpus
 from tests.data.test_encoder_change import FAST, SLOW, save_tokenizer
+from tests.raising import raises
 from tests.resume.samples import write_vote
 
 Make = Callable[..., dict[str, Any]]
@@ -255,24 +256,24 @@ def test_a_label_that_occurs_twice_is_written_with_its_attempt(run: TrainedRun) 
 
 
 @pytest.mark.parametrize(
-    ("steps", "text"),
+    ("steps", "code", "values"),
     [
-        ("5:8", "step 5 occurs 2 times in the run's history; write a1:5 or a2:5"),
-        ("7:99", "no step 99; it goes from step 1 to step 9"),
-        ("a1:9:", "no step a1:9"),
-        ("8:7", "7 comes before 8"),
-        ("a2:5:a1:6", "a1:6 comes before a2:5"),
-        ("5", "step 5 occurs 2 times"),
-        ("a3:5", "no step a3:5; it goes from step 1 to step 9; it has that of a1, a2"),
-        ("7-8", "'7-8' names no steps; write A:B"),
-        ("٣:5", "names no steps"),
-        ("-1:5", "names no steps"),
+        ("5:8", "command.ambiguous_step", ("step 5 ", "2 times", "a1:5 or a2:5")),
+        ("7:99", "command.unknown_step", ("step 99;", "step 1 ", "step 9")),
+        ("a1:9:", "command.unknown_step", ("step a1:9;",)),
+        ("8:7", "command.empty_range", ("8:7: 7 ", "before 8")),
+        ("a2:5:a1:6", "command.empty_range", (": a1:6 ", "before a2:5")),
+        ("5", "command.ambiguous_step", ("step 5 ", "2 times")),
+        ("a3:5", "command.unknown_step", ("step a3:5;", "step 1 ", "step 9", "a1, a2")),
+        ("7-8", "command.step_range", ("'7-8'", "A:B")),
+        ("٣:5", "command.step_range", ("'٣:5'",)),
+        ("-1:5", "command.step_range", ("'-1:5'",)),
     ],
 )
 def test_steps_that_are_not_there_or_not_one_are_refused(
-    label_twice: TrainedRun, steps: str, text: str
+    label_twice: TrainedRun, steps: str, code: str, values: tuple[str, ...]
 ) -> None:
-    with pytest.raises(RefusedError, match=re.escape(text)):
+    with raises(RefusedError, code, *values):
         label_twice.audit(steps)
 
 

@@ -10,6 +10,7 @@ import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.config.loading import parse_config
 from orchestrator.errors import ConfigError, RefusedError, ResourceError
+from tests.raising import raises
 
 ON_GPUS = {"cluster.use_gpu": True, "train.numerics": "fast"}
 
@@ -24,9 +25,9 @@ def test_what_plan_refuses_starts_no_process(tiny_config: Any) -> None:
 def test_whoever_is_given_a_uri_of_another_kind_says_which_there_are(
     tiny_config: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = "hdfs:// is no storage that is known here: give a folder, e.g. ./runs, or the URI of a bucket of "
+    said = "hdfs:// is not a supported storage; give a folder, e.g. ./runs, or the URI of a bucket "
     for ask in (orchestrator.open, orchestrator.runs):
-        with pytest.raises(ConfigError, match=said):
+        with raises(ConfigError, "config.storage_uri", "hdfs://"):
             ask("hdfs://x/y")
     with pytest.raises(ConfigError, match=f"run.storage: {said}"):
         orchestrator.plan(tiny_config({"run.storage": "hdfs://x/y"}))

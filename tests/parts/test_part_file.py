@@ -19,6 +19,7 @@ from orchestrator.planning.state_layout import Layout, StateTensor, layout_of, w
 from orchestrator.planning.weights_sum import weights_sum
 from orchestrator.storage.files import Storage
 from tests.parts.samples import POINT, STATE, bytes_of, part_of
+from tests.raising import raises
 
 LAYOUTS = [layout_of(world, shards) for world in range(1, 9) for shards in (1, None, 2)]
 
@@ -120,7 +121,7 @@ def test_a_part_that_is_cancelled_anywhere_leaves_no_file(tmp_path: Path) -> Non
             assert list(tmp_path.rglob("*.safetensors")) == []
         next(calls)
     assert next(calls) > 30
-    with pytest.raises(StorageError, match="there is a file of this name"):
+    with raises(StorageError, "storage.name_taken", "EEXIST"):
         made(-1)
 
 

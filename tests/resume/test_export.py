@@ -23,6 +23,7 @@ from orchestrator.resume.export_files import MARKER, read_marker
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
 from tests.parts.samples import byte_of
+from tests.raising import raises
 from tests.resume.exports import FACTORY, LLAMA, SMALL, commit, job, logits, state_of, store_at
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format2" / "example"
@@ -82,9 +83,7 @@ def test_numbers_are_rounded_as_torch_rounds_them_and_only_if_asked_for(tmp_path
         for dtype in (torch.bfloat16, torch.float16):
             found = load_file(out / str(dtype).removeprefix("torch.") / "model.safetensors")
             assert all(torch.equal(t, state.model.state_dict()[n].to(dtype)) for n, t in found.items())
-        with pytest.raises(
-            RefusedError, match="--dtype=int8: weights are exported as float32, bfloat16, float16"
-        ):
+        with raises(RefusedError, "export.unknown_dtype", "--dtype=int8", "float32", "bfloat16", "float16"):
             export_point(store, point.name, out / "int8", "int8")
     assert opened(tmp_path / "out" / "False" / "bfloat16").dtype == torch.bfloat16
 
@@ -128,7 +127,7 @@ def test_a_damaged_tensor_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[byte_of(path)] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ResumePointError, match=r"00001-of-00002.safetensors holds .* saved was"):
+    with raises(ResumePointError, "point.damaged", point.name, "00001-of-00002.safetensors"):
         export_point(store, point.name, tmp_path / "out")
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
@@ -140,12 +139,12 @@ def test_a_folder_that_is_taken_and_one_of_the_run_are_refused_before_anything_i
     point = commit(store, config, state_of(config))
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine.txt").write_text("mine")
-    for where, reason in {
-        "taken": "is not empty",
-        "taken/mine.txt": "is not empty",
-        "run/out": "run's folder",
+    for where, code in {
+        "taken": "export.not_empty",
+        "taken/mine.txt": "export.not_empty",
+        "run/out": "export.inside_run",
     }.items():
-        with pytest.raises(RefusedError, match=reason):
+        with raises(RefusedError, code, tmp_path / where):
             export_point(store, point.name, tmp_path / where)
     (tmp_path / "empty").mkdir()
     export_point(store, point.name, tmp_path / "empty")

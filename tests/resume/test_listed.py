@@ -17,6 +17,7 @@ from orchestrator.resume.points import COMMIT, DOCUMENTS, PARTS, files_digest
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal, unseal
+from tests.raising import raises
 from tests.resume.samples import key, write_point
 
 NAME = key(10).point_name
@@ -50,7 +51,7 @@ def test_a_commit_that_does_not_list_a_document_is_damaged(
 @pytest.mark.parametrize("file", ["state/00007-of-00008.safetensors", "notes.json"])
 def test_a_file_that_commit_does_not_list_is_not_read(store: RunStore, tmp_path: Path, file: str) -> None:
     (tmp_path / "points" / NAME / file).write_bytes(b"{}")
-    with pytest.raises(ResumePointError, match=f"resume point {NAME}: {file} is not listed in COMMIT"):
+    with raises(ResumePointError, "point.damaged", f"{NAME}: {file} ", "COMMIT"):
         store.read_listed(NAME, file)
 
 

@@ -17,6 +17,7 @@ from orchestrator.resume.kept_points import KeptPoints
 from orchestrator.resume.retention import held_point, to_delete
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+from tests.raising import raises
 from tests.resume.samples import key, write_point
 from tests.resume.test_commit_machine import committed, machine, run
 from tests.resume.test_retention import NAMES, keep, points, verified_sets
@@ -109,7 +110,7 @@ def test_where_every_point_is_marked_a_quick_look_says_so(store) -> None:
     for name in (OLDER, NEWER):
         flip(store, name)
         read(store, name)
-    with pytest.raises(ResumePointError, match="none of the 2 resume points.*"):
+    with raises(ResumePointError, "point.none_healthy", " 2 ", OLDER, NEWER):
         store.healthy_newest([OLDER, NEWER], fast=True)
 
 

@@ -15,6 +15,7 @@ from orchestrator.resume.commit_events import CheckNewerClaim, DeletePoints, Ver
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import COMMIT_SENT, VOTES_COMPLETE
 from orchestrator.storage.files import Storage
+from tests.raising import raises
 from tests.resume.driver import Coordinator
 from tests.resume.samples import CONFIG, entry_of, key, no_sleep, record, start, write_vote
 from tests.storage.crashfs import ModelDisk
@@ -118,7 +119,7 @@ def test_a_damaged_point_is_reported_once(store) -> None:
 def test_a_file_that_the_coordinator_does_not_see_names_the_storage(store) -> None:
     elsewhere = Storage("/other", ModelDisk(), no_sleep)
     votes = [write_vote(elsewhere, key(10), rank) for rank in range(2)]
-    with pytest.raises(StorageError, match="must be the same storage on every node"):
+    with raises(StorageError, "machine.storage", "run.storage", store.storage.root):
         store.commit_point(votes, CONFIG, {}, None)
     assert store.point_names() == []
 

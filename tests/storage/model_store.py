@@ -261,7 +261,7 @@ class ModelStore:
     def _error(self, what: str, path: str) -> StorageError:
         self._saw(what, path, "error")
         return StorageError(
-            f"cannot {what} {self.root}/{path}: the storage does not answer as it should (model); run again"
+            f"cannot {what} {self.root}/{path}: the storage failed (model); run again", code="storage.failed"
         )
 
     def _find(self, what: str, path: str) -> Stored:

@@ -14,6 +14,7 @@ from orchestrator.errors import StorageError
 from orchestrator.storage.at_once import ASKED_AT_A_TIME, answers_at_once, at_once, entries_at_once
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import ObjectFacts
+from tests.raising import raises
 from tests.storage.model_store import FarModelStore, ModelBucket
 
 LIMIT_S = 60.0
@@ -175,6 +176,5 @@ class Shrinking(FarModelStore):
 def test_a_file_that_became_shorter_has_no_entry() -> None:
     bucket = ModelBucket()
     Storage.on(FarModelStore(bucket)).write("a", content_of(9))
-    with pytest.raises(StorageError) as refused:
+    with raises(StorageError, "storage.changed_while_read", "/a ", "byte 9,", "10 bytes"):
         entries_at_once(Storage.on(Shrinking(bucket)), ["a"])
-    assert refused.value.code == "storage.changed_while_read"

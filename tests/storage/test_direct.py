@@ -17,6 +17,7 @@ from orchestrator.storage import direct, local_store
 from orchestrator.storage.direct import write_direct
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
+from tests.raising import raises
 from tests.storage.crashfs import ModelDisk
 
 BUFFER_BYTES = 4 * 4096
@@ -137,6 +138,6 @@ def test_a_disk_that_is_full_in_the_middle_of_a_large_file_leaves_none_of_it(tmp
             return super().write(handle, data)
 
     content = bytes(3 * BUFFER_BYTES)
-    with pytest.raises(StorageError, match="ENOSPC"):
+    with raises(StorageError, "storage.full", "ENOSPC"):
         Storage(str(tmp_path), Full()).put("large", lambda: [content], len(content))
     assert not (tmp_path / "large").exists()

@@ -19,6 +19,7 @@ from orchestrator.storage.files import READ_BYTES, Storage
 from orchestrator.storage.local_store import TEMPORARY, LocalStore
 from orchestrator.storage.store import Pieces, Store
 from orchestrator.storage.tries import TRIES
+from tests.raising import raises
 from tests.resume.samples import no_sleep
 
 
@@ -57,9 +58,9 @@ def test_what_is_written_is_read_back_with_its_digest(tmp_path) -> None:
 def test_a_name_is_never_written_twice(tmp_path) -> None:
     storage = Storage(str(tmp_path))
     storage.write("a", b"first")
-    with pytest.raises(StorageError, match="EEXIST"):
+    with raises(StorageError, "storage.name_taken", "EEXIST"):
         storage.write("a", b"second")
-    with pytest.raises(StorageError, match="EEXIST"):
+    with raises(StorageError, "storage.name_taken", "EEXIST"):
         storage.append("a")
     assert not storage.create("a", b"third")
     assert storage.read("a") == b"first"
@@ -113,12 +114,21 @@ def test_a_failure_that_passes_is_tried_again(tmp_path, call) -> None:
     assert sum(waits) < 3
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.ESTALE])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (errno.EIO, "storage.failed"),
+        (errno.ENOSPC, "storage.full"),
+        (errno.ESTALE, "storage.changed_while_read"),
+        (errno.ETIMEDOUT, "storage.timeout"),
+        (errno.ENOTCONN, "storage.unreachable"),
+    ],
+)
 @pytest.mark.parametrize("call", ["create", "write", "fsync"])
-def test_a_failure_that_stays_is_an_error_and_leaves_no_file(tmp_path, call, number) -> None:
+def test_a_failure_that_stays_is_an_error_and_leaves_no_file(tmp_path, call, number, code) -> None:
     disk = Failing(call, number)
     storage = Storage(str(tmp_path), disk, no_sleep)
-    with pytest.raises(StorageError, match=errno.errorcode[number]):
+    with raises(StorageError, code, errno.errorcode[number]):
         storage.write("a", b"x")
     assert disk.seen == TRIES
     assert storage.list("") == []
@@ -127,7 +137,7 @@ def test_a_failure_that_stays_is_an_error_and_leaves_no_file(tmp_path, call, num
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
 def test_a_failure_about_rights_is_not_tried_again(tmp_path, number) -> None:
     disk = Failing("create", number)
-    with pytest.raises(StorageError, match=errno.errorcode[number]):
+    with raises(StorageError, "storage.denied", errno.errorcode[number]):
         Storage(str(tmp_path), disk, no_sleep).write("a", b"x")
     assert disk.seen == 1
 
@@ -148,7 +158,7 @@ def test_surely_absent_is_another_thing_than_unreadable(tmp_path) -> None:
         ("list", storage.list),
     ):
         broken = Storage(str(tmp_path), Failing(call, errno.EIO), no_sleep)
-        with pytest.raises(StorageError, match="EIO"):
+        with raises(StorageError, "storage.failed", "EIO"):
             getattr(broken, look.__name__)("file" if call != "list" else "")
 
 
@@ -156,7 +166,7 @@ def test_surely_absent_is_another_thing_than_unreadable(tmp_path) -> None:
 def test_no_path_leads_out_of_the_run(tmp_path, path) -> None:
     storage = Storage(str(tmp_path / "run"))
     for use in (storage.read, storage.delete, storage.delete_folder, storage.exists, storage.append):
-        with pytest.raises(StorageError, match="no path inside"):
+        with raises(StorageError, "storage.outside_path", repr(path), storage.root):
             use(path)
 
 
@@ -185,15 +195,17 @@ def test_an_appended_file_grows_and_a_failed_sync_ends_it(tmp_path) -> None:
     assert (storage.read("log"), handle.num_bytes) == (b"one\ntwo\n", 8)
     broken = with_failure.append("other")
     broken.write(b"x")
-    for use in (broken.sync, broken.sync, lambda: broken.write(b"y")):
-        with pytest.raises(StorageError):
+    with raises(StorageError, "storage.failed", "EIO"):
+        broken.sync()
+    for use in (broken.sync, lambda: broken.write(b"y")):
+        with raises(StorageError, "storage.closed_file", f"{tmp_path}/other"):
             use()
 
 
 def test_a_close_that_fails_is_an_error_of_the_storage(tmp_path) -> None:
     handle = Storage(str(tmp_path), Failing("close", errno.EIO, times=1), no_sleep).append("log")
     handle.write(b"one\n")
-    with pytest.raises(StorageError, match="cannot close .*EIO"):
+    with raises(StorageError, "storage.failed", "close ", "EIO"):
         handle.close()
     handle.close()
 
@@ -212,15 +224,15 @@ def test_a_close_that_fails_without_hard_links_is_an_error_of_the_storage(tmp_pa
             if handle == self.own:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with pytest.raises(StorageError, match="EIO"):
+    with raises(StorageError, "storage.failed", "EIO"):
         Storage(str(tmp_path), ClosesBadly("link", errno.EPERM), no_sleep).create("claim", b"one")
 
 
 def test_only_local_paths_are_supported_and_they_are_made_absolute(tmp_path, monkeypatch) -> None:
     for uri in ("s3://bucket/run", "gs://bucket/run"):
-        with pytest.raises(ConfigError, match=f"{uri} is a URI; this version stores runs in local or shared"):
+        with raises(ConfigError, "config.storage_uri", uri):
             Storage(uri)
-    with pytest.raises(ConfigError, match="is empty"):
+    with raises(ConfigError, "config.empty_path"):
         Storage("")
     monkeypatch.chdir(tmp_path)
     storage = pickle.loads(pickle.dumps(Storage("runs/a")))
@@ -231,7 +243,7 @@ def test_only_local_paths_are_supported_and_they_are_made_absolute(tmp_path, mon
 
 def test_a_root_that_cannot_be_made_is_an_error_with_its_path(tmp_path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StorageError, match="file"):
+    with raises(StorageError, "storage.unusable_path", f"{tmp_path}/file/run"):
         Storage(str(tmp_path / "file" / "run")).write("a", b"x")
 
 
@@ -248,7 +260,7 @@ def test_a_file_of_another_folder_is_taken_whole_and_stays_when_that_folder_goes
     if not has_links:
         monkeypatch.setattr(OsDisk, "link", link)
     assert here.take(other, "a/b", "c/d") is has_links
-    with pytest.raises(StorageError, match="no name is written twice"):
+    with raises(StorageError, "storage.name_taken", f"{tmp_path}/here/c/d"):
         here.take(other, "a/b", "c/d")
     with pytest.raises(FileNotFoundError):
         here.take(other, "a/none", "c/none")

@@ -14,6 +14,7 @@ import pytest
 from orchestrator.errors import ConfigError
 from orchestrator.storage import fetched
 from orchestrator.storage.home import cache_folder, expanded, home
+from tests.raising import raises
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format2"
 NOBODY = 54321  # a uid that the system's user database does not list
@@ -78,9 +79,8 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_folder_of_this_process(
 def test_a_tilde_that_means_no_home_is_refused_and_never_a_folder_of_that_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with raises(ConfigError, "config.no_home", "run.storage=~no-such-user/runs", "'~no-such-user'"):
         expanded("~no-such-user/runs", "run.storage")
-    assert refused.value.code == "config.no_home"
     monkeypatch.setenv("HOME", "/home/somebody")
     assert expanded("~/runs") == "/home/somebody/runs"
     assert expanded("./~/runs") == "./~/runs"

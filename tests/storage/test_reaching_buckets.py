@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from obstore import exceptions
 
 from orchestrator.errors import ConfigError, StorageError
 from orchestrator.resume.store import RunStore
@@ -20,7 +21,9 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
 from orchestrator.storage.object_store import ObjectStore
 from orchestrator.storage.redacted import redacted
+from orchestrator.storage.tries import problem_code
 from tests.forked import FORKED
+from tests.raising import raises
 from tests.resume.samples import no_sleep
 from tests.storage.an_attempt import an_attempt
 from tests.storage.servers import Fault, Proxy, new_bucket, reach
@@ -70,8 +73,25 @@ def test_a_server_that_says_nothing_more_is_an_error_that_says_what_to_do(proxy:
         lambda: store.delete(["x"]),
     )
     for call in calls:
-        with pytest.raises(StorageError, match="check that s3://bucket.* is reached from this machine$"):
+        with raises(StorageError, "storage.timeout", root.removesuffix("/run")):
             call()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://no-such-host.invalid:9000"])
+def test_a_server_that_cannot_be_reached_is_no_server_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str
+) -> None:
+    reach(monkeypatch, url, tmp_path)
+    buckets.forget_buckets()
+    store = ObjectStore("s3://bucket/run", no_sleep, Limits(request_s=1.0, retry_s=0.0, again_s=0.0))
+    with raises(StorageError, "storage.unreachable", "s3://bucket/run/x"):
+        store.facts("x")
+    buckets.forget_buckets()
+
+
+def test_a_server_without_room_is_known_by_its_status() -> None:
+    error = exceptions.GenericError("Server returned non-2xx status code: 507 Insufficient Storage: ")
+    assert problem_code(buckets._in_words("s3://b/r", "list and read", error)) == "storage.full"
 
 
 def test_a_call_ends_within_its_limit_and_a_document_sooner_than_content() -> None:
@@ -101,8 +121,8 @@ def fork_and_read(root: str, answer: object) -> None:
     if child == 0:
         try:
             store.facts("x")
-        except BaseException:  # noqa: BLE001  the parent reads it
-            Path(str(answer)).write_text(traceback.format_exc())
+        except BaseException as error:  # noqa: BLE001  the parent reads it
+            Path(str(answer)).write_text(f"{getattr(error, 'code', '')}\n{traceback.format_exc()}")
         os._exit(0)
     os.waitpid(child, 0)
     store.facts("x")
@@ -118,7 +138,7 @@ def test_a_process_that_was_forked_after_a_bucket_was_reached_hears_why_it_canno
     process.join(60)
     assert process.exitcode == 0, "the parent goes on"
     said = (tmp_path / "answer").read_text()
-    assert "which had reached a bucket before" in said
+    assert said.startswith("storage.forked_process\n")
     assert 'multiprocessing_context="spawn"' in said
 
 
@@ -141,10 +161,9 @@ def test_an_endpoint_that_is_no_url_is_named_without_its_password(
     for name, uri in (("AWS_ENDPOINT_URL_S3", "s3://b/r"), ("AZURE_STORAGE_ENDPOINT", "az://b/r")):
         monkeypatch.setenv(name, f"root:topsecret@{value}")
         buckets.forget_buckets()
-        with pytest.raises(ConfigError, match=rf"{name}=\*\*\*@.* is no URL of a server.*http://") as refused:
+        with raises(ConfigError, "config.storage_endpoint", f"{name}=***@", "http://") as refused:
             RunStore(Storage.on(ObjectStore(uri))).read_run()
         assert "topsecret" not in str(refused.value)
-        assert "not as it was written" not in str(refused.value)
     buckets.forget_buckets()
 
 
@@ -153,9 +172,7 @@ def test_a_bucket_of_azure_without_an_account_lacks_credentials(monkeypatch: pyt
         monkeypatch.delenv(name)
     buckets.forget_buckets()
     for uri in ("az://x/y", "abfs://x/y"):
-        with pytest.raises(
-            StorageError, match=r"no credentials for \w+://x were found on this machine"
-        ) as said:
+        with raises(StorageError, "storage.denied", f"no credentials for {uri.removesuffix('/y')} ") as said:
             Storage.on(ObjectStore(uri)).read("run.json")
         assert "SKIP_SIGNATURE" not in str(said.value), "a run writes"
     buckets.forget_buckets()

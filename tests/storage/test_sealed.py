@@ -7,7 +7,8 @@ import json
 import pytest
 from blake3 import blake3
 
-from orchestrator.storage.sealed import SealError, seal, unseal
+from orchestrator.storage.sealed import LaterSealError, SealError, seal, unseal
+from tests.raising import raises
 
 CONTENT = {"b": [1, 2.5, None], "a": "täxt"}
 # as it was written before there were numbers
@@ -32,7 +33,7 @@ def test_a_document_has_its_number_and_one_without_is_read_for_ever():
 @pytest.mark.parametrize("number", [1, 3, "2", None])
 def test_another_number_is_refused_with_both(number: object):
     later = json.dumps({**json.loads(FIRST), "format": number}, indent=2, ensure_ascii=False) + "\n"
-    with pytest.raises(SealError, match=f"format {number}, this version reads 1 and 2; use the version"):
+    with raises(LaterSealError, "storage.later_format", f"format {number},", "reads 1 and 2"):
         unseal(later.encode())
 
 
@@ -42,7 +43,7 @@ def test_no_byte_can_be_another_one(sealed: bytes):
         for bit in range(8):
             changed = bytearray(sealed)
             changed[at] ^= 1 << bit
-            with pytest.raises(SealError):
+            with pytest.raises(SealError):  # another number in place of the format's is a later format's
                 unseal(bytes(changed))
-        with pytest.raises(SealError):
+        with raises(SealError, "storage.damaged_document"):
             unseal(sealed[:at])
