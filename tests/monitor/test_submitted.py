@@ -10,6 +10,7 @@ import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.config.loading import parse_config
 from orchestrator.errors import ConfigError, RefusedError, ResourceError
+from tests.raising import raises
 
 ON_GPUS = {"cluster.use_gpu": True, "train.numerics": "fast"}
 
@@ -17,7 +18,7 @@ ON_GPUS = {"cluster.use_gpu": True, "train.numerics": "fast"}
 def test_what_plan_refuses_starts_no_process(tiny_config: Any) -> None:
     with pytest.raises(ConfigError, match="pack.seq_len"):
         orchestrator.submit(tiny_config({}), ["pack.seq_len=0"])
-    with pytest.raises(RefusedError, match="there is no such folder"):
+    with raises(RefusedError, "storage.not_found", "nowhere"):
         orchestrator.runs("nowhere")
 
 
