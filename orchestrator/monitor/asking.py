@@ -60,7 +60,10 @@ class Asking:
         self._store, self._what = store, what
         claim, root = store.newest_claim(), store.storage.root
         if claim is None:
-            raise RefusedError(f"{root}: nothing has been started here yet, so there is nobody to ask")
+            raise RefusedError(
+                f"{root}: no attempt of this run has begun, so nothing answers a request",
+                code="run.not_begun",
+            )
         self._refuse_if_over(claim.number)
         self._launch, self._attempt = claim.launch, claim.number
         self._journal = JournalFollower(store.storage, claim.number)
@@ -89,14 +92,15 @@ class Asking:
             if given_up and not told:
                 tell(still_waits(self._what, given_up[-1]["point"], given_up[-1]["reason"]))
                 told = True
-            if over:
-                raise RefusedError(over)
+            if over is not None:
+                raise over
             if time.monotonic() - asked_at > QUIET_S:
                 if not is_alive():
                     raise RefusedError(
-                        f"{self._store.storage.root}: no answer, and no sign of life: what was asked for "
-                        f"({self._what}) is done by nobody, also not when the run is started again; "
-                        "`orchestrator status` says where it stands"
+                        f"{self._store.storage.root}: no answer and no sign of life; the request "
+                        f"({self._what}) is void, also when the run is started again; `orchestrator status` "
+                        "shows the state of the run",
+                        code="run.no_sign_of_life",
                     )
                 asked_at = time.monotonic()
             time.sleep(LOOK_EVERY_S)
@@ -105,18 +109,24 @@ class Asking:
         if end := self._store.read_end(number):
             raise RefusedError(
                 f"{self._store.storage.root} is not running: attempt {number} has ended ({end.outcome}: "
-                f"{end.reason})"
+                f"{end.reason})",
+                code="run.not_running",
             )
 
-    def _why_over(self) -> str:
+    def _why_over(self) -> RefusedError | None:
+        """Why the request will not be answered; None while it may be."""
         claim, root = self._store.newest_claim(), self._store.storage.root
-        nobody = f"what was asked for ({self._what}) is done by nobody"
+        void = f"the request ({self._what}) is void"
         if claim is None:
-            return f"{root}: the run's claims are gone; {nobody}"
+            return RefusedError(f"{root}: the run's claims are gone; {void}", code="history.missing_claims")
         if claim.launch != self._launch:
-            return (
+            return RefusedError(
                 f"{root}: another launch has taken the run over (attempt {claim.number}, {claim.host}); "
-                f"{nobody}: ask again"
+                f"{void}, make it again",
+                code="run.taken_over",
             )
         end = self._store.read_end(claim.number)
-        return f"{root}: the run has ended ({end.outcome}: {end.reason}); {nobody}" if end else ""
+        if end is None:
+            return None
+        text = f"{root}: the run has ended ({end.outcome}: {end.reason}); {void}"
+        return RefusedError(text, code="run.not_running")

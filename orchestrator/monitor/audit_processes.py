@@ -122,7 +122,9 @@ def _found(message: Found | Failed) -> Found:
         return message
     if message.error is not None:
         raise message.error
-    raise AuditProcessError(f"a process of the audit failed, so nothing was shown:\n{message.text}")
+    raise AuditProcessError(
+        f"a process of the audit failed, so nothing was shown:\n{message.text}", code="internal.audit_process"
+    )
 
 
 class _Worker:
@@ -165,7 +167,8 @@ class _Worker:
         except (EOFError, ConnectionResetError):
             raise AuditProcessError(
                 f"process {self._process.pid} of the audit {_how_it_ended(self._process.wait())} while it "
-                f"{self._task}, so nothing was shown; audit again, with fewer --processes if memory ran out"
+                f"{self._task}, so nothing was shown; audit again, with fewer --processes if memory ran out",
+                code="audit.process_died",
             ) from None
 
     def end(self) -> None:

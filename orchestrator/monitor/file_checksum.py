@@ -211,7 +211,7 @@ def _documents(
     try:
         return transforms.outputs(document, seed)
     except DataError as error:
-        raise type(error)(f"{window.place(position)}: {error}") from error
+        raise type(error)(f"{window.place(position)}: {error}", code=error.code) from error
 
 
 class _FileSums:

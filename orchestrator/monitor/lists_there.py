@@ -47,15 +47,16 @@ def require_lists(spec: DataSpec, history: History, wanted: range) -> None:
     more = f", and {len(lacking) - 1} more" if len(lacking) > 1 else ""
     could = [_steps_text(history, steps, wanted) for steps in _without(stretches, wanted)]
     raise DataIdentityError(
-        f"nothing was compared: the steps asked for were trained on epoch {epoch} of source {source}{more}, "
-        "by lists of files that are not there as they were:\n"
+        f"nothing was compared: files of epoch {epoch} of source {source}{more}, on which these steps were "
+        "trained, have changed or are gone:\n"
         + "\n".join(texts)
         + "\n"
         + (
             f"steps that do not need them: {', '.join(f'--steps {text}' for text in could)}"
             if could
             else "each of these steps needs them"
-        )
+        ),
+        code="data.changed_files",
     )
 
 

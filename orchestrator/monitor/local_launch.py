@@ -77,5 +77,8 @@ class LocalLaunch:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES), os.SEEK_SET)
             text = file.read().decode(errors="replace")
-        told = text.strip()[-2000:] or "it said nothing"
-        return OrchestratorError(f"{self} ended with {self._process.returncode}: {told} (all in {log})")
+        last = text.strip()[-2000:] or "no output"
+        return OrchestratorError(
+            f"{self} ended with exit code {self._process.returncode}: {last} (its whole output is in {log})",
+            code="launch.process_died",
+        )

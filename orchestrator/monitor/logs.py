@@ -32,7 +32,8 @@ class LogFollower:
         if not names:
             raise RefusedError(
                 f"{storage.root} has no log file (logs/): a launch writes one when it begins, `torchrun` "
-                "does not; `orchestrator status` says where the run stands"
+                "does not; `orchestrator status` shows the state of the run",
+                code="run.no_log",
             )
         self.name, self._offset, self._text = names[-1], 0, codecs.getincrementaldecoder("utf-8")("replace")
 

@@ -43,9 +43,10 @@ class Planned:
         now = api.plan(self.config)
         if (now.action, now.point) != (self.plan.action, self.plan.point):
             raise RefusedError(
-                f"{self.config.run.run_uri} has moved on since this plan: it would {self.plan.action} from "
+                f"{self.config.run.run_uri} has changed since this plan: it would {self.plan.action} from "
                 f"{self.plan.point or 'the beginning'}, and would now {now.action} from "
-                f"{now.point or 'the beginning'}; nothing was started, plan again"
+                f"{now.point or 'the beginning'}; nothing was started, plan again",
+                code="run.changed_since_plan",
             )
         return api.train(self.config)
 

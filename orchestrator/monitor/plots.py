@@ -21,17 +21,20 @@ def plot(steps: pd.DataFrame, metrics: tuple[str, ...], x: str, title: str) -> A
     """
     known = [name for name, (unit, _) in STEPS.items() if unit != "UTC" and name != "digest"]
     wrong = [name for name in metrics if name not in known]
-    if wrong or x not in _X:
+    if wrong:
         raise RefusedError(
-            f"no metric {', '.join(wrong)}; there are {', '.join(known)}"
-            if wrong
-            else f"x={x!r} is none of {', '.join(_X)}"
+            f"there is no metric {', '.join(wrong)}; use {', '.join(known)}", code="metrics.unknown"
+        )
+    if x not in _X:
+        raise RefusedError(
+            f"there is no axis x={x!r}; use one of {', '.join(_X)}", code="command.unknown_axis"
         )
     try:
         from matplotlib import pyplot
     except ImportError as error:
         raise RefusedError(
-            "plots need matplotlib: pip install -e '.[notebook]' in the checkout, or pip install matplotlib"
+            "plots need matplotlib: pip install -e '.[notebook]' in the checkout, or pip install matplotlib",
+            code="machine.missing_package",
         ) from error
     size = (8, 2.6 * len(metrics))
     figure, grid = pyplot.subplots(

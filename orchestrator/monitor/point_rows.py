@@ -64,12 +64,15 @@ def verified_point(store: RunStore, uri: str, point: str, reading: Verifying) ->
     """
     names = names_of(store, survey(store, with_steps=False))
     if point not in names:
-        raise RefusedError(f"{uri} has no resume point {point}; it has {', '.join(names) or 'none'}")
+        raise RefusedError(
+            f"{uri} has no resume point {point}; it has {', '.join(names) or 'none'}", code="point.unknown"
+        )
     for row in not_deleted(store, reading.rows([point])):
         return row
     raise RefusedError(
-        f"{uri}: the run has deleted resume point {point} while it was read, as resume.keep_latest says; "
-        "verify a newer one"
+        f"{uri}: the run deleted resume point {point} while it was read, because of resume.keep_latest; "
+        "verify a newer one",
+        code="point.deleted",
     )
 
 

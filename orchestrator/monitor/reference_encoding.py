@@ -45,14 +45,16 @@ def reference_choice(spec: DataSpec) -> EncoderChoice:
     """The choice of the installed `tokenizers`. Raises `RefusedError` where it can show nothing."""
     if spec.tokenizer.native is not None:
         raise RefusedError(
-            f"--reference encodes with tokenizers, and the run's tokenizer is one of "
-            f"{spec.tokenizer.native.library}, for which that gives other ids "
-            f"({spec.tokenizer.native.difference}); audit without --reference"
+            "--reference encodes with tokenizers, which gives other ids than the run's tokenizer of "
+            f"{spec.tokenizer.native.library} ({spec.tokenizer.native.difference}); audit without "
+            "--reference",
+            code="audit.no_reference",
         )
     if all(span.encoder.name == TOKENIZERS for span in spec.encoders):
         raise RefusedError(
-            f"--reference encodes with tokenizers, and the run itself was encoded with "
-            f"{spec.encoders[-1].encoder}: that shows nothing more; audit without --reference"
+            "--reference encodes with tokenizers, but the run itself was encoded with "
+            f"{spec.encoders[-1].encoder}, so it adds no check; audit without --reference",
+            code="audit.no_reference",
         )
     return EncoderChoice(name=TOKENIZERS, version=installed_version(TOKENIZERS) or "")
 
@@ -84,8 +86,9 @@ class ReferenceEncoding:
         if len(self.differences) == MOST:
             raise DataIdentityError(
                 f"tokenizers gives other ids than {encoder} for more than {MOST:,} documents of source "
-                f"{self._source}, e.g. {self.differences[0].text}: they do not agree on this tokenizer, and "
-                "--reference says nothing of the run's steps; audit without it, or fewer --steps"
+                f"{self._source}, e.g. {self.differences[0].text}: they do not agree on this tokenizer, so "
+                "--reference cannot check the run's steps; audit without it, or fewer --steps",
+                code="audit.reference_differs",
             )
         settings = self._spec.settings
         ends = (settings.bos_id if mine.piece == 0 else None, settings.eos_id if mine.is_last else None)

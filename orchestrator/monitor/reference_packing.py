@@ -200,7 +200,8 @@ class ReferencePacker:
             if not self._epoch_has_tokens:
                 raise DataError(
                     f"epoch {self._epoch} of source {chunk.source} has no tokens, but the run trained some; "
-                    "look at data.sources: its path, its text_field"
+                    "check its path and text_field in data.sources",
+                    code="data.too_few_tokens",
                 )
             self._epoch, self._epoch_passed, self._epoch_has_tokens = chunk.epoch, self._passed, False
         held = _Held(
@@ -224,7 +225,8 @@ class ReferencePacker:
                 f"{at.piece} (source "
                 f"{chunk.source}, epoch {at.epoch}, block {at.block}, window {at.window}), but the {num} "
                 f"tokens before it had digest {at.prefix_digest} and now have {found}; the data, the "
-                "tokenizer or the encoder are not those that the run was trained with"
+                "tokenizer or the encoder are not those that the run was trained with",
+                code="resume.cursor_mismatch",
             )
         return num
 
@@ -271,7 +273,8 @@ class _EarlierPieces:
                 f"{at.epoch}, block {at.block}, window {at.window}), but the {at.earlier_tokens} tokens of "
                 f"its document's earlier pieces had digest {at.earlier_digest}, and now there are "
                 f"{self._num} with digest {self._hasher.hexdigest()}; the data, the tokenizer or the encoder "
-                "are not those that the run was trained with"
+                "are not those that the run was trained with",
+                code="resume.cursor_mismatch",
             )
         names = ("record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file", "place")
         left: dict[str, Any] = {name: getattr(chunk, name)[entries:] for name in names}

@@ -66,7 +66,8 @@ def content_of(chunks: list[TokenChunk], seq_len: int, long_document: str) -> Wi
         else:
             raise DataError(
                 f"source {chunks[0].source} has a document of {len(tokens)} tokens, more than a sample of "
-                f"{seq_len} positions holds, but the run went on with pack.long_document=stop"
+                f"{seq_len} positions holds, but the run with pack.long_document=stop did not stop there",
+                code="data.long_document",
             )
     return WindowContent(stretches=stretches, without_target=without_target, too_long=too_long)
 
@@ -177,8 +178,9 @@ class ReferenceWindows:
             return
         if self._taken or self._to_skip:
             raise DataIdentityError(
-                f"{self._taken or self._to_skip} packs of {self._seq_len} positions were taken of a window, "
-                f"and the run went on in it with samples of {seq_len}"
+                f"the run took {self._taken or self._to_skip} packs of {self._seq_len} positions of a "
+                f"window, then samples of {seq_len}: pack.seq_len cannot change within a window",
+                code="resume.seq_len_within_window",
             )
         self._seq_len = seq_len
         begin = self._windows[0].begin if self._windows else self._begin
@@ -270,7 +272,8 @@ class ReferenceWindows:
         elif window.end.epoch != at.epoch and self._empty_epoch == at.epoch:
             raise DataError(
                 f"epoch {at.epoch} of source {window.chunks[0].source} has no document that can be trained, "
-                "but the run trained some; look at data.sources: its path and fields"
+                "but the run trained some; check its path and fields in data.sources",
+                code="data.nothing_fits",
             )
 
     def _skip(self, window: _Window) -> None:
@@ -284,7 +287,8 @@ class ReferenceWindows:
                 f"the cursor counts {asked.packs} packs (source {window.chunks[0].source}, epoch "
                 f"{asked.epoch}, block {asked.block}, window {asked.window}) with digest "
                 f"{asked.prefix_digest}, and now they have {found}; the data, the tokenizer or the encoder "
-                "are not those that the run was trained with"
+                "are not those that the run was trained with",
+                code="resume.cursor_mismatch",
             )
 
 

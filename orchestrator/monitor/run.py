@@ -71,7 +71,8 @@ class Run:
 
             if find_run(self._store) is None:
                 raise RefusedError(
-                    f"{self.uri}: there is no run (no run.json); give <storage>/<name>, e.g. runs/quickstart"
+                    f"{self.uri}: there is no run (no run.json); give <storage>/<name>, e.g. runs/quickstart",
+                    code="run.unknown",
                 )
 
     def list_points(self, *, verify: bool = False, progress: Progress | None = None) -> list[dict[str, Any]]:
@@ -149,7 +150,10 @@ class Run:
         """Gives a pin back. Raises `RefusedError` if the point is not pinned."""
         if (pin := self._store.unpin(point)) is None:
             pinned = ", ".join(sorted(self._store.pins())) or "none"
-            raise RefusedError(f"{self.uri}: resume point {point} is not pinned; pinned are: {pinned}")
+            raise RefusedError(
+                f"{self.uri}: resume point {point} is not pinned; pinned are: {pinned}",
+                code="point.not_pinned",
+            )
         return pin
 
     def without_pin(self, pin: Hold) -> str:
@@ -469,7 +473,9 @@ class Run:
         from orchestrator.monitor.audit_run import HowToAudit
 
         if processes is not None and processes < 1:
-            raise RefusedError(f"an audit by {processes} processes: it needs at least 1")
+            raise RefusedError(
+                f"an audit needs at least 1 process; given {processes}", code="command.too_few_processes"
+            )
         how = HowToAudit(processes=processes, by_reference=reference, progress=progress or NoAuditProgress())
         return audit(self._store, self.uri, None if steps is None else str(steps), how)
 
@@ -497,7 +503,9 @@ class Run:
         found = self.list_samples(step, text)
         if not found["matches"]:
             raise DataIdentityError(
-                f"step {found['step']}: {found['difference']}; list_samples gives what the files hold there"
+                f"step {found['step']}: {found['difference']}; list_samples shows what the files contain "
+                "there",
+                code="audit.other_samples",
             )
         return frames.frame(frames.SAMPLES, sample_rows(found))
 

@@ -23,7 +23,9 @@ def attempt_configs(uri: str, seen: Survey) -> list[JobConfig]:
     """
     events = [event for event in seen.journal.events if event.kind == EventKind.ATTEMPT]
     if not events:
-        raise RefusedError(f"{uri}: no attempt of this run has begun yet, so there is nothing to read")
+        raise RefusedError(
+            f"{uri}: no attempt of this run has begun yet, so it has read no data", code="run.not_begun"
+        )
     return [parse_config(nested(in_todays_fields(event.fields["config"]))) for event in events]
 
 
@@ -36,7 +38,7 @@ def trained_data(store: RunStore, uri: str, seen: Survey) -> DataSpec:
         runs_code = any(map(names_code, configs))
         spec = call(runs_code, prepare_trained, configs[-1], store.storage, seen.sources)
     except DataIdentityError as error:
-        raise DataIdentityError(f"{error}{accepted_text(seen)}") from error
+        raise DataIdentityError(f"{error}{accepted_text(seen)}", code=error.code) from error
     require_frozen(seen, spec)
     # also of sources that the newest configuration does not have any more
     loss: dict[str, str] = {s.name: s.loss for config in configs for s in config.data.sources}

@@ -50,10 +50,12 @@ def step_documents(spec: DataSpec, seen: Survey, step: str, text: bool) -> dict[
     """
     records = seen.lineage.records
     if not names_steps(step):
-        raise RefusedError(f"{step!r} names no step; name one, e.g. 250 or a2:250")
+        raise RefusedError(f"{step!r} names no step; name one, e.g. 250 or a2:250", code="command.step_form")
     wanted = find_steps(records, step)
     if len(wanted) != 1:
-        raise RefusedError(f"{step!r} names {len(wanted)} steps; name one, e.g. 250 or a2:250")
+        raise RefusedError(
+            f"{step!r} names {len(wanted)} steps; name one, e.g. 250 or a2:250", code="command.several_steps"
+        )
     (index,) = wanted
     walk = Walk(spec, seen, records, index, packer=TracingPacker, windows=TracingWindows)
     difference = next(walk.differences(wanted), None)

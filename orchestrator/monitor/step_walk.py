@@ -64,7 +64,8 @@ def named(seen: Survey, difference: Difference) -> dict[str, Any]:
     name = step_name(seen.lineage.records, difference.index)
     if difference.accepted:
         raise DataIdentityError(
-            f"nothing can be shown of step {name}: {difference.reason}" + accepted_text(seen)
+            f"nothing can be shown of step {name}: {difference.reason}" + accepted_text(seen),
+            code="audit.accepted_change",
         )
     return {"step": name, "reason": difference.reason}
 

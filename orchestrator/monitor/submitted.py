@@ -136,7 +136,9 @@ def runs(storage: str | Path) -> list[Run]:
     where = open_storage(str(storage))
     names = where.list("")
     if not names and where.folder is not None and not where.folder.is_dir():
-        raise RefusedError(f"{storage}: there is no such folder; give the one that `run.storage` names")
+        raise RefusedError(
+            f"{storage} is no folder; give the one that `run.storage` names", code="storage.not_found"
+        )
     found = []
     for name in names:
         with suppress(RefusedError):

@@ -51,13 +51,17 @@ def which_point(uri: str, store: RunStore, point: str | None) -> tuple[str, tupl
     if point is not None:
         names = store.point_names()
         if point not in names:
-            raise RefusedError(f"{uri} has no resume point {point}; it has {', '.join(names) or 'none'}")
+            raise RefusedError(
+                f"{uri} has no resume point {point}; it has {', '.join(names) or 'none'}",
+                code="point.unknown",
+            )
         return point, ()
     found, damages = decided(
         store, lambda seen: choose_point(store, seen, "latest", fast=True), with_steps=False
     )
     if found is None:
         raise RefusedError(
-            f"{uri} has no resume point yet; `orchestrator save` asks a running launch for one"
+            f"{uri} has no resume point yet; `orchestrator save` asks a running launch for one",
+            code="run.no_point",
         )
     return found.name, damages

@@ -18,6 +18,7 @@ from orchestrator.monitor.asking import Asking
 from orchestrator.monitor.follow import JournalFollower
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+from tests.raising import raises
 
 DONE = Answered(request=1, what=SAVE, outcome="done", text="saved as p", point="p")
 
@@ -101,22 +102,22 @@ def test_who_waits_hears_once_why_a_save_was_given_up_since_it_was_asked_for(sto
 
 
 def test_nobody_is_asked_where_nobody_works(store: RunStore, tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="nothing has been started"):
+    with raises(RefusedError, "run.not_begun", tmp_path / "other"):
         Asking(RunStore(Storage(str(tmp_path / "other"))), SAVE)
     store.write_end(1, "done", "done at step 4", "")
-    with pytest.raises(RefusedError, match=r"not running: attempt 1 has ended \(done: done at step 4\)"):
+    with raises(RefusedError, "run.not_running", "attempt 1", "(done: done at step 4)"):
         Asking(store, SAVE)
 
 
 def test_who_waits_hears_that_the_launch_is_gone(store: RunStore) -> None:
-    with pytest.raises(RefusedError, match="no sign of life"):
+    with raises(RefusedError, "run.no_sign_of_life", "(save)"):
         Asking(store, SAVE).answer(lambda: False)
-    with pytest.raises(RefusedError, match=r"the run has ended \(failed: no space\)"):
+    with raises(RefusedError, "run.not_running", "(save)", "(failed: no space)"):
         Asking(store, SAVE).answer(after(2, lambda: store.write_end(1, "failed", "no space", "")))
 
 
 def test_who_waits_hears_that_another_launch_has_taken_over(store: RunStore) -> None:
-    with pytest.raises(RefusedError, match=r"taken the run over \(attempt 2, host\).*nobody: ask again$"):
+    with raises(RefusedError, "run.taken_over", "(save)", "(attempt 2, host)"):
         Asking(store, SAVE).answer(after(2, lambda: store.claim(2, "bb", RESUME, "host")))
 
 

@@ -119,7 +119,7 @@ def test_a_named_point_that_is_deleted_while_it_is_read_is_refused_as_deleted(
 ) -> None:
     first = live.on_lineage[0]
     at = once_at(f"{first}/cursor.json", lambda: live.save(live.live))
-    with reader(disk, at) as (run, _), pytest.raises(RefusedError, match=f"deleted resume point {first}"):
+    with reader(disk, at) as (run, _), raises(RefusedError, "point.deleted", first):
         run.verify(first)
 
 

@@ -13,6 +13,7 @@ from orchestrator.monitor import logs
 from orchestrator.monitor.logs import LogFollower, follow
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+from tests.raising import raises
 
 
 def write(folder: Path, attempt: int, *lines: str) -> None:
@@ -55,7 +56,7 @@ def test_a_letter_that_is_half_written_is_read_whole(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_log_is_refused_with_where_to_look(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match=r"no log file.*orchestrator status"):
+    with raises(RefusedError, "run.no_log", tmp_path, "orchestrator status"):
         LogFollower(Storage(str(tmp_path)))
 
 

@@ -20,6 +20,7 @@ from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from tests.launch.test_start import Runner, rewind, runner  # noqa: F401  a fixture
+from tests.raising import raises
 from tests.resume.samples import no_sleep
 
 
@@ -60,7 +61,7 @@ def test_a_pinned_orphan_stays_until_it_is_given_back(rewound: tuple[Runner, lis
     (row,) = (row for row in run.list_points() if row["name"] == second)
     assert row["pin"] == {"by": pin.by, "reason": pin.reason, "created": pin.created}
     assert run.unpin(second) == pin
-    with pytest.raises(RefusedError, match="is not pinned; pinned are: none"):
+    with raises(RefusedError, "point.not_pinned", second, "none"):
         run.unpin(second)
     bare = run.pin(second)
     assert run.prune() == [Pruned(point=second, kept=f"pinned by {bare.by}")], "no reason, and no colon"

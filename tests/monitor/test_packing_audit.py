@@ -16,6 +16,7 @@ from orchestrator.data.common.settings import SPLIT_WHOLE
 from orchestrator.data.packing import packed_window, window_packer
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.tokens.token_chunk import TokenChunk
+from orchestrator.errors import DataIdentityError
 from orchestrator.monitor.reference_packing import Samples
 from orchestrator.monitor.reference_windows import ReferenceWindows
 from orchestrator.monitor.trained_documents import TrainedDocuments
@@ -23,6 +24,7 @@ from orchestrator.records.cursor import Cursor, SourceCursor
 from tests.data.making import some_texts, write_corpus
 from tests.data.test_packing import WINDOWS, chunks_of, documents, draw_all, settings_of
 from tests.monitor.test_audit import TrainedRun
+from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
 
@@ -233,5 +235,5 @@ def test_a_cursor_whose_packs_are_not_reproduced_is_refused_by_the_audit(
     assert at.packs
     wrong = replace(at, prefix_digest="0" * 16)
     chunks = run.spec.endless().chunks(Cursor(sources={"a": at}))
-    with pytest.raises(Exception, match=f"digest 0{{16}}, and now they have {at.prefix_digest}"):
+    with raises(DataIdentityError, "resume.cursor_mismatch", "0" * 16, at.prefix_digest):
         ReferenceWindows(chunks, wrong, run.spec.settings).samples(64, 64)

@@ -42,6 +42,7 @@ from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor, SourceCursor
 from tests.conftest import TinyConfig
 from tests.data.making import expected, job, plain, samples, some_texts, spec_of, write_corpus
+from tests.raising import raises
 
 SEQ_LEN = 37
 
@@ -166,7 +167,7 @@ def test_a_cursor_whose_tokens_are_not_reproduced_is_refused_with_both_values(
     cursor = next(sample.cursor for sample in samples(spec, SEQ_LEN) if sample.cursor.sources["made"].token)
     source = cursor.sources["made"]
     wrong = replace(cursor, sources={"made": replace(source, prefix_digest="0" * 16)})
-    with pytest.raises(DataIdentityError, match=f"0{{16}} and now have {source.prefix_digest}"):
+    with raises(DataIdentityError, "resume.cursor_mismatch", "0" * 16, source.prefix_digest):
         packer_at(spec, wrong).samples(1, SEQ_LEN)
 
 
@@ -174,7 +175,7 @@ def test_files_without_a_token_end_the_audit_and_not_its_patience(
     tmp_path: Path, tiny_config: TinyConfig
 ) -> None:
     write_corpus(tmp_path, ["", ""], "jsonl", num_files=1)
-    with pytest.raises(DataError, match="epoch 0 of source made has no tokens"):
+    with raises(DataError, "data.too_few_tokens", "epoch 0", "source made"):
         packer_at(spec_of(job(tiny_config, tmp_path)), Cursor()).samples(1, SEQ_LEN)
 
 

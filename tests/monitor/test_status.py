@@ -32,6 +32,7 @@ from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from orchestrator.text import count
 from tests.launch.test_start import Runner, runner  # noqa: F401  a fixture
+from tests.raising import raises
 from tests.resume.samples import key, no_sleep, record, start
 
 SHORT_S = 0.3
@@ -286,7 +287,7 @@ def test_a_look_reads_only_the_newest_segments_of_a_long_journal(
     assert (view.step, view.tokens_per_s is not None) == (900, True)
     segments[-2].unlink()
     segments[-2].mkdir()
-    with pytest.raises(StorageError, match="vanished"):
+    with raises(StorageError, "run.changed_while_read", segments[-2].name):
         run_of(runner).status(SHORT_S)
 
 

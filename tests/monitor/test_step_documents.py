@@ -24,6 +24,7 @@ from tests.data.making import job, some_texts, spec_of, write_corpus
 from tests.launch.test_skip import SkippingRun
 from tests.monitor.test_audit import TrainedRun
 from tests.monitor.test_mixture_audit import changed
+from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
 
@@ -171,7 +172,7 @@ def test_samples_that_are_not_those_of_the_journal_are_said_to_be_others(
     assert not found["matches"]
     assert "have digest" in found["difference"]
     assert len(found["samples"]) == 8, "what the files hold there"
-    with pytest.raises(DataIdentityError, match=r"step 3: .*digest"):
+    with raises(DataIdentityError, "audit.other_samples", "step 3", "digest"):
         opened.samples(3)
     with pytest.raises(SystemExit) as ended:
         main(["samples", str(broken.folder), "--step", "3"])

@@ -89,7 +89,11 @@ def add_actions(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
             begun = doings.begin(run, action, body.token, partial(_carry_out, opened, action, asked))
         if begun is None:
             raise RouteError(
-                Problem(status=409, code="busy", text=f"many are under way: {action}; wait for one to end")
+                Problem(
+                    status=409,
+                    code="page.many_actions",
+                    text=f"too many actions {action!r} are running; wait for one to end",
+                )
             )
         return json_response(begun.to_json(), 202)
 
@@ -101,7 +105,7 @@ def add_actions(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
     def state(run: RunName, number: Annotated[str, InPath(max_length=40)]) -> Response:
         found = doings.find(runs.open(run).name, number)
         if found is None:
-            raise not_found("no_action", f"there is no action {number}")
+            raise not_found("page.unknown_action", f"there is no action {number}")
         return shown(found.to_json())
 
 
@@ -125,9 +129,11 @@ def _sight(run: OpenRun, action: str, asked: Asked) -> Sight:
         if ACTIONS[action].needs_point:
             if asked.point is None:
                 raise RouteError(
-                    Problem(status=UNANSWERABLE, code="no_point", text=f"{action} needs a resume point")
+                    Problem(
+                        status=UNANSWERABLE, code="page.no_point", text=f"{action} needs a resume point"
+                    )
                 )
-            with named("no_point"):
+            with named():
                 detail = views.point(asked.point)
         return Sight(uri=run.uri, summary=views.summary(full=False), detail=detail)
 
@@ -135,8 +141,8 @@ def _sight(run: OpenRun, action: str, asked: Asked) -> Sight:
 def _stale(was: dict[str, Any], now: dict[str, Any]) -> Problem:
     return Problem(
         status=409,
-        code="stale",
-        text="what was planned has changed since, or the plan is too old; nothing was done",
+        code="run.changed_since_plan",
+        text="the run has changed since this plan, or the plan is too old; nothing was done",
         do="plan it again",
         more={"was": was, "now": now},
     )

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.declaring import NAME
-from orchestrator.errors import RefusedError, StorageError
+from orchestrator.errors import RefusedError, StorageError, UnreachableNodeError
 from orchestrator.history.finding_files import VERIFY, verify_result
 from orchestrator.history.request_files import asker
 from orchestrator.monitor.dashboard.actions import (
@@ -58,7 +58,8 @@ def _command(name: str, sight: Sight, *words: str | None) -> str:
 
 def _answered(reply: Any) -> str:
     if reply.outcome in ("refused", "failed"):
-        raise RefusedError(reply.text)
+        code = "request.refused" if reply.outcome == "refused" else "request.failed"
+        raise RefusedError(reply.text, code=code)
     return str(reply.text)
 
 
@@ -134,7 +135,7 @@ def _verify(run: Run, asked: Asked) -> str:
     if row["healthy"]:
         return f"{asked.point}: every digest is right."
     if row["away"]:
-        raise RefusedError(f"{asked.point} was not read: {row['away']}")
+        raise RefusedError(f"{asked.point} was not read: {row['away']}", code=UnreachableNodeError.code)
     damages = "; ".join(f"{damage['file']} {damage['reason']}" for damage in row["damaged"])
     return WrongFound(f"{asked.point} is damaged: {damages}")
 

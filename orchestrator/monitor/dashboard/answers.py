@@ -27,12 +27,12 @@ _SUSPECT = re.compile(
 class Problem:
     """Why a request is refused.
 
-    `text` is that of the command line, word for word, if it has one. `do` is the remedy. `more` are further
-    fields.
+    `code` and `text` are those of the command line, word for word, if it has them. `do` is the remedy. `more`
+    are further fields.
     """
 
     status: int
-    code: str
+    code: str | None
     text: str
     do: str = ""
     more: Mapping[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class RouteError(Exception):
         self.problem = problem
 
 
-def not_found(code: str, text: str, do: str = "") -> RouteError:
+def not_found(code: str | None, text: str, do: str = "") -> RouteError:
     """Makes the error for an unknown name."""
     return RouteError(Problem(status=404, code=code, text=text, do=do))
 
@@ -60,28 +60,25 @@ def not_found(code: str, text: str, do: str = "") -> RouteError:
 class named:  # noqa: N801  it reads as a word
     """Turns a refusal inside the block into the answer for an unknown name."""
 
-    def __init__(self, code: str) -> None:
-        self._code = code
-
     def __enter__(self) -> None:
         """Does nothing."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Turns a refusal into the answer."""
         if isinstance(error, RefusedError):
-            raise not_found(self._code, str(error)) from error
+            raise not_found(error.code, str(error)) from error
 
 
 def problem_of(error: OrchestratorError) -> Problem:
     """The answer for one of our errors."""
     match error:
         case StorageError():
-            return Problem(status=503, code="storage", text=str(error))
+            status = 503
         case BusyError():
-            return Problem(status=409, code="busy", text=str(error))
-        case RefusedError():
-            return Problem(status=UNANSWERABLE, code="refused", text=str(error))
-    return Problem(status=UNANSWERABLE, code=type(error).__name__, text=str(error))
+            status = 409
+        case _:
+            status = UNANSWERABLE
+    return Problem(status=status, code=error.code, text=str(error))
 
 
 def json_response(value: Any, status: int = 200) -> Response:

@@ -61,7 +61,7 @@ def make_app(
     def page(request: Request) -> Response:
         file = files.get(request.url.path)
         if file is None:
-            raise not_found("no_route", "there is no such address")
+            raise not_found("page.unknown_address", "there is no such address")
         return page_response(file, request.headers)
 
     return Guard(api, Door(token=token, public=frozenset(files), host=host))
@@ -106,17 +106,18 @@ async def _invalid(request: Request, error: Exception) -> Response:
     del request
     assert isinstance(error, RequestValidationError), "it is registered for these"
     texts = [f"{'.'.join(map(str, each['loc'][1:]))}: {each['msg']}" for each in error.errors()[:10]]
-    return error_response(Problem(status=UNANSWERABLE, code="invalid", text="; ".join(texts)[:2000]))
+    text = "; ".join(texts)[:2000]
+    return error_response(Problem(status=UNANSWERABLE, code="page.invalid_request", text=text))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     del request
     assert isinstance(error, HTTPException), "it is registered for these"
-    code = {404: "no_route", 405: "no_method"}.get(error.status_code, "http")
+    code = {404: "page.unknown_address", 405: "page.method"}.get(error.status_code, "page.http")
     return error_response(Problem(status=error.status_code, code=code, text=str(error.detail)))
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     del request
-    text = f"an error of the dashboard's own: {type(error).__name__}; its standard error says more"
-    return error_response(Problem(status=500, code="internal", text=text))
+    text = f"the dashboard has a bug: {type(error).__name__}; its standard error has the traceback"
+    return error_response(Problem(status=500, code="internal.page", text=text))

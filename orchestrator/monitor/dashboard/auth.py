@@ -71,7 +71,7 @@ def refusal(door: Door, path: str, headers: Mapping[str, str]) -> Problem | None
     if not door.admits_host(host):
         return Problem(
             status=403,
-            code="host",
+            code="page.host",
             text=f"this server is not called {host[:100] or 'nothing'}",
             do="use the address in the link that `orchestrator dashboard` has printed",
         )
@@ -79,7 +79,7 @@ def refusal(door: Door, path: str, headers: Mapping[str, str]) -> Problem | None
     if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
         return Problem(
             status=403,
-            code="origin",
+            code="page.origin",
             text=f"the request comes from a page of {origin[:100]}, not from this server's",
             do=_NEW_LINK,
         )
@@ -87,9 +87,10 @@ def refusal(door: Door, path: str, headers: Mapping[str, str]) -> Problem | None
         return None
     scheme, _, given = headers.get("authorization", "").partition(" ")
     if not given:
-        return Problem(status=401, code="no_token", text="the request has no token", do=_NEW_LINK)
+        return Problem(status=401, code="page.no_token", text="the request has no token", do=_NEW_LINK)
     if scheme.lower() != "bearer" or not secrets.compare_digest(given.encode(), door.token.encode()):
-        return Problem(status=401, code="wrong_token", text="the token is not this server's", do=_NEW_LINK)
+        text = "the token is not this server's"
+        return Problem(status=401, code="page.wrong_token", text=text, do=_NEW_LINK)
     return None
 
 
@@ -141,7 +142,7 @@ async def _body(headers: Mapping[str, str], receive: Receive) -> tuple[bytes, Pr
         body, more = body + message.get("body", b""), message.get("more_body", False)
         if len(body) > MOST_BODY_BYTES:
             text = f"the body has more than {MOST_BODY_BYTES:,} bytes"
-            return b"", Problem(status=413, code="too_large", text=text)
+            return b"", Problem(status=413, code="page.body_too_large", text=text)
     return body, None
 
 

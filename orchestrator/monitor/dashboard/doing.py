@@ -22,7 +22,7 @@ class Doing:
     """One action of one run.
 
     `state` is running, done or failed. `text` is its message; while it runs, why it takes long ("": not
-    known). `is_bad`: it was done, and found something wrong.
+    known). `code` is that of the error that it failed with. `is_bad`: it was done, and found something wrong.
     """
 
     id: str
@@ -30,12 +30,13 @@ class Doing:
     action: str
     state: str = "running"
     text: str = ""
+    code: str | None = None
     is_bad: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The document."""
         found = {"id": self.id, "action": self.action, "state": self.state, "text": self.text}
-        return {**found, "is_bad": self.is_bad}
+        return {**found, "code": self.code, "is_bad": self.is_bad}
 
 
 class Doings:
@@ -84,10 +85,12 @@ class Doings:
                 self._by_id[begun.id] = replace(begun, **fields)
 
     def _do(self, begun: Doing, do: Callable[[Tell], str]) -> None:
-        state, text = "failed", "it ended without a word; the server's standard error says why"
+        code: str | None = "internal.page"
+        state, text = "failed", "a bug of the dashboard ended it; its standard error has the traceback"
         try:
-            state, text = "done", do(lambda said: self._say(begun, text=said))
+            text = do(lambda said: self._say(begun, text=said))
+            state, code = "done", None
         except OrchestratorError as error:
-            text = str(error)
+            text, code = str(error), error.code
         finally:
-            self._say(begun, state=state, text=text, is_bad=isinstance(text, WrongFound))
+            self._say(begun, state=state, text=text, code=code, is_bad=isinstance(text, WrongFound))

@@ -111,7 +111,9 @@ class ListedRun:
         facts, tail = read_newest(store, watched, life.limit_s, ROW_BYTES, self._begun)
         self._begun = tail.generation
         if tail.damaged:
-            raise StorageError(f"{tail.damaged} has a line that is not as it was written; restore the file")
+            raise StorageError(
+                f"{tail.damaged} has a damaged line; restore the file", code="journal.damaged"
+            )
         view = view_of(store.storage.root, facts, tail, datetime.now(UTC))
         end = store.read_end(number) if number else None
         return {

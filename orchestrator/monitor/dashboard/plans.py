@@ -124,7 +124,8 @@ class Planner:
             if found := self._configs[number]:
                 return found
         raise RefusedError(
-            f"{self._run.uri}: no attempt of this run has begun yet, so there is nothing to plan"
+            f"{self._run.uri}: no attempt of this run has begun yet, so it cannot be planned",
+            code="run.not_begun",
         )
 
     def _choose(

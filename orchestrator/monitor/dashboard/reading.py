@@ -70,7 +70,7 @@ def add_views(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
 
     @app.get("/api/runs/{run}/points/{point}")
     def point(run: RunName, point: PointName) -> Response:
-        with runs.open(run).readable() as views, named("no_point"):
+        with runs.open(run).readable() as views, named():
             return shown(views.point(point))
 
 
@@ -117,7 +117,7 @@ def add_records(app: FastAPI, runs: Runs) -> None:
 
     @app.get("/api/runs/{run}/events/{event}")
     def event(run: RunName, event: Annotated[str, InPath(max_length=60)]) -> Response:
-        with runs.open(run).readable() as views, named("no_event"):
+        with runs.open(run).readable() as views, named():
             return shown(views.event(event))
 
 

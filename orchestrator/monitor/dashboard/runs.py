@@ -95,7 +95,7 @@ class OpenRun:
                 raise RouteError(
                     Problem(
                         status=UNANSWERABLE,
-                        code="unreadable",
+                        code=error.code,
                         text=str(error),
                         do=f"{error.advice}; until then nothing of this run is shown, because what "
                         "comes after that place cannot be trusted.",
@@ -164,8 +164,9 @@ class Runs:
             found = sorted(entry.name for entry in os.scandir(folder))
         except OSError as error:
             raise StorageError(
-                f"the storage {folder} cannot be read: {error.strerror or error}; is the disk or the mount "
-                "there?"
+                f"the storage {folder} cannot be read: {error.strerror or error}; check that its disk is "
+                "mounted",
+                code="storage.failed",
             ) from error
         return [name for name in found if self._is_run(name)]
 
@@ -186,7 +187,7 @@ class Runs:
     def _opened(self, name: str) -> OpenRun:
         if (stamp := self._stamp(name)) is None:
             raise not_found(
-                "no_run",
+                "run.unknown",
                 f"there is no run {name[:100]!r} in {self.root}",
                 "`orchestrator dashboard STORAGE` shows the runs of another folder",
             )
@@ -251,6 +252,7 @@ class Runs:
                 return None
             raise StorageError(
                 f"{root / name / RUN_FILE} cannot be read: {error.strerror or error}; correct its rights, or "
-                "look after the mount"
+                "check that its disk is mounted",
+                code="storage.failed",
             ) from error
         return f"{found.st_ino} {found.st_mtime_ns}"

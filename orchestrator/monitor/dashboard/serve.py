@@ -59,7 +59,8 @@ def serve(
     where = open_storage(storage)
     if where.folder is not None and not where.list("") and not where.folder.is_dir():
         raise RefusedError(
-            f"{storage} is no folder; give the storage in which runs lie (run.storage), or one run's folder"
+            f"{storage} is no folder; give the storage in which runs lie (run.storage), or one run's folder",
+            code="storage.not_found",
         )
     shown = where if where.folder is None else where.beside(str(where.folder.resolve()))
     listening = _listen(host, port)
@@ -100,7 +101,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise RefusedError(
             f"the dashboard cannot listen on {host} port {port}: {error.strerror or error}; give another "
-            "--port (0: any that is free) or --host"
+            "--port (0 chooses a free one) or --host",
+            code="page.cannot_listen",
         ) from error
 
 

@@ -263,4 +263,6 @@ def _there(ref: SegmentRef) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise StorageError(f"{ref.path} vanished while it was read; look again") from error
+        raise StorageError(
+            f"{ref.path} vanished while it was read; read it again", code="run.changed_while_read"
+        ) from error

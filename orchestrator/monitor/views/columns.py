@@ -22,7 +22,7 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import GENERATION, JUMP_S, STEP, check_copy
 from orchestrator.json_form import decode
 from orchestrator.monitor.views.arrays import Array, Growing
-from orchestrator.monitor.views.lines import Chunk, JournalLines, Line, UnreadableError
+from orchestrator.monitor.views.lines import DAMAGED, Chunk, JournalLines, Line, UnreadableError
 from orchestrator.records.steps import StepRecord
 from orchestrator.storage.files import Storage
 
@@ -170,7 +170,8 @@ class Columns:
                     self._add_event(chunk.attempt, line, float(times[place]))
             except (OrchestratorError, KeyError, TypeError, ValueError) as error:
                 reason = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
-                raise UnreadableError(chunk.path, number, reason) from error
+                code = getattr(error, "code", None)
+                raise UnreadableError(chunk.path, number, reason, code=code) from error
         if steps:
             self._add_steps(chunk, steps, times[at])
         written = self.attempts[chunk.attempt]
@@ -237,12 +238,17 @@ class Columns:
             start = decode(GenerationStart, {k: v for k, v in line.items() if k in _START_FIELDS})
             known = self._generation(start.id)
             if known.start is not None and known.start != start:
-                raise OrchestratorError(f"two different starts of generation: {known.start} and {start}")
+                raise OrchestratorError(
+                    f"two different starts of generation: {known.start} and {start}", code=DAMAGED
+                )
             known.start, known.event = start, known.event or event
             if known.last_tokens is None:
                 known.last_tokens = start.consumed_tokens
         elif line["attempt"] != attempt:
-            raise OrchestratorError(f"it is one of attempt {line['attempt']} in the journal of {attempt}")
+            raise OrchestratorError(
+                f"it is an event of attempt {line['attempt']} in the journal of attempt {attempt}",
+                code=DAMAGED,
+            )
         self._keep(event)
 
     def _generation(self, id_: GenerationId) -> Generation:
@@ -320,7 +326,9 @@ class Columns:
             try:
                 check_copy(self.record(row_of[label]), _record(line))
             except OrchestratorError as error:
-                raise UnreadableError(path, number, str(error)) from error
+                raise UnreadableError(
+                    path, number, str(error), code="training.records_differ"
+                ) from error
         return new
 
     def _checked(self, path: str, steps: list[tuple[int, Line]]) -> dict[str, tuple[Any, ...]]:

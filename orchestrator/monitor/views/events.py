@@ -52,7 +52,10 @@ def events(
     `q`, between two times. Raises `RefusedError` for an unknown level.
     """
     if unknown := set(level) - set(LEVELS):
-        raise RefusedError(f"there is no level {sorted(unknown)[0]!r} of events; use {', '.join(LEVELS)}")
+        raise RefusedError(
+            f"events have no level {sorted(unknown)[0]!r}; use {', '.join(LEVELS)}",
+            code="command.unknown_level",
+        )
     words, low = q.lower(), -math.inf if start is None else start
     high = math.inf if stop is None else stop
     found = [
@@ -80,7 +83,7 @@ def event(facts: Facts, id_: str) -> dict[str, Any]:
         if each.id == id_:
             fields = {name: redacted(value) for name, value in each.fields.items() if name not in _OWN}
             return {**row_of(each), "fields": fields}
-    raise RefusedError(f"{facts.name} has no event {id_[:40]}")
+    raise RefusedError(f"{facts.name} has no event {id_[:40]}", code="journal.unknown_event")
 
 
 def since(facts: Facts, id_: str) -> list[Row]:

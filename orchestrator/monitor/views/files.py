@@ -155,9 +155,9 @@ class RunFiles:
             return self.store.read_run()
         except OtherFormatError as error:
             reason = str(error).removeprefix(f"{self.store.storage.root}/{RUN_FILE} ")
-            raise LaterError(RUN_FILE, 0, reason) from error
+            raise LaterError(RUN_FILE, 0, reason, code=error.code) from error
         except ResumePointError as error:
-            raise UnreadableError(RUN_FILE, 0, str(error)) from error
+            raise UnreadableError(RUN_FILE, 0, str(error), code=error.code) from error
 
     def _own(self, claim: Claim) -> Claim:
         run = self.run
@@ -166,7 +166,8 @@ class RunFiles:
                 f"attempts/{claim.number:04d}.json",
                 0,
                 f"it belongs to run {claim.run_id or 'without an id'}, run.json says "
-                f"{run.id or 'without an id'}: the folder holds pieces of two runs",
+                f"{run.id or 'without an id'}: the folder has files of two runs",
+                code="run.mixed_files",
             )
         return claim
 

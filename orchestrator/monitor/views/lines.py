@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from orchestrator.errors import OrchestratorError
+from orchestrator.errors import LaterFormatError, OrchestratorError
 from orchestrator.history.line_format import FORMAT, LaterLineError, require_known
 from orchestrator.history.segments import SegmentRef, journal_folder, journals, read_from, segments
 from orchestrator.storage.files import Storage
@@ -22,23 +22,27 @@ _BY_TURNS = 8
 _NO_LINE = (OrchestratorError, orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError)
 CHUNK = 8192  # lines decoded at a time
 
+DAMAGED = "journal.damaged"
+
 Line = dict[str, Any]
 
 
 class UnreadableError(OrchestratorError):
     """A piece of the run differs from what was written. Views that depend on it are not shown.
 
-    `line` is 0 if no line is meant. `advice` is what to do, a sentence without its end.
+    `line` is 0 if no line is meant. `advice` is what to do, a sentence without its end. `code` is that of a
+    damaged journal, unless another is passed.
     """
 
+    code = DAMAGED
     advice = "Restore the file from a copy of the storage"
 
-    def __init__(self, file: str, line: int, reason: str) -> None:
-        super().__init__(file, line, reason)
+    def __init__(self, file: str, line: int, reason: str, *, code: str | None = None) -> None:
+        super().__init__(file, line, reason, code=code)
         self.file, self.line, self.reason = file, line, reason
 
     def __str__(self) -> str:
-        return f"{self.where} is not as it was written: {self.reason}; restore the file"
+        return f"{self.where} is damaged: {self.reason}; restore the file"
 
     @property
     def where(self) -> str:
@@ -49,6 +53,7 @@ class UnreadableError(OrchestratorError):
 class LaterError(UnreadableError):
     """Another version wrote the line or the file. Nothing is damaged, and restoring it does not help."""
 
+    code = LaterFormatError.code
     advice = "Use the version of orchestrator that wrote it"
 
     def __str__(self) -> str:
@@ -105,7 +110,10 @@ class JournalLines:
             numbers = [ref.number for ref in refs]
             if numbers != list(range(1, len(numbers) + 1)):
                 raise UnreadableError(
-                    journal_folder(number), 0, f"it has the segments {numbers}, expected 1 to {len(numbers)}"
+                    journal_folder(number),
+                    0,
+                    f"it has the segments {numbers}, expected 1 to {len(numbers)}",
+                    code="journal.missing_file",
                 )
             if not refs:
                 continue
@@ -138,7 +146,9 @@ class JournalLines:
         try:
             data = read_from(self._storage, ref, segment.offset)
         except FileNotFoundError as error:
-            raise UnreadableError(segment.path, 0, "it vanished while it was read") from error
+            raise UnreadableError(
+                segment.path, 0, "it vanished while it was read", code="run.changed_while_read"
+            ) from error
         end = data.rfind(b"\n") + 1
         rest = len(data) > end
         texts = data[:end].split(b"\n")[:-1]
@@ -177,7 +187,9 @@ class JournalLines:
             if isinstance(error, UnreadableError):
                 raise
             reason = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
-            raise UnreadableError(segment.path, number, reason) from error
+            raise UnreadableError(
+                segment.path, number, reason, code=getattr(error, "code", None)
+            ) from error
         segment.num_lines = number
         return found
 
@@ -194,10 +206,10 @@ class JournalLines:
                 else ""
             )
             raise OrchestratorError(
-                f"expected line number {attempt.next_seq} of the attempt, found {seq}{cut}"
+                f"expected line number {attempt.next_seq} of the attempt, found {seq}{cut}", code=DAMAGED
             )
         if known[seq] != text:
-            raise OrchestratorError(f"it differs from line {seq} in the segment before it")
+            raise OrchestratorError(f"it differs from line {seq} in the segment before it", code=DAMAGED)
         segment.is_new = False
 
     def _may_repeat(self, attempt: _Attempt) -> dict[int, bytes]:
@@ -230,5 +242,6 @@ class JournalLines:
                 path,
                 0,
                 f"it belongs to run {found or 'without an id'}, run.json says "
-                f"{self._run_id or 'without an id'}: the folder holds pieces of two runs",
+                f"{self._run_id or 'without an id'}: the folder has files of two runs",
+                code="run.mixed_files",
             )

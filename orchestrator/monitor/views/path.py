@@ -240,4 +240,4 @@ def _check(columns: Columns, path: Path) -> None:
             f"{a.key.point_name}, at {a.consumed_tokens}"
         )
     if errors:
-        raise OrchestratorError("\n".join(errors))
+        raise OrchestratorError("\n".join(errors), code="history.inconsistent")

@@ -36,7 +36,7 @@ def point(facts: Facts, name: str, now: float) -> dict[str, Any]:
     """The document of a point. Raises `RefusedError` if there is no such point, and `StorageError`."""
     row = by_name(facts).get(name)
     if row is None:
-        raise RefusedError(f"{facts.name} has no resume point {name[:60]}")
+        raise RefusedError(f"{facts.name} has no resume point {name[:60]}", code="point.unknown")
     newest = newest_healthy(facts)
     there = facts.files.points.get(name)
     commit = there.commit if there is not None else None

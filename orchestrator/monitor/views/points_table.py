@@ -51,9 +51,15 @@ def points(
 ) -> dict[str, Any]:
     """A page of the table. Raises `RefusedError` for an unknown state or order."""
     if state not in STATES:
-        raise RefusedError(f"there is no state {state!r} of resume points; use one of {', '.join(STATES)}")
+        raise RefusedError(
+            f"resume points have no state {state!r}; use one of {', '.join(STATES)}",
+            code="command.unknown_state",
+        )
     if sort.lstrip("-") not in SORTS:
-        raise RefusedError(f"resume points cannot be sorted by {sort!r}; use one of {', '.join(SORTS)}")
+        raise RefusedError(
+            f"resume points cannot be sorted by {sort!r}; use one of {', '.join(SORTS)}",
+            code="command.unknown_order",
+        )
     rows = table(facts)
     found = [row for row in rows if _is(row, state) and q in row["name"]]
     found.sort(key=SORTS[sort.lstrip("-")], reverse=sort.startswith("-"))

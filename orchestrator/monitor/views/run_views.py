@@ -129,8 +129,9 @@ class RunViews:
                 reading.listed_at = now if is_due else reading.listed_at
                 return self._take(reading) | is_other
         raise StorageError(
-            f"{self._store.storage.root} went on each of the {LOOKS} times that it was read, so that what "
-            "was read does not fit together; look again"
+            f"{self._store.storage.root} changed each of the {LOOKS} times that it was read, so its files do "
+            "not fit together; read it again",
+            code="run.changed_while_read",
         )
 
     def _take(self, reading: _Reading) -> bool:
@@ -160,7 +161,8 @@ class RunViews:
         try:
             facts.path = path.build(reading.columns, claims, parents)
         except OrchestratorError as error:
-            raise UnreadableError("journal", 0, f"the run's history contradicts itself: {error}") from error
+            reason = f"the run's history contradicts itself: {error}"
+            raise UnreadableError("journal", 0, reason, code=error.code) from error
         facts.history = Along(reading.columns, facts.path.rows)
         facts.shape += 1
 
@@ -181,7 +183,7 @@ class RunViews:
     @property
     def _facts(self) -> Facts:
         if self.unreadable is not None:
-            raise RefusedError(str(self.unreadable))
+            raise RefusedError(str(self.unreadable), code=self.unreadable.code)
         if self._reading is None:
             self.refresh()
             return self._facts

@@ -76,11 +76,18 @@ def series(
     axis or metric, and for an invalid range.
     """
     if axis not in AXES:
-        raise RefusedError(f"there is no axis {axis!r}; use one of {', '.join(AXES)}")
+        raise RefusedError(
+            f"there is no axis {axis!r}; use one of {', '.join(AXES)}", code="command.unknown_axis"
+        )
     if unknown := [m for m in metrics if m not in METRICS and m not in RATIOS]:
-        raise RefusedError(f"there is no metric {unknown[0]!r}; use {', '.join((*METRICS, *RATIOS))}")
+        raise RefusedError(
+            f"there is no metric {unknown[0]!r}; use {', '.join((*METRICS, *RATIOS))}", code="metrics.unknown"
+        )
     if not all(math.isfinite(each) for each in (start, stop) if each is not None):
-        raise RefusedError(f"a range from {start} to {stop} is none; give finite numbers")
+        raise RefusedError(
+            f"the range from {start} to {stop} is not finite; give finite numbers",
+            code="command.range_not_finite",
+        )
     px = max(LEAST_PX, min(MOST_PX, px))
     branches = facts.kept("branches", facts.shape, lambda: _branches(facts))
     along = [facts.history[AXES[axis]], *(branches.of(branch, AXES[axis]) for branch in branches.each)]

@@ -255,12 +255,12 @@ def test_what_refuses_or_breaks_is_said_and_ends_the_action() -> None:
 
     def refuse(tell: Tell) -> str:
         del tell
-        raise RefusedError("nobody is there")
+        raise RefusedError("no launch answers", code="run.not_running")
 
     begun = doings.begin("made", "save", "token", refuse)
     assert begun is not None
     found = settled(lambda: doings.find("made", begun.id))
-    assert (found.state, found.text) == ("failed", "nobody is there")
+    assert (found.state, found.code, found.text) == ("failed", "run.not_running", "no launch answers")
 
 
 def test_a_rewind_waits_for_nobody_at_work_and_names_what_is_set_aside() -> None:
@@ -341,7 +341,7 @@ def test_a_plan_is_stale_when_the_run_has_moved_on_and_then_nothing_is_done(tmp_
     run.made.store.write_end(number, "stopped", "asked to", run.made.run.id)
     answer = run.post("fork", point=run.point, token=planned["token"], basis=planned["basis"])
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"]) == (409, "stale")
+    assert (answer.status_code, error["code"]) == (409, "run.changed_since_plan")
     assert error["was"] == planned["basis"]
     assert error["now"]["state"] == "stopped"
     assert run.made.store.pins() == {}
@@ -359,21 +359,21 @@ def test_a_pin_planned_before_the_run_moved_on_is_made_and_one_that_somebody_mad
     assert begun.status_code == 202, begun.text
     answer = run.post("pin", point=overtaken["point"], token=overtaken["token"], basis=overtaken["basis"])
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["was"]["pin"]) == (409, "stale", None)
+    assert (answer.status_code, error["code"], error["was"]["pin"]) == (409, "run.changed_since_plan", None)
     assert error["now"]["pin"].startswith("by ann, ")
 
 
 @pytest.mark.parametrize(
     ("route", "body", "status", "code"),
     [
-        ("resize/plan", {}, 422, "invalid"),
-        ("pin/plan", {}, 422, "no_point"),
-        ("pin/plan", {"point": "../../etc"}, 422, "invalid"),
-        ("pin/plan", {"point": "00000007-a0001-g0001"}, 404, "no_point"),
-        ("pin/plan", {"force": True}, 422, "invalid"),
-        ("pin", {"point": POINT}, 422, "invalid"),
-        ("stop/plan", {"now": "yes"}, 422, "invalid"),
-        ("save", {"token": "x", "basis": {}}, 409, "stale"),
+        ("resize/plan", {}, 422, "page.invalid_request"),
+        ("pin/plan", {}, 422, "page.no_point"),
+        ("pin/plan", {"point": "../../etc"}, 422, "page.invalid_request"),
+        ("pin/plan", {"point": "00000007-a0001-g0001"}, 404, "point.unknown"),
+        ("pin/plan", {"force": True}, 422, "page.invalid_request"),
+        ("pin", {"point": POINT}, 422, "page.invalid_request"),
+        ("stop/plan", {"now": "yes"}, 422, "page.invalid_request"),
+        ("save", {"token": "x", "basis": {}}, 409, "run.changed_since_plan"),
     ],
 )
 def test_what_is_asked_for_wrongly_is_refused(

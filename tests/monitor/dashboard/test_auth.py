@@ -22,14 +22,14 @@ def code(door: Door, path: str = "/api/runs", **headers: str) -> str:
 @pytest.mark.parametrize(
     ("authorization", "found"),
     [
-        (None, "401 no_token"),
-        ("right", "401 no_token"),
-        ("Bearer", "401 no_token"),
-        ("Bearer wrong", "401 wrong_token"),
-        ("Basic right", "401 wrong_token"),
-        ("Bearer right2", "401 wrong_token"),
-        ("Bearer righ", "401 wrong_token"),
-        ("Bearer \u00e9", "401 wrong_token"),
+        (None, "401 page.no_token"),
+        ("right", "401 page.no_token"),
+        ("Bearer", "401 page.no_token"),
+        ("Bearer wrong", "401 page.wrong_token"),
+        ("Basic right", "401 page.wrong_token"),
+        ("Bearer right2", "401 page.wrong_token"),
+        ("Bearer righ", "401 page.wrong_token"),
+        ("Bearer \u00e9", "401 page.wrong_token"),
         ("Bearer right", "answered"),
         ("bearer right", "answered"),
     ],
@@ -61,7 +61,7 @@ def test_only_the_token_opens_the_api(authorization: str | None, found: str) -> 
 )
 def test_a_name_that_was_made_to_lead_here_is_not_answered(host: str, local: bool, beyond: bool) -> None:
     for door, admitted in ((LOCAL, local), (OPEN, beyond)):
-        wanted = "answered" if admitted else "403 host"
+        wanted = "answered" if admitted else "403 page.host"
         assert code(door, "/", host=host) == wanted
         assert code(door, host=host, authorization="Bearer right") == wanted
 
@@ -70,11 +70,11 @@ def test_a_name_that_was_made_to_lead_here_is_not_answered(host: str, local: boo
     ("origin", "found"),
     [
         ("http://127.0.0.1:8000", "answered"),
-        ("http://127.0.0.1:8001", "403 origin"),
-        ("http://localhost:8000", "403 origin"),
-        ("https://evil.example", "403 origin"),
-        ("null", "403 origin"),
-        ("", "403 origin"),
+        ("http://127.0.0.1:8001", "403 page.origin"),
+        ("http://localhost:8000", "403 page.origin"),
+        ("https://evil.example", "403 page.origin"),
+        ("null", "403 page.origin"),
+        ("", "403 page.origin"),
     ],
 )
 def test_a_page_of_another_origin_is_not_answered(origin: str, found: str) -> None:
@@ -145,7 +145,7 @@ def test_a_body_beyond_the_limit_is_refused(run: Served) -> None:
         answer = run.client.post(
             "/api/runs/made/actions/pin/plan", content=content, headers={"Content-Type": "application/json"}
         )
-        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "page.body_too_large")
 
 
 def test_a_tunnel_to_another_port_is_answered(run: Served) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import orchestrator
 from benchmarks.made_run import note
 from orchestrator.config.redaction import redacted_text
-from orchestrator.errors import StorageError
+from orchestrator.errors import ConfigError, StorageError
 from orchestrator.history.claim_files import RESUME, REWIND
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
@@ -31,6 +32,7 @@ from tests.monitor.dashboard.serving import (
     served,
     text_of,
 )
+from tests.raising import raises
 
 
 def test_every_route_answers_with_what_the_others_say(run: Served) -> None:
@@ -52,21 +54,19 @@ def test_every_route_answers_with_what_the_others_say(run: Served) -> None:
 @pytest.mark.parametrize(
     ("path", "status", "code"),
     [
-        ("/api/nothing", 404, "no_route"),
-        ("/api/runs/none", 404, "no_run"),
-        ("/api/runs/none/points", 404, "no_run"),
-        ("/api/runs/made/points/00000007-a0001-g0001", 404, "no_point"),
-        ("/api/runs/made/points/..%00", 404, "no_point"),
-        ("/api/runs/made/events/a0001:99999", 404, "no_event"),
-        ("/api/runs/made/events/x", 404, "no_event"),
-        ("/api/runs/made/actions/0123", 404, "no_action"),
-        ("/api/runs/made/series?px=1", 422, "invalid"),
-        ("/api/runs/made/series?from=nan", 422, "invalid"),
-        ("/api/runs/made/points?limit=501", 422, "invalid"),
-        ("/api/runs/made/points?offset=-1", 422, "invalid"),
-        ("/api/runs/made/points?sort=name", 422, "invalid"),
-        ("/api/runs/made/plan?seq_len=12.5", 422, "ConfigError"),
-        ("/api/runs/made/plan?point=00000007-a0001-g0001", 422, "refused"),
+        ("/api/nothing", 404, "page.unknown_address"),
+        ("/api/runs/none", 404, "run.unknown"),
+        ("/api/runs/none/points", 404, "run.unknown"),
+        ("/api/runs/made/points/00000007-a0001-g0001", 404, "point.unknown"),
+        ("/api/runs/made/points/..%00", 404, "point.unknown"),
+        ("/api/runs/made/events/a0001:99999", 404, "journal.unknown_event"),
+        ("/api/runs/made/events/x", 404, "journal.unknown_event"),
+        ("/api/runs/made/actions/0123", 404, "page.unknown_action"),
+        ("/api/runs/made/series?px=1", 422, "page.invalid_request"),
+        ("/api/runs/made/series?from=nan", 422, "page.invalid_request"),
+        ("/api/runs/made/points?limit=501", 422, "page.invalid_request"),
+        ("/api/runs/made/points?offset=-1", 422, "page.invalid_request"),
+        ("/api/runs/made/points?sort=name", 422, "page.invalid_request"),
     ],
 )
 def test_what_cannot_be_answered_says_why(run: Served, path: str, status: int, code: str) -> None:
@@ -75,6 +75,14 @@ def test_what_cannot_be_answered_says_why(run: Served, path: str, status: int, c
     error = answer.json()["error"]
     assert error["code"] == code
     assert error["text"]
+
+
+def test_an_error_of_a_command_has_the_same_code_and_text_on_the_page(run: Served) -> None:
+    with pytest.raises(ConfigError) as refused:
+        orchestrator.open(run.storage / "made").plan(["pack.seq_len=12.5"])
+    answer = run.client.get("/api/runs/made/plan?seq_len=12.5")
+    assert answer.status_code == 422
+    assert answer.json()["error"] == {"code": refused.value.code, "text": str(refused.value)}
 
 
 @pytest.mark.parametrize(
@@ -120,8 +128,8 @@ def test_an_empty_storage_has_no_runs_and_one_that_is_gone_is_a_storage_error(tm
     asking = client(tmp_path)
     assert asking.get("/api/runs").json()["runs"] == []
     gone = client(tmp_path / "gone").get("/api/runs")
-    assert (gone.status_code, gone.json()["error"]["code"]) == (503, "storage")
-    with pytest.raises(StorageError, match="cannot be read"):
+    assert (gone.status_code, gone.json()["error"]["code"]) == (503, "storage.failed")
+    with raises(StorageError, "storage.failed", tmp_path / "gone"):
         Runs(Storage(str(tmp_path / "gone"))).names()
 
 
@@ -135,14 +143,14 @@ def test_a_run_that_was_deleted_and_begun_anew_is_another_run(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("line", "do", "reason"),
+    ("line", "code", "do", "reason"),
     [
-        (b"not what was written", "Restore the file", "invalid literal"),
-        (b'{"format":3}', "Use the version", "has format 3, this version reads 1, 2; use the version"),
+        (b"not what was written", "journal.damaged", "Restore the file", "invalid literal"),
+        (b'{"format":3}', "storage.later_format", "Use the version", "has format 3, this version reads 1, 2"),
     ],
 )
 def test_a_journal_that_cannot_be_read_is_answered_with_the_file_the_line_and_what_to_do(
-    tmp_path: Path, line: bytes, do: str, reason: str
+    tmp_path: Path, line: bytes, code: str, do: str, reason: str
 ) -> None:
     run = served(tmp_path)
     segment = tmp_path / "made" / "journal" / "a0001" / "000001.jsonl"
@@ -152,7 +160,7 @@ def test_a_journal_that_cannot_be_read_is_answered_with_the_file_the_line_and_wh
     segment.write_bytes(b"\n".join(lines))
     answer = run.client.get("/api/runs/made/points")
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["line"]) == (422, "unreadable", 4)
+    assert (answer.status_code, error["code"], error["line"]) == (422, code, 4)
     assert error["file"].endswith("a0001/000001.jsonl")
     assert error["points"] == sorted(error["points"])
     assert error["do"].startswith(do)

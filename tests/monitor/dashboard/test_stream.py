@@ -151,7 +151,7 @@ def test_a_run_that_cannot_be_read_any_more_ends_its_stream_with_the_reason(tmp_
 
     events = heard(tmp_path, "", [damage, lambda: None])
     assert kinds(events) == ["summary", "error"]
-    assert events[-1]["data"]["error"]["code"] == "unreadable"
+    assert events[-1]["data"]["error"]["code"] == "journal.damaged"
 
 
 class Scene:

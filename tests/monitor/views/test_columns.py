@@ -15,7 +15,7 @@ from orchestrator.coordinator.survey import survey
 from orchestrator.history.journal import JournalWriter
 from orchestrator.monitor.views import path
 from orchestrator.monitor.views.columns import Columns, read_columns
-from orchestrator.monitor.views.lines import JournalLines, UnreadableError
+from orchestrator.monitor.views.lines import DAMAGED, JournalLines, UnreadableError
 from orchestrator.monitor.views.path import HISTORY, LOST, REWOUND
 from orchestrator.records.steps import StepRecord
 from orchestrator.resume.points import parse_point_name
@@ -23,6 +23,7 @@ from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.history.histories import MOVES, play
 from tests.monitor.views.written import write
+from tests.raising import raises
 from tests.resume.samples import key, no_sleep, record, start
 from tests.storage.crashfs import ModelDisk
 
@@ -162,41 +163,50 @@ def test_lines_that_stand_again_in_the_next_segment_are_taken_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("texts", "where", "reason"),
+    ("texts", "where", "code", "values"),
     [
         (
             [[line(1), line(3)]],
             ("journal/a0001/000001.jsonl", 2),
-            "expected line number 2 of the attempt, found 3",
+            DAMAGED,
+            ("number 2", "found 3"),
         ),
-        ([[line(1), "{\n"]], ("journal/a0001/000001.jsonl", 2), "unexpected end"),
+        ([[line(1), "{\n"]], ("journal/a0001/000001.jsonl", 2), DAMAGED, ("unexpected end",)),
         (
             [[line(1), line(2)], [line(2, point="other")]],
             ("journal/a0001/000002.jsonl", 1),
-            "differs from line 2",
+            DAMAGED,
+            ("differs", "line 2"),
         ),
         (
             [[step_line(1, 1), step_line(2, 2, loss="many")]],
             ("journal/a0001/000001.jsonl", 2),
-            "loss is 'many'",
+            DAMAGED,
+            ("loss is 'many'",),
         ),
         (
             [[step_line(1, 1, consumed_tokens=1.5)]],
             ("journal/a0001/000001.jsonl", 1),
-            "consumed_tokens is 1.5",
+            DAMAGED,
+            ("consumed_tokens is 1.5",),
         ),
-        ([[step_line(1, 1, digest="X")]], ("journal/a0001/000001.jsonl", 1), "digest is 'X'"),
-        ([[step_line(1, 1), step_line(2, 1, loss=9.0)]], ("journal/a0001/000001.jsonl", 2), "differ in loss"),
-        ([[line(1, run_id="b")]], ("journal/a0001/000001.jsonl", 0), "it belongs to run b"),
+        ([[step_line(1, 1, digest="X")]], ("journal/a0001/000001.jsonl", 1), DAMAGED, ("digest is 'X'",)),
+        (
+            [[step_line(1, 1), step_line(2, 1, loss=9.0)]],
+            ("journal/a0001/000001.jsonl", 2),
+            "training.records_differ",
+            ("differ in loss", "step 1"),
+        ),
+        ([[line(1, run_id="b")]], ("journal/a0001/000001.jsonl", 0), "run.mixed_files", ("run b",)),
     ],
 )
 def test_what_is_no_line_of_the_journal_is_named_by_file_and_line(
-    texts: list[list[str]], where: tuple[str, int], reason: str
+    texts: list[list[str]], where: tuple[str, int], code: str, values: tuple[str, ...]
 ) -> None:
     files = storage()
     for number, segment in enumerate(texts, start=1):
         lines_of(files, *segment, segment=number)
-    with pytest.raises(UnreadableError, match=reason) as found:
+    with raises(UnreadableError, code, *values) as found:
         Columns().refresh(JournalLines(files, "" if "run_id" in texts[0][0] else None))
     assert (found.value.file, found.value.line) == where
 
@@ -204,7 +214,7 @@ def test_what_is_no_line_of_the_journal_is_named_by_file_and_line(
 def test_a_missing_segment_is_named() -> None:
     files = storage()
     lines_of(files, line(1), segment=2)
-    with pytest.raises(UnreadableError, match=r"segments \[2\], expected 1 to 1"):
+    with raises(UnreadableError, "journal.missing_file", "[2]", "1 to 1"):
         read_columns(files)
 
 

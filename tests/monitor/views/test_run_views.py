@@ -37,6 +37,7 @@ from tests.history.histories import MOVES, play
 from tests.monitor import live_run
 from tests.monitor.live_run import LiveRun
 from tests.monitor.views.written import write
+from tests.raising import raises
 from tests.resume.samples import no_sleep
 from tests.storage.crashfs import ModelDisk
 
@@ -327,7 +328,7 @@ def test_a_run_with_a_damaged_line_is_unreadable_until_it_is_restored(live: Live
     summary = views.summary()
     assert summary["state"] == "unreadable"
     assert (summary["error"]["file"], summary["error"]["line"]) == ("journal/a0001/000001.jsonl", number)
-    with pytest.raises(RefusedError, match=f"000001.jsonl line {number} is not as it was written"):
+    with raises(RefusedError, "journal.damaged", f"000001.jsonl line {number}"):
         views.timeline()
     segment.write_bytes(whole)
     assert not views.refresh()
@@ -357,22 +358,23 @@ def test_storage_that_fails_is_told_and_the_next_look_goes_on(live: LiveRun) -> 
 
 
 @pytest.mark.parametrize(
-    ("call", "text"),
+    ("call", "code", "value"),
     [
-        (lambda v: v.point("00000009-a0001-g0001"), "has no resume point 00000009-a0001-g0001"),
-        (lambda v: v.points(state="odd"), "no state 'odd'"),
-        (lambda v: v.points(sort="-odd"), "cannot be sorted by '-odd'"),
-        (lambda v: v.series("odd"), "no axis 'odd'"),
-        (lambda v: v.series(metrics=["loss", "odd"]), "no metric 'odd'"),
-        (lambda v: v.event("a0001:900"), "no event a0001:900"),
-        (lambda v: v.event("../run.json"), "no event"),
-        (lambda v: v.events(level=["odd"]), "no level 'odd'"),
+        (lambda v: v.point("00000009-a0001-g0001"), "point.unknown", "00000009-a0001-g0001"),
+        (lambda v: v.points(state="odd"), "command.unknown_state", "'odd'"),
+        (lambda v: v.points(sort="-odd"), "command.unknown_order", "'-odd'"),
+        (lambda v: v.series("odd"), "command.unknown_axis", "'odd'"),
+        (lambda v: v.series(metrics=["loss", "odd"]), "metrics.unknown", "'odd'"),
+        (lambda v: v.series(start=math.inf), "command.range_not_finite", "inf"),
+        (lambda v: v.event("a0001:900"), "journal.unknown_event", "a0001:900"),
+        (lambda v: v.event("../run.json"), "journal.unknown_event", "../run.json"),
+        (lambda v: v.events(level=["odd"]), "command.unknown_level", "'odd'"),
     ],
 )
 def test_names_that_there_are_not_are_refused(
-    live: LiveRun, call: Callable[[RunViews], Any], text: str
+    live: LiveRun, call: Callable[[RunViews], Any], code: str, value: str
 ) -> None:
-    with pytest.raises(RefusedError, match=text):
+    with raises(RefusedError, code, value):
         call(views_of(live.store))
 
 

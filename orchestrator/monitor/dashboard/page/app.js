@@ -17,7 +17,7 @@ const EVENT_ICON = Object.fromEntries(Object.entries({ 'fault fault': 'worker fr
 export const PARTS = [['productive', 'Productive'], ['data_wait', 'Waiting for data'], ['saving', 'Saving'], ['reforming', 'Re-forming'], ['starting', 'Starting'], ['waiting', 'Waiting for workers'], ['lost', 'Lost work'], ['rewound', 'Rewound'], ['down', 'Down'], ['other', 'Not accounted for']];
 // how many workers are wanted; empty while an attempt has claimed and not yet said so
 const wanted = r => r.world_wanted ? [...new Set(r.world_wanted)].join('–') : '';
-const TOKEN = { no_token: 'This address lacks its token', wrong_token: 'The token of this address is wrong' };
+const TOKEN = { 'page.no_token': 'This address lacks its token', 'page.wrong_token': 'The token of this address is wrong' };
 const css = x => (Math.max(0, Math.min(1, x || 0)) * 100).toFixed(3) + '%';
 const raw = x => Alpine.raw(x);
 const keep = x => Object.defineProperty(x, '__v_skip', { value: true });  // never reactive
@@ -96,7 +96,7 @@ document.addEventListener('alpine:init', () => {
 		async load(quiet) {
 			if (!quiet) { this.error = null; }
 			try { const d = await get('runs'); this.sync(d.now); this.storage = d.storage; this.rows = d.runs.map(r => this.row(r, d.now)).sort((a, b) => URGENT.indexOf(a.state) - URGENT.indexOf(b.state) || b.t - a.t); this.error = null; this.conn = 'still'; }
-			catch (e) { const shut = e.status === 401; if (shut) clearInterval(this.timer); this.error = { title: shut ? TOKEN[e.code] || TOKEN.no_token : 'The runs cannot be read', text: e.message, more: [e.do, quiet && this.rows ? 'Below is what was last read.' : ''].filter(Boolean).join(' ') }; this.conn = shut ? 'shut' : 'lost'; }
+			catch (e) { const shut = e.status === 401; if (shut) clearInterval(this.timer); this.error = { title: shut ? TOKEN[e.code] || TOKEN['page.no_token'] : 'The runs cannot be read', text: e.message, more: [e.do, quiet && this.rows ? 'Below is what was last read.' : ''].filter(Boolean).join(' ') }; this.conn = shut ? 'shut' : 'lost'; }
 		},
 		row(r, now) {
 			const bad = r.state === 'unreadable', p = r.progress, alive = ALIVE.has(r.state);
@@ -129,7 +129,7 @@ document.addEventListener('alpine:init', () => {
 				this.unstream ??= stream(runPath(this.name) + '/stream', (kind, d) => kind === 'summary' && this.take(d), c => { this.conn = c === 'live' && !ALIVE.has(this.run.state) ? 'still' : c; });
 			} catch (e) {
 				this.conn = e.status === 401 ? 'shut' : e.status === 0 || e.status >= 500 ? 'lost' : 'still';
-				this.failure = { title: { unreadable: 'The journal of this run is damaged', no_run: 'There is no such run', unreachable: 'No answer', ...TOKEN, storage: 'The storage cannot be read' }[e.code] || 'This run cannot be shown', text: e.message, more: e.do || '', missing: e.missing_text || '', points: e.points, uri: (this.storage ? this.storage + '/' : '') + this.name };
+				this.failure = { title: { 'run.unknown': 'There is no such run', unreachable: 'No answer', ...TOKEN }[e.code] || (e.file ? 'The journal of this run is damaged' : e.status === 503 ? 'The storage cannot be read' : 'This run cannot be shown'), text: e.message, more: e.do || '', missing: e.missing_text || '', points: e.points, uri: (this.storage ? this.storage + '/' : '') + this.name };
 			}
 		},
 		at(tab) { return this.run && !this.failure && this.tab === tab; },
@@ -194,7 +194,7 @@ document.addEventListener('alpine:init', () => {
 				}
 			} catch (e) {
 				if (!this.doing) return;
-				if (e.code !== 'stale') { this.doing = { ...d, phase: 'confirm', refusals: [e.message] }; return; }
+				if (e.code !== 'run.changed_since_plan') { this.doing = { ...d, phase: 'confirm', refusals: [e.message] }; return; }
 				const names = { attempt: 'attempt', generation: 'generation', newest_point: 'newest point', state: 'state', point: 'point', pin: 'pin' };
 				const what = Object.keys(names).filter(k => e.was[k] !== e.now[k]).map(k => `${names[k]} was ${e.was[k] ?? 'none'}, now it is ${e.now[k] ?? 'none'}`);
 				this.doing = { ...d, stale: (what.join('; ').replace(/^./, c => c.toUpperCase()) || 'The plan was too old') + '. Look at the new plan before you confirm.', foot: '' };
