@@ -503,7 +503,7 @@ def test_a_field_that_no_record_has_is_refused_before_the_start(
     form: str, tmp_path: Path, tiny_config: Make
 ) -> None:
     write_files(tmp_path, form, [[{"body": "x", "id": "1"}]])
-    with pytest.raises(ConfigError, match=r"no (field|column) `text`; .*has: body, id.* Set text_field"):
+    with raises(ConfigError, "data.missing_field", "`text`", "has: body, id", "Set text_field"):
         check_first_records(spec_of(job(tiny_config, tmp_path, form, encoder="tokenizers")))
 
 

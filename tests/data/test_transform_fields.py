@@ -447,25 +447,19 @@ def test_a_record_without_the_field_has_none_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "text"),
+    ("form", "values"),
     [
-        ("parquet", r"no field `scoer`; it has: text, score\. Set transform_fields"),
-        ("arrow", r"no field `scoer`; it has: text, score\. Set transform_fields"),
-        ("csv", r"the header has no column `scoer`; it has: text, score\. Set transform_fields"),
-        ("mds", r"no column `scoer`; it has: number, score, text\. Set transform_fields"),
-        (
-            "jsonl",
-            r"the 3 records looked at has a value in `scoer`; .*a.jsonl: line 1: no field `scoer`; it has: t",
-        ),
-        (
-            "cbor",
-            r"the 3 records looked at has a value in `scoer`; .*record 1: no field `scoer`; it has: text, sc",
-        ),
-        ("webdataset", r"has a value in `scoer`; .*no field `scoer`; the sample has: text, json"),
+        ("parquet", ["has: text, score"]),
+        ("arrow", ["has: text, score"]),
+        ("csv", ["has: text, score"]),
+        ("mds", ["has: number, score, text"]),
+        ("jsonl", [" 3 ", "a.jsonl: line 1: ", "has: text, score"]),
+        ("cbor", [" 3 ", "record 1: ", "has: text, score"]),
+        ("webdataset", [" 3 ", "has: text, json"]),
     ],
 )
 def test_a_field_that_no_record_has_is_refused_before_the_start(
-    form: str, text: str, tmp_path: Path, tiny_config: Make
+    form: str, values: list[str], tmp_path: Path, tiny_config: Make
 ) -> None:
     records = [{"text": f"text {i}", "score": 3 * i} for i in range(3)]
     write_files(tmp_path / "data", form, [records])
@@ -478,7 +472,7 @@ def test_a_field_that_no_record_has_is_refused_before_the_start(
         {"transforms": [f"{HERE}:says_its_fields"]},
         transform_fields=["score" if form != "webdataset" else "json.score", "scoer"],
     )
-    with pytest.raises(ConfigError, match=text):
+    with raises(ConfigError, "data.missing_field", "`scoer`", "transform_fields", *values):
         check_first_records(prepare_data(config))
 
 
