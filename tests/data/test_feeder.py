@@ -393,7 +393,7 @@ def test_a_place_that_the_data_do_not_reproduce_is_refused_by_type(
     wrong = replace(samples[10].cursor, sources={"stdlib": replace(source, prefix_digest="0" * 16)})
     with feeder(spec, num_tokenizers=1) as (actor, launch):
         (feed,) = open_feeds((actor, launch), wrong)
-        with pytest.raises(DataIdentityError, match="0000000000000000"):
+        with raises(DataIdentityError, "resume.cursor_mismatch", "0000000000000000"):
             feed.get(following(wrong, 8), 0, 1, MICRO, wrong)
 
 

@@ -269,7 +269,7 @@ def test_a_folder_of_a_run_is_refused(config: dict[str, Any], tmp_path: Path) ->
     (tmp_path / "run" / "run.json").write_text("{}")
     with raises(RefusedError, "command.folder_of_run", f"frozen_dir={tmp_path / 'run'}"):
         orchestrator.open_stream(config, frozen_dir=tmp_path / "run")
-    with pytest.raises(ConfigError, match="frozen_dir: .*hdfs://"):
+    with raises(ConfigError, "config.storage_uri", "frozen_dir: ", "hdfs://"):
         orchestrator.open_stream(config, frozen_dir="hdfs://bucket/lists")
 
 

@@ -16,7 +16,7 @@ import pytest
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.tokens import tokenizer_files
 from orchestrator.data.tokens.tokenizer_files import examine, fetch
-from orchestrator.errors import ConfigError, StorageError
+from orchestrator.errors import ConfigError, OrchestratorError, StorageError
 from orchestrator.planning.identity import compare
 from orchestrator.storage.files import Storage
 from orchestrator.storage.home import temporary_cache_folder
@@ -90,21 +90,19 @@ def test_a_run_that_began_with_it_needs_it_no_more_and_notices_another(
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "said"),
+    ("name", "error", "code", "value"),
     [
-        ("{}/nowhere", ConfigError, "{}/nowhere: there is no tokenizer.json in it; name a tokenizer's"),
-        ("{}", ConfigError, "there is no tokenizer.json in it"),
-        ("s3://no-such-bucket/t", StorageError, "data.tokenizer: .* there is no such bucket"),
-        (
-            "hdfs://x/y",
-            ConfigError,
-            "data.tokenizer: hdfs:// is not a supported storage; give a folder",
-        ),
-        ("s3:/x/y", ConfigError, "data.tokenizer: s3:/x/y is not the URI of a bucket; write one of s3://"),
+        ("{}/nowhere", ConfigError, "tokenizer.no_files", "={}/nowhere: "),
+        ("{}", ConfigError, "tokenizer.no_files", "tokenizer.json"),
+        ("s3://no-such-bucket/t", StorageError, "storage.not_found", "bucket"),
+        ("hdfs://x/y", ConfigError, "config.storage_uri", "hdfs://"),
+        ("s3:/x/y", ConfigError, "config.storage_uri", "s3:/x/y"),
     ],
 )
-def test_what_gives_no_tokenizer_is_named(name: str, error: type[Exception], said: str, bucket: str) -> None:
-    with pytest.raises(error, match=said.format(bucket)):
+def test_what_gives_no_tokenizer_is_named(
+    name: str, error: type[OrchestratorError], code: str, value: str, bucket: str
+) -> None:
+    with raises(error, code, "data.tokenizer", value.format(bucket)):
         fetch(name.format(bucket))
 
 
@@ -125,5 +123,5 @@ def test_a_machine_without_any_room_for_the_copy_says_so(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
     temporary_cache_folder.cache_clear()
-    with pytest.raises(StorageError, match="data.tokenizer: .*TMPDIR"):
+    with raises(StorageError, "storage.unusable_path", "data.tokenizer: ", "TMPDIR"):
         tokenizer_files.fetch(uri)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.data.common.settings import has_list_to_come, mixture_of, settings_of
 from orchestrator.data.first_start import first_start
-from orchestrator.data.frozen import LaterList, has_record, manifest_path, read_later, write_later
+from orchestrator.data.frozen import GONE, LaterList, has_record, manifest_path, read_later, write_later
 from orchestrator.data.later_lists import Found, Refreshing, later_plan, listed_as
 from orchestrator.data.loading.reading import StreamReading
 from orchestrator.data.sources.fragments import SourcePlan
@@ -25,8 +25,6 @@ from orchestrator.storage.open import open_storage
 if TYPE_CHECKING:
     from orchestrator.config.data_sections import SourceConfig
     from orchestrator.config.schema import JobConfig
-
-_GONE = "data.frozen_gone"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +139,7 @@ class _Finding:
                 f"{self.storage.root}/{manifest_path(source.name, version)} is gone: it lists the files "
                 f"of source {source.name} for its current epoch; restore the file, or give the frozen_dir= "
                 "that the state was made with",
-                code=_GONE,
+                code=GONE,
             )
         now = listed_as(source, *sizes).now()
         if self.storage is None:
@@ -158,6 +156,6 @@ class _Finding:
             raise DataIdentityError(
                 f"{self.storage.root}/{manifest_path(source, version)} is gone: source {source} continues "
                 "from this list; restore the file",
-                code=_GONE,
+                code=GONE,
             )
         return later_plan(self.storage, there, self.bases.get(there.manifest.base))
