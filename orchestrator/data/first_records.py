@@ -177,7 +177,7 @@ def _require_transform_fields(plan: SourcePlan) -> None:
             found for at, found in _read_first(plan, file, Content(text_field=lacks[0])) if at == where
         )
         raise ConfigError(
-            f"data.sources {plan.source}: none of the {seen:,} records looked at has a value in "
+            f"data.sources {plan.source}: none of the first {seen:,} records has a value in "
             f"`{'` or `'.join(lacks)}`; {manifest.path(file)}: {where}: {said}. Fix transform_fields (if few "
             "records have the field, put one of them first)",
             code="data.missing_field",
@@ -224,7 +224,7 @@ def _check(plan: SourcePlan) -> None:
         raise ConfigError(wrong, code=code)
     if bad is not None:
         raise ConfigError(
-            f"{bad}; none of the {seen} records looked at can be read: "
+            f"{bad}; none of the first {seen} records can be read: "
             f"is data.sources[].format={manifest.format} right? If it is, repair the files or leave them out",
             code="data.wrong_format",
         )

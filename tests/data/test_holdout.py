@@ -212,7 +212,7 @@ def test_a_hold_out_that_there_is_not_is_refused_and_an_empty_one_is_empty(
     tmp_path: Path, tiny_config: Make
 ) -> None:
     write_corpus(tmp_path / "data", some_texts(4), "jsonl")
-    with pytest.raises(RefusedError, match=r"nothing is held out: data.holdout is 0"):
+    with raises(RefusedError, "data.no_holdout", "data.holdout is 0"):
         orchestrator.open_stream(job(tiny_config, tmp_path / "data"), part="holdout")
     with raises(RefusedError, "command.argument_value", "part='test'", "'holdout'"):
         orchestrator.open_stream(job(tiny_config, tmp_path / "data"), part="test")  # type: ignore[arg-type]
@@ -221,7 +221,7 @@ def test_a_hold_out_that_there_is_not_is_refused_and_an_empty_one_is_empty(
         tiny = job(make[0], tmp_path / "data", holdout=1e-6)
         assert list(orchestrator.open_stream(tiny, part="holdout")) == []
     for wrong in (1, -0.1, 1.5):
-        with pytest.raises(ConfigError, match=r"data.holdout is .*; expected a number >= 0 and < 1"):
+        with raises(ConfigError, "config.out_of_range", "data.holdout is ", "a number >= 0 and < 1"):
             job(tiny_config, tmp_path / "data", holdout=float(wrong))
 
 

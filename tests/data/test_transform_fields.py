@@ -507,22 +507,22 @@ def test_a_format_without_fields_refuses_them(form: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("source", "text"),
+    ("source", "code", "value"),
     [
-        ({"transform_fields": ["a"]}, "which has no transforms that could see them"),
-        ({"transform_fields": ["a"], "transforms": []}, "which has no transforms that could see them"),
-        ({"transform_fields": ["a", "a"]}, "with a twice; name each once"),
-        ({"transform_fields": ["text"]}, "see the document itself as `text`; leave it out, or rename"),
-        ({"transform_fields": ["tools"], "content": "chat"}, "see the document itself as `tools`"),
-        ({"transform_fields": [""]}, "expected a list of names of fields"),
-        ({"transform_fields": "score"}, "expected a list of names of fields"),
+        ({"transform_fields": ["a"]}, "config.conflict", "data.transforms"),
+        ({"transform_fields": ["a"], "transforms": []}, "config.conflict", "data.transforms"),
+        ({"transform_fields": ["a", "a"]}, "config.duplicate_entry", " a "),
+        ({"transform_fields": ["text"]}, "config.conflict", "`text`"),
+        ({"transform_fields": ["tools"], "content": "chat"}, "config.conflict", "`tools`"),
+        ({"transform_fields": [""]}, "config.invalid_value", "a list of names of fields"),
+        ({"transform_fields": "score"}, "config.wrong_type", "a list of names of fields"),
     ],
 )
 def test_fields_that_no_transform_could_see_are_refused_with_the_configuration(
-    source: dict[str, Any], text: str, tmp_path: Path, tiny_config: Make
+    source: dict[str, Any], code: str, value: str, tmp_path: Path, tiny_config: Make
 ) -> None:
-    everywhere = {} if "no transforms" in text else {"transforms": [f"{HERE}:says_its_fields"]}
-    with pytest.raises(ConfigError, match=text):
+    everywhere = {} if value == "data.transforms" else {"transforms": [f"{HERE}:says_its_fields"]}
+    with raises(ConfigError, code, "transform_fields", value):
         job(tiny_config, tmp_path, "jsonl", everywhere, **source)
 
 

@@ -250,7 +250,7 @@ def test_a_folder_that_is_called_as_a_logger_is_no_logger(
 
 
 def test_a_logger_that_is_named_twice_is_refused(job: JobConfig) -> None:
-    with pytest.raises(ConfigError, match="name each once"):
+    with raises(ConfigError, "config.duplicate_entry", "monitor.loggers", "wandb"):
         as_job(job, ["monitor.loggers=[wandb, wandb]"])
 
 

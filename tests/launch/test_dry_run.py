@@ -172,7 +172,7 @@ def test_plan_names_the_fields_of_the_first_record_where_text_field_is_none_of_t
     job = make()
     wrong = make(data__sources=source(job, text_field="content"))
     for look in (orchestrator.plan, dry_run, orchestrator.train):
-        with pytest.raises(ConfigError, match="no field `content`; it has: text, path. Set text_field"):
+        with raises(ConfigError, "data.missing_field", "`content`", "text, path", "text_field"):
             look(wrong)
     assert not Path(wrong.run.run_uri).exists()
 

@@ -234,7 +234,7 @@ def test_the_fork_must_fit_the_data_and_a_run_has_one_beginning(trained: Trained
     with raises(RefusedError, "run.unknown", "nowhere"):
         Forked(runner, "third", **{"from": f"nowhere/points/{first.point_name}"}).plan()
     for no_point in ("runs/other/points/latest", "other/"):
-        with pytest.raises(ConfigError, match="resume.from"):
+        with raises(ConfigError, "config.invalid_value", "resume.from", no_point):
             Forked(runner, "third", **{"from": no_point})
     with raises(RefusedError, "point.bad_location", f"runs/{first.point_name}"):
         Forked(runner, "third", **{"from": f"runs/{first.point_name}"}).plan()

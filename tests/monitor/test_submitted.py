@@ -16,7 +16,7 @@ ON_GPUS = {"cluster.use_gpu": True, "train.numerics": "fast"}
 
 
 def test_what_plan_refuses_starts_no_process(tiny_config: Any) -> None:
-    with pytest.raises(ConfigError, match="pack.seq_len"):
+    with raises(ConfigError, "config.out_of_range", "pack.seq_len"):
         orchestrator.submit(tiny_config({}), ["pack.seq_len=0"])
     with raises(RefusedError, "storage.not_found", "nowhere"):
         orchestrator.runs("nowhere")

@@ -117,8 +117,8 @@ def _import(name: str, where: str) -> tuple[ModuleType, str]:
             raise ModuleNotFoundError(f"No module named {name!r}")
         if spec.origin is None or not os.path.isfile(spec.origin):
             raise ConfigError(
-                f"{where}: module {name} has no file of its own to know its code by; put the function into a "
-                "module that every machine of the run can import",
+                f"{where}: module {name} has no source file that identifies its code; put the function into "
+                "a module that every machine of the run can import",
                 code="user_code.module_without_file",
             )
         with open(spec.origin, "rb") as file:
@@ -128,8 +128,8 @@ def _import(name: str, where: str) -> tuple[ModuleType, str]:
         raise
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{where}: {error}; it was looked for in {here} and on Python's path: start from the folder that "
-            "the module lies in, or install it on every machine of the run",
+            f"{where}: {error}; searched in {here} and on Python's path: start from the module's folder, or "
+            "install the module on every machine of the run",
             code="user_code.missing_module",
         ) from error
     except (Exception, SystemExit) as error:  # a user's module may raise anything
