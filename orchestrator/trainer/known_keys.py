@@ -59,6 +59,7 @@ def _problems(settings: Any, shape: Mapping[str, Any], path: Path) -> Iterator[P
         close = " or ".join(dotted((*path, *each)) for each in meant)
         yield Problem(
             path=(*path, key),
+            code="config.unknown_key",
             text=f"is not a known field of transformers' {settings.model_type}, no model would read it; "
             + (f"did you mean {close}?" if close else "leave it out"),
         )
@@ -73,6 +74,7 @@ def _other_dtypes(settings: Any, shape: Mapping[str, Any], path: Path, dtype: st
         if shape.get(key) is not None and str(shape[key]) != dtype:
             yield Problem(
                 path=(*path, key),
+                code="config.conflict",
                 text=f"is {shape[key]}, but train.precision makes the weights {dtype}; leave {key} out, and "
                 "set train.precision",
             )
