@@ -85,6 +85,6 @@ def accepted_text(seen: Survey) -> str:
         else "nothing was trained before it"
     )
     return (
-        f". Attempt {records[index].attempt} was told to go on with changed files (resume.accept_changed); "
-        + before
+        f". Attempt {records[index].attempt} was configured to continue with changed files "
+        f"(resume.accept_changed); {before}"
     )

@@ -14,6 +14,7 @@ from orchestrator.monitor.view_text import status_lines
 from orchestrator.monitor.views.run_views import RunViews
 from tests.data.making import some_texts, write_corpus
 from tests.launch.test_skip import SkippingRun, survey_newest
+from tests.raising import raises
 
 Make = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -54,9 +55,7 @@ def test_a_run_of_which_most_documents_are_too_long_stops_and_a_start_that_allow
     packed: dict[str, Any],
 ) -> None:
     run = SkippingRun(packed)
-    with pytest.raises(
-        DataError, match=r"documents of source web are longer .* more than pack.max_long_share"
-    ):
+    with raises(DataError, "data.too_many_long", "source web", "pack.max_long_share"):
         run.launch(60, "pack.seq_len=24")
     allowed = "pack.max_long_share=1.0"
     run.launch(6, "pack.seq_len=24", allowed)

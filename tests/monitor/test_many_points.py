@@ -26,6 +26,7 @@ from orchestrator.resume.verify import point_path
 from orchestrator.storage.at_once import ASKED_AT_A_TIME, at_once
 from orchestrator.storage.files import Storage
 from tests.launch.test_start import Runner, newest_attempt, runner  # noqa: F401  a fixture
+from tests.raising import raises
 from tests.resume.samples import key, record, start, write_vote
 from tests.storage.model_store import FACTS, LIST, READ, FarModelStore, Fate, ModelBucket
 
@@ -160,7 +161,7 @@ def test_an_error_of_storage_is_that_of_the_oldest_point_that_is_not_read(many: 
     for _ in range(5):
         store = RunStore(Storage.on(FarModelStore(ModelBucket.of(contents(many)), turn=turn)))
         for look in (store.point_names, store.names_and_foreign):
-            with pytest.raises(StorageError, match=f"{key(9).point_name}/COMMIT"):
+            with raises(StorageError, "storage.failed", f"{key(9).point_name}/COMMIT"):
                 look()
 
 

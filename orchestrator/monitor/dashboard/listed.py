@@ -17,6 +17,7 @@ from typing import Any
 from orchestrator.config.redaction import redacted_text
 from orchestrator.errors import OrchestratorError, StorageError, text_of
 from orchestrator.history.busy import Busy, Free
+from orchestrator.history.line_format import DAMAGED
 from orchestrator.monitor.look import read_newest
 from orchestrator.monitor.status.missing import missing_text
 from orchestrator.monitor.status.tail import Tail
@@ -112,7 +113,7 @@ class ListedRun:
         self._begun = tail.generation
         if tail.damaged:
             raise StorageError(
-                f"{tail.damaged} has a damaged line; restore the file", code="journal.damaged"
+                f"{tail.damaged} has a damaged line; restore the file", code=DAMAGED
             )
         view = view_of(store.storage.root, facts, tail, datetime.now(UTC))
         end = store.read_end(number) if number else None

@@ -33,6 +33,7 @@ from orchestrator.resume.store import RunStore
 from orchestrator.storage.at_once import at_once
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import join, split
+from orchestrator.storage.tries import problem_code
 
 REFRESH_S = 0.5  # a run is not read anew more often than this
 MOST_KEPT = 16  # runs whose journals are kept in memory, the last requested ones
@@ -166,7 +167,7 @@ class Runs:
             raise StorageError(
                 f"the storage {folder} cannot be read: {error.strerror or error}; check that its disk is "
                 "mounted",
-                code="storage.failed",
+                code=problem_code(error),
             ) from error
         return [name for name in found if self._is_run(name)]
 
@@ -253,6 +254,6 @@ class Runs:
             raise StorageError(
                 f"{root / name / RUN_FILE} cannot be read: {error.strerror or error}; correct its rights, or "
                 "check that its disk is mounted",
-                code="storage.failed",
+                code=problem_code(error),
             ) from error
         return f"{found.st_ino} {found.st_mtime_ns}"

@@ -20,9 +20,10 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.history.claims import GenerationId, GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import GENERATION, JUMP_S, STEP, check_copy
+from orchestrator.history.line_format import DAMAGED
 from orchestrator.json_form import decode
 from orchestrator.monitor.views.arrays import Array, Growing
-from orchestrator.monitor.views.lines import DAMAGED, Chunk, JournalLines, Line, UnreadableError
+from orchestrator.monitor.views.lines import Chunk, JournalLines, Line, UnreadableError
 from orchestrator.records.steps import StepRecord
 from orchestrator.storage.files import Storage
 
@@ -326,9 +327,7 @@ class Columns:
             try:
                 check_copy(self.record(row_of[label]), _record(line))
             except OrchestratorError as error:
-                raise UnreadableError(
-                    path, number, str(error), code="training.records_differ"
-                ) from error
+                raise UnreadableError(path, number, str(error), code=error.code) from error
         return new
 
     def _checked(self, path: str, steps: list[tuple[int, Line]]) -> dict[str, tuple[Any, ...]]:

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from orchestrator.errors import LaterFormatError, OrchestratorError
-from orchestrator.history.line_format import FORMAT, LaterLineError, require_known
+from orchestrator.history.line_format import DAMAGED, FORMAT, LaterLineError, require_known
 from orchestrator.history.segments import SegmentRef, journal_folder, journals, read_from, segments
 from orchestrator.storage.files import Storage
 
@@ -21,8 +21,6 @@ _NEWEST = 3  # attempts checked each time; of the older ones, which are no longe
 _BY_TURNS = 8
 _NO_LINE = (OrchestratorError, orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError)
 CHUNK = 8192  # lines decoded at a time
-
-DAMAGED = "journal.damaged"
 
 Line = dict[str, Any]
 

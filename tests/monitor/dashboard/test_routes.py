@@ -67,6 +67,7 @@ def test_every_route_answers_with_what_the_others_say(run: Served) -> None:
         ("/api/runs/made/points?limit=501", 422, "page.invalid_request"),
         ("/api/runs/made/points?offset=-1", 422, "page.invalid_request"),
         ("/api/runs/made/points?sort=name", 422, "page.invalid_request"),
+        ("/api/runs/made/plan?point=00000007-a0001-g0001", 422, "point.unknown"),
     ],
 )
 def test_what_cannot_be_answered_says_why(run: Served, path: str, status: int, code: str) -> None:
@@ -128,8 +129,8 @@ def test_an_empty_storage_has_no_runs_and_one_that_is_gone_is_a_storage_error(tm
     asking = client(tmp_path)
     assert asking.get("/api/runs").json()["runs"] == []
     gone = client(tmp_path / "gone").get("/api/runs")
-    assert (gone.status_code, gone.json()["error"]["code"]) == (503, "storage.failed")
-    with raises(StorageError, "storage.failed", tmp_path / "gone"):
+    assert (gone.status_code, gone.json()["error"]["code"]) == (503, "storage.not_found")
+    with raises(StorageError, "storage.not_found", tmp_path / "gone"):
         Runs(Storage(str(tmp_path / "gone"))).names()
 
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from orchestrator.coordinator.survey import survey
 from orchestrator.history.journal import JournalWriter
+from orchestrator.history.line_format import DAMAGED
 from orchestrator.monitor.views import path
 from orchestrator.monitor.views.columns import Columns, read_columns
-from orchestrator.monitor.views.lines import DAMAGED, JournalLines, UnreadableError
+from orchestrator.monitor.views.lines import JournalLines, UnreadableError
 from orchestrator.monitor.views.path import HISTORY, LOST, REWOUND
 from orchestrator.records.steps import StepRecord
 from orchestrator.resume.points import parse_point_name
