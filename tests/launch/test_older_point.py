@@ -28,6 +28,7 @@ from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
 from tests.launch.test_start import Runner, newest_attempt, runner  # noqa: F401  a fixture
+from tests.raising import raises
 from tests.resume.samples import key, write_vote
 from tests.storage.model_store import FarModelStore, ModelBucket
 
@@ -146,7 +147,7 @@ def test_the_workers_damage_is_marked_and_the_next_attempt_of_the_start_continue
 def test_where_no_older_point_is_whole_the_start_stops(runner: Runner) -> None:  # noqa: F811
     only = runner.launch()
     failed = runner.begin()
-    with pytest.raises(ResumePointError, match=only.point_name):
+    with raises(ResumePointError, "point.none_healthy", only.point_name):
         older(runner, flipped(part_of(runner.folder, only)), failed.number)
 
 
@@ -161,10 +162,10 @@ def test_a_point_that_was_asked_for_by_name_is_never_replaced_by_another(runner:
     journal = runner.journal(failed)
     note_beginning(journal, failed, config.flat())
     journal.close()
-    with pytest.raises(WantedPointError, match=damage.file):
+    with raises(WantedPointError, "point.damaged", damage.file):
         older(runner, damage, failed.number, **by_name)
     for again in (runner.begin, runner.plan):  # torchrun gives the same command again by itself
-        with pytest.raises(WantedPointError, match=damage.file):
+        with raises(WantedPointError, "point.damaged", damage.file):
             again(**by_name)
 
 

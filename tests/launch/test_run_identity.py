@@ -82,7 +82,7 @@ def test_a_launch_whose_folder_is_deleted_commits_nothing_more_and_says_why(
     recorder.begin(2)
     assert save(recorder, runner.store, key(10)) == [True, True]
     harm(runner.folder)
-    with pytest.raises(FencedError, match=f"{text}.*the run's folder was deleted, .* unmounted"):
+    with raises(FencedError, "run.fenced", text):
         save(recorder, runner.store, key(20))
     with pytest.raises(FencedError):
         recorder.finished(key(20), "done")
@@ -100,7 +100,9 @@ def test_a_launch_in_whose_place_another_run_began_commits_nothing_there(
     recorder = RankZeroRecorder(runner.store, runner.begin(), runner.config(), lambda text: None)
     recorder.begin(2)
     (tmp_path / "another").replace(runner.folder)
-    with pytest.raises(FencedError, match="is now that of run"):
+    theirs = other.store.read_run()
+    assert theirs is not None
+    with raises(FencedError, "run.fenced", "run.json", theirs.id):
         save(recorder, runner.store, key(10))
     assert runner.store.point_names() == []
 
@@ -112,7 +114,7 @@ def test_a_coordinator_that_restarts_in_a_deleted_folder_goes_on_with_nothing(
     attempt = runner.begin()
     runner.journal(attempt).close()
     harm(runner.folder)
-    with pytest.raises(FencedError, match="deleted, moved or replaced"):
+    with raises(FencedError, "run.fenced"):
         continue_launch(runner.store, attempt, "host", no_fault)
     assert not (runner.folder / "attempts" / "0002.json").exists()
 
@@ -158,8 +160,10 @@ def test_claims_and_journals_of_another_run_are_refused_by_name(
         each.launch()
         each.launch()
     shutil.copyfile(other.folder / file, runner.folder / file)
+    ids = [run.id for each in (runner, other) if (run := each.store.read_run()) is not None]
+    assert len(ids) == 2
     for read in (runner.plan, orchestrator.open(runner.folder).points):
-        with pytest.raises(OrchestratorError, match=r"belongs to run \w+, run.json says \w+: the folder ha"):
+        with raises(OrchestratorError, "run.mixed_files", *ids):
             read()
 
 

@@ -8,9 +8,7 @@ import errno
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +250,7 @@ def test_points_that_vanished_are_told_and_none_is_passed_in_silence(runner: Run
     assert (attempt.parent, [damage.point for damage in attempt.found.damages]) == (older, [newer.point_name])
     shutil.rmtree(runner.folder / "points")
     for look in (runner.begin, runner.plan):
-        with pytest.raises(ResumePointError, match="none of the 1 resume points of this run is healthy"):
+        with raises(ResumePointError, "point.none_healthy", " 1 "):
             look()
 
 
@@ -301,23 +299,23 @@ def test_a_restarted_coordinator_goes_on_although_no_point_is_whole(runner: Runn
 
 
 @pytest.mark.parametrize(
-    ("folder", "refuses"),
+    ("folder", "code", "value"),
     [
-        ("manifest", partial(raises, OrchestratorError, "data.frozen_gone", "manifest/data.json")),
-        ("attempts", partial(pytest.raises, OrchestratorError, match="attempt 1 has a journal but no claim")),
+        ("manifest", "data.frozen_gone", "manifest/data.json"),
+        ("attempts", "history.inconsistent", "attempts/0001.json"),
     ],
 )
 def test_a_run_that_lost_a_part_of_its_folder_is_refused_by_all_and_changed_by_none(
-    runner: Runner, folder: str, refuses: Callable[[], AbstractContextManager[Any]]
+    runner: Runner, folder: str, code: str, value: str
 ) -> None:
     runner.launch()
     shutil.rmtree(runner.folder / folder)
     before = files(runner.folder)
     for read in (runner.plan, orchestrator.open(runner.folder).audit):
-        with refuses():
+        with raises(OrchestratorError, code, value):
             read()
     assert files(runner.folder) == before
-    with refuses():
+    with raises(OrchestratorError, code, value):
         looking_ahead.look_ahead(runner.store, runner.config(), runner.prepared())
 
 
@@ -414,7 +412,7 @@ def test_a_start_that_fails_before_anything_could_write_for_it_says_its_end_and_
     runner: Runner,
 ) -> None:
     runner.launch()
-    with pytest.raises(RefusedError, match=r"data\.seed"):
+    with raises(RefusedError, "resume.changed_setting", "data.seed"):
         runner.begin(seed=1)
     end = runner.store.read_end(2)
     assert end is not None

@@ -258,7 +258,7 @@ def test_a_wrong_configuration_is_told_while_the_processes_of_a_killed_driver_li
     wrong = job.model_copy(update={"data": job.data.model_copy(update={"tokenizer": "/nowhere"})})
     with orphans(runner) as (driver, over):
         driver.kill()
-        with pytest.raises(OrchestratorError, match="/nowhere"):
+        with raises(OrchestratorError, "tokenizer.not_found", "/nowhere"):
             start(runner, wrong)
         assert not over.is_set(), "it waited for them before it told"
 
