@@ -17,6 +17,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
 from tests.parts.samples import POINT, STATE, bytes_of, job_of, saved
 from tests.parts.test_reading import read_rank
+from tests.raising import raises
 from tests.storage.servers import moto, new_bucket, reach
 
 LIMIT_S = 120
@@ -53,6 +54,6 @@ def test_a_process_writes_into_a_bucket_what_any_layout_reads_there(bucket: Stor
 
 def test_a_bucket_that_is_not_there_is_said_by_the_process(bucket: Storage, tmp_path: Path) -> None:
     writer = PartWriter(open_storage("s3://not-there/run"), lambda text: None, process_from_bytes=0)
-    with pytest.raises(StorageError, match="not-there"):
+    with raises(StorageError, "storage.not_found", "s3://not-there"):
         writer.write(job_of(tmp_path / "buffer")).result(LIMIT_S)
     writer.close()

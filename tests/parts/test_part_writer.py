@@ -176,7 +176,7 @@ def test_what_cannot_be_written_is_said_and_is_no_death(rank: Rank) -> None:
     job = rank.job()
     rank.writer.write(job).result(LIMIT_S)
     process = rank.writer.process_id
-    with pytest.raises(StorageError, match="EEXIST"):
+    with raises(StorageError, "storage.name_taken", "EEXIST"):
         rank.writer.write(job).result(LIMIT_S)
     short = rank.job()
     os.truncate(short.buffer, 100)

@@ -127,7 +127,7 @@ def test_a_folder_without_weights_and_a_changed_file_are_refused(tmp_path: Path)
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(ConfigError, match=r"model.safetensors has \d+ bytes and digest .* EXPORT lists"):
+    with raises(ConfigError, "weights.damaged_export", file.name, f"{len(data)} bytes", "EXPORT"):
         weights_identity(str(tmp_path / "out"))
     (tmp_path / "out" / "EXPORT").unlink()
     assert weights_identity(str(tmp_path / "out")) != before
