@@ -7,6 +7,7 @@ do. Every class pickles, because errors cross process borders.
 from __future__ import annotations
 
 import traceback
+from typing import Any
 
 from orchestrator.terminal_text import visible
 
@@ -16,20 +17,35 @@ class OrchestratorError(Exception):
 
     `exit_code` is the exit code of a command that ends with this error. `code` names the kind of error in
     dotted lower case (`storage.no_conditional_create`), so that programs do not compare sentences. It never
-    changes once it is published, and is None for errors that have none yet.
+    changes once it is published. A class that stands for one kind of error defines it. Every other error gets
+    it where it is raised. docs/errors.md lists all codes.
     """
 
     exit_code = 1
-    code: str | None = None
+    code: str
 
-    def __init__(self, *args: object, code: str | None = None) -> None:
-        super().__init__(*args)
+    def __init__(self, text: str, *, code: str | None = None) -> None:
+        super().__init__(text)
         if code is not None:
             self.code = code
+        elif not hasattr(self, "code"):
+            raise TypeError(f"{type(self).__name__} needs a code")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args, self.__dict__)
 
     def __str__(self) -> str:
         """The text for people. Texts and names of a run in it are `visible`."""
         return visible(super().__str__())
+
+
+def _restored(
+    kind: type[OrchestratorError], args: tuple[Any, ...], fields: dict[str, Any]
+) -> OrchestratorError:
+    """Unpickles an error without calling its constructor, which would need its code."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
 
 
 class ConfigError(OrchestratorError):
@@ -179,7 +195,7 @@ class TrainingError(OrchestratorError):
 ERROR_FILE = "ORCHESTRATOR_ERROR_FILE"
 
 
-def error_document(error: OrchestratorError) -> dict[str, str | None]:
+def error_document(error: OrchestratorError) -> dict[str, str]:
     """The error as commands print it with `--json`: `class`, `code` and `text`."""
     return {"class": type(error).__name__, "code": error.code, "text": str(error)}
 

@@ -228,11 +228,7 @@ def test_what_only_shows_stays_in_this_process(example: Path) -> None:
     before = contents(example.parent)
     found = orchestrator.open(example).replay(9, overrides=["monitor.progress_s=1"])
     assert (found.steps_compared, found.point, found.fork) == (1, None, None)
-<<<<<<< ours
     with raises(ConfigError, "config.unknown_key", "monitor.progres "):
-=======
-    with raises(ConfigError, "config.unknown_key", "monitor.progres"):
->>>>>>> theirs
         orchestrator.open(example).replay(9, overrides=["monitor.progres=1"])
     assert contents(example.parent) == before
 

@@ -36,7 +36,7 @@ class UnreadableError(OrchestratorError):
     advice = "Restore the file from a copy of the storage"
 
     def __init__(self, file: str, line: int, reason: str, *, code: str | None = None) -> None:
-        super().__init__(file, line, reason, code=code)
+        super().__init__(reason, code=code)
         self.file, self.line, self.reason = file, line, reason
 
     def __str__(self) -> str:

@@ -1,0 +1,135 @@
+"""Lists the errors of the package: their codes, their classes and their sentences, read from the sources.
+
+`python -m tests.messages > docs/errors.md` writes the list, and `tests/test_errors.py` compares it. It is the
+one place in which a changed sentence shows.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import orchestrator
+
+PACKAGE = Path(orchestrator.__file__).parent
+BASE = "OrchestratorError"
+PASSED_ON = "(that of its cause)"
+FORM = re.compile(r"[a-z_]+\.[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True, order=True)
+class Message:
+    """One place that makes an error. `text` has the expressions of its f-string in braces."""
+
+    code: str
+    kind: str
+    text: str
+    place: str
+
+
+def sources() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def _name(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def error_classes(trees: dict[Path, ast.Module]) -> dict[str, str | None]:
+    """The code of each class of ours, its own or inherited; None for one whose errors get it one by one."""
+    bases: dict[str, list[str]] = {}
+    own: dict[str, ast.expr] = {}
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = [_name(base) for base in node.bases]
+                for line in node.body:
+                    if isinstance(line, ast.Assign) and _name(line.targets[0]) == "code":
+                        own[node.name] = line.value
+    values = constants(trees.values())
+
+    def code(name: str) -> str | None:
+        if name in own:
+            return _code(own[name], values, {})
+        return next((found for base in bases.get(name, ()) if (found := code(base))), None)
+
+    def ours(name: str) -> bool:
+        return name == BASE or any(map(ours, bases.get(name, ())))
+
+    return {name: code(name) for name in bases if ours(name)}
+
+
+def constants(trees: Iterable[ast.Module]) -> dict[str, str]:
+    """The texts of module constants that look like a code, by their names; of those that have several, none."""
+    found: dict[str, set[str]] = {}
+    for tree in trees:
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                text = node.value.value
+                if isinstance(text, str) and FORM.fullmatch(text):
+                    found.setdefault(_name(node.targets[0]), set()).add(text)
+    return {name: next(iter(texts)) for name, texts in found.items() if len(texts) == 1}
+
+
+def _code(node: ast.expr, values: dict[str, str], classes: dict[str, str | None]) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in classes:
+        return classes[node.value.id] or PASSED_ON
+    return values.get(_name(node), PASSED_ON)
+
+
+def _text(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            "{" + ast.unparse(part.value) + "}" if isinstance(part, ast.FormattedValue) else _text(part)
+            for part in node.values
+        )
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left) + _text(node.right)
+    return "{" + ast.unparse(node) + "}"
+
+
+def messages() -> Iterator[Message]:
+    """Every construction of an error of ours."""
+    trees = sources()
+    classes, everywhere = error_classes(trees), constants(trees.values())
+    for path, tree in trees.items():
+        values = everywhere | constants([tree])
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and _name(node.func) in classes:
+                kind = _name(node.func)
+                given = [keyword.value for keyword in node.keywords if keyword.arg == "code"]
+                code = _code(given[0], values, classes) if given else classes[kind]
+                text = " ".join((_text(node.args[0]) if node.args else "").split())
+                yield Message(code or "", kind, text, str(path.relative_to(PACKAGE)))
+
+
+def table() -> str:
+    """The document: a row for each code, class and sentence."""
+    cell = lambda text: text.replace("|", "\\|")  # noqa: E731
+    lines = [
+        "# Errors",
+        "",
+        "Every error has a code that never changes. `--json` and Python have it at `error.code`, the page at "
+        "`code`. Sentences may change. `{…}` is a value. An error that only adds a place to another "
+        "one has that one's code; these are the last rows.",
+        "",
+        "Generated from the code: `python -m tests.messages > docs/errors.md`.",
+        "",
+        "| code | class | sentence |",
+        "|---|---|---|",
+    ]
+    rows = sorted(set(messages()), key=lambda row: (row.code == PASSED_ON, row))
+    shown = dict.fromkeys((row.code, row.kind, row.text) for row in rows)
+    lines += [f"| `{code}` | {kind} | `` {cell(text)} `` |" for code, kind, text in shown]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

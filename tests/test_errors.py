@@ -1,0 +1,43 @@
+"""Every error has a code, codes have one form, and all sentences are listed in docs/errors.md."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import ConfigError, Format1Error, OrchestratorError, error_document
+from tests.messages import FORM, PASSED_ON, messages, table
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_error_has_a_code() -> None:
+    without = [f"{each.place}: {each.kind} {each.text}" for each in messages() if not each.code]
+    assert not without
+
+
+def test_codes_have_one_form() -> None:
+    codes = {each.code for each in messages()} - {PASSED_ON}
+    assert len(codes) > 200
+    assert not [code for code in codes if not FORM.fullmatch(code)]
+
+
+def test_the_list_of_errors_is_that_of_the_code() -> None:
+    written = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    assert written == table(), "python -m tests.messages > docs/errors.md"
+
+
+def test_an_error_without_a_code_cannot_be_made() -> None:
+    with pytest.raises(TypeError, match="needs a code"):
+        ConfigError("data.sources is empty")
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("a is 1", code="config.wrong_type"), Format1Error("run.json is of format 1")]
+)
+def test_an_error_keeps_its_code_and_text_across_processes(error: OrchestratorError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert error_document(again) == error_document(error)
