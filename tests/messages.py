@@ -39,7 +39,7 @@ def _name(node: ast.expr) -> str:
 
 
 def error_classes(trees: dict[Path, ast.Module]) -> dict[str, str | None]:
-    """The code of each class of ours, its own or inherited; None for one whose errors get it one by one."""
+    """The code of each class of ours, its own or inherited. None: its errors get their codes one by one."""
     bases: dict[str, list[str]] = {}
     own: dict[str, ast.expr] = {}
     for tree in trees.values():
@@ -63,15 +63,29 @@ def error_classes(trees: dict[Path, ast.Module]) -> dict[str, str | None]:
 
 
 def constants(trees: Iterable[ast.Module]) -> dict[str, str]:
-    """The texts of module constants that look like a code, by their names; of those that have several, none."""
+    """The texts of module constants that look like codes, by name. A name with several texts is left out."""
     found: dict[str, set[str]] = {}
-    for tree in trees:
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-                text = node.value.value
-                if isinstance(text, str) and FORM.fullmatch(text):
-                    found.setdefault(_name(node.targets[0]), set()).add(text)
+    for node in (node for tree in trees for node in tree.body if isinstance(node, ast.Assign)):
+        target, value = node.targets[0], node.value
+        pairs = [(target, value)]
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs = list(zip(target.elts, value.elts, strict=True))
+        for name, text in pairs:
+            if isinstance(text, ast.Constant) and isinstance(text.value, str) and FORM.fullmatch(text.value):
+                found.setdefault(_name(name), set()).add(text.value)
     return {name: next(iter(texts)) for name, texts in found.items() if len(texts) == 1}
+
+
+def imported(tree: ast.Module, trees: dict[Path, ast.Module]) -> dict[str, str]:
+    """The constants that a module imports from others."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("orchestrator."):
+            path = PACKAGE.joinpath(*node.module.split(".")[1:]).with_suffix(".py")
+            if path in trees:
+                theirs = constants([trees[path]])
+                found |= {each.asname or each.name: theirs[each.name] for each in node.names if each.name in theirs}
+    return found
 
 
 def _code(node: ast.expr, values: dict[str, str], classes: dict[str, str | None]) -> str:
@@ -100,7 +114,7 @@ def messages() -> Iterator[Message]:
     trees = sources()
     classes, everywhere = error_classes(trees), constants(trees.values())
     for path, tree in trees.items():
-        values = everywhere | constants([tree])
+        values = everywhere | imported(tree, trees) | constants([tree])
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and _name(node.func) in classes:
                 kind = _name(node.func)
