@@ -84,7 +84,8 @@ def imported(tree: ast.Module, trees: dict[Path, ast.Module]) -> dict[str, str]:
             path = PACKAGE.joinpath(*node.module.split(".")[1:]).with_suffix(".py")
             if path in trees:
                 theirs = constants([trees[path]])
-                found |= {each.asname or each.name: theirs[each.name] for each in node.names if each.name in theirs}
+                names = [each for each in node.names if each.name in theirs]
+                found |= {each.asname or each.name: theirs[each.name] for each in names}
     return found
 
 
