@@ -18,18 +18,17 @@ class OrchestratorError(Exception):
     `exit_code` is the exit code of a command that ends with this error. `code` names the kind of error in
     dotted lower case (`storage.no_conditional_create`), so that programs do not compare sentences. It never
     changes once it is published. A class that stands for one kind of error defines it. Every other error gets
-    it where it is raised. docs/errors.md lists all codes.
+    it where it is raised. docs/errors.md lists all codes. A library that raises our error again from its text
+    alone, as torch's DataLoader does, loses the code: it is `internal.code_lost` then.
     """
 
     exit_code = 1
-    code: str
+    code: str = "internal.code_lost"
 
     def __init__(self, text: str, *, code: str | None = None) -> None:
         super().__init__(text)
         if code is not None:
             self.code = code
-        elif not hasattr(self, "code"):
-            raise TypeError(f"{type(self).__name__} needs a code")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (type(self), self.args, self.__dict__)
@@ -42,7 +41,7 @@ class OrchestratorError(Exception):
 def _restored(
     kind: type[OrchestratorError], args: tuple[Any, ...], fields: dict[str, Any]
 ) -> OrchestratorError:
-    """Unpickles an error without calling its constructor, which would need its code."""
+    """Unpickles an error without its constructor, whose arguments may differ from `args`."""
     error = kind.__new__(kind, *args)
     error.__dict__.update(fields)
     return error

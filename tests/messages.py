@@ -46,7 +46,7 @@ def error_classes(trees: dict[Path, ast.Module]) -> dict[str, str | None]:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = [_name(base) for base in node.bases]
-                for line in node.body:
+                for line in node.body if node.name != BASE else ():
                     if isinstance(line, ast.Assign) and _name(line.targets[0]) == "code":
                         own[node.name] = line.value
     values = constants(trees.values())

@@ -29,9 +29,8 @@ def test_the_list_of_errors_is_that_of_the_code() -> None:
     assert written == table(), "python -m tests.messages > docs/errors.md"
 
 
-def test_an_error_without_a_code_cannot_be_made() -> None:
-    with pytest.raises(TypeError, match="needs a code"):
-        ConfigError("data.sources is empty")
+def test_an_error_that_a_library_makes_from_its_text_keeps_its_class() -> None:
+    assert ConfigError("data.sources is empty").code == "internal.code_lost"
 
 
 @pytest.mark.parametrize(
