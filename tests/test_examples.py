@@ -308,4 +308,4 @@ def test_a_start_leaves_a_run_of_a_later_version_alone(example: Path) -> None:
     table = pq.read_table(manifest)
     metadata = {**table.schema.metadata, b"version": b"2"}
     pq.write_table(table.replace_schema_metadata(metadata), manifest)
-    assert re.search("made.parquet.*it has version 2, this version of orchestrator reads 1", refusal())
+    assert re.search("made.parquet.*it has version 2.* reads 1", refusal())

@@ -43,6 +43,7 @@ from orchestrator.resume.sealed_votes import COMPLETED, REMOVED, decides, keep_v
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal, unseal
+from tests.raising import raises
 from tests.resume.samples import write_vote
 from tests.test_examples import NEWEST, NUMBERED, POINTS, REWOUND_TO, ROOT, UNCOMMITTED, kinds_in
 
@@ -331,7 +332,7 @@ def test_a_later_list_of_another_version_is_refused(tmp_path: Path) -> None:
     assert later_list(storage) is not None
     table = pq.read_table(path)
     pq.write_table(table.replace_schema_metadata({**table.schema.metadata, b"version": b"2"}), path)
-    with pytest.raises(OrchestratorError, match=r"has version 2, this version of orchestrator reads 1"):
+    with raises(OrchestratorError, "storage.later_format", "made@2.parquet", "version 2", "reads 1"):
         later_list(storage)
 
 

@@ -61,7 +61,6 @@ def test_the_document_names_the_code_of_an_error_and_other_processes_keep_it() -
         "text": "the bucket has no conditional create",
     }
     assert pickle.loads(pickle.dumps(error)).code == error.code  # noqa: S301
-    assert error_document(RefusedError("no"))["code"] is None
 
 
 def test_the_document_of_a_failed_run_has_the_code_of_the_error_that_ended_it(

@@ -76,7 +76,7 @@ def test_a_plan_says_that_the_storage_cannot_be_written(tiny_config: Any, tmp_pa
 
 
 def test_a_refusal_stands_first(tiny_config: Any) -> None:
-    found = plan(tiny_config({})).refused(["one reason", "another"])
+    found = plan(tiny_config({})).refused(["one reason", "another"], "config.invalid")
     assert plan_lines(found)[:3] == [
         "refused: one reason",
         "refused: another",
