@@ -110,6 +110,7 @@ def test_a_copy_to_another_node_that_fails_in_any_way_costs_the_point_that_copy(
     entry = FileEntry(path="state/00000-of-00001.safetensors", bytes=1, digest="0" * 64)
     assert len(parts.placed("00000001-a0001-g0001", entry, lambda: None)) == 1
     assert len(said) == 1
-    cancelled = PartsOnNode(str(tmp_path / "disk"), "run-1", "", Failing(PartCancelled("no longer wanted")), said.append)
+    unwanted = Failing(PartCancelled("no longer wanted"))
+    cancelled = PartsOnNode(str(tmp_path / "disk"), "run-1", "", unwanted, said.append)
     assert len(cancelled.placed("00000001-a0001-g0001", entry, lambda: None)) == 1
     assert len(said) == 1, "nobody wants the copy any more"
