@@ -28,21 +28,21 @@ import orchestrator
 from benchmarks.common import SHAPE, Samples, medians, say
 from benchmarks.data_corpus import VOCAB_SIZE, Corpus, make_corpus, some_lines
 from benchmarks.made_run import note
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
+from orchestrator.data.dataset import prepare_data
 from orchestrator.data.feed.local_feed import InProcessFeed
-from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.encoder import Encoder
-from orchestrator.history.claim_files import START
-from orchestrator.history.claims import ClaimParent, GenerationStart
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal import JournalWriter
+from orchestrator.history.claims.claim_files import START
+from orchestrator.history.claims.claims import ClaimParent, GenerationStart
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.json_form import encode
 from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StepRecord
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 
 _CALL_BYTES = 1 << 20  # of text in a call of the encoder, as the stream has them
@@ -164,7 +164,7 @@ def measure(corpus: Corpus, options: argparse.Namespace) -> dict[str, float]:
         num_steps = _feed(job, spec, journal, options.cursor_tokens)
         times.append(time.process_time())
         run = orchestrator.open(Path(folder) / job.run.name)
-        import_module("orchestrator.monitor.audit")
+        import_module("orchestrator.inspect.audit.audit")
         began_audit = time.process_time()
         report = run.audit(processes=1)
         audit_s = time.process_time() - began_audit

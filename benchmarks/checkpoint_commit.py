@@ -9,18 +9,25 @@ import time
 from collections import deque
 from pathlib import Path
 
-from orchestrator.history.claims import ClaimParent, GenerationStart
-from orchestrator.history.journal import JournalWriter
-from orchestrator.parts.part_file import part_path
+from orchestrator.checkpoint.commit.commit_events import (
+    Acknowledge,
+    Event,
+    Fence,
+    GenerationFormed,
+    GiveUp,
+    VoteCast,
+)
+from orchestrator.checkpoint.commit.commit_machine import CommitMachine
+from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.checkpoint.commit.store_actions import PointCommitter
+from orchestrator.checkpoint.files.part_file import part_path
+from orchestrator.checkpoint.points.points import COMMIT, PARTS
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.history.claims.claims import ClaimParent, GenerationStart
+from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.points import FileEntry, SavedTensor, Vote
 from orchestrator.records.steps import StateKey, StepRecord
-from orchestrator.resume.commit_events import Acknowledge, Event, Fence, GenerationFormed, GiveUp, VoteCast
-from orchestrator.resume.commit_machine import CommitMachine
-from orchestrator.resume.kept_points import KeptPoints
-from orchestrator.resume.points import COMMIT, PARTS
-from orchestrator.resume.store import RunStore
-from orchestrator.resume.store_actions import PointCommitter
 from orchestrator.storage.files import Storage
 
 NUM_RANKS = 10_000

@@ -17,11 +17,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.checkpoint_ranks import said_round, state_dict
-from orchestrator.resume.committed import CommittedFiles
-from orchestrator.resume.point_files import PointFiles
+from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
+from orchestrator.checkpoint.points.point_files import PointFiles
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.loading import load
-from orchestrator.trainer.state import TrainState
+from orchestrator.trainer.loading.loading import load
+from orchestrator.trainer.state.train_state import TrainState
 
 
 def loads(state: TrainState, dcp_folder: Path, ours: Path, rounds: int) -> dict[str, list[float]]:

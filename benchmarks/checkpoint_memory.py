@@ -16,8 +16,8 @@ from benchmarks.checkpoint_ranks import view_of
 from orchestrator.faults import no_fault
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StateKey
-from orchestrator.trainer.memory_point import MemoryPoints
-from orchestrator.trainer.state import TrainState
+from orchestrator.trainer.memory_points.memory_point import MemoryPoints
+from orchestrator.trainer.state.train_state import TrainState
 
 MEMORY, MEMORY_SENT = "memory", "memory_sent"
 

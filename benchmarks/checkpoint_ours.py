@@ -19,17 +19,17 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.checkpoint_ranks import view_of
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.writer.part_writer import PartWriter
 from orchestrator.errors import OrchestratorError
 from orchestrator.faults import no_fault
-from orchestrator.parts.part_writer import PartWriter
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.saver import Saver
-from orchestrator.trainer.state import TrainState
+from orchestrator.trainer.saving.saver import Saver
+from orchestrator.trainer.state.train_state import TrainState
 
 _POLL_S = 30.0
 

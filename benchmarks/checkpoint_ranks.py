@@ -23,9 +23,9 @@ from torch import Tensor
 
 from orchestrator.config.train_sections import ModelConfig, TrainConfig
 from orchestrator.records.membership import GenerationView
-from orchestrator.trainer.group import Group
-from orchestrator.trainer.sharded_state import ShardedState
-from orchestrator.trainer.state import TrainState
+from orchestrator.trainer.comm.group import Group
+from orchestrator.trainer.state.sharded_state import ShardedState
+from orchestrator.trainer.state.train_state import TrainState
 
 SHAPES: dict[str, dict[str, int]] = {
     "124m": {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257},

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.checkpoint_ranks import FOUND, new_state, rounds, state_dict
-from orchestrator.trainer.state import TrainState
+from orchestrator.trainer.state.train_state import TrainState
 
 _LOOK_S = 0.01
 

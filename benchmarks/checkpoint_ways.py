@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from benchmarks.checkpoint_memory import MEMORY, MEMORY_SENT, EveryStep
 from benchmarks.checkpoint_ours import Ours
 from benchmarks.checkpoint_ranks import Way, state_dict
-from orchestrator.trainer.state import TrainState
+from orchestrator.trainer.state.train_state import TrainState
 
 DCP, DCP_STAGER, OURS, FSDP2 = "dcp", "dcp_stager", "ours", "fsdp2"
 

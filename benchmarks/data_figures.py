@@ -20,8 +20,8 @@ import orchestrator
 from benchmarks.audit import measure as measure_audit
 from benchmarks.data_corpus import Corpus, some_lines
 from orchestrator.config.loading import as_data_job
+from orchestrator.data.dataset import prepare_data
 from orchestrator.data.feed.local_feed import InProcessFeed
-from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
 from orchestrator.planning.batches import next_range
 from orchestrator.records.cursor import Cursor

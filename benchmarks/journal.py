@@ -33,18 +33,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Samples, medians, say
-from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal import JournalWriter
-from orchestrator.history.journal_reader import read_journal, read_outline
-from orchestrator.history.lineage import effective_chain, effective_history
+from orchestrator.checkpoint.points.run_file import RunFile
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.history.claims.claims import Claim, ClaimParent, GenerationStart
+from orchestrator.history.claims.lineage import effective_chain, effective_history
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import read_journal, read_outline
+from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.inspect.views.facts.columns import read_columns
+from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.json_form import encode
-from orchestrator.monitor.views.columns import read_columns
-from orchestrator.monitor.views.run_views import RunViews
-from orchestrator.planning.identity import RunIdentity
+from orchestrator.planning.resume.identity import RunIdentity
 from orchestrator.records.steps import StateKey, StepRecord
-from orchestrator.resume.run_file import RunFile
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal
 

@@ -21,27 +21,27 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from orchestrator.checkpoint.files.manifest import state_tensor
+from orchestrator.checkpoint.files.part_file import PartRows, make_part, write_part
+from orchestrator.checkpoint.points.points import Point
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
 from orchestrator.data.frozen import DataRecord, write_frozen
-from orchestrator.data.sources.file_rows import Files
-from orchestrator.data.sources.manifest import Manifest
-from orchestrator.history.claim_files import RESTARTED, RESUME, REWIND, START
-from orchestrator.history.claims import ClaimParent, GenerationStart
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal import STEP, JournalWriter
+from orchestrator.data.sources.lists.file_rows import Files
+from orchestrator.data.sources.lists.manifest import Manifest
+from orchestrator.history.claims.claim_files import RESTARTED, RESUME, REWIND, START
+from orchestrator.history.claims.claims import ClaimParent, GenerationStart
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_writer import STEP, JournalWriter
 from orchestrator.json_form import encode
-from orchestrator.parts.manifest import state_tensor
-from orchestrator.parts.part_file import PartRows, make_part, write_part
-from orchestrator.planning.identity import FORMAT_VERSION, RunIdentity, stream_settings
 from orchestrator.planning.order import ORDER_VERSION
+from orchestrator.planning.resume.identity import FORMAT_VERSION, RunIdentity, stream_settings
 from orchestrator.planning.schedule import budgets_for, learning_rate
-from orchestrator.planning.state_layout import Layout
+from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.points import SavedTensor, Vote
 from orchestrator.records.steps import StateKey
-from orchestrator.resume.points import Point
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 

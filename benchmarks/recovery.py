@@ -53,8 +53,8 @@ from benchmarks.common import (
     work_folder,
 )
 from orchestrator.data.sample_corpus import build_sample_corpus
-from orchestrator.history.claims import GenerationStart
-from orchestrator.history.journal_reader import read_journal
+from orchestrator.history.claims.claims import GenerationStart
+from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.storage.files import Storage
 
 MEMORY_EVERY = 5  # steps; a divisor of SAVE_EVERY // 2, so that the first fault meets a memory point

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
     from orchestrator.data.loading.sample_stream import SampleStream
     from orchestrator.errors import BadDocument, OrchestratorError
+    from orchestrator.inspect.run import Run
+    from orchestrator.inspect.run import open_run as open  # noqa: A004  the public name is orchestrator.open
+    from orchestrator.inspect.submitted import runs, submit
     from orchestrator.launch.api import RunResult, open_stream, plan, train
-    from orchestrator.monitor.run import Run
-    from orchestrator.monitor.run import open_run as open  # noqa: A004  the public name is orchestrator.open
-    from orchestrator.monitor.submitted import runs, submit
 
 _HOMES = {
     "BadDocument": "errors",
@@ -26,13 +26,13 @@ _HOMES = {
     "load_config": "config.loading",
     "OrchestratorError": "errors",
     "SampleStream": "data.loading.sample_stream",
-    "Run": "monitor.run",
-    "open": "monitor.run",
+    "Run": "inspect.run",
+    "open": "inspect.run",
     "RunResult": "launch.api",
     "open_stream": "launch.api",
     "plan": "launch.api",
-    "runs": "monitor.submitted",
-    "submit": "monitor.submitted",
+    "runs": "inspect.submitted",
+    "submit": "inspect.submitted",
     "train": "launch.api",
 }
 __all__ = [

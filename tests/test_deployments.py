@@ -18,8 +18,8 @@ import yaml
 
 from orchestrator.cluster.connection import HEALTH_CHECKS
 from orchestrator.cluster.private_ray import TESTED
-from orchestrator.history.metrics import METRICS
-from orchestrator.launch.submit import RUN_KEY
+from orchestrator.history.metrics.declared import METRICS
+from orchestrator.launch.jobs.submit import RUN_KEY
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 DASHBOARD = json.loads((CONFIGS / "grafana-dashboard.json").read_text())

@@ -12,39 +12,39 @@ from pathlib import Path
 import pytest
 
 import orchestrator
+from orchestrator.checkpoint.export.export_files import Exported
+from orchestrator.checkpoint.node_local.node_folder import Node
+from orchestrator.checkpoint.points.pins import Hold
+from orchestrator.checkpoint.points.points import Commit
+from orchestrator.checkpoint.points.run_file import RunFile
 from orchestrator.cli.commands import app, main
 from orchestrator.cli.reference import reference
 from orchestrator.cluster.ray_state import NO_ERROR
 from orchestrator.config.field_rules import resume_table
 from orchestrator.config.loading import load_config
-from orchestrator.coordinator.requests import Answered
+from orchestrator.coordinator.machine.requests import Answered
 from orchestrator.data.frozen import DataRecord
 from orchestrator.history import sentences
-from orchestrator.history.claim_files import AttemptEnd
-from orchestrator.history.claims import Claim, ClaimParent, ForkedFrom, GenerationStart, Origin
-from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.claims.claim_files import AttemptEnd
+from orchestrator.history.claims.claims import Claim, ClaimParent, ForkedFrom, GenerationStart, Origin
 from orchestrator.history.finding_files import Finding, audit_result, verify_result
-from orchestrator.history.metrics import metrics_table
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.metrics.declared import metrics_table
 from orchestrator.history.request_files import Request
-from orchestrator.launch.progress import Progress
-from orchestrator.monitor.frames import columns_table
-from orchestrator.monitor.view import RunView
-from orchestrator.parts.node_folder import Node
-from orchestrator.planning.differences import Difference
+from orchestrator.inspect.frames import columns_table
+from orchestrator.inspect.status.view import RunView
+from orchestrator.launch.process.progress import Progress
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
-from orchestrator.planning.identity import RunIdentity
-from orchestrator.planning.manifests import ListSpan, SourceLists
-from orchestrator.planning.restarting import RestartRequest
+from orchestrator.planning.resume.differences import Difference
+from orchestrator.planning.resume.identity import RunIdentity
+from orchestrator.planning.resume.manifests import ListSpan, SourceLists
+from orchestrator.planning.resume.restarting import RestartRequest
+from orchestrator.planning.resume.skipping import Skip, SkipRequest
 from orchestrator.planning.schedule import Budgets, Length
-from orchestrator.planning.skipping import Skip, SkipRequest
 from orchestrator.records.cursor import Cursor, MixtureShare, SourceCursor
 from orchestrator.records.points import FileEntry, NodeParts, NodePlace
 from orchestrator.records.run_status import GroupChange, GroupMember, Held, Loss, Stall
 from orchestrator.records.steps import StateKey, StepRecord
-from orchestrator.resume.export_files import Exported
-from orchestrator.resume.pins import Hold
-from orchestrator.resume.points import Commit
-from orchestrator.resume.run_file import RunFile
 from tests.elastic.test_stall import status
 from tests.test_deployments import JOBS
 
@@ -87,13 +87,13 @@ def test_the_resume_table_is_the_generated_one() -> None:
 
 
 def test_the_table_of_metrics_is_the_generated_one() -> None:
-    title = "metrics: python -m orchestrator.history.metrics"
+    title = "metrics: python -m orchestrator.history.metrics.declared"
     assert between(DOCS["metrics.md"], title, "end of metrics") == metrics_table()
 
 
 def test_the_columns_of_the_tables_are_the_declared_ones() -> None:
     table = between(
-        DOCS["notebooks.md"], "columns: orchestrator.monitor.frames:columns_table", "end of columns"
+        DOCS["notebooks.md"], "columns: orchestrator.inspect.frames:columns_table", "end of columns"
     )
     assert table == columns_table()
 

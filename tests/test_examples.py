@@ -15,22 +15,22 @@ import pyarrow.parquet as pq
 import pytest
 
 import orchestrator
+from orchestrator.checkpoint.export.export_files import find_exports, read_marker
+from orchestrator.checkpoint.export.init_weights import weights_sentence
+from orchestrator.checkpoint.files.documents import read_manifest
+from orchestrator.checkpoint.node_local.node_folder import read_node
+from orchestrator.checkpoint.points.quarantine import QuarantineFiles
+from orchestrator.checkpoint.points.sealed_votes import COMPLETED, REMOVED, decides, read_votes
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cli.commands import main
-from orchestrator.coordinator.choosing import choose_point
-from orchestrator.coordinator.survey import survey
+from orchestrator.coordinator.attempt.resume_point_choice import choose_point
+from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.frozen import read_later
 from orchestrator.errors import Format1Error, LaterFormatError, OrchestratorError
-from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.finding_files import FindingFiles
-from orchestrator.history.journal_reader import read_journal
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.history.request_files import RequestFiles
-from orchestrator.parts.documents import read_manifest
-from orchestrator.parts.node_folder import read_node
-from orchestrator.resume.export_files import find_exports, read_marker
-from orchestrator.resume.init_weights import weights_sentence
-from orchestrator.resume.quarantine import QuarantineFiles
-from orchestrator.resume.sealed_votes import COMPLETED, REMOVED, decides, read_votes
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal, unseal
 from tests.torchrun.ranks import Ranks

@@ -19,32 +19,32 @@ import pytest
 from blake3 import blake3
 
 import orchestrator
-from orchestrator.coordinator.choosing import choose_point
-from orchestrator.coordinator.survey import survey
+from orchestrator.checkpoint.export.export_files import read_marker
+from orchestrator.checkpoint.export.init_weights import weights_sentence
+from orchestrator.checkpoint.files.documents import PARTS, read_manifest
+from orchestrator.checkpoint.node_local.node_folder import make_node
+from orchestrator.checkpoint.points.points import COMMIT, DOCUMENTS, files_digest
+from orchestrator.checkpoint.points.quarantine import QuarantineFiles
+from orchestrator.checkpoint.points.sealed_votes import COMPLETED, REMOVED, decides, keep_vote, read_votes
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.coordinator.attempt.resume_point_choice import choose_point
+from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.frozen import read_later
 from orchestrator.errors import ConfigError, LaterFormatError, OrchestratorError
 from orchestrator.history.finding_files import FindingFiles
-from orchestrator.history.journal_reader import read_journal
+from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.history.request_files import RequestFiles
+from orchestrator.inspect.run import Run
+from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.json_form import decode
-from orchestrator.launch.replay_history import History
-from orchestrator.launch.which_point import Wanted, find
-from orchestrator.monitor.run import Run
-from orchestrator.monitor.views.run_views import RunViews
-from orchestrator.parts.documents import PARTS, read_manifest
-from orchestrator.parts.node_folder import make_node
+from orchestrator.launch.branch.point_query import Wanted, find
+from orchestrator.launch.replay.replay_history import History
 from orchestrator.records.points import FileEntry
 from orchestrator.records.steps import StateKey
-from orchestrator.resume.export_files import read_marker
-from orchestrator.resume.init_weights import weights_sentence
-from orchestrator.resume.points import COMMIT, DOCUMENTS, files_digest
-from orchestrator.resume.quarantine import QuarantineFiles
-from orchestrator.resume.sealed_votes import COMPLETED, REMOVED, decides, keep_vote, read_votes
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal, unseal
+from tests.checkpoint.samples import write_vote
 from tests.raising import raises
-from tests.resume.samples import write_vote
 from tests.test_examples import NEWEST, NUMBERED, POINTS, REWOUND_TO, ROOT, UNCOMMITTED, kinds_in
 
 LAUNCH, RUN_ID = "0123456789abcdef", "67b1834f6e2090e6"

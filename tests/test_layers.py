@@ -22,12 +22,12 @@ LAYERS = [
     {"config", "storage"},
     {"planning", "cluster"},
     {"history"},
-    {"parts"},
+    {"checkpoint/files", "checkpoint/writer", "checkpoint/node_local"},
     {"data", "trainer", "elastic"},
-    {"resume"},
+    {"checkpoint"},
     {"coordinator"},
     {"launch"},
-    {"torchrun", "monitor"},
+    {"torchrun", "inspect"},
     {"cli", "__init__"},
 ]
 LEVEL = {name: number for number, names in enumerate(LAYERS) for name in names}
@@ -45,53 +45,59 @@ WITHOUT_RAY_AND_TORCH = (
     "planning/",
     "cluster/machine.py",
     "history/",
-    "parts/",
     "data/sources/",
     "data/packing/",
     "elastic/admission.py",
-    "elastic/candidates.py",
+    "elastic/member_selection.py",
     "elastic/generation_view.py",
-    "elastic/holdings.py",
+    "elastic/held_shards.py",
     "elastic/next_formation.py",
-    "elastic/node_drain.py",
-    "elastic/parent_state.py",
-    "elastic/policy.py",
+    "elastic/drain_policy.py",
+    "elastic/state_selection.py",
+    "elastic/supervision/policy.py",
     "elastic/rendezvous.py",
-    "elastic/standing_requests.py",
-    "resume/",
-    "coordinator/attempt.py",
-    "coordinator/attempt_journal.py",
-    "coordinator/begin_launch.py",
-    "coordinator/choosing.py",
-    "coordinator/continue_launch.py",
+    "elastic/pending_requests.py",
+    "checkpoint/",
+    "coordinator/attempt/attempt.py",
+    "coordinator/attempt/attempt_journal.py",
+    "coordinator/attempt/begin_launch.py",
+    "coordinator/attempt/resume_point_choice.py",
+    "coordinator/attempt/continue_launch.py",
     "coordinator/coordinator_start.py",
-    "coordinator/ended_by.py",
-    "coordinator/failures.py",
-    "coordinator/launch_actions.py",
-    "coordinator/launch_machine.py",
-    "coordinator/news.py",
-    "coordinator/open_calls.py",
-    "coordinator/recent_steps.py",
-    "coordinator/survey.py",
-    "launch/announcing.py",
-    "launch/busy_watch.py",
-    "launch/claiming.py",
-    "launch/ending.py",
-    "launch/fitting.py",
-    "launch/looking_ahead.py",
-    "launch/phase_reports.py",
-    "launch/start.py",
-    "launch/stop_signals.py",
-    "launch/progress.py",
-    "launch/run_log.py",
-    "launch/needs.py",
-    "monitor/",
+    "coordinator/machine/outcome.py",
+    "coordinator/machine/failures.py",
+    "coordinator/machine/launch_actions.py",
+    "coordinator/machine/launch_machine.py",
+    "coordinator/event_feed.py",
+    "coordinator/pending_calls.py",
+    "coordinator/machine/recent_steps.py",
+    "coordinator/attempt/survey.py",
+    "launch/start/start_report.py",
+    "launch/start/liveness_check.py",
+    "launch/start/attempt_claim.py",
+    "launch/process/end_report.py",
+    "launch/capacity/placement_check.py",
+    "launch/start/preview.py",
+    "launch/on_ray/phase_reports.py",
+    "launch/start/run_preparation.py",
+    "launch/process/stop_signals.py",
+    "launch/process/progress.py",
+    "launch/process/run_log.py",
+    "launch/capacity/resource_estimate.py",
+    "inspect/",
 )
 WITHOUT_RAY = ("trainer/", "torchrun/")
 
 
-def part_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def part_of(name: str) -> str:
+    """The part of `LAYERS` to which a module belongs. `name` is its path in the package, without suffix."""
+    parts = name.split("/")
+    folder = "/".join(parts[:2])
+    return folder if folder in LEVEL else parts[0]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").as_posix()
 
 
 @cache
@@ -124,19 +130,20 @@ def imports(path: Path) -> list[tuple[str, bool]]:
 
 
 def test_imports_go_one_way() -> None:
-    parts = {path: part_of(path) for path in SOURCES}
+    parts = {path: part_of(name_of(path)) for path in SOURCES}
     unknown = {*parts.values()} - LEVEL.keys()
     assert not unknown, f"{unknown} are in no layer: give each one here and in CONTRIBUTING.md"
     for path, part in parts.items():
         for module, _ in imports(path):
             if module.split(".")[0] != "orchestrator" or part == "__init__":
                 continue
-            other = (module.split(".") + ["__init__"])[1]
+            other = part_of("/".join([*module.split(".")[1:], "__init__"]))
             if other == "__init__":
                 continue
             assert LEVEL[other] <= LEVEL[part], f"{path} imports {module}, which is above it"
             beside = any(part in layer and other in layer for layer in APART)
-            assert other == part or not beside, f"{path} imports {other}, which stands beside it"
+            same_room = other.partition("/")[0] == part.partition("/")[0]
+            assert same_room or not beside, f"{path} imports {other}, which stands beside it"
 
 
 @pytest.mark.parametrize("of", ["files", "folders"])
@@ -186,7 +193,8 @@ def private_parts_of_ray(tree: ast.AST) -> Iterator[str]:
 
 
 def test_private_parts_of_ray_are_reached_from_cluster_alone() -> None:
-    found = {path: list(private_parts_of_ray(parsed(path))) for path in SOURCES if part_of(path) != "cluster"}
+    outside = [path for path in SOURCES if part_of(name_of(path)) != "cluster"]
+    found = {path: list(private_parts_of_ray(parsed(path))) for path in outside}
     assert not any(found.values()), f"move {[path for path in found if found[path]]} to {PACKAGE / 'cluster'}"
 
 
@@ -215,8 +223,8 @@ def test_every_way_to_a_private_part_of_ray_is_seen(source: str) -> None:
 
 def test_looking_at_a_run_loads_neither_ray_nor_torch() -> None:
     code = (
-        "import sys, orchestrator.launch.api, orchestrator.monitor.run, orchestrator.cli.commands;"
-        "import orchestrator.cli.tables, orchestrator.data.preparing;"
+        "import sys, orchestrator.launch.api, orchestrator.inspect.run, orchestrator.cli.commands;"
+        "import orchestrator.cli.tables, orchestrator.data.dataset;"
         "print([m for m in ('ray', 'torch', 'transformers') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -225,7 +233,7 @@ def test_looking_at_a_run_loads_neither_ray_nor_torch() -> None:
 
 def test_a_command_that_reads_a_run_loads_only_what_it_needs() -> None:
     code = (
-        "import sys, orchestrator.cli.commands as c, orchestrator.monitor.run\n"
+        "import sys, orchestrator.cli.commands as c, orchestrator.inspect.run\n"
         "try: c.main(['points', sys.argv[1]])\n"
         "except SystemExit: pass\n"
         "slow = 'ray torch transformers pyarrow numpy tenacity asyncio fastapi orchestrator.config.schema'\n"

@@ -44,15 +44,15 @@ MODULES = (
     "orchestrator.cli.commands",
     "orchestrator.cli.tables",
     "orchestrator.coordinator.actor",
-    "orchestrator.data.feed.opening",
+    "orchestrator.data.feed.stream_session",
     "orchestrator.data.packing.stream",
     "orchestrator.launch.api",
-    "orchestrator.launch.exports",
-    "orchestrator.launch.remote_membership",
-    "orchestrator.monitor.audit",
+    "orchestrator.launch.on_ray.exports",
+    "orchestrator.launch.on_ray.remote_membership",
+    "orchestrator.inspect.audit.audit",
     "orchestrator.torchrun.run",
     "orchestrator.trainer.loop",
-    "orchestrator.trainer.trial",
+    "orchestrator.trainer.dry_run.model_dry_run",
     "pandas",
     "pyarrow.dataset",
     "pyarrow.parquet",
@@ -63,12 +63,15 @@ RAY_MODULES = (
     "orchestrator.coordinator.process",
     "orchestrator.data.feed.feeder_actor",
     "orchestrator.data.feed.pipeline",
-    "orchestrator.launch.worker",
+    "orchestrator.launch.on_ray.worker",
     "ray._private.workers",
     "ray.data",
     "ray.train.torch",
 )
-MODULES_RUN = (["-P", "-m", "orchestrator.trainer.trial"], ["-P", "-m", "orchestrator.launch.exports"])
+MODULES_RUN = (
+    ["-P", "-m", "orchestrator.trainer.dry_run.model_dry_run"],
+    ["-P", "-m", "orchestrator.launch.on_ray.exports"],
+)
 COMMAND, KERNEL = ["-m", "orchestrator.cli.commands"], ["-m", "ipykernel_launcher"]
 SCRIPT, RAY_SCRIPT = ["-X", "forked"], ["-X", "forked-with-ray"]
 PROGRAMS = (COMMAND, KERNEL, SCRIPT, RAY_SCRIPT)

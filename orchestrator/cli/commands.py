@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TextIO, cast
 
 from orchestrator.cli import (
-    branching,
+    control,
     dashboard,
     doctor,
     following,
-    looking,
-    steering,
+    inspect,
+    rewind_fork,
     submit,
     training,
     weights,
@@ -30,18 +30,18 @@ from orchestrator.cli.exit_codes import add_exit_codes
 from orchestrator.cli.shared import app, errors_as_json, say
 from orchestrator.cluster.connection import leaving_ray_behind
 from orchestrator.errors import ERROR_FILE, OrchestratorError, error_document
-from orchestrator.launch.screen import ResultStream, let_go
+from orchestrator.launch.process.safe_output import ResultStream, let_go
 
 # the modules declare the commands
 __all__ = [
     "app",
-    "branching",
+    "control",
     "dashboard",
     "doctor",
     "following",
-    "looking",
+    "inspect",
     "main",
-    "steering",
+    "rewind_fork",
     "submit",
     "training",
     "weights",

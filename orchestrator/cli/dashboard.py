@@ -26,8 +26,8 @@ def dashboard(
     until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
 ) -> None:
     """Serve a page that shows the runs of a folder, alive or not, and acts on them; prints its link."""
-    from orchestrator.monitor.dashboard.auth import is_loopback
-    from orchestrator.monitor.dashboard.serve import serve
+    from orchestrator.inspect.dashboard.auth import is_loopback
+    from orchestrator.inspect.dashboard.serve import serve
 
     if not is_loopback(host):
         say(

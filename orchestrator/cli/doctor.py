@@ -11,7 +11,7 @@ from orchestrator.cli.shared import Json, app, print_json, print_lines
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from orchestrator.launch.doctor_check import Check
+    from orchestrator.launch.doctor.check import Check
 
 
 @app.command()
@@ -26,8 +26,8 @@ def doctor(
     """Look for what would stop or spoil a run: versions, Ray's token and health checks, storage, clock,
     shared memory, open files, CPUs, memory, GPUs. Says what to set, and why. Run it on every machine.
     """
-    from orchestrator.launch import doctor as judge
-    from orchestrator.launch.doctor_facts import collect
+    from orchestrator.launch.doctor import diagnosis as judge
+    from orchestrator.launch.doctor.facts import collect
 
     checks = judge.diagnose(collect(storage, address))
     state = judge.worst(checks)

@@ -12,7 +12,7 @@ def main() -> None:
     """Runs the command; see `orchestrator.cli.commands`."""
     try:
         from orchestrator.cli.commands import main as run
-        from orchestrator.launch.screen import show_faults_as_data
+        from orchestrator.launch.process.safe_output import show_faults_as_data
 
         show_faults_as_data()
         run()

@@ -16,8 +16,8 @@ def watch(run: RunUri, json: Json = False) -> None:
     """Show where the run stands, kept up to date until it has ended (`status --watch`). --json: a line each
     time.
     """
-    from orchestrator.monitor.display import show
-    from orchestrator.monitor.run import open_run
+    from orchestrator.inspect.display import show
+    from orchestrator.inspect.run import open_run
 
     opened = open_run(run)
     if json:
@@ -37,7 +37,7 @@ def logs(
     ] = False,
 ) -> None:
     """Print the newest log file of the run's folder: what a launch said, and what Ray said at length."""
-    from orchestrator.monitor.run import open_run
+    from orchestrator.inspect.run import open_run
 
     for text in open_run(run).logs(follow):
         sys.stdout.write(visible(text))

@@ -19,12 +19,12 @@ from typer.exceptions import TyperException
 
 from orchestrator import __version__
 from orchestrator.errors import ConfigError, OrchestratorError, error_document
-from orchestrator.launch.screen import OutputError, Screen
+from orchestrator.launch.process.safe_output import OutputError, Screen
 from orchestrator.terminal_text import visible, visible_json, visible_lines
 
 if TYPE_CHECKING:
-    from orchestrator.monitor.asking import Reply
-    from orchestrator.planning.resume_plan import ResumePlan
+    from orchestrator.inspect.run_control import Reply
+    from orchestrator.planning.resume.resume_plan import ResumePlan
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 # what an interrupted command leaves behind, for those that leave something

@@ -14,7 +14,7 @@ from orchestrator.terminal_text import visible
 
 if TYPE_CHECKING:
     from orchestrator.cluster.job_server import JobServer
-    from orchestrator.launch.submit import Submitted
+    from orchestrator.launch.jobs.submit import Submitted
 
 
 @app.command()
@@ -49,7 +49,7 @@ def submit(
     import secrets
 
     from orchestrator.cluster.job_server import JobServer
-    from orchestrator.launch import submit as submitting
+    from orchestrator.launch.jobs import submit as submitting
 
     made = submitting.submission(
         config,

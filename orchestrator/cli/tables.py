@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.history.sentences import count
-from orchestrator.monitor.orphans import Pruned
-from orchestrator.monitor.verifying import HEALTH
-from orchestrator.monitor.view import left_out_lines, skipped_lines
-from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.inspect.status.orphans import Pruned
+from orchestrator.inspect.status.verifying import HEALTH
+from orchestrator.inspect.status.view import left_out_lines, skipped_lines
+from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.terminal_text import visible
 
 

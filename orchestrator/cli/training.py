@@ -21,7 +21,7 @@ from orchestrator.cli.shared import (
     print_plan,
     say,
 )
-from orchestrator.launch.screen import OutputError, output_never_waits, write_result
+from orchestrator.launch.process.safe_output import OutputError, output_never_waits, write_result
 
 
 @app.command()
@@ -43,7 +43,7 @@ def train(
         print_plan(rehearse(config, overrides or []), json)
         return
     from orchestrator.launch.api import train as start
-    from orchestrator.launch.stop_signals import told
+    from orchestrator.launch.process.stop_signals import told
 
     try:
         with output_never_waits():

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from orchestrator.checkpoint.points.reading_progress import ReadingProgress
 from orchestrator.cli.shared import say
 from orchestrator.history.sentences import count
-from orchestrator.monitor.verifying import HEALTH, Progress
-from orchestrator.resume.reading_progress import ReadingProgress
+from orchestrator.inspect.status.verifying import HEALTH, Progress
 
 
 class _Lines:

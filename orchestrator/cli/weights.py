@@ -10,7 +10,7 @@ from orchestrator.cli.shared import Json, RunUri, app, print_json, print_lines, 
 from orchestrator.history.sentences import count
 
 if TYPE_CHECKING:
-    from orchestrator.launch.replay import Replayed
+    from orchestrator.launch.replay.replay import Replayed
 
 
 @app.command()
@@ -36,8 +36,8 @@ def export(
     """Write a resume point's weights, configuration and tokenizer as a folder that
     transformers.AutoModelForCausalLM.from_pretrained opens; of a model.factory plain safetensors.
     """
-    from orchestrator.monitor.run import open_run
-    from orchestrator.resume.points import parse_point_name
+    from orchestrator.checkpoint.points.points import parse_point_name
+    from orchestrator.inspect.run import open_run
 
     if len(where) > 2:  # noqa: PLR2004
         raise typer.BadParameter(f"give RUN OUT or RUN POINT OUT, not {len(where) + 1} words")
@@ -75,7 +75,7 @@ def replay(
     and weights with what the run recorded, to the last bit. One worker, in this process; with cluster.* or
     --to-point a launch on Ray. The run is only read; a fork pins its point there.
     """
-    from orchestrator.monitor.run import open_run
+    from orchestrator.inspect.run import open_run
 
     require_one({"--step": step, "--tokens": tokens})
     found = open_run(run).replay(step, tokens=tokens, to_point=to_point, overrides=overrides or (), say=say)

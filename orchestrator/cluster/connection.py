@@ -1,7 +1,7 @@
 """The driver's connection to a Ray cluster, and the resources of that cluster.
 
 It connects to a cluster or starts one on this machine. It shuts down only what it started. The facts go to
-`elastic.policy`, which decides.
+`elastic.supervision.policy`, which decides.
 """
 
 from __future__ import annotations

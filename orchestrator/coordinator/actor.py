@@ -15,21 +15,23 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.checkpoint.commit.commit_events import PartFailed, PartGrows
+from orchestrator.checkpoint.node_local.node_storage import run_storage
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.ray_state import ray_says
 from orchestrator.coordinator import launch_driver
-from orchestrator.coordinator.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.continue_launch import continue_launch
+from orchestrator.coordinator.attempt.metric_sinks import measured
 from orchestrator.coordinator.checked_machine import checked
-from orchestrator.coordinator.continue_launch import continue_launch
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.launch_driver import LaunchDriver
-from orchestrator.coordinator.measuring import measured
 from orchestrator.errors import FencedError, UnsavedError
 from orchestrator.faults import hook
 from orchestrator.history import sentences
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal import JournalWriter
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.request_files import STOP
-from orchestrator.parts.node_storage import run_storage
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import (
     ControlRequests,
@@ -44,8 +46,6 @@ from orchestrator.records.membership import (
 from orchestrator.records.points import Damage, Vote
 from orchestrator.records.run_status import PEERS, Doing, MemberInfo, RunStatus
 from orchestrator.records.steps import StateKey, StepRecord
-from orchestrator.resume.commit_events import PartFailed, PartGrows
-from orchestrator.resume.store import RunStore
 
 if TYPE_CHECKING:
     from orchestrator.data.feed.feed_notes import FeedNotes

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 
+from orchestrator.checkpoint.commit.commit_driver import in_daemon_thread
 from orchestrator.errors import StorageError
 from orchestrator.records.membership import MachineProof, StillWaiting, Unfit
-from orchestrator.resume.commit_driver import in_daemon_thread
 from orchestrator.storage.files import Storage
 
 CLOCK_LIMIT_S = 900.0  # the clock error that the servers of buckets tolerate

@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.coordinator.attempt import Attempt
-from orchestrator.coordinator.launch_machine import LaunchMachine
-from orchestrator.elastic.failure_budget import FailureBudget
+from orchestrator.checkpoint.commit.commit_machine import CommitMachine
+from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.checkpoint.node_local.node_folder import Nodes
+from orchestrator.coordinator.attempt.attempt import Attempt
+from orchestrator.coordinator.machine.launch_machine import LaunchMachine
+from orchestrator.elastic.failure.failure_budget import FailureBudget
+from orchestrator.elastic.failure.storage_outage import STORAGE_LIMIT_S, StorageTrouble
 from orchestrator.elastic.formation import RendezvousSettings
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble
-from orchestrator.parts.node_folder import Nodes
-from orchestrator.resume.commit_machine import CommitMachine
-from orchestrator.resume.kept_points import KeptPoints
 
 VOTE_LIMIT_S = 600.0  # how long a save with missing votes may make no progress
 

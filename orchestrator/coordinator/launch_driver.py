@@ -1,7 +1,7 @@
 """Carries out the decisions of an attempt's launch machine, calls it in time, and keeps the journal durable.
 
 It is the journal's only writer. The launch machine decides which members train and when the run ends. The
-commit machine, which `resume.commit_driver.Commits` drives, decides which points exist.
+commit machine, which `checkpoint.commit.commit_driver.Commits` drives, decides which points exist.
 """
 
 from __future__ import annotations
@@ -13,12 +13,19 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.checkpoint.commit.commit_driver import Commits, in_daemon_thread
+from orchestrator.checkpoint.commit.commit_events import GenerationFormed, GiveUp, Tick, VoterGone
+from orchestrator.checkpoint.commit.store_actions import PointCommitter
+from orchestrator.checkpoint.points.pin_watch import PinWatch, note_pins
+from orchestrator.checkpoint.points.points import Point
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.ray_state import NODE_DIED
-from orchestrator.coordinator.attempt import Attempt
-from orchestrator.coordinator.attempt_journal import note_loaded, write_down_end
+from orchestrator.coordinator.attempt.attempt import Attempt
+from orchestrator.coordinator.attempt.attempt_journal import note_loaded, write_down_end
 from orchestrator.coordinator.coordinator_start import CoordinatorStart, commit_machine, launch_machine
+from orchestrator.coordinator.event_feed import News
 from orchestrator.coordinator.feeder_notes import NOT_SAID, FeederNotes, SkippedDocuments
-from orchestrator.coordinator.launch_actions import (
+from orchestrator.coordinator.machine.launch_actions import (
     Action,
     Answer,
     End,
@@ -29,32 +36,25 @@ from orchestrator.coordinator.launch_actions import (
     Say,
     Warn,
 )
-from orchestrator.coordinator.news import News
-from orchestrator.coordinator.open_calls import GenerationEnds, OpenJoins
-from orchestrator.elastic.cause import Cause
+from orchestrator.coordinator.pending_calls import GenerationEnds, OpenJoins
+from orchestrator.elastic.failure.storage_outage import STORAGE_LIMIT_S
 from orchestrator.elastic.formation import Form, Formation
+from orchestrator.elastic.generation_cause import Cause
 from orchestrator.elastic.roster import Roster
-from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S
 from orchestrator.errors import StorageError, code_of, text_of
 from orchestrator.faults import Hook
 from orchestrator.history import sentences
-from orchestrator.history.claims import GenerationStart
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.heartbeat import Pulse
-from orchestrator.history.journal import JournalWriter
-from orchestrator.history.metric_log import MetricLogs
+from orchestrator.history.claims.claims import GenerationStart
+from orchestrator.history.claims.heartbeat import Pulse
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.metrics.metric_log import MetricLogs
 from orchestrator.history.request_files import RequestFiles
 from orchestrator.json_form import encode
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView, RunOver
 from orchestrator.records.run_status import MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
-from orchestrator.resume.commit_driver import Commits, in_daemon_thread
-from orchestrator.resume.commit_events import GenerationFormed, GiveUp, Tick, VoterGone
-from orchestrator.resume.pin_watch import PinWatch, note_pins
-from orchestrator.resume.points import Point
-from orchestrator.resume.store import RunStore
-from orchestrator.resume.store_actions import PointCommitter
 
 if TYPE_CHECKING:
     from orchestrator.data.feed.feed_notes import FeedNotes

@@ -15,14 +15,16 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.checkpoint.commit.commit_driver import in_daemon_thread
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.shield import end_without_raylet, outlive_sigterm
 from orchestrator.coordinator import actor
 from orchestrator.coordinator.actor import Coordinator
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.launch_driver import COORDINATOR_FAILED
-from orchestrator.elastic.storage_trouble import AGAIN_S, until_storage_works
+from orchestrator.elastic.failure.storage_outage import AGAIN_S, until_storage_works
 from orchestrator.errors import FencedError, OrchestratorError, StorageError, code_of
-from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import (
     ControlRequests,
@@ -37,8 +39,6 @@ from orchestrator.records.membership import (
 from orchestrator.records.points import Damage, Vote
 from orchestrator.records.run_status import Doing, MemberInfo, RunStatus
 from orchestrator.records.steps import StateKey, StepRecord
-from orchestrator.resume.commit_driver import in_daemon_thread
-from orchestrator.resume.store import RunStore
 
 if TYPE_CHECKING:
     from orchestrator.data.feed.feed_notes import FeedNotes

@@ -2,7 +2,7 @@
 
 A command or a notebook that plans, starts or audits a run uses `call` for functions that run
 `data.transforms` or a `format: python` source. The user's modules are then imported in a child process, never
-in the caller's. `trainer.trial` does the same for `model.factory`.
+in the caller's. `trainer.dry_run.model_dry_run` does the same for `model.factory`.
 
 `python -m orchestrator.data.code_process IN OUT` is the child. It reads the call from one pipe (inherited
 file descriptors) and writes the answer into the other.

@@ -11,7 +11,11 @@ from collections.abc import Iterator
 from itertools import islice
 
 from orchestrator.data.common.settings import StreamSettings
-from orchestrator.data.sources.content import (
+from orchestrator.data.sources.access.input_file import open_input
+from orchestrator.data.sources.formats import format_of
+from orchestrator.data.sources.lists.fragments import SourcePlan
+from orchestrator.data.sources.readers import naming_damage
+from orchestrator.data.sources.records.content import (
     BadRecordError,
     Content,
     Conversation,
@@ -20,16 +24,12 @@ from orchestrator.data.sources.content import (
     WrongFieldError,
     bare,
 )
-from orchestrator.data.sources.formats import format_of
-from orchestrator.data.sources.fragments import SourcePlan
-from orchestrator.data.sources.input_file import open_input
-from orchestrator.data.sources.readers import naming_damage
-from orchestrator.data.sources.text_encoding import before_a_start
+from orchestrator.data.sources.records.text_encoding import before_a_start
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.data.tokens.large_json import parse
-from orchestrator.data.tokens.masked import special_tokens
+from orchestrator.data.tokens.loss_mask import special_tokens
 from orchestrator.data.tokens.transforms import Transforms
 from orchestrator.errors import ConfigError, DataError
 

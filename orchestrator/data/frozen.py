@@ -1,7 +1,8 @@
 """Reads and writes a run's frozen data.
 
 They are `manifest/<source>.parquet`, `tokenizer/`, and, written last, `manifest/data.json`. Later lists of a
-source lie beside them, as `manifest/<source>@<version>.parquet`. `spec` and `planning.identity` compare them.
+source lie beside them, as `manifest/<source>@<version>.parquet`. `spec` and `planning.resume.identity`
+compare them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from orchestrator.data.sources.manifest import Manifest, facts_of, from_parquet, to_parquet
+from orchestrator.data.sources.lists.manifest import Manifest, facts_of, from_parquet, to_parquet
 from orchestrator.data.tokens.resolved import is_template_file
 from orchestrator.data.tokens.tokenizer_files import FILES
 from orchestrator.errors import DataIdentityError
@@ -34,7 +35,7 @@ class DataRecord:
 
     `tokenizer` is the name in the configuration. Digests are blake3. The maps are keyed by source. `paths`
     are absolute; runs started before they were recorded have none. `more_paths` are those after the first,
-    for a source with several. `transforms` are those of `planning.identity`.
+    for a source with several. `transforms` are those of `planning.resume.identity`.
 
     `rules` is the version of the rules of the run's stream: `RULES` is the current one. 1 is that of versions
     that recorded none: they read a tokenizer's folder by its tokenizer.json, and trained stretches without
@@ -73,8 +74,8 @@ class FrozenData:
 def manifest_path(source: str, version: str = "") -> str:
     """The path of a source's list in the run's folder.
 
-    `version` is that of `planning.manifests`, empty for the list of the first start. A source's name contains
-    no `@`.
+    `version` is that of `planning.resume.manifests`, empty for the list of the first start. A source's name
+    contains no `@`.
     """
     return f"{_MANIFESTS}/{source}{'@' if version else ''}{version}.parquet"
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from orchestrator.data.common.settings import StreamSettings
-from orchestrator.data.packing.arrangement import few_packs
-from orchestrator.data.sources.file_parts import Cut
+from orchestrator.data.packing.bin_packing import few_packs
 from orchestrator.data.sources.formats import format_of
-from orchestrator.data.sources.fragments import (
+from orchestrator.data.sources.lists.file_parts import Cut
+from orchestrator.data.sources.lists.fragments import (
     DECODED_RATIO,
     SourcePlan,
     decoded_bytes,
     num_window_shuffled,
 )
-from orchestrator.planning.restarting import restart_text
+from orchestrator.planning.resume.restarting import restart_text
 
 __all__ = ["notes_of", "shared_files"]
 

@@ -15,17 +15,17 @@ import orjson
 
 from orchestrator.data.common.settings import MixtureSettings, StreamSettings, limits_of, mixture_of
 from orchestrator.data.frozen import FrozenData, LaterList
-from orchestrator.data.later_lists import Refreshing
 from orchestrator.data.packing.stream import Stream, StreamSource
-from orchestrator.data.sources.fragments import SourcePlan
+from orchestrator.data.source_refresh import Refreshing
+from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.data.tokens.encoders import Encoders
 from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.data.tokens.tokenizer_files import TokenizerModel
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.planning.encoders import EncoderSpan, Place
-from orchestrator.planning.identity import OF_A_SOURCE, RunIdentity, content_settings
-from orchestrator.planning.manifests import FIRST, SourceLists, order_of
+from orchestrator.planning.resume.identity import OF_A_SOURCE, RunIdentity, content_settings
+from orchestrator.planning.resume.manifests import FIRST, SourceLists, order_of
 from orchestrator.records.cursor import Cursor, SourceCursor
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.elastic.formation import Formation, Generation, NewestPoint
-from orchestrator.elastic.holdings import CompleteState, complete, held_by_all, memory_point_to_keep
-from orchestrator.elastic.parent_state import ParentStateSelection
+from orchestrator.elastic.held_shards import CompleteState, complete, held_by_all, memory_point_to_keep
+from orchestrator.elastic.state_selection import ParentStateSelection
 from orchestrator.records.membership import JoinRequest, ShardSource
 from orchestrator.records.steps import StateKey
 

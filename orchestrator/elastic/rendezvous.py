@@ -10,8 +10,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 
 from orchestrator.elastic.admission import newest_left, refusal
-from orchestrator.elastic.candidates import choose, too_few, worth_interrupting
-from orchestrator.elastic.draining import Placed
+from orchestrator.elastic.drain_policy import NodeDrain
+from orchestrator.elastic.drain_state import Placed
 from orchestrator.elastic.failure_backoff import FailureBackoff
 from orchestrator.elastic.formation import (
     Action,
@@ -27,12 +27,12 @@ from orchestrator.elastic.formation import (
     Waiting,
 )
 from orchestrator.elastic.generation_view import view_of, view_of_first
-from orchestrator.elastic.holdings import held_by_all, holds_any
+from orchestrator.elastic.held_shards import held_by_all, holds_any
+from orchestrator.elastic.member_selection import choose, too_few, worth_interrupting
 from orchestrator.elastic.membership_state import DEAD, LEFT, SPARED, MembershipState
 from orchestrator.elastic.next_formation import Continued, continued, next_formation
-from orchestrator.elastic.node_drain import NodeDrain
-from orchestrator.elastic.parent_state import ParentStateSelection
-from orchestrator.elastic.standing_requests import NOTHING, StandingRequests
+from orchestrator.elastic.pending_requests import NOTHING, StandingRequests
+from orchestrator.elastic.state_selection import ParentStateSelection
 from orchestrator.errors import FencedError, UnsavedError
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest, Source

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from orchestrator.elastic.cause import Cause, first_cause, next_cause
+from orchestrator.elastic.generation_cause import Cause, first_cause, next_cause
 from orchestrator.records.membership import JoinRequest
 from orchestrator.records.run_status import GroupChange, GroupMember, Loss, MemberInfo
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.errors import OrchestratorError, StorageError
-from orchestrator.history.claim_files import now_text
+from orchestrator.history.claims.claim_files import now_text
 from orchestrator.history.request_files import asker
 from orchestrator.json_form import decode, encode
 from orchestrator.storage.files import Storage

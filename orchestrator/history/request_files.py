@@ -17,7 +17,7 @@ import socket
 from dataclasses import dataclass
 
 from orchestrator.errors import OrchestratorError, StorageError
-from orchestrator.history.claim_files import now_text
+from orchestrator.history.claims.claim_files import now_text
 from orchestrator.json_form import decode, encode
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import SealError, seal, unseal

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestrator import html_text
+from orchestrator.checkpoint.node_local.node_storage import NodeStorage
+from orchestrator.checkpoint.points.points import parse_point_name
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import as_data_job, as_job
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.trained_code import code_changes
+from orchestrator.coordinator.attempt.trained_code import code_changes
 from orchestrator.errors import (
     ConfigError,
     DataIdentityError,
@@ -25,29 +28,27 @@ from orchestrator.errors import (
     RefusedError,
     StorageError,
 )
-from orchestrator.history.beginnings import newest_choice
-from orchestrator.history.loggers import require_loggers
-from orchestrator.launch import busy_watch, claiming, fitting, looking_ahead, older_point
-from orchestrator.launch import start as starting
-from orchestrator.launch.known_shape import with_known_shape
-from orchestrator.launch.progress import Progress
-from orchestrator.launch.stop_signals import ended_by_signals
-from orchestrator.parts.node_storage import NodeStorage
-from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.history.journal.attempt_header import newest_choice
+from orchestrator.history.metrics.loggers import require_loggers
+from orchestrator.launch.capacity import placement_check
+from orchestrator.launch.capacity.model_size import with_known_shape
+from orchestrator.launch.process.progress import Progress
+from orchestrator.launch.process.stop_signals import ended_by_signals
+from orchestrator.launch.start import attempt_claim, liveness_check, older_point, preview
+from orchestrator.launch.start import run_preparation as starting
+from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import RunStatus
-from orchestrator.resume.points import parse_point_name
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.trial import is_to_try, require_model
+from orchestrator.trainer.dry_run.model_dry_run import is_to_try, require_model
 
 if TYPE_CHECKING:
     from orchestrator.data.loading.sample_stream import SampleStream
     from orchestrator.data.spec import DataSpec
-    from orchestrator.elastic.policy import Limits
-    from orchestrator.launch.node_disks import NodeDisks
-    from orchestrator.planning.parallel_choice import ParallelChoice
-    from orchestrator.trainer.trial import ModelFacts
+    from orchestrator.elastic.supervision.policy import Limits
+    from orchestrator.launch.on_ray.node_disks import NodeDisks
+    from orchestrator.planning.state.parallel_choice import ParallelChoice
+    from orchestrator.trainer.dry_run.model_dry_run import ModelFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,13 +115,13 @@ def _launch(
     require_loggers(job.monitor.loggers)
     with (
         Progress.shown(job.monitor.progress_s) as progress,
-        busy_watch.watching(store, progress.say) as watched,
+        liveness_check.watching(store, progress.say) as watched,
     ):
         if lacks:
             progress.say(f"note: {lacks}")
         spec = starting.prepare(job, storage, freeze=False)
-        plan = looking_ahead.look_before_start(store, job, spec, watched, progress.say)
-        if looking_ahead.reached(plan):
+        plan = preview.look_before_start(store, job, spec, watched, progress.say)
+        if preview.reached(plan):
             return _already_done(job, plan, time.monotonic() - began, progress)
         looked_at = _LookedAt(
             job=job, storage=storage, store=store, spec=spec, plan=plan, command=_command(config, overrides)
@@ -153,14 +154,14 @@ def _on_cluster(
     """
     from orchestrator.cluster.connection import ClusterConnection
     from orchestrator.data.feed.memory import memory_of
-    from orchestrator.launch.needs import needs_of
-    from orchestrator.launch.node_disks import NodeDisks
+    from orchestrator.launch.capacity.resource_estimate import needs_of
+    from orchestrator.launch.on_ray.node_disks import NodeDisks
 
     job, storage = at.job, at.storage
     memory_of(job, at.spec)  # raises where too little is asked for
-    limits = fitting.limits_of(job)
+    limits = placement_check.limits_of(job)
     sized, facts = _measured(job, storage, at.plan)
-    here = fitting.divided_here(sized, limits)
+    here = placement_check.divided_here(sized, limits)
     for note in (
         *require_model(job, at.plan, at.spec.vocab_size, facts),
         *code_changes(at.store, job, at.plan.point),
@@ -172,7 +173,7 @@ def _on_cluster(
         newest = watched()
         disks = NodeDisks(job.resume.node_folder, say=progress.say)
         disks.reached_by(storage)
-        parallel, limits = fitting.fitting(sized, limits, storage, here, disks)
+        parallel, limits = placement_check.fitting(sized, limits, storage, here, disks)
         while True:
             status = _claimed(at, newest, parallel, limits, disks, progress, fault_plan, until_tokens)
             if not older_point.is_damaged_load(status):
@@ -195,12 +196,12 @@ def _claimed(
     until_tokens: int | None,
 ) -> RunStatus:
     """Claims the attempt after `newest` and trains it, with what runs beside a launch."""
-    from orchestrator.launch.dashboard_beside import dashboard_beside
-    from orchestrator.launch.exports import exporting
-    from orchestrator.launch.on_cluster import supervise
+    from orchestrator.launch.on_ray.exports import exporting
+    from orchestrator.launch.on_ray.on_cluster import supervise
+    from orchestrator.launch.process.dashboard_beside import dashboard_beside
 
     job, store, storage = at.job, at.store, at.storage
-    with claiming.claimed(
+    with attempt_claim.claimed(
         store,
         job,
         at.spec,
@@ -253,9 +254,9 @@ def plan_job(job: JobConfig, *, runs_code: bool) -> ResumePlan:
             notes = require_model(job, found, spec.vocab_size, facts)
             found = replace(found, notes=(*found.notes, *notes))
         except ConfigError as error:
-            found = looking_ahead.refused(found, job, [str(error)], error.code)
+            found = preview.refused(found, job, [str(error)], error.code)
     if spec is not None:
-        found = looking_ahead.judged_by_memory(sized, RunStore(storage), found)
+        found = preview.judged_by_memory(sized, RunStore(storage), found)
     try:
         lacks = starting.check_writable(storage)
     except NoConditionalCreateError:
@@ -285,11 +286,11 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
     if found.action == "refuse" or spec is None:
         return found
     sized, facts = _measured(job, storage, found)
-    local = fitting.divided_here(sized, fitting.limits_of(job)) is not None
-    found = looking_ahead.judged_by_memory(sized, RunStore(storage), found)
+    local = placement_check.divided_here(sized, placement_check.limits_of(job)) is not None
+    found = preview.judged_by_memory(sized, RunStore(storage), found)
     if found.action == "refuse":
         return found
-    fitting.require_disk(sized, storage)
+    placement_check.require_disk(sized, storage)
     untried = require_model(job, found, spec.vocab_size, facts)
     unseen = () if local else ("what the cluster has is not looked at: memory, CPUs, GPUs, object store",)
     return replace(found, notes=(*found.notes, *untried, *unseen))
@@ -297,32 +298,32 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
 
 def _measured(job: JobConfig, storage: Storage, found: ResumePlan) -> tuple[JobConfig, ModelFacts | None]:
     """The job as its memory is judged, and what trying its model has found, if that was needed for it."""
-    from orchestrator.launch.known_shape import measured
+    from orchestrator.launch.capacity.model_size import measured
 
     return measured(job, found, newest_choice(storage, RunStore(storage).claim_numbers()))
 
 
 def _look_ahead(job: JobConfig, storage: Storage) -> tuple[ResumePlan, DataSpec | None]:
     """What a start would do, and the data. Without data where they are not those of the run: a refusal."""
-    from orchestrator.coordinator.choosing import choose_point, decide, wanted_point
-    from orchestrator.coordinator.survey import decided
+    from orchestrator.coordinator.attempt.resume_point_choice import choose_point, decide, wanted_point
+    from orchestrator.coordinator.attempt.survey import decided
 
     store = RunStore(storage)
     try:
         spec = starting.prepare(job, storage, freeze=False)
-        found = looking_ahead.look_ahead(store, job, spec, draw=True)
+        found = preview.look_ahead(store, job, spec, draw=True)
     except DataIdentityError as error:
         point, _ = decided(store, lambda seen: choose_point(store, seen, wanted_point(seen, job), fast=True))
         return decide(store, job, point, None).refused([str(error)], error.code), None
-    return replace(found, notes=(*found.notes, *spec.notes, looking_ahead.feed_memory(job, spec))), spec
+    return replace(found, notes=(*found.notes, *spec.notes, preview.feed_memory(job, spec))), spec
 
 
 def _look_without_code(job: JobConfig, storage: Storage) -> tuple[ResumePlan, DataSpec | None]:
     """`_look_ahead` at a run; without its data where they cannot be looked at without running code. Raises
     `RefusedError` for a new run.
     """
-    from orchestrator.coordinator.choosing import choose_point, decide, wanted_point
-    from orchestrator.coordinator.survey import survey
+    from orchestrator.coordinator.attempt.resume_point_choice import choose_point, decide, wanted_point
+    from orchestrator.coordinator.attempt.survey import survey
     from orchestrator.data.code_process import reads_without_code
     from orchestrator.data.common.user_code import reading_only
 
@@ -389,7 +390,7 @@ def _command(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequ
 def _already_done(job: JobConfig, plan: ResumePlan, seconds: float, progress: Progress) -> RunResult:
     """A stop that was reached before is no failure, and nothing is started for it."""
     assert plan.point is not None, "a resume has a point"
-    reason = looking_ahead.stop_is_reached(job, plan)
+    reason = preview.stop_is_reached(job, plan)
     progress.say(f"done: {reason}")
     return RunResult(
         outcome="done",

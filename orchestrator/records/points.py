@@ -14,7 +14,7 @@ from orchestrator.records.steps import StateKey, StepRecord
 class FileEntry:
     """A file of a point: path relative to the point's folder, size, and blake3 of its bytes (64 hex digits).
 
-    For a rank's part it is the blake3 of its header, which guards the rest (`parts.part_file`).
+    For a rank's part it is the blake3 of its header, which guards the rest (`checkpoint.files.part_file`).
     """
 
     path: str
@@ -85,8 +85,8 @@ class NodeParts:
 class SavedTensor:
     """A tensor of a point as a whole.
 
-    The place of its rows in files follows from the layout of the save (`planning.state_layout`). `sharded`:
-    its rows are divided among the shards. `dtype` is torch's name.
+    The place of its rows in files follows from the layout of the save (`planning.state.state_layout`).
+    `sharded`: its rows are divided among the shards. `dtype` is torch's name.
     """
 
     group: str
@@ -98,7 +98,8 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaDigests:
-    """Digests (32 hex digits) of the rows that a rank holds together with others (`trainer.replica_digest`).
+    """Digests (32 hex digits) of the rows that a rank holds together with others
+    (`trainer.saving.replica_digest`).
 
     `of_shard`: with the ranks that have the same shard. `of_all`: with every rank. Empty: no other rank holds
     such rows, or the digest was not computed.
@@ -114,10 +115,10 @@ class Vote:
 
     All ranks' votes of one save agree in everything except rank, files, sums, tensors and `replicas`.
 
-    `files`: the one file of this rank (`parts.part_file`).
+    `files`: the one file of this rank (`checkpoint.files.part_file`).
     `layout`: (num_shards, num_replicas).
-    `sums`: for each group the sum of the rows in that file (`planning.weights_sum`).
-    `tensors`: of the whole state, listed by rank 0 only, in the order by which `planning.state_layout`
+    `sums`: for each group the sum of the rows in that file (`planning.state.weights_sum`).
+    `tensors`: of the whole state, listed by rank 0 only, in the order by which `planning.state.state_layout`
     divides them.
     `part_s`: from the begin of the save to this vote.
     `nodes`: those on whose disks the file is, the rank's own first; empty if it is in the run's storage.

@@ -14,14 +14,22 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from orchestrator.checkpoint.commit.commit_driver import Commits, in_daemon_thread
+from orchestrator.checkpoint.commit.commit_events import GenerationFormed, GiveUp, PartFailed, Tick
+from orchestrator.checkpoint.commit.commit_machine import CommitMachine
+from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.checkpoint.commit.store_actions import PointCommitter
+from orchestrator.checkpoint.points.pin_watch import PinWatch, note_pins
+from orchestrator.checkpoint.points.points import Point
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt import Attempt
-from orchestrator.coordinator.attempt_journal import note_beginning, note_loaded, write_down_end
-from orchestrator.coordinator.ended_by import end_text, ended_by, is_last
-from orchestrator.coordinator.measuring import measured
-from orchestrator.coordinator.requests import Answered, Requests, heard_sentence
+from orchestrator.coordinator.attempt.attempt import Attempt
+from orchestrator.coordinator.attempt.attempt_journal import note_beginning, note_loaded, write_down_end
+from orchestrator.coordinator.attempt.metric_sinks import measured
+from orchestrator.coordinator.machine.outcome import end_text, ended_by, is_last
+from orchestrator.coordinator.machine.requests import Answered, Requests, heard_sentence
+from orchestrator.elastic.failure.storage_outage import STORAGE_LIMIT_S, StorageTrouble, until_storage_works
 from orchestrator.elastic.roster import Roster
-from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble, until_storage_works
 from orchestrator.errors import (
     ElasticError,
     FencedError,
@@ -32,26 +40,18 @@ from orchestrator.errors import (
 )
 from orchestrator.faults import hook
 from orchestrator.history import sentences
-from orchestrator.history.claims import GenerationStart
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.heartbeat import Pulse
-from orchestrator.history.journal import JournalWriter
+from orchestrator.history.claims.claims import GenerationStart
+from orchestrator.history.claims.heartbeat import Pulse
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.request_files import SAVE, STOP, Request, RequestFiles
 from orchestrator.json_form import encode
-from orchestrator.launch import start as starting
-from orchestrator.launch.stop_signals import grace_left_s
+from orchestrator.launch.process.stop_signals import grace_left_s
+from orchestrator.launch.start import run_preparation as starting
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Vote
 from orchestrator.records.run_status import GroupChange, GroupMember, RunStatus
 from orchestrator.records.steps import StateKey, StepRecord
-from orchestrator.resume.commit_driver import Commits, in_daemon_thread
-from orchestrator.resume.commit_events import GenerationFormed, GiveUp, PartFailed, Tick
-from orchestrator.resume.commit_machine import CommitMachine
-from orchestrator.resume.kept_points import KeptPoints
-from orchestrator.resume.pin_watch import PinWatch, note_pins
-from orchestrator.resume.points import Point
-from orchestrator.resume.store import RunStore
-from orchestrator.resume.store_actions import PointCommitter
 
 if TYPE_CHECKING:
     from orchestrator.torchrun.membership import Start

@@ -11,15 +11,15 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from orchestrator.checkpoint.node_local.node_folder import expanded, make_node
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import OrchestratorError, RefusedError, ResourceError, text_of
-from orchestrator.history.loggers import require_loggers
-from orchestrator.launch import start as starting
-from orchestrator.parts.node_folder import expanded, make_node
-from orchestrator.resume.store import RunStore
+from orchestrator.history.metrics.loggers import require_loggers
+from orchestrator.launch.start import run_preparation as starting
 
 if TYPE_CHECKING:
-    from orchestrator.planning.parallel_choice import ParallelChoice
+    from orchestrator.planning.state.parallel_choice import ParallelChoice
     from orchestrator.torchrun.store_rendezvous import StoreRendezvous
 
 
@@ -42,14 +42,14 @@ def require_memory(job: JobConfig) -> ParallelChoice:
 
     Each rank reads the data itself, which is not counted.
     """
-    from orchestrator.launch.capacity import (
+    from orchestrator.launch.capacity.capacity import (
         Workers,
         capacity_problems,
         choose_parallel,
         without_memory_points,
     )
-    from orchestrator.launch.known_shape import measured, with_known_shape
-    from orchestrator.launch.machine_facts import machines_here
+    from orchestrator.launch.capacity.cluster_inventory import machines_here
+    from orchestrator.launch.capacity.model_size import measured, with_known_shape
 
     # one rank of a machine measures for all of it
     judges = os.environ.get("LOCAL_RANK", "0") == "0"

@@ -20,45 +20,46 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orchestrator.checkpoint.node_local.parts_on_node import NoCopies, PartsOnNode
+from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
+from orchestrator.checkpoint.points.run_file import folder_on_nodes
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.machine import process_state
 from orchestrator.config.loading import load_config
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.ended_by import end_text
-from orchestrator.coordinator.trained_code import code_changes
-from orchestrator.elastic.stall import StallWatch
+from orchestrator.coordinator.attempt.trained_code import code_changes
+from orchestrator.coordinator.machine.outcome import end_text
+from orchestrator.elastic.failure.stall_detector import StallWatch
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.json_form import decode, encode
-from orchestrator.launch import announcing, busy_watch, claiming, looking_ahead, stop_signals
-from orchestrator.launch import start as starting
-from orchestrator.launch.dashboard_beside import dashboard_beside
-from orchestrator.launch.exports import exporting
-from orchestrator.launch.older_point import plan_older_point
-from orchestrator.launch.progress import Progress
-from orchestrator.launch.screen import Screen, let_go, output_never_waits, show_faults_as_data
-from orchestrator.parts.parts_on_node import NoCopies, PartsOnNode
+from orchestrator.launch.on_ray.exports import exporting
+from orchestrator.launch.process import stop_signals
+from orchestrator.launch.process.dashboard_beside import dashboard_beside
+from orchestrator.launch.process.progress import Progress
+from orchestrator.launch.process.safe_output import Screen, let_go, output_never_waits, show_faults_as_data
+from orchestrator.launch.start import attempt_claim, liveness_check, preview, start_report
+from orchestrator.launch.start import run_preparation as starting
+from orchestrator.launch.start.older_point import plan_older_point
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.encoders import EncoderSpan
-from orchestrator.planning.manifests import Reading
-from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.planning.resume.manifests import Reading
+from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.points import Damage, DamagedPointError, damaged_point
 from orchestrator.records.run_status import GroupMember, Held, RunStatus, Stall
-from orchestrator.resume.committed import CommittedFiles
-from orchestrator.resume.run_file import folder_on_nodes
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.torchrun.recorder import RankZeroRecorder
 from orchestrator.torchrun.requirements import require_gpus, require_group, require_memory, say_disk
-from orchestrator.trainer.trial import require_model
+from orchestrator.trainer.dry_run.model_dry_run import require_model
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
-    from orchestrator.planning.parallel_choice import ParallelChoice
+    from orchestrator.planning.state.parallel_choice import ParallelChoice
     from orchestrator.torchrun.store_rendezvous import StoreRendezvous
-    from orchestrator.trainer.job import Outcome
+    from orchestrator.trainer.interfaces.job import Outcome
 
 # torchrun relays SIGTERM and SIGINT to its ranks; a system that ends a whole job also sends them to the ranks
 _RELAYED_S = 10.0
@@ -156,9 +157,9 @@ def _lead(
     with rendezvous.reporting_failure("decision"):
         require_group(rendezvous, job, store, progress.say)
         spec, plan, watched = _look(store, job, storage, progress.say)
-        if looking_ahead.reached(plan):
+        if preview.reached(plan):
             rendezvous.publish("decision", None)
-            progress.say(f"done: {looking_ahead.stop_is_reached(job, plan)}")
+            progress.say(f"done: {preview.stop_is_reached(job, plan)}")
             return None
     for number in itertools.count(1):
         found = _attempt(group, job, spec, plan, watched, fault_plan, progress, command, parallel)
@@ -199,7 +200,7 @@ def _attempt(
     store = RunStore(storage)
     with (
         rendezvous.reporting_failure("decision"),
-        claiming.claimed(
+        attempt_claim.claimed(
             store,
             job,
             spec,
@@ -222,7 +223,7 @@ def _attempt(
         rendezvous.publish("decision", [encode(attempt.budgets), spans, reading, parallel.num_shards])
     for note in spec.notes:
         progress.say(f"note: {note}")
-    announcing.announce(progress.say, job, attempt, begun)
+    start_report.announce(progress.say, job, attempt, begun)
     recorder.members = _members(rendezvous)
     with (
         dashboard_beside(job, storage.root, progress),
@@ -262,7 +263,7 @@ def _say_end(
 ) -> None:
     why = ""
     if outcome.reason == "done":
-        why = f": {announcing.why_done(job, budgets, status.last_step)}"
+        why = f": {start_report.why_done(job, budgets, status.last_step)}"
     step, trained = outcome.key.step if outcome.key else 0, status.last_step is not None
     say(f"{end_text(outcome.reason, step, trained=trained)}{why}")
     say(f"newest resume point: {job.run.run_uri}/points/{status.newest_point}")
@@ -303,10 +304,10 @@ def _look(
 
     Raises `RefusedError`, also if the run is busy.
     """
-    with busy_watch.watching(store, say) as watched:
+    with liveness_check.watching(store, say) as watched:
         spec = starting.prepare(job, storage, freeze=False)
-        plan = looking_ahead.look_before_start(store, job, spec, watched, say)
-        if looking_ahead.reached(plan):
+        plan = preview.look_before_start(store, job, spec, watched, say)
+        if preview.reached(plan):
             return spec, plan, 0
         for note in (
             *require_model(job, plan, spec.vocab_size),
@@ -329,7 +330,7 @@ def _train(
 ) -> Outcome | _NotLoaded:
     """Runs this rank's part of an attempt."""
     from orchestrator.data.feed.local_feed import InProcessFeed
-    from orchestrator.trainer.job import TrainJob
+    from orchestrator.trainer.interfaces.job import TrainJob
 
     with paused_gc():
         from orchestrator.torchrun.membership import StaticMembership

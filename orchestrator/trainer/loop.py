@@ -8,35 +8,35 @@ from __future__ import annotations
 import logging
 import time
 
+from orchestrator.checkpoint.writer.part_writer import PartWriter
 from orchestrator.errors import TrainingError, UnsavedError
 from orchestrator.faults import Hook, no_fault
-from orchestrator.parts.part_writer import PartWriter
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning import batches
 from orchestrator.planning.digest import batch_digest
-from orchestrator.planning.memory import memory_every_steps
 from orchestrator.planning.schedule import learning_rate
+from orchestrator.planning.state.memory import memory_every_steps
 from orchestrator.records.batches import BatchSlice, StepRange
 from orchestrator.records.membership import GenerationView, MemberState
 from orchestrator.records.steps import StateKey, StepRecord
-from orchestrator.trainer.coming_steps import coming_ranges, next_range
-from orchestrator.trainer.gradient import cut
-from orchestrator.trainer.group import GenerationEnded, Group, LastSaveFailed, collective
-from orchestrator.trainer.group_digest import group_digest
-from orchestrator.trainer.job import DONE, LEFT, STOPPED, Outcome, TrainJob
-from orchestrator.trainer.loading import StateFiles
-from orchestrator.trainer.membership import Feed, Membership
-from orchestrator.trainer.memory_point import MemoryPoints
-from orchestrator.trainer.model import NO_LOSS, pick_device, set_determinism
-from orchestrator.trainer.parallel import state_and_gradient
+from orchestrator.trainer.comm.group import GenerationEnded, Group, LastSaveFailed, collective
+from orchestrator.trainer.gradient.micro_batches import cut
+from orchestrator.trainer.gradient.parallel import state_and_gradient
+from orchestrator.trainer.interfaces.job import DONE, LEFT, STOPPED, Outcome, TrainJob
+from orchestrator.trainer.interfaces.membership import Feed, Membership
+from orchestrator.trainer.interfaces.phases import BETWEEN, FEED_WAIT, FORMING, LOAD, STEP
+from orchestrator.trainer.interfaces.step_summary import RankContribution, StepSummary
+from orchestrator.trainer.loading.loading import StateFiles
+from orchestrator.trainer.memory_points.memory_point import MemoryPoints
+from orchestrator.trainer.model.build_model import NO_LOSS, pick_device, set_determinism
 from orchestrator.trainer.peak_memory import peak_memory_bytes
-from orchestrator.trainer.phases import BETWEEN, FEED_WAIT, FORMING, LOAD, STEP
-from orchestrator.trainer.save_triggers import REFORM, SAVE, STOP, SaveTriggers, asked_for, carried_out
-from orchestrator.trainer.saver import Saver
-from orchestrator.trainer.saving import Unsaved, await_saves
-from orchestrator.trainer.state_sync import Prepared, agree, apply_prepared
+from orchestrator.trainer.saving.final_save import Unsaved, await_saves
+from orchestrator.trainer.saving.save_triggers import REFORM, SAVE, STOP, SaveTriggers, asked_for, carried_out
+from orchestrator.trainer.saving.saver import Saver
+from orchestrator.trainer.state.group_digest import group_digest
+from orchestrator.trainer.state.sync_state import Prepared, agree, apply_prepared
 from orchestrator.trainer.step_limit import step_limit_s
-from orchestrator.trainer.step_summary import RankContribution, StepSummary
+from orchestrator.trainer.step_ranges import coming_ranges, next_range
 
 _log = logging.getLogger(__name__)
 

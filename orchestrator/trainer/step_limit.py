@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.trainer.phases import PHASE_LIMITS_S, SAVE_WAIT
+from orchestrator.trainer.interfaces.phases import PHASE_LIMITS_S, SAVE_WAIT
 
 # limit for a step in which blocks may be compiled: the first, and any with a new shape
 COMPILE_LIMIT_S = 1800.0

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.errors import RefusedError
-from orchestrator.launch.progress import Progress
-from orchestrator.launch.run_log import RunLog
-from orchestrator.launch.screen import Screen
+from orchestrator.launch.process.progress import Progress
+from orchestrator.launch.process.run_log import RunLog
+from orchestrator.launch.process.safe_output import Screen
 from orchestrator.storage.files import Storage
 from orchestrator.terminal_text import visible, visible_json, visible_lines
 from tests.data.making import write_corpus
-from tests.monitor.dashboard.serving import client, make_hostile, served
-from tests.monitor.test_audit import TrainedRun
+from tests.inspect.dashboard.serving import client, make_hostile, served
+from tests.inspect.test_audit import TrainedRun
 
 # What a terminal or a reader's eye takes for more than a letter, without the two that only move on.
 CONTROLS = [
@@ -88,7 +88,7 @@ def id_of(words: list[str]) -> str:
 def test_no_command_writes_a_control_character(
     words: list[str], runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.monitor.run.WATCH_S", 0.0)
+    monkeypatch.setattr("orchestrator.inspect.run.WATCH_S", 0.0)
     point = orchestrator.open(runs / "made").list_points()[-1]["name"]
     fork = str(runs / "".join(filter(str.isalnum, words[0])))
     named = {"made": str(runs / "made"), "read": str(runs / "read"), "point": point, "fork": fork}
@@ -114,7 +114,7 @@ def test_no_command_writes_a_control_character(
 def test_json_escapes_what_it_says_and_loses_nothing(
     words: list[str], runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.monitor.run.WATCH_S", 0.0)
+    monkeypatch.setattr("orchestrator.inspect.run.WATCH_S", 0.0)
     named = {"made": str(runs / "made"), "read": str(runs / "read")}
     with pytest.raises(SystemExit):
         main([*(word.format(**named) if word != EVIL else word for word in words), "--json"])
@@ -165,7 +165,7 @@ def test_an_error_of_ours_says_it_as_data_wherever_it_is_printed() -> None:
 
 PROGRAM = """
 import logging, sys, threading
-from orchestrator.launch.screen import let_go, show_faults_as_data
+from orchestrator.launch.process.safe_output import let_go, show_faults_as_data
 show_faults_as_data()
 logging.getLogger("uvicorn.error").error("fault: %s", sys.argv[1])
 thread = threading.Thread(target=lambda: {}[sys.argv[1]] if sys.argv[2] else None)

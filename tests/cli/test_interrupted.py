@@ -43,18 +43,28 @@ def interrupt_at(patch: pytest.MonkeyPatch, place: str, call: int) -> None:
 @pytest.mark.parametrize(
     ("command", "place", "call", "line"),
     [
-        ("verify example", "orchestrator.monitor.verifying:Verifying._row", 0, ": `verify RUN --resume`"),
-        ("audit example", "orchestrator.monitor.walk:PartWalk._difference", 3, ": 3 of 12 steps, up to"),
+        (
+            "verify example",
+            "orchestrator.inspect.status.verifying:Verifying._row",
+            0,
+            ": `verify RUN --resume`",
+        ),
+        (
+            "audit example",
+            "orchestrator.inspect.audit.stream_recheck:PartWalk._difference",
+            3,
+            ": 3 of 12 steps, up to",
+        ),
         ("export example out", "orchestrator.storage.files:Storage.create", 0, ""),
         (
             "replay example --step 9",
-            "orchestrator.launch.retraining:Retraining._step",
+            "orchestrator.launch.replay.step_replay:Retraining._step",
             0,
             ": nothing of it is left",
         ),
-        ("watch example", "orchestrator.monitor.run:Run._view", 0, ": the run is as it was"),
-        ("watch example --json", "orchestrator.monitor.run:Run._view", 0, ": the run is as it was"),
-        ("logs example -f", "orchestrator.monitor.logs:LogFollower.read", 1, ": the run is as it was"),
+        ("watch example", "orchestrator.inspect.run:Run._view", 0, ": the run is as it was"),
+        ("watch example --json", "orchestrator.inspect.run:Run._view", 0, ": the run is as it was"),
+        ("logs example -f", "orchestrator.inspect.logs:LogFollower.read", 1, ": the run is as it was"),
     ],
 )
 def test_ctrl_c_ends_a_long_command_with_a_line_and_130_and_leaves_nothing(

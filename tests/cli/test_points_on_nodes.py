@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.checkpoint.node_local.node_storage import run_storage
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cli.commands import main
-from orchestrator.monitor.status.missing import wrong_sizes
-from orchestrator.parts.node_storage import run_storage
-from orchestrator.resume.store import RunStore
-from tests.parts.node_disks import Disks
+from orchestrator.inspect.status.missing import wrong_sizes
+from tests.checkpoint.files.node_disks import Disks
+from tests.checkpoint.samples import key
 from tests.planning.test_resume_plan import IDENTITY
-from tests.resume.samples import key
 
 
 @pytest.fixture

@@ -13,15 +13,19 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from orchestrator.coordinator.launch_actions import Action, Answer, End, Fenced, Kill, Note
-from orchestrator.coordinator.launch_machine import LaunchMachine
-from orchestrator.elastic.failure_budget import Failure, FailureBudget
+from orchestrator.checkpoint.commit import commit_events as commit
+from orchestrator.checkpoint.commit.commit_machine import CommitMachine
+from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.checkpoint.points.points import newest_first
+from orchestrator.coordinator.machine.launch_actions import Action, Answer, End, Fenced, Kill, Note
+from orchestrator.coordinator.machine.launch_machine import LaunchMachine
+from orchestrator.elastic.failure.failure_budget import Failure, FailureBudget
+from orchestrator.elastic.failure.storage_outage import StorageTrouble
 from orchestrator.elastic.formation import Form, Formation, PreviousGeneration
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.elastic.storage_trouble import StorageTrouble
-from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.lineage import Lineage, effective_history
+from orchestrator.history.claims.claims import Claim, ClaimParent, GenerationStart
+from orchestrator.history.claims.lineage import Lineage, effective_history
+from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import (
@@ -34,10 +38,6 @@ from orchestrator.records.membership import (
 from orchestrator.records.points import Vote
 from orchestrator.records.run_status import MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
-from orchestrator.resume import commit_events as commit
-from orchestrator.resume.commit_machine import CommitMachine
-from orchestrator.resume.kept_points import KeptPoints
-from orchestrator.resume.points import newest_first
 
 Content = tuple[tuple[int, int], ...]
 STORAGE_LIMIT_S = 60.0  # short enough to be reached within a history

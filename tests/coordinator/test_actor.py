@@ -19,33 +19,33 @@ from typing import Any
 
 import pytest
 
+from orchestrator.checkpoint.commit import commit_driver, commit_machine, delete_retries, save_retries
+from orchestrator.checkpoint.commit.commit_events import DeletePoints, Tick
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator import actor as coordinator_module
 from orchestrator.coordinator import feeder_notes, launch_driver
 from orchestrator.coordinator.actor import Coordinator
-from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorProcess
 from orchestrator.data.feed.feed_notes import BadDocument, FeedNotes
 from orchestrator.errors import StorageError, UnsavedError, report_of
-from orchestrator.history.claim_files import START
-from orchestrator.history.claims import ClaimParent
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal_reader import read_journal
+from orchestrator.history.claims.claim_files import START
+from orchestrator.history.claims.claims import ClaimParent
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import read_journal
+from orchestrator.history.journal.segment_log import GrowingSegments
 from orchestrator.history.request_files import STOP_NOW, Request
-from orchestrator.history.segment_log import GrowingSegments
-from orchestrator.launch.progress import Progress
-from orchestrator.monitor.look import look_at
-from orchestrator.monitor.view import not_watched
+from orchestrator.inspect.status.status_reader import look_at
+from orchestrator.inspect.status.view import not_watched
+from orchestrator.launch.process.progress import Progress
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.membership import GenerationView, JoinRequest, Refusal, RunOver, StillWaiting
 from orchestrator.records.run_status import GroupMember, MemberInfo, RunStatus
-from orchestrator.resume import commit_driver, commit_machine, delete_retries, save_retries
-from orchestrator.resume.commit_events import DeletePoints, Tick
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
+from tests.checkpoint.samples import CONFIG, cursor, key, no_sleep, record, write_vote
 from tests.raising import raises
-from tests.resume.samples import CONFIG, cursor, key, no_sleep, record, write_vote
 from tests.storage.model_store import DELETE, Fate, ModelBucket, ModelStore
 
 LIMIT_S = 60.0

@@ -12,19 +12,20 @@ from functools import partial
 
 import pytest
 
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator import actor as coordinator_module
 from orchestrator.coordinator import launch_driver
 from orchestrator.coordinator.actor import Coordinator
 from orchestrator.elastic.formation import RendezvousSettings
 from orchestrator.errors import FencedError
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal_reader import read_journal
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.records.membership import GenerationView, MachineProof, StillWaiting
 from orchestrator.records.run_status import Doing
 from orchestrator.records.steps import StateKey
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
+from tests.checkpoint.samples import cursor, key, no_sleep, record, write_vote
 from tests.coordinator import test_actor
 from tests.coordinator.test_actor import (
     JOIN,
@@ -39,7 +40,6 @@ from tests.coordinator.test_actor import (
     with_disk,
 )
 from tests.raising import raises
-from tests.resume.samples import cursor, key, no_sleep, record, write_vote
 
 store, patient = test_actor.store, test_actor.patient
 

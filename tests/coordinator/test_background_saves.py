@@ -3,7 +3,7 @@ commit machine, told by the real `Places` who has left.
 
 Two members, two generations (in the chaos tests three), a save in each of the first two; the second member
 may fail to write, be left out, and die. Storage answers at once: what may come between its answers is
-searched in `tests/resume/test_commit_search.py`.
+searched in `tests/checkpoint/test_commit_search.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from orchestrator.coordinator.places import Places
-from orchestrator.records.steps import StateKey
-from orchestrator.resume.commit_events import (
+from orchestrator.checkpoint.commit.commit_events import (
     Acknowledge,
     Action,
     DiscardSave,
@@ -30,11 +28,13 @@ from orchestrator.resume.commit_events import (
     VoterGone,
     WriteCommit,
 )
-from orchestrator.resume.commit_machine import CommitMachine
-from orchestrator.resume.kept_points import KeptPoints
-from tests.resume.quick_storage import tell_machine
-from tests.resume.samples import key
-from tests.resume.test_commit_machine import vote
+from orchestrator.checkpoint.commit.commit_machine import CommitMachine
+from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.coordinator.machine.rank_history import Places
+from orchestrator.records.steps import StateKey
+from tests.checkpoint.quick_storage import tell_machine
+from tests.checkpoint.samples import key
+from tests.checkpoint.test_commit_machine import vote
 
 MEMBERS = ("a", "b")
 DUE = {1: key(10), 2: key(25, generation=2)}  # the save of a generation

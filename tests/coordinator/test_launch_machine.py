@@ -7,23 +7,23 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.coordinator.launch_actions import Action, End, Kill, Leave, Note, Say, Warn
-from orchestrator.coordinator.launch_machine import LaunchMachine
-from orchestrator.elastic.failure_budget import FailureBudget
+from orchestrator.checkpoint.commit.commit_events import VoterGone
+from orchestrator.checkpoint.points.points import ReplicasDiffer
+from orchestrator.coordinator.machine.launch_actions import Action, End, Kill, Leave, Note, Say, Warn
+from orchestrator.coordinator.machine.launch_machine import LaunchMachine
+from orchestrator.elastic.failure.failure_budget import FailureBudget
+from orchestrator.elastic.failure.storage_outage import StorageTrouble
 from orchestrator.elastic.formation import Form
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.elastic.storage_trouble import StorageTrouble
 from orchestrator.history import sentences
-from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import HeldShard, Source
 from orchestrator.records.steps import StateKey
-from orchestrator.resume.commit_events import VoterGone
-from orchestrator.resume.points import ReplicasDiffer
+from tests.checkpoint.samples import key, record
 from tests.coordinator.test_actor import JOIN, LAUNCH
-from tests.resume.samples import key, record
 
 
 def test_a_member_that_is_left_out_will_not_vote_and_may_still_be_writing() -> None:

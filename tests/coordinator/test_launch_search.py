@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from orchestrator.coordinator.launch_actions import Action, Note
-from orchestrator.coordinator.launch_machine import LaunchMachine
-from orchestrator.coordinator.reported_errors import ReportedErrors
-from orchestrator.coordinator.requests import Answered, Requests
+from orchestrator.checkpoint.commit.commit_events import Action as CommitAction
+from orchestrator.checkpoint.commit.commit_events import DiscardSave, VoterGone
+from orchestrator.checkpoint.commit.commit_machine import CommitMachine
+from orchestrator.coordinator.machine.launch_actions import Action, Note
+from orchestrator.coordinator.machine.launch_machine import LaunchMachine
+from orchestrator.coordinator.machine.reported_errors import ReportedErrors
+from orchestrator.coordinator.machine.requests import Answered, Requests
 from orchestrator.elastic.formation import LeaveOut
 from orchestrator.records.run_status import MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
-from orchestrator.resume.commit_events import Action as CommitAction
-from orchestrator.resume.commit_events import DiscardSave, VoterGone
-from orchestrator.resume.commit_machine import CommitMachine
 from tests.coordinator.launch_model import BrokenError, Member, World, walk
 
 SEEDS = 400

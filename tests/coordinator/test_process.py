@@ -12,17 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator import actor as coordinator_module
 from orchestrator.coordinator import process as process_module
 from orchestrator.coordinator.process import CoordinatorProcess
-from orchestrator.history.claim_files import RESTARTED, START
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal_reader import read_journal
+from orchestrator.history.claims.claim_files import RESTARTED, START
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.records.membership import GenerationView, Refusal, RunOver, StillWaiting
 from orchestrator.records.run_status import RunStatus
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
+from tests.checkpoint.samples import key, no_sleep, record, write_vote
 from tests.coordinator import test_actor
 from tests.coordinator.test_actor import (
     JOIN,
@@ -34,7 +35,6 @@ from tests.coordinator.test_actor import (
     run,
     what_it_needs,
 )
-from tests.resume.samples import key, no_sleep, record, write_vote
 
 store = test_actor.store
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from orchestrator import errors
-from orchestrator.coordinator.launch_actions import Action, End, Note, Warn
-from orchestrator.coordinator.launch_machine import LaunchMachine
-from orchestrator.elastic.failure_budget import FailureBudget
+from orchestrator.coordinator.machine.launch_actions import Action, End, Note, Warn
+from orchestrator.coordinator.machine.launch_machine import LaunchMachine
+from orchestrator.elastic.failure.failure_budget import FailureBudget
+from orchestrator.elastic.failure.storage_outage import StorageTrouble
 from orchestrator.elastic.formation import Form
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.elastic.storage_trouble import StorageTrouble
-from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import MemberInfo
 from orchestrator.records.steps import StateKey

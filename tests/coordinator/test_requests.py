@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.coordinator.requests import SAVE_AGAIN_S, Answered, Requests
+from orchestrator.coordinator.machine.requests import SAVE_AGAIN_S, Answered, Requests
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.records.steps import StateKey
 

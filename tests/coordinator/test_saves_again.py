@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrator.checkpoint.commit import save_retries
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.actor import Coordinator
-from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S
-from orchestrator.history.journal_reader import read_journal
+from orchestrator.elastic.failure.storage_outage import STORAGE_LIMIT_S
+from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.records.membership import ControlRequests, GenerationView
-from orchestrator.resume import save_retries
-from orchestrator.resume.store import RunStore
+from tests.checkpoint.samples import key, record, write_vote
 from tests.coordinator.test_actor import (  # noqa: F401
     JOIN,
     LAUNCH,
@@ -26,7 +27,6 @@ from tests.coordinator.test_actor import (  # noqa: F401
     store,
     what_it_needs,
 )
-from tests.resume.samples import key, record, write_vote
 
 
 @pytest.fixture(autouse=True)

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from orchestrator.coordinator.attempt import Attempt
-from orchestrator.coordinator.measuring import measured
+from orchestrator.checkpoint.node_local.parts_on_node import PartsOnNode
+from orchestrator.checkpoint.node_local.reached_nodes import ReachedNodes, Servers
+from orchestrator.checkpoint.writer.part_job import PartCancelled
+from orchestrator.coordinator.attempt.attempt import Attempt
+from orchestrator.coordinator.attempt.metric_sinks import measured
 from orchestrator.errors import StorageError, UnreachableNodeError
-from orchestrator.launch.run_log import RunLog
-from orchestrator.launch.worker import announce_workers
-from orchestrator.parts.part_job import PartCancelled
-from orchestrator.parts.parts_on_node import PartsOnNode
-from orchestrator.parts.reached_nodes import ReachedNodes, Servers
+from orchestrator.launch.on_ray.worker import announce_workers
+from orchestrator.launch.process.run_log import RunLog
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage

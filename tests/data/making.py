@@ -15,8 +15,8 @@ import zstandard
 
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
+from orchestrator.data.dataset import prepare_data
 from orchestrator.data.packing.samples import Sample, open_samples
-from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage

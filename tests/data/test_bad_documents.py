@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from orchestrator.data.packing.samples import open_samples
-from orchestrator.data.sources import line_numbers
-from orchestrator.data.sources.input_file import LocalFile
+from orchestrator.data.sources.access.input_file import LocalFile
+from orchestrator.data.sources.records import line_numbers
 from orchestrator.errors import BadDocumentError, DataError
 from orchestrator.records.cursor import Cursor
 from tests.data.making import job, samples, spec_of

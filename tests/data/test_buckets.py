@@ -30,12 +30,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from orchestrator.config.loading import parse_config
-from orchestrator.data.preparing import prepare_data
-from orchestrator.data.sources.changes import changes_since
-from orchestrator.data.sources.input_file import open_input
-from orchestrator.data.sources.listing import list_files
-from orchestrator.data.sources.manifest import ETAG, difference, freeze, from_parquet, to_parquet
-from orchestrator.data.sources.remote_files import name_fits
+from orchestrator.data.dataset import prepare_data
+from orchestrator.data.sources.access.input_file import open_input
+from orchestrator.data.sources.access.remote_files import name_fits
+from orchestrator.data.sources.lists.listing import list_files
+from orchestrator.data.sources.lists.manifest import ETAG, difference, freeze, from_parquet, to_parquet
+from orchestrator.data.sources.lists.source_diff import changes_since
 from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError
 from orchestrator.storage.buckets import bucket_of, forget_buckets
 from orchestrator.storage.files import Storage

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from orchestrator.data.sources.content import Conversation, Prompted
+from orchestrator.data.sources.records.content import Conversation, Prompted
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.data.tokens.encoder import Encoder, choose_encoder, installed_version
-from orchestrator.data.tokens.masked import MaskedEncoder
+from orchestrator.data.tokens.loss_mask import MaskedEncoder
 from orchestrator.data.tokens.tokenizer_files import examine, fetch
 from orchestrator.errors import ConfigError, DataError
 from orchestrator.planning.encoders import EncoderChoice

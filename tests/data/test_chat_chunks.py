@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers, trainers
 
-from orchestrator.data.preparing import prepare_data
-from orchestrator.data.sources.content import Conversation, Document, Prompted
+from orchestrator.data.dataset import prepare_data
+from orchestrator.data.sources.records.content import Conversation, Document, Prompted
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chunks import tokenize_records
@@ -183,7 +183,7 @@ def test_what_is_learnt_is_part_of_the_runs_identity(tmp_path: Path, tiny_config
     for change in ({}, {"content": "chat"}, {"content": "chat", "loss": "last"}):
         asked = tiny_config({"data.sources": [{**source, **change}], "data.tokenizer": name})
         from orchestrator.config.loading import parse_config
-        from orchestrator.planning.identity import stream_settings
+        from orchestrator.planning.resume.identity import stream_settings
 
         found.append(stream_settings(parse_config(asked).flat()))
     assert "data.sources.made.loss" not in found[0]

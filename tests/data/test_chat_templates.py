@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, normalizers
 
 from orchestrator.config.loading import parse_config
-from orchestrator.data.preparing import prepare_data
-from orchestrator.data.sources.content import Conversation
+from orchestrator.data.dataset import prepare_data
+from orchestrator.data.sources.records.content import Conversation
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.errors import DataError
 from orchestrator.records.cursor import Cursor

@@ -14,10 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import feather
 
-from orchestrator.data.sources.content import BadRecordError, Content, Conversation, WrongChatValueError
-from orchestrator.data.sources.documents import document_of
-from orchestrator.data.sources.listing import list_files
-from orchestrator.data.sources.manifest import freeze_listed, from_parquet, to_parquet
+from orchestrator.data.sources.lists.listing import list_files
+from orchestrator.data.sources.lists.manifest import freeze_listed, from_parquet, to_parquet
+from orchestrator.data.sources.records.content import (
+    BadRecordError,
+    Content,
+    Conversation,
+    WrongChatValueError,
+)
+from orchestrator.data.sources.records.documents import document_of
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.data.tokens.transforms import Transforms, find_transform
 from orchestrator.errors import ConfigError

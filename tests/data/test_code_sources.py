@@ -23,15 +23,21 @@ from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
 from orchestrator.data.common import user_code
 from orchestrator.data.common.settings import StreamSettings
+from orchestrator.data.dataset import prepare_data, prepare_trained
 from orchestrator.data.first_records import check_first_records
-from orchestrator.data.preparing import prepare_data, prepare_trained
-from orchestrator.data.sources.code_records import CodeRecords
-from orchestrator.data.sources.content import BadRecordError, Content, Conversation, Document, Prompted
+from orchestrator.data.sources.access.code_records import CodeRecords
 from orchestrator.data.sources.formats import format_of, python
-from orchestrator.data.sources.fragments import SourcePlan, plan_source
-from orchestrator.data.sources.listing import list_files
-from orchestrator.data.sources.manifest import freeze_listed, from_parquet, to_parquet
+from orchestrator.data.sources.lists.fragments import SourcePlan, plan_source
+from orchestrator.data.sources.lists.listing import list_files
+from orchestrator.data.sources.lists.manifest import freeze_listed, from_parquet, to_parquet
 from orchestrator.data.sources.readers import read_files
+from orchestrator.data.sources.records.content import (
+    BadRecordError,
+    Content,
+    Conversation,
+    Document,
+    Prompted,
+)
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataIdentityError
 from orchestrator.storage.files import Storage

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from orchestrator.data.preparing import prepare_data
+from orchestrator.data.dataset import prepare_data
 from orchestrator.data.tokens import fast
 from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS
 from orchestrator.data.tokens.chunks import tokenize_block

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from orchestrator.data.preparing import prepare_data
+from orchestrator.data.dataset import prepare_data
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.encoder import Encoder, installed_version
 from orchestrator.errors import ConfigError

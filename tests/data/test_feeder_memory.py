@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.data_memory import Case, run_case, words
 from orchestrator.config.loading import parse_config
+from orchestrator.data.dataset import prepare_data
 from orchestrator.data.feed.memory import MemoryShares, memory_of
 from orchestrator.data.feed.remote_feed import RayFeed
 from orchestrator.data.packing.samples import open_samples
-from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sample_corpus import train_tokenizer
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import FeedError

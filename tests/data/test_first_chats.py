@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from orchestrator.config.loading import parse_config
+from orchestrator.data.dataset import prepare_data
 from orchestrator.data.first_records import NUM_RENDERED, check_first_records
-from orchestrator.data.preparing import prepare_data
 from orchestrator.errors import ConfigError
 from orchestrator.launch.api import plan
 from tests.data.test_chat import CHATML, CHATML_TAGGED, byte_level, saved

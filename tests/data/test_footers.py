@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from orchestrator.data.common.settings import StreamSettings
-from orchestrator.data.sources import footers
-from orchestrator.data.sources.footers import footer
-from orchestrator.data.sources.fragments import SourcePlan, plan_source
-from orchestrator.data.sources.input_file import open_input
-from orchestrator.data.sources.manifest import freeze
+from orchestrator.data.sources.access import footers
+from orchestrator.data.sources.access.footers import footer
+from orchestrator.data.sources.access.input_file import open_input
+from orchestrator.data.sources.lists.fragments import SourcePlan, plan_source
+from orchestrator.data.sources.lists.manifest import freeze
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.errors import DataIdentityError
 from tests.raising import raises

@@ -17,12 +17,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from orchestrator.data.common.settings import StreamSettings
-from orchestrator.data.sources import compressed, line_records, windows
-from orchestrator.data.sources.content import BadRecordError, Content, WrongFieldError
+from orchestrator.data.sources import windows
+from orchestrator.data.sources.access import compressed
+from orchestrator.data.sources.access.input_file import open_input
 from orchestrator.data.sources.formats import cbor, csv, mds, text, webdataset
-from orchestrator.data.sources.fragments import SourcePlan
-from orchestrator.data.sources.input_file import open_input
+from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.readers import read_files
+from orchestrator.data.sources.records import line_records
+from orchestrator.data.sources.records.content import BadRecordError, Content, WrongFieldError
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.errors import ConfigError, DataError
 from tests.data import format_writers

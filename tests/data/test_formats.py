@@ -20,13 +20,19 @@ from hypothesis import strategies as st
 from orchestrator.config.data_sections import FORMAT_NAMES
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.first_records import check_first_records
-from orchestrator.data.sources.content import BadRecordError, Content, Conversation, Document, Prompted
 from orchestrator.data.sources.formats import arrow, csv, format_of
-from orchestrator.data.sources.fragments import SourcePlan, plan_source
-from orchestrator.data.sources.listing import list_files
-from orchestrator.data.sources.manifest import freeze_listed, from_parquet, to_parquet
+from orchestrator.data.sources.lists.fragments import SourcePlan, plan_source
+from orchestrator.data.sources.lists.listing import list_files
+from orchestrator.data.sources.lists.manifest import freeze_listed, from_parquet, to_parquet
 from orchestrator.data.sources.readers import read_files
-from orchestrator.data.sources.text_encoding import other_encoding
+from orchestrator.data.sources.records.content import (
+    BadRecordError,
+    Content,
+    Conversation,
+    Document,
+    Prompted,
+)
+from orchestrator.data.sources.records.text_encoding import other_encoding
 from orchestrator.data.sources.windows import OrderedWindow, Window, read_windows
 from orchestrator.errors import ConfigError, DataError
 from tests.data import format_writers

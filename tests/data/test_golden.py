@@ -19,9 +19,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from orchestrator.data.packing.packer import Run
 from orchestrator.data.packing.step_samples import StepSamples
-from orchestrator.data.sources.content import Content
-from orchestrator.data.sources.file_rows import FileRow
-from orchestrator.data.sources.manifest import Files, Manifest, freeze
+from orchestrator.data.sources.lists.file_rows import FileRow
+from orchestrator.data.sources.lists.manifest import Files, Manifest, freeze
+from orchestrator.data.sources.records.content import Content
 from orchestrator.data.spec import DataSpec
 from orchestrator.planning import record_keys
 from orchestrator.planning.digest import batch_digest, sample_digest, token_hasher

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.data.sources.compressed import DAMAGE, decoded
-from orchestrator.data.sources.input_file import open_input
+from orchestrator.data.sources.access.compressed import DAMAGE, decoded
+from orchestrator.data.sources.access.input_file import open_input
 
 _random = random.Random(0)
 TEXTS = [bytes(_random.choices(b"abcdefgh \n", k=size)) for size in (900, 0, 9)]

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 import orchestrator
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.data.preparing import prepare_data
+from orchestrator.data.dataset import prepare_data
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataIdentityError, RefusedError
 from orchestrator.json_form import decode, encode
-from orchestrator.planning.identity import compare
 from orchestrator.planning.record_keys import holdout_bound, holdout_key, is_held_out
+from orchestrator.planning.resume.identity import compare
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from tests.data.making import job, plain, samples, some_texts, spec_of, write_corpus

@@ -20,12 +20,12 @@ from huggingface_hub import constants, utils
 import orchestrator
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.data.preparing import prepare_data, prepare_trained
-from orchestrator.data.sources import footers, hub_datasets
-from orchestrator.data.sources.hub_datasets import split_hub
-from orchestrator.data.sources.input_file import open_input
-from orchestrator.data.sources.listing import list_files
-from orchestrator.data.sources.manifest import ETAG, from_parquet, to_parquet
+from orchestrator.data.dataset import prepare_data, prepare_trained
+from orchestrator.data.sources.access import footers, hub_datasets
+from orchestrator.data.sources.access.hub_datasets import split_hub
+from orchestrator.data.sources.access.input_file import open_input
+from orchestrator.data.sources.lists.listing import list_files
+from orchestrator.data.sources.lists.manifest import ETAG, from_parquet, to_parquet
 from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.storage.files import Storage
 from tests.data.hub_server import Hub, hub_server
@@ -245,8 +245,8 @@ def test_a_private_dataset_is_read_with_the_users_token_which_no_other_host_sees
 
 
 _LIST = """
-from orchestrator.data.sources.input_file import open_input
-from orchestrator.data.sources.listing import list_files
+from orchestrator.data.sources.access.input_file import open_input
+from orchestrator.data.sources.lists.listing import list_files
 listing = list_files("web", "hf://datasets/org/set/data/train-0*", "jsonl")
 with open_input(listing.base, listing.names[0]) as file:
     print(len(file.read_at(0, file.size)))

@@ -16,11 +16,11 @@ import pytest
 
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.source_notes import notes_of
-from orchestrator.data.sources.content import Content
-from orchestrator.data.sources.fragments import plan_source
-from orchestrator.data.sources.input_file import LocalFile
-from orchestrator.data.sources.listing import list_files
-from orchestrator.data.sources.manifest import freeze_listed
+from orchestrator.data.sources.access.input_file import LocalFile
+from orchestrator.data.sources.lists.fragments import plan_source
+from orchestrator.data.sources.lists.listing import list_files
+from orchestrator.data.sources.lists.manifest import freeze_listed
+from orchestrator.data.sources.records.content import Content
 from orchestrator.errors import ConfigError, DataError
 from tests.data.format_writers import PRESS, arrow_file, arrow_stream, mds, mds_entry
 from tests.data.test_formats import read_straight

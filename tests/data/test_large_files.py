@@ -13,12 +13,12 @@ import pytest
 import zstandard
 
 from orchestrator.data.common.settings import StreamSettings
-from orchestrator.data.sources import columns
-from orchestrator.data.sources.columns import BATCH_BYTES
-from orchestrator.data.sources.compressed import READ_BYTES
-from orchestrator.data.sources.fragments import SourcePlan, plan_source
-from orchestrator.data.sources.manifest import freeze
+from orchestrator.data.sources.access.compressed import READ_BYTES
+from orchestrator.data.sources.lists.fragments import SourcePlan, plan_source
+from orchestrator.data.sources.lists.manifest import freeze
 from orchestrator.data.sources.readers import Part, read_files, read_fragment
+from orchestrator.data.sources.records import columns
+from orchestrator.data.sources.records.columns import BATCH_BYTES
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 
 PRESS: dict[str, Callable[[bytes], bytes]] = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.data.dataset import prepare_data
 from orchestrator.data.frozen import (
     LaterList,
     copy_frozen,
@@ -19,8 +20,7 @@ from orchestrator.data.frozen import (
     read_later,
     write_later,
 )
-from orchestrator.data.preparing import prepare_data
-from orchestrator.data.sources.manifest import freeze, to_parquet
+from orchestrator.data.sources.lists.manifest import freeze, to_parquet
 from orchestrator.errors import DataIdentityError
 from orchestrator.storage.files import Storage
 from tests.data.making import job, some_texts, write_corpus

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from orchestrator.config.loading import parse_config
-from orchestrator.data.preparing import prepare_data
-from orchestrator.data.sources.file_facts import look_at
-from orchestrator.data.sources.listing import list_files
-from orchestrator.data.sources.manifest import freeze
+from orchestrator.data.dataset import prepare_data
+from orchestrator.data.sources.lists.file_facts import look_at
+from orchestrator.data.sources.lists.listing import list_files
+from orchestrator.data.sources.lists.manifest import freeze
 from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.storage.files import Storage
 from tests.data.making import job, some_texts, write_corpus

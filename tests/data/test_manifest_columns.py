@@ -21,19 +21,19 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.data.sources import file_rows
-from orchestrator.data.sources.changes import changes_since
-from orchestrator.data.sources.file_parts import FilePart
-from orchestrator.data.sources.file_rows import FileRow, Files
-from orchestrator.data.sources.fragments import (
+from orchestrator.data.sources.lists import file_rows
+from orchestrator.data.sources.lists.file_parts import FilePart
+from orchestrator.data.sources.lists.file_rows import FileRow, Files
+from orchestrator.data.sources.lists.fragments import (
     SourcePlan,
     frozen_at,
     load_plan,
     num_window_shuffled,
     plan_source,
 )
-from orchestrator.data.sources.listing import list_files
-from orchestrator.data.sources.manifest import Manifest, freeze, from_parquet, to_parquet
+from orchestrator.data.sources.lists.listing import list_files
+from orchestrator.data.sources.lists.manifest import Manifest, freeze, from_parquet, to_parquet
+from orchestrator.data.sources.lists.source_diff import changes_since
 from orchestrator.errors import DataIdentityError
 from orchestrator.storage.files import Storage
 from tests.raising import raises

@@ -18,17 +18,19 @@ import zstandard
 
 from orchestrator.config.loading import parse_config
 from orchestrator.data.common.settings import StreamSettings
+from orchestrator.data.dataset import prepare_data
 from orchestrator.data.packing.stream import Stream
-from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sample_corpus import train_tokenizer
-from orchestrator.data.sources import columns, compressed, line_records, readers
+from orchestrator.data.sources import readers
 from orchestrator.data.sources import windows as sources
-from orchestrator.data.sources.content import Content
+from orchestrator.data.sources.access import compressed
+from orchestrator.data.sources.access.input_file import open_input
 from orchestrator.data.sources.formats import text
 from orchestrator.data.sources.formats.parquet import read_row_group
-from orchestrator.data.sources.fragments import SourcePlan, plan_source
-from orchestrator.data.sources.input_file import open_input
-from orchestrator.data.sources.manifest import freeze
+from orchestrator.data.sources.lists.fragments import SourcePlan, plan_source
+from orchestrator.data.sources.lists.manifest import freeze
+from orchestrator.data.sources.records import columns, line_records
+from orchestrator.data.sources.records.content import Content
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens import chunk_writer

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.data.feed.flight import Admission, Flight, chunk_bytes
+from orchestrator.data.feed.inflight_budget import Admission, Flight, chunk_bytes
 from orchestrator.data.feed.memory import (
     MemoryNeeds,
     MemoryShares,
@@ -18,7 +18,7 @@ from orchestrator.data.feed.memory import (
     divide_memory,
     memory_of,
 )
-from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES
+from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES
 from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import ConfigError
 from tests.conftest import TinyConfig

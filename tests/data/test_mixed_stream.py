@@ -20,18 +20,18 @@ from hypothesis import strategies as st
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
 from orchestrator.data.common.settings import MixtureSettings, StreamSettings
+from orchestrator.data.dataset import prepare_data
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.packing.samples import Sample, draw_step, open_samples
 from orchestrator.data.packing.stream import Stream, StreamSource
-from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import FeedError
+from orchestrator.inspect.audit.reference.reference_mixture import MixtureRule, ReferenceMixture
 from orchestrator.json_form import decode, encode
-from orchestrator.monitor.reference_mixture import MixtureRule, ReferenceMixture
 from orchestrator.planning.batches import next_range
-from orchestrator.planning.identity import RunIdentity, compare
 from orchestrator.planning.mixture import whole_weights
+from orchestrator.planning.resume.identity import RunIdentity, compare
 from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.storage.files import Storage

@@ -20,18 +20,18 @@ from orchestrator.config.field_rules import field_rules
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
 from orchestrator.data.common.settings import SPLIT_WHOLE, MixtureSettings, StreamSettings
+from orchestrator.data.dataset import prepare_data, prepare_trained
 from orchestrator.data.feed.local_feed import InProcessFeed
-from orchestrator.data.packing.arrangement import best_fit, few_packs
+from orchestrator.data.packing.bin_packing import best_fit, few_packs
 from orchestrator.data.packing.samples import Sample, draw_step, open_samples
 from orchestrator.data.packing.stream import Stream, StreamSource
-from orchestrator.data.preparing import prepare_data, prepare_trained
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.planning.batches import next_range
-from orchestrator.planning.identity import stream_settings
 from orchestrator.planning.order import pack_order
-from orchestrator.planning.resume_plan import PointInfo, plan_resume
+from orchestrator.planning.resume.identity import stream_settings
+from orchestrator.planning.resume.resume_plan import PointInfo, plan_resume
 from orchestrator.planning.schedule import budgets_for
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.steps import StateKey

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.data.sources import ranged_reads
-from orchestrator.data.sources.input_file import LocalFile
-from orchestrator.data.sources.ranged_reads import RangedReads
+from orchestrator.data.sources.access import ranged_reads
+from orchestrator.data.sources.access.input_file import LocalFile
+from orchestrator.data.sources.access.ranged_reads import RangedReads
 
 SIZE = 1000
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.data.preparing import prepare_data
-from orchestrator.data.tokens import encoder, remembered, tokenizer_files
-from orchestrator.data.tokens.remembered import FOLDER
+from orchestrator.data.dataset import prepare_data
+from orchestrator.data.tokens import disk_cache, encoder, tokenizer_files
+from orchestrator.data.tokens.disk_cache import FOLDER
 from tests.data.making import job, plain, some_texts, write_corpus
 
 Make = Callable[..., dict[str, Any]]
@@ -43,17 +43,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a process holds is gone."""
-    monkeypatch.setattr(remembered, "_held", {})
+    monkeypatch.setattr(disk_cache, "_held", {})
     monkeypatch.setattr(tokenizer_files, "_examined", {})
 
 
 def test_what_was_found_is_not_looked_for_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = Finder()
     for _ in range(2):
-        assert remembered.remembered(Found, ["x", 1], find) == find() == Found(number=7, words=("a", "b"))
+        assert disk_cache.remembered(Found, ["x", 1], find) == find() == Found(number=7, words=("a", "b"))
         new_process(monkeypatch)
     assert find.asked == 1 + 2
-    remembered.remembered(Found, ["x", 2], find)
+    disk_cache.remembered(Found, ["x", 2], find)
     assert find.asked == 4
     assert len(list(folder.iterdir())) == 2
 
@@ -63,13 +63,13 @@ def test_a_damaged_file_is_found_out_anew_and_replaced(
     damage: bytes, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = Finder()
-    remembered.remembered(Found, ["x"], find)
+    disk_cache.remembered(Found, ["x"], find)
     (kept,) = folder.iterdir()
     whole = kept.read_bytes()
     for content in (damage, whole.replace(b"7", b"8")):
         kept.write_bytes(content)
         new_process(monkeypatch)
-        assert remembered.remembered(Found, ["x"], find).number == 7
+        assert disk_cache.remembered(Found, ["x"], find).number == 7
         assert kept.read_bytes() == whole
     assert find.asked == 3
 
@@ -78,9 +78,9 @@ def test_a_folder_that_cannot_be_written_is_no_fault(tmp_path: Path, monkeypatch
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv(FOLDER, str(tmp_path / "file" / "below"))
     find = Finder()
-    assert remembered.remembered(Found, ["x"], find).number == 7
+    assert disk_cache.remembered(Found, ["x"], find).number == 7
     monkeypatch.setenv(FOLDER, "")
-    assert remembered.remembered(Found, ["x"], find).number == 7
+    assert disk_cache.remembered(Found, ["x"], find).number == 7
     assert find.asked == 2
 
 

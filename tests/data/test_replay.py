@@ -11,14 +11,14 @@ import pytest
 
 from orchestrator.config.loading import parse_config
 from orchestrator.data.common.settings import StreamSettings
+from orchestrator.data.dataset import prepare_data
 from orchestrator.data.feed.open_blocks import OpenBlocks
-from orchestrator.data.feed.opening import Opening, expected_windows
 from orchestrator.data.feed.replay import MIN_STEPS, ReplayBuffer
-from orchestrator.data.feed.slots import SLOTS_AHEAD, NoTask
-from orchestrator.data.preparing import prepare_data
-from orchestrator.data.sources.file_rows import FileRow, Files
-from orchestrator.data.sources.fragments import DECODED_RATIO, plan_source
-from orchestrator.data.sources.manifest import Manifest
+from orchestrator.data.feed.stream_session import Opening, expected_windows
+from orchestrator.data.feed.window_scheduler import SLOTS_AHEAD, NoTask
+from orchestrator.data.sources.lists.file_rows import FileRow, Files
+from orchestrator.data.sources.lists.fragments import DECODED_RATIO, plan_source
+from orchestrator.data.sources.lists.manifest import Manifest
 from orchestrator.data.sources.windows import Window
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chunks import tokenize_block, tokenize_window

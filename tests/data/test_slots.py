@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.data.feed import slots as machine
-from orchestrator.data.feed.slots import NoTask, Slots, SourceWindows
+from orchestrator.data.feed import window_scheduler as machine
+from orchestrator.data.feed.window_scheduler import NoTask, Slots, SourceWindows
 from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import DataIdentityError, FeedError
 from tests.raising import raises

@@ -18,13 +18,13 @@ import pytest
 
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.data import later_lists, preparing
-from orchestrator.data.preparing import prepare_data
-from orchestrator.data.sources.listing import list_files
-from orchestrator.data.sources.manifest import freeze, from_parquet, to_parquet
+from orchestrator.data import dataset, source_refresh
+from orchestrator.data.dataset import prepare_data
+from orchestrator.data.sources.lists.listing import list_files
+from orchestrator.data.sources.lists.manifest import freeze, from_parquet, to_parquet
 from orchestrator.data.tokens.encoder import Encoder
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
-from orchestrator.planning.identity import compare
+from orchestrator.planning.resume.identity import compare
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from tests.data.making import job, plain, samples, some_texts, write_corpus
@@ -103,7 +103,7 @@ def test_the_slower_of_two_first_starts_takes_what_the_quicker_one_froze(
     data: Path, run: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = job(tiny_config, data)
-    write, quicker = preparing.write_frozen, []
+    write, quicker = dataset.write_frozen, []
 
     def raced(storage: Storage, *arguments: Any) -> bool:
         if not quicker:
@@ -111,7 +111,7 @@ def test_the_slower_of_two_first_starts_takes_what_the_quicker_one_froze(
             quicker[0] = prepare_data(config, storage)
         return write(storage, *arguments)
 
-    monkeypatch.setattr(preparing, "write_frozen", raced)
+    monkeypatch.setattr(dataset, "write_frozen", raced)
     assert prepare_data(config, Storage(str(run))) == quicker[0]
 
 
@@ -252,7 +252,7 @@ def test_a_run_that_was_started_with_a_file_twice_goes_on_so_and_says_it(
     names = [f"{way}part-{i}.jsonl" for way in ("", "self/", "self/self/") for i in range(3)]
     with monkeypatch.context() as patch:  # as an older version listed
         every = replace(list_files("made", str(data), "jsonl"), names=tuple(names))
-        patch.setattr(later_lists, "list_files", lambda *_: every)
+        patch.setattr(source_refresh, "list_files", lambda *_: every)
         old = prepare_data(job(tiny_config, data), Storage(str(run)))
     assert len(old.plans[0].manifest.files) == 9
     again = prepare_data(job(tiny_config, data), Storage(str(run)))

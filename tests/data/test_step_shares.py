@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.data.feed.replay import ReplayBuffer
-from orchestrator.data.packing.runs import PackedRun, Run
+from orchestrator.data.packing.sample_spans import PackedRun, Run
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.errors import FeedError
 from orchestrator.records.batches import StepRange

@@ -15,9 +15,9 @@ import xxhash
 
 import orchestrator
 from orchestrator.config.loading import parse_config
+from orchestrator.data.dataset import prepare_data
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.data.packing.stream import Stream
-from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError
 from orchestrator.json_form import decode, encode

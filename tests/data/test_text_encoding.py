@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.data.first_records import check_first_records
-from orchestrator.data.sources.content import BadRecordError, Content
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.readers import read_files, read_fragment
-from orchestrator.data.sources.text_encoding import CODE, other_encoding
+from orchestrator.data.sources.records.content import BadRecordError, Content
+from orchestrator.data.sources.records.text_encoding import CODE, other_encoding
 from orchestrator.errors import ConfigError, DataError
 from orchestrator.records.cursor import Cursor
 from tests.data.making import job, spec_of

@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers
 
+from orchestrator.data.dataset import prepare_data
 from orchestrator.data.frozen import copy_frozen, read_frozen
-from orchestrator.data.preparing import prepare_data
-from orchestrator.data.sources.content import Conversation
+from orchestrator.data.sources.records.content import Conversation
 from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS, added_token_texts
 from orchestrator.data.tokens.encoder import Encoder, choose_encoder, installed_version
-from orchestrator.data.tokens.masked import MaskedEncoder
+from orchestrator.data.tokens.loss_mask import MaskedEncoder
 from orchestrator.data.tokens.resolved import RESOLVED, as_given, resolve
 from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch
 from orchestrator.errors import ConfigError
 from orchestrator.planning.encoders import EncoderChoice
-from orchestrator.planning.identity import compare
+from orchestrator.planning.resume.identity import compare
 from orchestrator.storage.files import Storage
 from tests.data.test_chat import CHATML, LLAMA_3, byte_level, metaspace
 from tests.data.test_chat_templates import with_legacy_prefix

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.data.preparing import prepare_data
+from orchestrator.data.dataset import prepare_data
 from orchestrator.data.tokens import tokenizer_files
 from orchestrator.data.tokens.tokenizer_files import examine, fetch
 from orchestrator.errors import ConfigError, OrchestratorError, StorageError
-from orchestrator.planning.identity import compare
+from orchestrator.planning.resume.identity import compare
 from orchestrator.storage.files import Storage
 from orchestrator.storage.home import temporary_cache_folder
 from orchestrator.storage.open import open_storage

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.data.sources.content import WrongChatValueError
+from orchestrator.data.sources.records.content import WrongChatValueError
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from tests.data.test_chat import CHATML, TOOLS, Chat, byte_level, saved
 from tests.data.test_chat_values import CODE, conversation, in_function, text

@@ -23,19 +23,25 @@ from blake3 import blake3
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
 from orchestrator.data.common.settings import StreamSettings
+from orchestrator.data.dataset import prepare_data
 from orchestrator.data.first_records import check_first_records
-from orchestrator.data.preparing import prepare_data
-from orchestrator.data.sources.content import BadRecordError, Content, Conversation, Described, Prompted
 from orchestrator.data.sources.formats import arrow
-from orchestrator.data.sources.fragments import SourcePlan, plan_source
-from orchestrator.data.sources.listing import list_files
-from orchestrator.data.sources.manifest import freeze_listed, from_parquet, to_parquet
-from orchestrator.data.sources.plain_values import plain
+from orchestrator.data.sources.lists.fragments import SourcePlan, plan_source
+from orchestrator.data.sources.lists.listing import list_files
+from orchestrator.data.sources.lists.manifest import freeze_listed, from_parquet, to_parquet
 from orchestrator.data.sources.readers import read_files
+from orchestrator.data.sources.records.content import (
+    BadRecordError,
+    Content,
+    Conversation,
+    Described,
+    Prompted,
+)
+from orchestrator.data.sources.records.plain_values import plain
 from orchestrator.data.sources.windows import OrderedWindow, Window, read_windows
 from orchestrator.errors import ConfigError, DataError
 from orchestrator.json_form import decode, encode
-from orchestrator.planning.identity import compare
+from orchestrator.planning.resume.identity import compare
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from tests.data import format_writers, reference

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 
 import orchestrator
 from orchestrator.config.schema import JobConfig
-from orchestrator.data.preparing import prepare_data, prepare_trained
-from orchestrator.data.sources.content import BadRecordError, Conversation
+from orchestrator.data.dataset import prepare_data, prepare_trained
+from orchestrator.data.sources.records.content import BadRecordError, Conversation
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens import transforms as transforms_module
 from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED
@@ -30,7 +30,7 @@ from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataId
 from orchestrator.json_form import decode, encode
 from orchestrator.launch.api import plan
 from orchestrator.planning import record_keys
-from orchestrator.planning.identity import compare
+from orchestrator.planning.resume.identity import compare
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from tests.data import made_transforms, reference

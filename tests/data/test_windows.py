@@ -17,13 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.data.common.settings import StreamSettings
-from orchestrator.data.sources import compressed, line_records
-from orchestrator.data.sources.fragments import SourcePlan, plan_source
-from orchestrator.data.sources.input_file import InputFile, open_input
-from orchestrator.data.sources.line_records import read_range
-from orchestrator.data.sources.manifest import freeze
+from orchestrator.data.sources.access import compressed
+from orchestrator.data.sources.access.input_file import InputFile, open_input
+from orchestrator.data.sources.access.records_in_memory import split_lines
+from orchestrator.data.sources.lists.fragments import SourcePlan, plan_source
+from orchestrator.data.sources.lists.manifest import freeze
 from orchestrator.data.sources.readers import read_files, read_fragment
-from orchestrator.data.sources.records_in_memory import split_lines
+from orchestrator.data.sources.records import line_records
+from orchestrator.data.sources.records.line_records import read_range
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.errors import DataError, DataIdentityError

@@ -14,9 +14,9 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError
 
-from orchestrator.elastic import supervisor
-from orchestrator.elastic.policy import Limits, NodeFacts
-from orchestrator.elastic.supervisor import Launch, Supervisor
+from orchestrator.elastic.supervision import supervisor
+from orchestrator.elastic.supervision.policy import Limits, NodeFacts
+from orchestrator.elastic.supervision.supervisor import Launch, Supervisor
 from orchestrator.records.run_status import RunStatus
 from tests.trainer import launch as launches
 

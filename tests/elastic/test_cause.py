@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.elastic.cause import Cause, first_cause
+from orchestrator.elastic.generation_cause import Cause, first_cause
 from orchestrator.elastic.roster import Roster
-from orchestrator.history.claim_files import RESTARTED, RESUME, REWIND, START
+from orchestrator.history.claims.claim_files import RESTARTED, RESUME, REWIND, START
 from tests.coordinator.test_actor import JOIN
 
 

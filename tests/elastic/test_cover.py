@@ -11,10 +11,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.elastic.holdings import Holding, held_by_all, newest_complete
+from orchestrator.elastic.held_shards import Holding, held_by_all, newest_complete
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.planning.neighbours import neighbours
-from orchestrator.planning.state_layout import Layout
+from orchestrator.planning.state.neighbours import neighbours
+from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import HeldShard, JoinRequest, Source
 from orchestrator.records.steps import StateKey

@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.records.membership import HeldShard, Source
 from orchestrator.records.steps import StateKey
-from orchestrator.trainer.memory_slots import MemorySlots, Slot
+from orchestrator.trainer.memory_points.memory_slots import MemorySlots, Slot
 from tests.elastic.memory_point_model import Bounds, search
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.elastic.nodes_seen import NodesSeen
-from orchestrator.elastic.policy import Facts, GroupFacts, NodeFacts, StartGroup, decide
+from orchestrator.elastic.supervision.node_snapshot import NodesSeen
+from orchestrator.elastic.supervision.policy import Facts, GroupFacts, NodeFacts, StartGroup, decide
 from tests.elastic.test_policy import LIMITS, node
 
 HEAD, SPOT = node("head", 4, head=True), node("spot", 4)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.elastic.policy import (
+from orchestrator.elastic.supervision.policy import (
     EndLaunch,
     ExpectWorkers,
     Facts,

@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.elastic.formation import Action, Form, JoinAnswer, RendezvousSettings
-from orchestrator.elastic.holdings import held_by_all, newest_complete
+from orchestrator.elastic.held_shards import held_by_all, newest_complete
 from orchestrator.elastic.next_formation import Continued
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.records.membership import ControlRequests, JoinRequest, Source

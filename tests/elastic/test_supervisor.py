@@ -16,11 +16,11 @@ import pytest
 import ray
 
 from orchestrator.cluster.starvation import ProcessLook, Thread
-from orchestrator.elastic import supervisor as module
-from orchestrator.elastic.asked import Asked
-from orchestrator.elastic.policy import NodeFacts
+from orchestrator.elastic.supervision import supervisor as module
+from orchestrator.elastic.supervision.background_call import Asked
+from orchestrator.elastic.supervision.policy import NodeFacts
 from orchestrator.errors import CoordinatorSilentError, ElasticError
-from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal.event_kinds import EventKind
 from tests.coordinator.test_actor import JOIN
 from tests.elastic.in_process import Driver
 from tests.raising import raises

@@ -1,15 +1,15 @@
 """A small world of runs whose true history is known by object links: claims, generations, points, and
 cut-off attempts that go on.
 
-It shares no code with `orchestrator.history.lineage`: every state holds its parent, and every commit and
-listing has a time.
+It shares no code with `orchestrator.history.claims.lineage`: every state holds its parent, and every commit
+and listing has a time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
+from orchestrator.history.claims.claims import Claim, ClaimParent, GenerationStart
 from orchestrator.records.steps import StateKey, StepRecord
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.history.busy import Busy, Free, Look, Watch, judge
-from orchestrator.history.claim_files import RESUME, AttemptEnd, ClaimFiles
-from orchestrator.history.claims import Claim
+from orchestrator.history.claims.claim_files import RESUME, AttemptEnd, ClaimFiles
+from orchestrator.history.claims.claims import Claim
+from orchestrator.history.claims.liveness import Busy, Free, Look, Watch, judge
 from orchestrator.json_form import encode
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal
-from tests.resume.samples import no_sleep
+from tests.checkpoint.samples import no_sleep
 from tests.storage.crashfs import Files, ModelDisk
 from tests.storage.nfs_client import Cache, NfsClient, trusts_the_stat
 

@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 import pytest
 
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import BusyError, FencedError, ResumePointError, StorageError
-from orchestrator.history.busy import Busy, Free
-from orchestrator.history.claim_files import RESTARTED, RESUME, START, UNREADABLE, UnreadableFile
-from orchestrator.history.claims import Claim, ClaimParent
-from orchestrator.history.lineage import effective_history
-from orchestrator.planning.identity import RunIdentity
+from orchestrator.history.claims.claim_files import RESTARTED, RESUME, START, UNREADABLE, UnreadableFile
+from orchestrator.history.claims.claims import Claim, ClaimParent
+from orchestrator.history.claims.lineage import effective_history
+from orchestrator.history.claims.liveness import Busy, Free
+from orchestrator.planning.resume.identity import RunIdentity
 from orchestrator.planning.schedule import Budgets, Length
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+from tests.checkpoint.samples import key, record, start, write_point
 from tests.raising import raises
-from tests.resume.samples import key, record, start, write_point
 
 
 @pytest.fixture

@@ -13,14 +13,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from orchestrator.errors import ResumePointError
-from orchestrator.history.claim_files import RESUME, START
-from orchestrator.history.claims import ClaimParent
-from orchestrator.history.journal import JournalWriter
-from orchestrator.history.journal_reader import read_journal
-from orchestrator.history.lineage import effective_history
-from orchestrator.records.steps import StateKey
-from orchestrator.resume.commit_events import (
+from orchestrator.checkpoint.commit.commit_events import (
     Acknowledge,
     Action,
     ClaimChecked,
@@ -32,14 +25,21 @@ from orchestrator.resume.commit_events import (
     StoreAction,
     VoteCast,
 )
-from orchestrator.resume.commit_machine import CommitMachine
-from orchestrator.resume.kept_points import KeptPoints
-from orchestrator.resume.points import parse_point_name
-from orchestrator.resume.store import RunStore
-from orchestrator.resume.store_actions import PointCommitter
+from orchestrator.checkpoint.commit.commit_machine import CommitMachine
+from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.checkpoint.commit.store_actions import PointCommitter
+from orchestrator.checkpoint.points.points import parse_point_name
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.errors import ResumePointError
+from orchestrator.history.claims.claim_files import RESUME, START
+from orchestrator.history.claims.claims import ClaimParent
+from orchestrator.history.claims.lineage import effective_history
+from orchestrator.history.journal.journal_reader import read_journal
+from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
-from tests.resume.samples import CONFIG, key, no_sleep, record, started_journal, write_vote
+from tests.checkpoint.samples import CONFIG, key, no_sleep, record, started_journal, write_vote
 from tests.storage.crashfs import Files, ModelDisk
 from tests.storage.nfs_client import Cache, NfsClient, trusts_the_miss
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from orchestrator.config.schema import JobConfig
-from orchestrator.history.code_record import Code, changes, code_of, files_of, newest_record
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal import JournalWriter
+from orchestrator.history.journal.code_record import Code, changes, code_of, files_of, newest_record
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.json_form import encode
 from orchestrator.storage.files import Storage
 from tests.planning.jobs import job

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.history.claims import ORIGIN, ClaimParent, ForkedFrom, Origin
-from orchestrator.history.lineage import Lineage, effective_chain, effective_history
+from orchestrator.history.claims.claims import ORIGIN, ClaimParent, ForkedFrom, Origin
+from orchestrator.history.claims.lineage import Lineage, effective_chain, effective_history
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.cursor import Cursor

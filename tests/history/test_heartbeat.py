@@ -6,11 +6,11 @@ import errno
 
 import pytest
 
-from orchestrator.history.busy import Busy
-from orchestrator.history.claim_files import START
-from orchestrator.resume.store import RunStore
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.history.claims.claim_files import START
+from orchestrator.history.claims.liveness import Busy
 from orchestrator.storage.files import Storage
-from tests.resume.samples import no_sleep
+from tests.checkpoint.samples import no_sleep
 from tests.storage.crashfs import ModelDisk
 from tests.storage.test_files import Failing
 

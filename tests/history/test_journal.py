@@ -11,16 +11,16 @@ from datetime import UTC, datetime
 import pytest
 
 from orchestrator.errors import StorageError, TrainingError
-from orchestrator.history import journal_reader as reader
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal import OWN_FIELDS, JournalWriter
-from orchestrator.history.journal_reader import read_journal, read_outline
-from orchestrator.history.segments import read_first
-from orchestrator.monitor.status.tail import read_tail
+from orchestrator.history.claims.segments import read_first
+from orchestrator.history.journal import journal_reader as reader
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import read_journal, read_outline
+from orchestrator.history.journal.journal_writer import OWN_FIELDS, JournalWriter
+from orchestrator.inspect.status.tail import read_tail
 from orchestrator.records.steps import StepRecord
 from orchestrator.storage.files import Storage
+from tests.checkpoint.samples import key, no_sleep, record, start
 from tests.raising import raises
-from tests.resume.samples import key, no_sleep, record, start
 from tests.storage.crashfs import ModelDisk
 
 

@@ -16,19 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.history.beginnings import beginning_of, newest_choice
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal import JournalWriter, check_copy
-from orchestrator.history.journal_reader import journal_process, read_journal, read_outline
-from orchestrator.history.line_format import FORMAT, LaterLineError, require_known
-from orchestrator.history.segments import piece_path, read_first, segment_path
-from orchestrator.monitor.follow import JournalFollower
-from orchestrator.monitor.status.tail import read_tail
-from orchestrator.monitor.views.columns import read_columns
-from orchestrator.monitor.views.lines import UnreadableError
+from orchestrator.history.claims.segments import piece_path, read_first, segment_path
+from orchestrator.history.journal.attempt_header import beginning_of, newest_choice
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import journal_process, read_journal, read_outline
+from orchestrator.history.journal.journal_version import FORMAT, LaterLineError, require_known
+from orchestrator.history.journal.journal_writer import JournalWriter, check_copy
+from orchestrator.inspect.follow import JournalFollower
+from orchestrator.inspect.status.tail import read_tail
+from orchestrator.inspect.views.facts.columns import read_columns
+from orchestrator.inspect.views.facts.lines import UnreadableError
 from orchestrator.storage.files import Storage
+from tests.checkpoint.samples import key, record, start
 from tests.raising import raises
-from tests.resume.samples import key, record, start
 from tests.storage.model_store import ModelBucket, ModelStore
 
 ATTEMPT_FIELDS: dict[str, Any] = dict.fromkeys(EventKind.ATTEMPT.fields) | {

@@ -16,20 +16,20 @@ import pytest
 
 from orchestrator.config.loading import as_job, parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt import Attempt
-from orchestrator.coordinator.measuring import measured
-from orchestrator.coordinator.survey import survey
+from orchestrator.coordinator.attempt.attempt import Attempt
+from orchestrator.coordinator.attempt.metric_sinks import measured
+from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import ConfigError, RefusedError
-from orchestrator.history import loggers, metric_log
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.loggers import require_loggers
-from orchestrator.history.metric_log import MetricLogs
-from orchestrator.history.metrics import Sample
-from orchestrator.history.saved_history import SavedHistory
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.metrics import loggers, metric_log
+from orchestrator.history.metrics.declared import Sample
+from orchestrator.history.metrics.durable_steps import SavedHistory
+from orchestrator.history.metrics.loggers import require_loggers
+from orchestrator.history.metrics.metric_log import MetricLogs
 from orchestrator.launch import api
-from orchestrator.launch import start as starting
+from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.files import Storage
-from tests.monitor.live_run import LiveRun
+from tests.inspect.live_run import LiveRun
 from tests.raising import raises
 from tests.storage.crashfs import ModelDisk
 

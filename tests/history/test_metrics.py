@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from orchestrator.history import metric_log
-from orchestrator.history.claims import GenerationStart
-from orchestrator.history.event_file import FOLDER, EventFile, crc32c
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal import JournalWriter
-from orchestrator.history.metric_log import MetricLog, TensorBoard
-from orchestrator.history.metrics import METRICS, PER_STEP, Meter, Sample
+from orchestrator.history.claims.claims import GenerationStart
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.metrics import metric_log
+from orchestrator.history.metrics.declared import METRICS, PER_STEP, Meter, Sample
+from orchestrator.history.metrics.event_file import FOLDER, EventFile, crc32c
+from orchestrator.history.metrics.metric_log import MetricLog, TensorBoard
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.storage.files import Storage
 

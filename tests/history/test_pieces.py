@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import StorageError
-from orchestrator.history import segment_log
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal import JournalWriter
-from orchestrator.history.journal_reader import read_journal, read_outline
-from orchestrator.history.segment_log import SegmentsInPieces
-from orchestrator.history.segments import piece_path, read_first, read_from, segment_path, segments
-from orchestrator.monitor.follow import JournalFollower
-from orchestrator.monitor.views.lines import JournalLines
+from orchestrator.history.claims.segments import piece_path, read_first, read_from, segment_path, segments
+from orchestrator.history.journal import segment_log
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import read_journal, read_outline
+from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.segment_log import SegmentsInPieces
+from orchestrator.inspect.follow import JournalFollower
+from orchestrator.inspect.views.facts.lines import JournalLines
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Listed, Store
 from tests.raising import raises

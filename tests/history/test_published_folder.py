@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.history.event_file import FOLDER
-from orchestrator.history.metric_log import MetricLog, MetricLogs, TensorBoard
-from orchestrator.history.metrics import Meter
-from orchestrator.history.published_folder import PublishedFolder
-from orchestrator.launch.run_log import RunLog
-from orchestrator.monitor.logs import LogFollower
+from orchestrator.history.metrics.declared import Meter
+from orchestrator.history.metrics.event_file import FOLDER
+from orchestrator.history.metrics.metric_log import MetricLog, MetricLogs, TensorBoard
+from orchestrator.history.metrics.published_folder import PublishedFolder
+from orchestrator.inspect.logs import LogFollower
+from orchestrator.launch.process.run_log import RunLog
 from orchestrator.storage.files import Storage
-from tests.resume.samples import key, record, start
+from tests.checkpoint.samples import key, record, start
 from tests.storage.model_store import PUT, Fate, ModelBucket, ModelStore
 
 LIMIT_S = 60.0

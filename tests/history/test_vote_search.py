@@ -13,28 +13,33 @@ from typing import Any
 
 import pytest
 
+from orchestrator.checkpoint.commit.commit_events import (
+    CheckNewerClaim,
+    ClaimChecked,
+    CommitWritten,
+    WriteCommit,
+)
+from orchestrator.checkpoint.commit.store_actions import PointCommitter
+from orchestrator.checkpoint.points import point_files, sealed_votes
+from orchestrator.checkpoint.points.points import random_numbers
+from orchestrator.checkpoint.points.sealed_votes import keep_vote
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator import begin_launch as beginning
-from orchestrator.coordinator.begin_launch import begin_launch
-from orchestrator.coordinator.survey import survey
+from orchestrator.coordinator.attempt import begin_launch as beginning
+from orchestrator.coordinator.attempt.begin_launch import begin_launch
+from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError, StorageError
-from orchestrator.history.claim_files import RESUME
-from orchestrator.history.journal import JournalWriter
-from orchestrator.history.lineage import Lineage
+from orchestrator.history.claims.claim_files import RESUME
+from orchestrator.history.claims.lineage import Lineage
+from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.records.points import ReplicaDigests, Vote
 from orchestrator.records.steps import StateKey
-from orchestrator.resume import point_files, sealed_votes
-from orchestrator.resume.commit_events import CheckNewerClaim, ClaimChecked, CommitWritten, WriteCommit
-from orchestrator.resume.points import random_numbers
-from orchestrator.resume.sealed_votes import keep_vote
-from orchestrator.resume.store import RunStore
-from orchestrator.resume.store_actions import PointCommitter
 from orchestrator.storage.disk import Disk
 from orchestrator.storage.files import Storage
+from tests.checkpoint.samples import no_sleep, record, write_vote
+from tests.inspect.live_run import ROOT, LiveRun
 from tests.launch.test_branch_cuts import data, job  # noqa: F401  fixtures
-from tests.monitor.live_run import ROOT, LiveRun
-from tests.resume.samples import no_sleep, record, write_vote
 from tests.storage.crashfs import Files, ModelDisk
 from tests.storage.interleaved import interleavings
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from orchestrator.launch import stop_signals
+from orchestrator.launch.process import stop_signals
 
 
 @pytest.fixture(autouse=True)

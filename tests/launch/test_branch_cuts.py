@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig, ResumeConfig
-from orchestrator.coordinator.choosing import choose_point
-from orchestrator.coordinator.forking import describe, found_run
-from orchestrator.coordinator.survey import survey
+from orchestrator.coordinator.attempt.forking import describe, found_run
+from orchestrator.coordinator.attempt.resume_point_choice import choose_point
+from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError
-from orchestrator.launch import fork as forks
-from orchestrator.launch import rewind as rewinding
-from orchestrator.launch import start as starting
-from orchestrator.launch.which_point import Wanted
-from orchestrator.monitor.orphans import prune, release
-from orchestrator.resume.store import RunStore
+from orchestrator.inspect.status.orphans import prune, release
+from orchestrator.launch.branch import fork as forks
+from orchestrator.launch.branch import rewind as rewinding
+from orchestrator.launch.branch.point_query import Wanted
+from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.files import Storage
-from tests.monitor.live_run import ROOT, LiveRun
-from tests.resume.samples import no_sleep
+from tests.checkpoint.samples import no_sleep
+from tests.inspect.live_run import ROOT, LiveRun
 from tests.storage.crashfs import Files, ModelDisk
 
 BLOCK = 4000  # bytes that one write takes at most

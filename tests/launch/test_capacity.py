@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.launch.capacity import (
+from orchestrator.launch.capacity.capacity import (
     KnownMachines,
     Workers,
     capacity_problems,
@@ -21,8 +21,8 @@ from orchestrator.launch.capacity import (
     memory_plan,
     memory_problems,
 )
-from orchestrator.launch.needs import Needs, needs_of
-from orchestrator.planning.parallel_choice import Machine, ParallelChoice
+from orchestrator.launch.capacity.resource_estimate import Needs, needs_of
+from orchestrator.planning.state.parallel_choice import Machine, ParallelChoice
 from tests.planning.jobs import job
 
 GIB = 1 << 30

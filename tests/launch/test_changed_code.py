@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from orchestrator.coordinator.attempt_journal import note_beginning
-from orchestrator.coordinator.trained_code import code_changes, trained_code
+from orchestrator.checkpoint.points.run_file import RUN_FILE
+from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.trained_code import code_changes, trained_code
 from orchestrator.data.common.user_code import reading_only
-from orchestrator.launch import fork as forks
-from orchestrator.monitor.run import Run
-from orchestrator.planning.parallel_choice import ParallelChoice
-from orchestrator.planning.resume_plan import ResumePlan
-from orchestrator.resume.run_file import RUN_FILE
-from orchestrator.trainer.trial import is_to_try
+from orchestrator.inspect.run import Run
+from orchestrator.launch.branch import fork as forks
+from orchestrator.planning.resume.resume_plan import ResumePlan
+from orchestrator.planning.state.parallel_choice import ParallelChoice
+from orchestrator.trainer.dry_run.model_dry_run import is_to_try
 from tests.launch.test_start import Runner
 
 FIRST, SECOND = "first = 1\n", "second = 2\n"

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
 from orchestrator.data.frozen import read_frozen
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError
-from orchestrator.launch import claiming, looking_ahead
-from orchestrator.launch import start as starting
-from orchestrator.resume.store import RunStore
+from orchestrator.launch.start import attempt_claim, preview
+from orchestrator.launch.start import run_preparation as starting
 from tests.data.making import plain, samples, some_texts, write_corpus
 from tests.launch.test_start import nobody
 from tests.raising import raises
@@ -45,9 +45,9 @@ def started(job: JobConfig, meanwhile: Callable[[], object]) -> tuple[DataSpec, 
     """(what a start looked at, what it trains), where something happens while the cluster comes up."""
     store = store_of(job)
     looked_at = starting.prepare(job, store.storage, freeze=False)
-    assert looking_ahead.look_before_start(store, job, looked_at, nobody).action == "start"
+    assert preview.look_before_start(store, job, looked_at, nobody).action == "start"
     meanwhile()
-    with claiming.claimed(store, job, looked_at, 0) as (attempt, _):
+    with attempt_claim.claimed(store, job, looked_at, 0) as (attempt, _):
         return looked_at, starting.freeze(job, store.storage, looked_at, attempt)
 
 
@@ -60,7 +60,7 @@ def frozen_digest(job: JobConfig) -> str:
 
 def next_start(job: JobConfig) -> DataSpec:
     spec = starting.prepare(job, starting.run_storage(job), freeze=False)
-    assert looking_ahead.look_before_start(store_of(job), job, spec, nobody).refusals == ()
+    assert preview.look_before_start(store_of(job), job, spec, nobody).refusals == ()
     return spec
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.coordinator.ended_by import THE_BUDGET, THE_DATA
-from orchestrator.launch import looking_ahead
+from orchestrator.coordinator.machine.outcome import THE_BUDGET, THE_DATA
+from orchestrator.launch.start import preview
 from orchestrator.records.cursor import Cursor
 from tests.data.making import some_texts, write_corpus
 from tests.launch.test_skip import SkippingRun, survey_newest
@@ -62,19 +62,19 @@ def test_a_start_at_the_end_of_the_data_trains_nothing_and_says_what_leads_furth
     to_the_end(run)
     plan = run.plan()
     assert (plan.action, plan.remaining_steps) == ("resume", 0)
-    assert looking_ahead.reached(plan)
-    assert looking_ahead.stop_is_reached(run.job(), plan) == (
+    assert preview.reached(plan)
+    assert preview.stop_is_reached(run.job(), plan) == (
         f"nothing is left to train at {plan.point}: the data have ended (data.num_epochs=1); to go on, raise "
         "data.num_epochs"
     )
-    assert not looking_ahead.reached(run.plan("data.num_epochs=2"))
+    assert not preview.reached(run.plan("data.num_epochs=2"))
 
 
 def test_packs_that_are_all_taken_say_so_by_themselves(run: SkippingRun) -> None:
     packs = ("pack.mode=bestfit", "pack.long_document=split")
     run.launch(1000, *packs)
     assert (run.plan(*packs).data_tokens, run.plan(*packs).remaining_steps) == (0, 0)
-    assert looking_ahead.reached(run.plan(*packs))
+    assert preview.reached(run.plan(*packs))
     assert run.plan(*packs, "data.num_epochs=2").data_tokens is None
     run.launch(2, *packs, "data.num_epochs=2")
     assert run.plan(*packs, "data.num_epochs=2").data_tokens is None

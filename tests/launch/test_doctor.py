@@ -17,8 +17,9 @@ import pytest
 
 from orchestrator.cluster import ray_environment
 from orchestrator.cluster.connection import HEALTH_CHECKS
-from orchestrator.launch import doctor_facts
-from orchestrator.launch.doctor import (
+from orchestrator.launch.doctor import facts
+from orchestrator.launch.doctor.check import Check
+from orchestrator.launch.doctor.diagnosis import (
     PYTHON,
     VERSIONS,
     AuthFacts,
@@ -29,9 +30,8 @@ from orchestrator.launch.doctor import (
     diagnose,
     worst,
 )
-from orchestrator.launch.doctor_check import Check
-from orchestrator.launch.doctor_facts import collect, look_at_storage
-from orchestrator.launch.doctor_mount import Mount, judge_mount, mount_at, mount_of
+from orchestrator.launch.doctor.facts import collect, look_at_storage
+from orchestrator.launch.doctor.mount_check import Mount, judge_mount, mount_at, mount_of
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from tests.ports import free_ports
@@ -265,7 +265,7 @@ def test_storage_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monk
         over.wait()
         return Storage(root)
 
-    monkeypatch.setattr(doctor_facts, "STORAGE_S", 0.05)
+    monkeypatch.setattr(facts, "STORAGE_S", 0.05)
     assert "has not answered" in look_at_storage(str(tmp_path), hangs).trouble
     over.set()
 

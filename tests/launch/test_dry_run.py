@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import orchestrator
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cli.commands import main
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import ConfigError, OrchestratorError, ResourceError, StorageError
-from orchestrator.launch import start as starting
 from orchestrator.launch.api import dry_run
-from orchestrator.resume.store import RunStore
+from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.files import Storage
 from tests.data.making import some_texts, write_corpus
 from tests.raising import raises
@@ -157,7 +157,7 @@ def test_a_pretrained_model_with_fewer_ids_than_the_tokenizer_is_refused_with_bo
     import torch
 
     from orchestrator.config.train_sections import ModelConfig
-    from orchestrator.trainer.model import build_model
+    from orchestrator.trainer.model.build_model import build_model
 
     small = build_model(ModelConfig(config=GEMMA2), "float32", 0, torch.device("cpu"), True)
     small.save_pretrained(tmp_path)

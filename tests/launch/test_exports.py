@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from orchestrator.history.journal import JournalWriter
-from orchestrator.launch.exports import due, exporting
+from orchestrator.checkpoint.commit.store_actions import note_committed
+from orchestrator.checkpoint.export.export_files import find_exports, read_marker
+from orchestrator.checkpoint.points.points import Point
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.launch.on_ray.exports import due, exporting
 from orchestrator.records.steps import StateKey
-from orchestrator.resume.export_files import find_exports, read_marker
-from orchestrator.resume.points import Point
-from orchestrator.resume.store import RunStore
-from orchestrator.resume.store_actions import note_committed
-from tests.resume.exports import FACTORY, commit, job, state_of, store_at
+from tests.checkpoint.exports import FACTORY, commit, job, state_of, store_at
 
 Save = Callable[..., Point]
 

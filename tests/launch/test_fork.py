@@ -13,23 +13,23 @@ from typing import Any
 
 import pytest
 
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cli import commands as cli
-from orchestrator.coordinator.survey import survey
+from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import ConfigError, RefusedError, ResumePointError
-from orchestrator.history.journal_reader import read_journal
-from orchestrator.launch import claiming
-from orchestrator.launch import fork as forks
-from orchestrator.launch.which_point import Wanted
-from orchestrator.monitor.run import Run
+from orchestrator.history.journal.journal_reader import read_journal
+from orchestrator.inspect.run import Run
+from orchestrator.launch.branch import fork as forks
+from orchestrator.launch.branch.point_query import Wanted
+from orchestrator.launch.start import attempt_claim
 from orchestrator.records.steps import StateKey
-from orchestrator.resume.store import RunStore
 from orchestrator.storage import disk
 from orchestrator.storage.files import Storage
+from tests.checkpoint.samples import write_vote
+from tests.inspect.test_audit import TrainedRun, made_in
 from tests.launch.test_rewind import damage
 from tests.launch.test_start import Runner, files, newest_attempt, runner  # noqa: F401  a fixture
-from tests.monitor.test_audit import TrainedRun, made_in
 from tests.raising import raises
-from tests.resume.samples import write_vote
 
 
 class Forked(Runner):
@@ -147,7 +147,7 @@ def test_a_fork_without_a_point_of_its_own_says_what_became_of_its_parents(
     with (
         pytest.raises(KeyboardInterrupt),
         killed_before_the_parent_file(),
-        claiming.claimed(fork.store, job, spec, 0),
+        attempt_claim.claimed(fork.store, job, spec, 0),
     ):
         pass
     codes = {"replaced": "point.parent_run_gone"}
@@ -158,7 +158,7 @@ def test_a_fork_without_a_point_of_its_own_says_what_became_of_its_parents(
         damage(runner.folder, first)
     else:
         shutil.rmtree(runner.folder)
-    start = claiming.claimed(fork.store, job, spec, newest_attempt(fork.store))
+    start = attempt_claim.claimed(fork.store, job, spec, newest_attempt(fork.store))
     code, values = codes.get(when, "point.damaged"), (fork.folder, first.point_name, reasons[when])
     with raises(ResumePointError, code, *values), start:
         pass

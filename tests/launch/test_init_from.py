@@ -12,18 +12,18 @@ import pytest
 from blake3 import blake3
 
 import orchestrator
+from orchestrator.checkpoint.export.init_weights import weights_identity
+from orchestrator.checkpoint.points.points import Point
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import parse_config
 from orchestrator.errors import ConfigError, RefusedError
 from orchestrator.launch.api import dry_run
-from orchestrator.launch.claiming import claimed
-from orchestrator.launch.start import prepare
-from orchestrator.resume.init_weights import weights_identity
-from orchestrator.resume.points import Point
-from orchestrator.resume.store import RunStore
+from orchestrator.launch.start.attempt_claim import claimed
+from orchestrator.launch.start.run_preparation import prepare
 from orchestrator.storage.open import open_storage
+from tests.checkpoint.exports import commit, state_of, store_at
 from tests.launch.test_start import Runner
 from tests.raising import raises
-from tests.resume.exports import commit, state_of, store_at
 from tests.storage.servers import new_bucket, reach
 
 SECRET = "hunter2-and-more"
@@ -138,7 +138,7 @@ def test_a_start_reports_how_far_it_has_read_the_first_weights(
         with claimed(runner.store, runner.config(), spec, newest, say=said.append):
             pass
         assert len([line for line in said if line.startswith("first weights: ")]) == lines
-        monkeypatch.setattr("orchestrator.resume.reading_progress.SAY_EVERY_S", 0.0)
+        monkeypatch.setattr("orchestrator.checkpoint.points.reading_progress.SAY_EVERY_S", 0.0)
     run = runner.store.read_run()
     assert run is not None
     assert run.first_weights == weights_identity(where)

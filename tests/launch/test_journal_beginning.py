@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.coordinator.attempt_journal import note_beginning
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal_reader import JournalEvent, read_journal
+from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import JournalEvent, read_journal
 from orchestrator.launch import api
 from orchestrator.torchrun import run as torchrun
 from tests.launch.test_start import Runner

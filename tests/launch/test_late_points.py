@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from orchestrator.coordinator import choosing
-from orchestrator.coordinator.attempt_journal import note_beginning
-from orchestrator.coordinator.continue_launch import continue_launch
-from orchestrator.coordinator.survey import LOOKS, Survey, survey
+from orchestrator.checkpoint.points.points import Point
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.coordinator.attempt import resume_point_choice
+from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.continue_launch import continue_launch
+from orchestrator.coordinator.attempt.survey import LOOKS, Survey, survey
 from orchestrator.errors import OrchestratorError, StorageError
-from orchestrator.history.claims import CONTRADICTION
-from orchestrator.launch import claiming
-from orchestrator.launch import rewind as rewinding
-from orchestrator.launch.which_point import Wanted
-from orchestrator.resume.points import Point
-from orchestrator.resume.store import RunStore
+from orchestrator.history.claims.claims import CONTRADICTION
+from orchestrator.launch.branch import rewind as rewinding
+from orchestrator.launch.branch.point_query import Wanted
+from orchestrator.launch.start import attempt_claim
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Listed
+from tests.checkpoint.samples import key, record, start
 from tests.launch.test_start import Runner, begun, newest_attempt
-from tests.resume.samples import key, record, start
 
 MOST_LISTINGS = 4 * LOOKS  # more than any of them takes
 
@@ -58,7 +58,7 @@ Act = Callable[[Runner, RunStore, str], None]
 def starts(runner: Runner, store: RunStore, newest: str) -> None:
     """A start command's claim."""
     spec = runner.prepared()
-    with claiming.claimed(store, runner.config(), spec, newest_attempt(runner.store)) as (attempt, _):
+    with attempt_claim.claimed(store, runner.config(), spec, newest_attempt(runner.store)) as (attempt, _):
         assert attempt.point is not None
         assert attempt.point.name == newest, "an acknowledged point is passed over"
 
@@ -130,7 +130,7 @@ def mixes(seen: Survey, point: Point | None) -> None:
 def test_the_search_catches_a_start_that_mixes_two_looks(
     runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choosing, "require_listed", mixes)
+    monkeypatch.setattr(resume_point_choice, "require_listed", mixes)
     assert CONTRADICTION in search(runner, tmp_path, starts)
 
 

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 import orchestrator
+from orchestrator.checkpoint.commit.commit_events import Deleted, DeletePoints
+from orchestrator.checkpoint.commit.store_actions import PointCommitter
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cli.commands import main
-from orchestrator.coordinator.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.attempt_journal import note_beginning
 from orchestrator.errors import ResumePointError
-from orchestrator.history.journal import JournalWriter
-from orchestrator.resume.commit_events import Deleted, DeletePoints
-from orchestrator.resume.store import RunStore
-from orchestrator.resume.store_actions import PointCommitter
+from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.storage.files import Storage
+from tests.checkpoint.samples import no_sleep
 from tests.launch.test_start import Runner, files, rewind
 from tests.raising import raises
-from tests.resume.samples import no_sleep
 from tests.storage.test_files import Failing
 
 

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.checkpoint.points.run_file import RunFile, read_run
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator import checked_machine
 from orchestrator.coordinator.checked_machine import checked
 from orchestrator.errors import MachineError, ResumePointError, StorageError
-from orchestrator.launch.machine_check import packages_here, require_packages, require_storage
+from orchestrator.launch.on_ray.machine_check import packages_here, require_packages, require_storage
 from orchestrator.records.membership import MachineProof, StillWaiting, Unfit
-from orchestrator.resume.run_file import RunFile, read_run
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+from tests.checkpoint.samples import no_sleep
 from tests.planning.test_resume_plan import IDENTITY
 from tests.raising import raises
-from tests.resume.samples import no_sleep
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ import pytest
 import orchestrator
 from orchestrator.cluster.gpu_memory import gpu_memory_here
 from orchestrator.cluster.machine import memory_bytes
-from orchestrator.coordinator.attempt_journal import note_beginning
-from orchestrator.history.beginnings import newest_choice
-from orchestrator.launch import announcing
-from orchestrator.launch.machine_facts import known_machines, machines_here, noted_machines
-from orchestrator.planning.parallel_choice import Machine, ParallelChoice
+from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.history.journal.attempt_header import newest_choice
+from orchestrator.launch.capacity.cluster_inventory import known_machines, machines_here, noted_machines
+from orchestrator.launch.start import start_report
+from orchestrator.planning.state.parallel_choice import Machine, ParallelChoice
 from tests.launch.test_start import Runner
 
 GIB = 1 << 30
@@ -41,7 +41,7 @@ def noted(runner: Runner, choice: ParallelChoice | None) -> list[str]:
     note_beginning(journal, attempt, runner.config().flat())
     journal.close()
     said: list[str] = []
-    announcing.announce(said.append, runner.config(), attempt, runner.plan())
+    start_report.announce(said.append, runner.config(), attempt, runner.plan())
     return said
 
 

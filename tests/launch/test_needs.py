@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from orchestrator.launch.needs import (
+from orchestrator.launch.capacity.resource_estimate import (
     count_parameters,
     gib,
     memory_notes,

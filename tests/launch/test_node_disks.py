@@ -1,5 +1,5 @@
 """Nodes that come to a launch with `resume.node_folder` when it already trains. Nodes are folders here
-(`tests.parts.node_disks`).
+(`tests.checkpoint.files.node_disks`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from orchestrator.elastic.policy import NodeFacts
-from orchestrator.launch.node_disks import NodeDisks
-from orchestrator.parts.folder_checks import ASK_AGAIN_S
-from orchestrator.parts.node_server import NodeServer
-from tests.parts.node_disks import Disks, Way
+from orchestrator.checkpoint.node_local.folder_checks import ASK_AGAIN_S
+from orchestrator.checkpoint.node_local.node_server import NodeServer
+from orchestrator.elastic.supervision.policy import NodeFacts
+from orchestrator.launch.on_ray.node_disks import NodeDisks
+from tests.checkpoint.files.node_disks import Disks, Way
 
 LIMIT_S = 60.0
 

@@ -12,24 +12,24 @@ from typing import Any
 
 import pytest
 
-from orchestrator.coordinator.attempt_journal import note_beginning
-from orchestrator.coordinator.choosing import choose_point
-from orchestrator.coordinator.survey import survey
+from orchestrator.checkpoint.points.reading_progress import ReadAtOnce, ReadingProgress
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.resume_point_choice import choose_point
+from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import OrchestratorError, ResumePointError, StorageError, WantedPointError
-from orchestrator.launch import claiming
-from orchestrator.launch.older_point import is_damaged_load, plan_older_point
-from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.launch.start import attempt_claim
+from orchestrator.launch.start.older_point import is_damaged_load, plan_older_point
+from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Damage
 from orchestrator.records.run_status import RunStatus
 from orchestrator.records.steps import StateKey
-from orchestrator.resume.reading_progress import ReadAtOnce, ReadingProgress
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
+from tests.checkpoint.samples import key, write_vote
 from tests.launch.test_start import Runner, newest_attempt, runner  # noqa: F401  a fixture
 from tests.raising import raises
-from tests.resume.samples import key, write_vote
 from tests.storage.model_store import FarModelStore, ModelBucket
 
 
@@ -59,7 +59,7 @@ def older(
 
 def claim(run: Runner, plan: ResumePlan, **data: Any) -> Any:
     newest = newest_attempt(run.store)
-    with claiming.claimed(
+    with attempt_claim.claimed(
         run.store, run.config(**data), run.prepared(**data), newest, known=plan.damages
     ) as (attempt, _):
         return attempt

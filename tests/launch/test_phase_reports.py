@@ -8,10 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.launch.phase_reports import AGAIN_S, LONG_PHASE_S, PhaseReports, doing
+from orchestrator.launch.on_ray.phase_reports import AGAIN_S, LONG_PHASE_S, PhaseReports, doing
 from orchestrator.records.run_status import CODE, DATA, PEERS, Doing
-from orchestrator.trainer import interruptible, loop
-from orchestrator.trainer.phases import ENDING, FEED_WAIT, FORMING, LOAD, PHASE_LIMITS_S, SAVE_WAIT, STEP
+from orchestrator.trainer import loop
+from orchestrator.trainer.comm import interruptible
+from orchestrator.trainer.interfaces.phases import (
+    ENDING,
+    FEED_WAIT,
+    FORMING,
+    LOAD,
+    PHASE_LIMITS_S,
+    SAVE_WAIT,
+    STEP,
+)
 
 STEP_LIMIT_S = 77.0
 PHASES = (STEP, FORMING, LOAD, FEED_WAIT, SAVE_WAIT, ENDING)

@@ -20,11 +20,11 @@ import orchestrator
 from orchestrator.cli import commands as cli
 from orchestrator.cluster.connection import _RayHeard
 from orchestrator.cluster.ray_state import NO_ERROR, cause_of_death, is_death_of
-from orchestrator.elastic.policy import Limits
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.launch import stop_signals
-from orchestrator.launch.on_cluster import _note_feeder_death, _shower
-from orchestrator.launch.progress import Progress
+from orchestrator.elastic.supervision.policy import Limits
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.launch.on_ray.on_cluster import _note_feeder_death, _shower
+from orchestrator.launch.process import stop_signals
+from orchestrator.launch.process.progress import Progress
 from orchestrator.records.run_status import GroupChange, GroupMember, Loss, RunStatus
 from orchestrator.storage.files import Storage
 from tests.elastic.in_process import Handle

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from orchestrator.checkpoint.points.sealed_votes import keep_vote, read_votes
 from orchestrator.errors import ElasticError, FencedError, StorageError
-from orchestrator.launch import remote_membership
-from orchestrator.launch.generation_end import GenerationEnd
-from orchestrator.launch.remote_membership import Place, RemoteMembership, UnansweredError
+from orchestrator.launch.on_ray import remote_membership
+from orchestrator.launch.on_ray.generation_watch import GenerationEnd
+from orchestrator.launch.on_ray.remote_membership import Place, RemoteMembership, UnansweredError
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import (
     ControlRequests,
@@ -28,11 +29,10 @@ from orchestrator.records.membership import (
 from orchestrator.records.points import Vote
 from orchestrator.records.run_status import CODE, PEERS, Doing
 from orchestrator.records.steps import StateKey, StepRecord
-from orchestrator.resume.sealed_votes import keep_vote, read_votes
 from orchestrator.storage.files import Storage
+from tests.checkpoint.samples import key, record, write_vote
 from tests.ports import free_ports
 from tests.raising import raises
-from tests.resume.samples import key, record, write_vote
 
 BLANK = MemberState(
     key=None, cursor=None, leaves=None, prepared=None, saving=None, records=(), reason="start"

@@ -17,11 +17,11 @@ import torch
 import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.errors import ConfigError, RefusedError, ResumePointError
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal_reader import read_journal
-from orchestrator.launch import retraining
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import read_journal
+from orchestrator.launch.replay import step_replay
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.model import loss_sum
+from orchestrator.trainer.model.build_model import loss_sum
 from tests.raising import raises
 from tests.torchrun.ranks import Ranks
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(
 def test_a_replay_says_how_far_it_is_and_not_at_every_step(
     example: Path, monkeypatch: pytest.MonkeyPatch, every_s: float, told: bool
 ) -> None:
-    monkeypatch.setattr(retraining, "SAY_EVERY_S", every_s)
+    monkeypatch.setattr(step_replay, "SAY_EVERY_S", every_s)
     said: list[str] = []
     found = orchestrator.open(example).replay(10, say=said.append)
     assert found.steps_compared == 0, "a point stands there"

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cli import commands as cli
-from orchestrator.coordinator import survey as surveying
+from orchestrator.coordinator.attempt import survey as surveying
 from orchestrator.errors import BusyError, RefusedError, ResumePointError, WantedPointError
-from orchestrator.history.journal_reader import read_journal
-from orchestrator.launch import busy_watch
-from orchestrator.launch import rewind as rewinding
-from orchestrator.launch.rewind import RewindPlan
-from orchestrator.launch.which_point import Wanted
-from orchestrator.monitor.run import Run
+from orchestrator.history.journal.journal_reader import read_journal
+from orchestrator.inspect.run import Run
+from orchestrator.launch.branch import rewind as rewinding
+from orchestrator.launch.branch.point_query import Wanted
+from orchestrator.launch.branch.rewind import RewindPlan
+from orchestrator.launch.start import liveness_check
 from orchestrator.records.steps import StateKey
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
 from tests.launch.test_start import Runner, files, runner  # noqa: F401  a fixture
@@ -177,7 +177,7 @@ def test_a_living_launch_is_left_alone(trained: Trained, monkeypatch: pytest.Mon
     runner, (first, _, _) = trained  # noqa: F811
     attempt = runner.begin()
     heart = runner.store.heartbeat(attempt.number)
-    monkeypatch.setattr(busy_watch, "BUSY_WATCH_S", 60.0)
+    monkeypatch.setattr(liveness_check, "BUSY_WATCH_S", 60.0)
     monkeypatch.setattr(
         runner.store.__class__, "signs_of_life", beating_at(heart, runner.store.signs_of_life)
     )

@@ -11,28 +11,28 @@ from typing import Any
 
 import pytest
 
+from orchestrator.checkpoint.commit.commit_events import DeletePoints
+from orchestrator.checkpoint.commit.store_actions import PointCommitter
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.schema import JobConfig, ResumeConfig
-from orchestrator.coordinator.begin_launch import begin_launch
-from orchestrator.coordinator.forking import describe, found_run, take_over
-from orchestrator.coordinator.survey import Survey, survey
+from orchestrator.coordinator.attempt.begin_launch import begin_launch
+from orchestrator.coordinator.attempt.forking import describe, found_run, take_over
+from orchestrator.coordinator.attempt.survey import Survey, survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError
-from orchestrator.history.claim_files import REWIND
-from orchestrator.history.claims import ClaimParent, ForkedFrom
-from orchestrator.history.journal import JournalWriter
-from orchestrator.history.segment_log import SEGMENT_BYTES, GrowingSegments, SegmentLog
-from orchestrator.launch import rewind as rewinding
-from orchestrator.launch.rewind import RewindPlan
-from orchestrator.launch.which_point import Wanted
-from orchestrator.monitor.orphans import release
-from orchestrator.resume.commit_events import DeletePoints
-from orchestrator.resume.store import RunStore
-from orchestrator.resume.store_actions import PointCommitter
+from orchestrator.history.claims.claim_files import REWIND
+from orchestrator.history.claims.claims import ClaimParent, ForkedFrom
+from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.segment_log import SEGMENT_BYTES, GrowingSegments, SegmentLog
+from orchestrator.inspect.status.orphans import release
+from orchestrator.launch.branch import rewind as rewinding
+from orchestrator.launch.branch.point_query import Wanted
+from orchestrator.launch.branch.rewind import RewindPlan
 from orchestrator.storage.disk import Disk
 from orchestrator.storage.files import Storage
+from tests.checkpoint.samples import no_sleep
+from tests.inspect.live_run import ROOT, LiveRun
 from tests.launch.test_branch_cuts import data, job  # noqa: F401  fixtures
-from tests.monitor.live_run import ROOT, LiveRun
-from tests.resume.samples import no_sleep
 from tests.storage.crashfs import Files, ModelDisk
 from tests.storage.interleaved import interleavings
 

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.coordinator.continue_launch import continue_launch
-from orchestrator.coordinator.survey import survey
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.coordinator.attempt.continue_launch import continue_launch
+from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import FencedError, OrchestratorError, RefusedError, ResumePointError, StorageError
 from orchestrator.faults import no_fault
-from orchestrator.launch import claiming
+from orchestrator.launch.start import attempt_claim
 from orchestrator.records.steps import StateKey
-from orchestrator.resume.store import RunStore
 from orchestrator.torchrun.recorder import RankZeroRecorder
+from tests.checkpoint.samples import key, record, write_vote
 from tests.launch.test_start import LIMIT_S, Runner
 from tests.raising import raises
-from tests.resume.samples import key, record, write_vote
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_nothing_begins_beside_what_is_left_of_a_run(runner: Runner, left: str) 
     with raises(RefusedError, *values):
         orchestrator.open(runner.folder)
     assert sorted(runner.folder.rglob("*")) == before
-    start = claiming.claimed(runner.store, runner.config(), runner.prepared(), 0)
+    start = attempt_claim.claimed(runner.store, runner.config(), runner.prepared(), 0)
     with raises(RefusedError, *values), start:
         pass
     assert sorted(runner.folder.rglob("*")) == before

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cli.commands import main
-from orchestrator.history.heartbeat import beating
-from orchestrator.launch import busy_watch
-from orchestrator.launch import scratch as scratches
-from orchestrator.resume.store import RunStore
+from orchestrator.history.claims.heartbeat import beating
+from orchestrator.launch.branch import temporary_runs as scratches
+from orchestrator.launch.start import liveness_check
 from orchestrator.storage.files import Storage
 from tests.launch.test_replay import example  # noqa: F401  a fixture
 
@@ -27,8 +27,8 @@ orchestrator.open("example").replay(9, overrides=["cluster.num_workers=1"])
 """
 HOLDS = """
 import os, sys
-from orchestrator.launch.scratch import scratch
-from orchestrator.resume.store import RunStore
+from orchestrator.launch.branch.temporary_runs import scratch
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.storage.files import Storage
 store = RunStore(Storage(os.path.abspath("example")))
 with scratch(store, print) as folder:
@@ -92,7 +92,7 @@ def test_a_folder_goes_once_its_process_is_dead_and_its_launch_gives_no_sign_of_
     example: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(busy_watch, "BUSY_WATCH_S", 1.0)
+    monkeypatch.setattr(liveness_check, "BUSY_WATCH_S", 1.0)
     with one_that_holds(example) as folder:
         assert told(example) == [], "it lives"
     with beating(store_of(folder).heartbeat(1), 0.1):  # its launch, for a while

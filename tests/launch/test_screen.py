@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.launch import stop_signals
-from orchestrator.launch.progress import Progress
-from orchestrator.launch.screen import MOST_WAITING, Screen, let_go
+from orchestrator.launch.process import stop_signals
+from orchestrator.launch.process.progress import Progress
+from orchestrator.launch.process.safe_output import MOST_WAITING, Screen, let_go
 from orchestrator.storage.files import Storage
 from tests.elastic.test_stall import status
 
@@ -28,7 +28,7 @@ import os, signal, sys
 import orchestrator.launch.api as api
 from orchestrator.cli import commands as cli
 from orchestrator.launch import stop_signals
-from orchestrator.launch.progress import Progress
+from orchestrator.launch.process.progress import Progress
 from orchestrator.storage.files import Storage
 
 def train(config, overrides):

@@ -14,35 +14,35 @@ from typing import Any
 import pytest
 
 import orchestrator
+from orchestrator.checkpoint.commit.store_actions import note_committed
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cli.tables import plan_lines
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator import begin_launch as beginning
-from orchestrator.coordinator.attempt import Attempt
-from orchestrator.coordinator.attempt_journal import note_beginning
-from orchestrator.coordinator.continue_launch import continue_launch
+from orchestrator.coordinator.attempt import begin_launch as beginning
+from orchestrator.coordinator.attempt.attempt import Attempt
+from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.continue_launch import continue_launch
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.packing import skipping as data_skipping
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.errors import RefusedError
 from orchestrator.faults import no_fault
-from orchestrator.history.claims import ClaimParent, GenerationStart
-from orchestrator.history.journal import JournalWriter
+from orchestrator.history.claims.claims import ClaimParent, GenerationStart
+from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.json_form import decode, encode
-from orchestrator.launch import announcing, claiming, looking_ahead
-from orchestrator.launch import start as starting
-from orchestrator.monitor.views.run_views import RunViews
-from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.launch.start import attempt_claim, preview, start_report
+from orchestrator.launch.start import run_preparation as starting
+from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.batches import BatchSlice, StepRange
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StateKey, StepRecord
-from orchestrator.resume.store import RunStore
-from orchestrator.resume.store_actions import note_committed
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal, unseal
+from tests.checkpoint.samples import write_vote
 from tests.data.making import some_texts, write_corpus
 from tests.raising import raises
-from tests.resume.samples import write_vote
 
 Make = Callable[..., dict[str, Any]]
 BATCH, SEQ_LEN = 4, 32
@@ -72,11 +72,11 @@ class SkippingRun:
         spec = starting.prepare(job, self.store.storage, freeze=False)
         newest = max(self.store.claim_numbers(), default=0)
         said: list[str] = []
-        looked = looking_ahead.look_before_start(self.store, job, spec, lambda: newest)
-        assert not looking_ahead.reached(looked)
-        with claiming.claimed(self.store, job, spec, newest, drawn=looked.drawn) as (attempt, plan):
+        looked = preview.look_before_start(self.store, job, spec, lambda: newest)
+        assert not preview.reached(looked)
+        with attempt_claim.claimed(self.store, job, spec, newest, drawn=looked.drawn) as (attempt, plan):
             starting.freeze(job, self.store.storage, spec, attempt)
-            announcing.announce(said.append, job, attempt, plan)
+            start_report.announce(said.append, job, attempt, plan)
         self.said = "\n".join(said)
         return attempt
 
@@ -316,10 +316,10 @@ def test_what_was_drawn_before_the_claim_counts_at_its_point_alone(run: Skipping
     def job(point: StateKey) -> JobConfig:
         return run.job(f"resume.from={point.point_name}", "resume.skip_samples=5")
 
-    looked = looking_ahead.look_before_start(run.store, job(first), spec, lambda: 2)
+    looked = preview.look_before_start(run.store, job(first), spec, lambda: 2)
     assert looked.drawn is not None
     assert looked.drawn.begin == run.store.read_point(first.point_name).cursor
-    with claiming.claimed(run.store, job(second), spec, 2, drawn=looked.drawn) as (attempt, _):
+    with attempt_claim.claimed(run.store, job(second), spec, 2, drawn=looked.drawn) as (attempt, _):
         assert attempt.skip is not None
     assert attempt.skip.begin == run.store.read_point(second.point_name).cursor
     assert attempt.skip.end.skipped_samples == 5

@@ -20,17 +20,17 @@ from tokenizers import Tokenizer
 
 import orchestrator
 from orchestrator.cli.tables import plan_lines
-from orchestrator.coordinator.attempt import Attempt
-from orchestrator.coordinator.continue_launch import continue_launch
+from orchestrator.coordinator.attempt.attempt import Attempt
+from orchestrator.coordinator.attempt.continue_launch import continue_launch
 from orchestrator.data import frozen
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.faults import no_fault
-from orchestrator.history.claims import ClaimParent
-from orchestrator.launch import looking_ahead
-from orchestrator.monitor import audit
-from orchestrator.monitor.audit_run import AuditRun, StepsCompared
-from orchestrator.planning import manifests
-from orchestrator.planning.manifests import ListSpan
+from orchestrator.history.claims.claims import ClaimParent
+from orchestrator.inspect.audit import audit
+from orchestrator.inspect.audit.audit_run import AuditRun, StepsCompared
+from orchestrator.launch.start import preview
+from orchestrator.planning.resume import manifests
+from orchestrator.planning.resume.manifests import ListSpan
 from orchestrator.records.batches import BatchSlice
 from orchestrator.storage.files import Storage
 from tests.launch.test_skip import BATCH, SEQ_LEN, SkippingRun
@@ -141,7 +141,7 @@ def test_a_plan_of_a_run_that_is_done_restarts_nothing(run: ListsRun) -> None:
     assert {at.epoch for at in plan.cursor.sources.values()} == {0}, "it stands where its point stands"
     said = "nothing is left to train, so this is not done: source a begins anew with its 2 files"
     assert any(said in line for line in plan_lines(plan))
-    assert said in looking_ahead.stop_is_reached(run.job(done), plan)
+    assert said in preview.stop_is_reached(run.job(done), plan)
     assert plan.to_json()["lists"] == []
 
 

@@ -15,35 +15,35 @@ from typing import Any
 import pytest
 
 import orchestrator
+from orchestrator.checkpoint.commit.store_actions import note_committed
+from orchestrator.checkpoint.points.abandoned_saves import Leftover, remove_leftovers
+from orchestrator.checkpoint.points.point_status import Fates
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.machine import Process
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt import Attempt
-from orchestrator.coordinator.attempt_journal import note_beginning
-from orchestrator.coordinator.continue_launch import continue_launch
-from orchestrator.coordinator.survey import survey
+from orchestrator.coordinator.attempt.attempt import Attempt
+from orchestrator.coordinator.attempt.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.continue_launch import continue_launch
+from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError, RefusedError, ResumePointError
 from orchestrator.faults import no_fault
-from orchestrator.history import journal_reader as reader
-from orchestrator.history.claim_files import RESUME
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal import JournalWriter
-from orchestrator.history.journal_reader import read_journal
-from orchestrator.launch import announcing, busy_watch, claiming, looking_ahead
-from orchestrator.launch import start as starting
-from orchestrator.monitor.run import Run
-from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.history.claims.claim_files import RESUME
+from orchestrator.history.journal import journal_reader as reader
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import read_journal
+from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.inspect.run import Run
+from orchestrator.launch.start import attempt_claim, liveness_check, preview, start_report
+from orchestrator.launch.start import run_preparation as starting
+from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.steps import StateKey, StepRecord
-from orchestrator.resume.fates import Fates
-from orchestrator.resume.leftovers import Leftover, remove_leftovers
-from orchestrator.resume.store import RunStore
-from orchestrator.resume.store_actions import note_committed
 from orchestrator.storage.files import Storage
 from orchestrator.torchrun.recorder import RankZeroRecorder
+from tests.checkpoint.samples import key, no_sleep, record, start, write_vote
 from tests.raising import raises
-from tests.resume.samples import key, no_sleep, record, start, write_vote
 from tests.storage.test_files import Failing
 
 LIMIT_S = 60.0
@@ -79,7 +79,7 @@ class Runner:
 
     def plan(self, **data: Any) -> ResumePlan:
         job = self.config(**data)
-        return looking_ahead.look_ahead(
+        return preview.look_ahead(
             self.store, job, starting.prepare(job, self.store.storage, freeze=False)
         )
 
@@ -90,7 +90,7 @@ class Runner:
         job = self.config(**data)
         spec = starting.prepare(job, self.store.storage, freeze=True)
         newest = newest_attempt(self.store)
-        with claiming.claimed(self.store, job, spec, newest, process=by) as (attempt, _):
+        with attempt_claim.claimed(self.store, job, spec, newest, process=by) as (attempt, _):
             return attempt
 
     def journal(self, attempt: Attempt) -> JournalWriter:
@@ -126,7 +126,7 @@ def rewind(runner: Runner, to: StateKey, keep_latest: int = 3) -> tuple[Attempt,
     changes = {"from_": to.point_name, "keep_latest": keep_latest}
     job = job.model_copy(update={"resume": job.resume.model_copy(update=changes)})
     spec = starting.prepare(job, runner.store.storage, freeze=True)
-    with claiming.claimed(runner.store, job, spec, newest_attempt(runner.store)) as (attempt, plan):
+    with attempt_claim.claimed(runner.store, job, spec, newest_attempt(runner.store)) as (attempt, plan):
         return attempt, plan, job
 
 
@@ -170,8 +170,9 @@ def test_a_rewind_says_what_leaves_the_history_and_is_not_done_again_by_the_same
     assert (plan.point, "the attempt before has done that" in plan.rewind) == (fourth.point_name, True)
     said: list[str] = []
     spec = runner.prepared(**again)
-    with claiming.claimed(runner.store, runner.config(**again), spec, newest_attempt(runner.store)) as begun:
-        announcing.announce(said.append, runner.config(**again), *begun)
+    newest = newest_attempt(runner.store)
+    with attempt_claim.claimed(runner.store, runner.config(**again), spec, newest) as begun:
+        start_report.announce(said.append, runner.config(**again), *begun)
     assert begun[0].point is not None
     assert begun[0].point.name == fourth.point_name
     assert any("the attempt before has done that" in line for line in said)
@@ -193,12 +194,12 @@ def test_a_start_that_has_nothing_left_to_train_verifies_the_point_that_says_so(
     done = runner.store.read_point(newest.point_name).cursor.consumed_samples
     stop = {"max_steps": None, "max_samples": done}
     job = job.model_copy(update={"train": job.train.model_copy(update=stop)})
-    plan = looking_ahead.look_before_start(runner.store, job, runner.prepared(), nobody)
-    assert (plan.point, looking_ahead.reached(plan)) == (newest.point_name, True)
+    plan = preview.look_before_start(runner.store, job, runner.prepared(), nobody)
+    assert (plan.point, preview.reached(plan)) == (newest.point_name, True)
     weights = max((runner.folder / "points" / newest.point_name / "state").iterdir())
     weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
-    plan = looking_ahead.look_before_start(runner.store, job, runner.prepared(), nobody)
-    assert (plan.point, looking_ahead.reached(plan)) == (older.point_name, False)
+    plan = preview.look_before_start(runner.store, job, runner.prepared(), nobody)
+    assert (plan.point, preview.reached(plan)) == (older.point_name, False)
     assert any(weights.name in note and "falling back" in note for note in plan.notes)
 
 
@@ -219,7 +220,7 @@ def test_another_encoder_is_told_and_stays_at_every_later_start(
     assert files(runner.folder) == before
     attempt = runner.begin(encoder=other)
     said: list[str] = []
-    announcing.announce(said.append, runner.config(encoder=other), attempt, plan)
+    start_report.announce(said.append, runner.config(encoder=other), attempt, plan)
     assert [text for text in said if "encodes from the next whole document on: source" in text]
     for wanted in (other, "auto", other):
         runner.launch(encoder=wanted)
@@ -316,7 +317,7 @@ def test_a_run_that_lost_a_part_of_its_folder_is_refused_by_all_and_changed_by_n
             read()
     assert files(runner.folder) == before
     with raises(OrchestratorError, code, value):
-        looking_ahead.look_ahead(runner.store, runner.config(), runner.prepared())
+        preview.look_ahead(runner.store, runner.config(), runner.prepared())
 
 
 def begun(runner: Runner, by: Process | None = None) -> Attempt:
@@ -359,7 +360,7 @@ def test_a_new_launch_removes_what_older_ones_left_and_says_so(runner: Runner) -
     events = [event for event in read_journal(storage).events if event.kind == "leftover removed"]
     assert [event.fields["point"] for event in events] == [given_up.point_name, unfinished.point_name]
     said: list[str] = []
-    announcing.announce(said.append, runner.config(), attempt, runner.plan())
+    start_report.announce(said.append, runner.config(), attempt, runner.plan())
     assert [text for text in said if given_up.point_name in text] == [
         f"note: points/{given_up.point_name} was left of a save that was given up; it is removed"
     ]
@@ -418,7 +419,7 @@ def test_a_start_that_fails_before_anything_could_write_for_it_says_its_end_and_
     assert end is not None
     assert end.outcome == "failed"
     assert "data.seed" in end.reason
-    assert busy_watch.refuse_busy(runner.store, pytest.fail) == 2
+    assert liveness_check.refuse_busy(runner.store, pytest.fail) == 2
 
 
 def test_a_start_whose_coordinator_has_begun_or_that_was_overtaken_says_no_end(runner: Runner) -> None:
@@ -426,7 +427,7 @@ def test_a_start_whose_coordinator_has_begun_or_that_was_overtaken_says_no_end(r
     spec = starting.prepare(job, runner.store.storage, freeze=True)
 
     def fail(watched: int, meanwhile: Callable[[Attempt], None]) -> None:
-        with claiming.claimed(store, job, spec, watched) as (attempt, _):
+        with attempt_claim.claimed(store, job, spec, watched) as (attempt, _):
             meanwhile(attempt)
             raise KeyboardInterrupt
 
@@ -499,7 +500,7 @@ def test_a_plan_says_that_the_journal_lacks_steps_before_the_point(runner: Runne
 def test_a_start_that_found_the_data_at_their_end_says_so_and_what_leads_further(tiny_config: Any) -> None:
     def why(last: StepRecord | None = None, **data: Any) -> str:
         job = parse_config(tiny_config({f"data.{name}": value for name, value in data.items()}))
-        return announcing.why_done(job, Budgets(), last)
+        return start_report.why_done(job, Budgets(), last)
 
     assert why(record(key(4))) == "the data have ended (data.num_epochs=1); to go on, raise data.num_epochs"
     assert why() == (
@@ -528,7 +529,7 @@ def test_a_file_of_an_attempt_that_cannot_be_read_is_told_to_user_and_journal(
     attempt = runner.begin()
     assert [unreadable.path for unreadable in attempt.found.unreadable] == [file]
     said: list[str] = []
-    announcing.announce(said.append, runner.config(), attempt, runner.plan())
+    start_report.announce(said.append, runner.config(), attempt, runner.plan())
     assert [text for text in said if text.startswith(f"warning: {file} is not as it was written: ")]
     journal = runner.journal(attempt)
     note_beginning(journal, attempt, {})

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.launch import stop_signals
-from orchestrator.launch.stop_signals import (
+from orchestrator.launch.process import stop_signals
+from orchestrator.launch.process.stop_signals import (
     SignalledError,
     StoppedAtOnceError,
     ended_by_signals,

@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.machine import Process, machine_id, process_start
 from orchestrator.cluster.starvation import ProcessLook, Thread
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt_journal import note_beginning
+from orchestrator.coordinator.attempt.attempt_journal import note_beginning
 from orchestrator.errors import BusyError, ConfigError, CoordinatorSilentError, OrchestratorError
-from orchestrator.history.busy import Busy
-from orchestrator.launch import api, busy_watch, claiming, looking_ahead
-from orchestrator.launch import start as starting
-from orchestrator.resume.store import RunStore
+from orchestrator.history.claims.liveness import Busy
+from orchestrator.launch import api
+from orchestrator.launch.start import attempt_claim, liveness_check, preview
+from orchestrator.launch.start import run_preparation as starting
 from orchestrator.torchrun import run as torchrun
 from tests.launch.test_start import LIMIT_S, Runner, begun
 from tests.raising import raises
@@ -90,7 +91,7 @@ def test_a_launch_whose_driver_and_coordinator_are_seen_to_be_dead_is_not_watche
     with Driver() as driver:
         assert begun(runner, driver.process).number == 1
         driver.kill()
-        assert busy_watch.refuse_busy(runner.store, no_word) == 1
+        assert liveness_check.refuse_busy(runner.store, no_word) == 1
         assert watched_for == []
 
 
@@ -109,8 +110,8 @@ def test_a_launch_of_which_not_all_is_known_is_watched_although_its_driver_is_de
             note_beginning(journal, attempt, {}, None if what == "the coordinator lives" else by)
             journal.close()
         driver.kill()
-        assert busy_watch.refuse_busy(runner.store, no_word) == 1
-        assert sum(watched_for) >= busy_watch.BUSY_WATCH_S
+        assert liveness_check.refuse_busy(runner.store, no_word) == 1
+        assert sum(watched_for) >= liveness_check.BUSY_WATCH_S
 
 
 def test_a_process_that_has_the_pid_of_a_dead_driver_is_not_taken_for_it(
@@ -118,7 +119,8 @@ def test_a_process_that_has_the_pid_of_a_dead_driver_is_not_taken_for_it(
 ) -> None:
     with Driver() as driver:
         begun(runner, driver.process._replace(start="1"))
-        assert busy_watch.refuse_busy(runner.store, no_word) == 1, "its pid is that of one that began later"
+        num_refused = liveness_check.refuse_busy(runner.store, no_word)
+        assert num_refused == 1, "its pid is that of one that began later"
         assert watched_for == []
 
 
@@ -129,10 +131,10 @@ def test_a_launch_that_is_starved_on_the_watchers_machine_is_not_free(
         wants = Thread(ran_s=1.0, waited_s=1.0, state="R" if pid == driver.process.pid else "S")
         return ProcessLook(at_s=now, threads={1: wants})
 
-    monkeypatch.setattr(busy_watch, "look_at_process", starved)
+    monkeypatch.setattr(liveness_check, "look_at_process", starved)
     with Driver() as driver:
         begun(runner, driver.process)
-        clock = busy_watch._silence_of(runner.store)
+        clock = liveness_check._silence_of(runner.store)
         began = time.monotonic()
         while time.monotonic() < began + 0.1:
             assert clock() < 0.05
@@ -144,18 +146,18 @@ def test_a_launch_that_is_starved_on_the_watchers_machine_is_not_free(
 def test_the_end_of_a_launch_whose_coordinator_was_silent_is_written_once_that_is_dead(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claiming, "KILLED_S", 0.2)
+    monkeypatch.setattr(attempt_claim, "KILLED_S", 0.2)
     silent = CoordinatorSilentError("it is silent")
     with Driver() as driver:
         begun(runner, driver.process)
         made = runner.store.newest_claim()
         assert made is not None
-        claiming.end_of_silent(runner.store, made, silent)
+        attempt_claim.end_of_silent(runner.store, made, silent)
         assert runner.store.read_end(1) is None, "it may write still"
         driver.kill()
-        claiming.end_of_silent(runner.store, replace(made, launch="another"), silent)
+        attempt_claim.end_of_silent(runner.store, replace(made, launch="another"), silent)
         assert runner.store.read_end(1) is None
-        claiming.end_of_silent(runner.store, made, silent)
+        attempt_claim.end_of_silent(runner.store, made, silent)
         end = runner.store.read_end(1)
         assert end is not None
         assert (end.outcome, end.reason) == ("failed", "it is silent")
@@ -165,7 +167,7 @@ def test_a_claimer_shows_that_it_lives_before_its_coordinator_begins(runner: Run
     job, store = runner.config(), runner.store
     spec = starting.prepare(job, runner.store.storage, freeze=True)
     pause = threading.Event()
-    with claiming.claimed(store, job, spec, 0):
+    with attempt_claim.claimed(store, job, spec, 0):
         seen = store.watch_busy(LIMIT_S, time.monotonic, lambda seconds: pause.wait(0.05) and None)
         assert seen == Busy(number=1)
 
@@ -173,9 +175,9 @@ def test_a_claimer_shows_that_it_lives_before_its_coordinator_begins(runner: Run
 def test_a_start_that_watched_while_another_one_claimed_is_busy(runner: Runner) -> None:
     job, store = runner.config(), runner.store
     spec = starting.prepare(job, runner.store.storage, freeze=True)
-    watched = busy_watch.refuse_busy(store, no_word)
+    watched = liveness_check.refuse_busy(store, no_word)
     first = runner.begin()
-    claimed = claiming.claimed(store, job, spec, watched)
+    claimed = attempt_claim.claimed(store, job, spec, watched)
     with raises(BusyError, "run.busy", "attempt 1 ", f"launch {first.launch}"), claimed:
         raise AssertionError("the first launch is fenced")
     assert not store.next_claim_exists(first.number)
@@ -213,11 +215,11 @@ def test_the_processes_of_a_killed_driver_are_waited_for_and_a_live_one_is_not(
         heart = runner.store.heartbeat(runner.begin(driver.process).number)
         watched.meanwhile = heart.beat
         with raises(BusyError, "run.busy", "attempt 1 of launch"):
-            busy_watch.refuse_busy(runner.store, said.append)
+            liveness_check.refuse_busy(runner.store, said.append)
         driver.kill()
         beats = [heart.beat] * 20  # of an orphan
         watched.meanwhile = lambda: beats and beats.pop()()
-        assert busy_watch.refuse_busy(runner.store, said.append) == 1
+        assert liveness_check.refuse_busy(runner.store, said.append) == 1
     assert not beats, "it waited for the orphan"
     assert sum("waiting for its processes to end" in text for text in said) == 1, said
 
@@ -231,7 +233,7 @@ def test_an_error_of_a_start_and_ctrl_c_do_not_wait_for_the_watch(
         driver.kill()
 
         def start() -> None:
-            with busy_watch.watching(runner.store, lambda text: said.set()):
+            with liveness_check.watching(runner.store, lambda text: said.set()):
                 assert said.wait(LIMIT_S), "the watch has begun"
                 raise error
 
@@ -306,6 +308,6 @@ def test_what_a_launch_saved_while_it_was_watched_is_what_a_start_with_nothing_l
         later.append(runner.launch().point_name)
         return 2
 
-    plan = looking_ahead.look_before_start(runner.store, job, runner.prepared(), watched)
+    plan = preview.look_before_start(runner.store, job, runner.prepared(), watched)
     assert [plan.point] == later
-    assert looking_ahead.reached(plan)
+    assert preview.reached(plan)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.history.claim_files import FORK, RESUME, REWIND, START
-from orchestrator.launch.claiming import why_claimed
+from orchestrator.history.claims.claim_files import FORK, RESUME, REWIND, START
+from orchestrator.launch.start.attempt_claim import why_claimed
 
 FROM = st.sampled_from(("latest", "00000007-a0001-g0001", "/runs/other/points/00000007-a0001-g0001"))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from orchestrator.planning.state_layout import Layout, StateTensor
+from orchestrator.planning.state.state_layout import Layout, StateTensor
 
 LAYOUTS = st.builds(Layout, num_shards=st.integers(1, 7), num_replicas=st.integers(1, 4))
 SHAPES = st.lists(st.integers(0, 13), max_size=3).map(tuple)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.json_form import decode, encode
-from orchestrator.planning.identity import (
+from orchestrator.planning.resume.identity import (
     FORMAT_VERSION,
     STREAM_SETTINGS,
     RunIdentity,

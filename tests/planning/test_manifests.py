@@ -11,8 +11,15 @@ from dataclasses import dataclass, replace
 import pytest
 
 from orchestrator.json_form import decode, encode
-from orchestrator.planning import manifests
-from orchestrator.planning.manifests import ListSpan, SourceLists, Wanted, first_sources, moved, next_sources
+from orchestrator.planning.resume import manifests
+from orchestrator.planning.resume.manifests import (
+    ListSpan,
+    SourceLists,
+    Wanted,
+    first_sources,
+    moved,
+    next_sources,
+)
 from orchestrator.records.cursor import Cursor, SourceCursor
 
 Next = Callable[..., tuple[SourceLists, ...]]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.planning.memory import ModelSize, worker_memory
-from orchestrator.planning.state_layout import Layout, StateTensor, held_rows, layout_of, written_rows
+from orchestrator.planning.state.memory import ModelSize, worker_memory
+from orchestrator.planning.state.state_layout import Layout, StateTensor, held_rows, layout_of, written_rows
 
 ONE = Layout(num_shards=1, num_replicas=1)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.monitor.reference_mixture import MixtureRule, ReferenceMixture
+from orchestrator.inspect.audit.reference.reference_mixture import MixtureRule, ReferenceMixture
 from orchestrator.planning.mixture import Mixture, whole_weights
 from orchestrator.records.cursor import MixtureShare
 

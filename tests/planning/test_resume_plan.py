@@ -9,9 +9,9 @@ from orchestrator.config.field_rules import field_rules
 from orchestrator.config.loading import parse_config
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.batches import rebase_step
-from orchestrator.planning.data_end import KnownEpochs
-from orchestrator.planning.identity import RunIdentity, stream_settings
-from orchestrator.planning.resume_plan import PointInfo, plan_resume
+from orchestrator.planning.resume.data_end import KnownEpochs
+from orchestrator.planning.resume.identity import RunIdentity, stream_settings
+from orchestrator.planning.resume.resume_plan import PointInfo, plan_resume
 from orchestrator.planning.schedule import budgets_for
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StateKey

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.planning import state_layout
-from orchestrator.planning.state_layout import Layout, StateTensor, flat_shard, layout_of, writing_replicas
+from orchestrator.planning.state import state_layout
+from orchestrator.planning.state.state_layout import (
+    Layout,
+    StateTensor,
+    flat_shard,
+    layout_of,
+    writing_replicas,
+)
 from tests.planning.states import LAYOUTS, cut, tensors
 
 

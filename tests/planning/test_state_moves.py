@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.planning import state_moves
-from orchestrator.planning.state_layout import Layout, StateTensor, held_rows
+from orchestrator.planning.state import state_moves
+from orchestrator.planning.state.state_layout import Layout, StateTensor, held_rows
 from tests.planning.states import LAYOUTS, cut, tensors
 
 

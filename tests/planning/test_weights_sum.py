@@ -10,8 +10,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.planning import weights_sum as under_test
-from orchestrator.planning.state_layout import shard_rows, written_rows
+from orchestrator.planning.state import weights_sum as under_test
+from orchestrator.planning.state.state_layout import shard_rows, written_rows
 from tests.planning.states import LAYOUTS, tensors
 
 DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}

@@ -8,19 +8,19 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from orchestrator.checkpoint.commit.commit_events import PartFailed
+from orchestrator.checkpoint.points.points import parse_point_name
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import OrchestratorError, StorageError
-from orchestrator.history.claim_files import RESUME, START
-from orchestrator.history.claims import ClaimParent
-from orchestrator.history.journal import JournalWriter
-from orchestrator.history.journal_reader import read_journal
-from orchestrator.history.lineage import Lineage, effective_history
+from orchestrator.history.claims.claim_files import RESUME, START
+from orchestrator.history.claims.claims import ClaimParent
+from orchestrator.history.claims.lineage import Lineage, effective_history
+from orchestrator.history.journal.journal_reader import read_journal
+from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.records.steps import StateKey
-from orchestrator.resume.commit_events import PartFailed
-from orchestrator.resume.points import parse_point_name
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
-from tests.resume.driver import Coordinator
-from tests.resume.samples import key, record, start, write_vote
+from tests.checkpoint.driver import Coordinator
+from tests.checkpoint.samples import key, record, start, write_vote
 
 SAVES = (2, 4, 6)  # steps after the attempt's begin
 KEEP = 1

@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import BusyError, StorageError
-from orchestrator.history.claim_files import RESUME, START
-from orchestrator.history.claims import ClaimParent
-from orchestrator.resume.store import RunStore
+from orchestrator.history.claims.claim_files import RESUME, START
+from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.storage.buckets import Limits
 from orchestrator.storage.files import Storage
 from orchestrator.storage.object_store import ObjectStore
-from tests.resume.samples import key, no_sleep, write_point
+from tests.checkpoint.samples import key, no_sleep, write_point
 from tests.storage.servers import FAULTS, Fault, Proxy, Rule, new_bucket, no_fault
 
 SILENT: tuple[Fault, ...] = ("silence", "silence after")

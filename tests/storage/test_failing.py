@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.checkpoint.points.points import COMMIT
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import OrchestratorError, StorageError
-from orchestrator.resume.points import COMMIT
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import TEMPORARY, LocalStore
 from orchestrator.storage.object_store import ObjectStore
 from orchestrator.storage.store import Pieces, Store
+from tests.checkpoint.samples import no_sleep
 from tests.forked import FORKED
-from tests.resume.samples import no_sleep
 from tests.storage.an_attempt import WRITTEN, Promises, an_attempt, broken, short
 from tests.storage.crashfs import ModelDisk
 from tests.storage.failing import LIMIT_S, FailingAppendingStore, FailingStore, Failure, How

@@ -19,8 +19,8 @@ from orchestrator.storage.files import READ_BYTES, Storage
 from orchestrator.storage.local_store import TEMPORARY, LocalStore
 from orchestrator.storage.store import Pieces, Store
 from orchestrator.storage.tries import TRIES
+from tests.checkpoint.samples import no_sleep
 from tests.raising import raises
-from tests.resume.samples import no_sleep
 
 
 class Failing(OsDisk):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.data.sources.listing import list_files
+from orchestrator.data.sources.lists.listing import list_files
 from orchestrator.errors import ConfigError
-from orchestrator.launch.submit import submission
+from orchestrator.launch.jobs.submit import submission
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from orchestrator.errors import BusyError, StorageError
-from orchestrator.history.claim_files import START, ClaimFiles
+from orchestrator.history.claims.claim_files import START, ClaimFiles
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Store
 from tests.storage.interleaved_buckets import DIED, Act, Faults, interleavings

@@ -14,24 +14,24 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.coordinator.choosing import choose_point
-from orchestrator.coordinator.survey import survey
+from orchestrator.checkpoint.commit.store_actions import VOTES_COMPLETE, note_committed
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.coordinator.attempt.resume_point_choice import choose_point
+from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import StorageError
-from orchestrator.history.claim_files import START
-from orchestrator.history.claims import ClaimParent
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal import JournalWriter
+from orchestrator.history.claims.claim_files import START
+from orchestrator.history.claims.claims import ClaimParent
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.request_files import STOP, RequestFiles
-from orchestrator.launch.doctor_mount import attributes_age_s, mount_of
-from orchestrator.monitor.look import as_proven, read_newest
-from orchestrator.monitor.status.verdict import GONE, OPEN, STARTING
-from orchestrator.monitor.view import view_of
-from orchestrator.resume.store import RunStore
-from orchestrator.resume.store_actions import VOTES_COMPLETE, note_committed
+from orchestrator.inspect.status.status_reader import as_proven, read_newest
+from orchestrator.inspect.status.verdict import GONE, OPEN, STARTING
+from orchestrator.inspect.status.view import view_of
+from orchestrator.launch.doctor.mount_check import attributes_age_s, mount_of
 from orchestrator.storage.disk import Disk, OsDisk
 from orchestrator.storage.files import Storage
-from tests.resume.driver import Coordinator
-from tests.resume.samples import key, no_sleep
+from tests.checkpoint.driver import Coordinator
+from tests.checkpoint.samples import key, no_sleep
 from tests.storage.crashfs import ModelDisk
 from tests.storage.nfs_client import NfsClient, NoctoClient, trusts_the_miss, trusts_the_stat
 
@@ -272,17 +272,17 @@ def test_how_long_a_mount_keeps_sizes_of_files(kind: str, options: str, expected
 
 # By file, why it may ask a disk by name itself: nothing of a run is decided by the answer.
 BYPASSES = {
-    "history/code_record.py": "the source files of a user's functions, found as Python finds modules",
-    "history/published_folder.py": "logs in a folder of this machine, which this process writes",
-    "resume/export.py": "the folder of an export; os.rename onto one that is taken fails",
-    "parts/part_job.py": "memory that processes of one machine share",
-    "monitor/local_launch.py": "what a process of this machine wrote for this one",
-    "monitor/submitted.py": "whether the folder of runs exists, after it was listed",
-    "monitor/dashboard/serve.py": "whether the folder of runs exists, after it was listed",
-    "monitor/dashboard/runs.py": "which run.json it is, after the storage said that there is one",
-    "monitor/dashboard/action_table.py": "whether a name is taken; the fork itself creates it exclusively",
-    "monitor/dashboard/files.py": "the page's own files, in this package",
-    "monitor/dashboard/plans.py": "a tokenizer's folder",
+    "history/journal/code_record.py": "the source files of a user's functions, found as Python finds modules",
+    "history/metrics/published_folder.py": "logs in a folder of this machine, which this process writes",
+    "checkpoint/export/export.py": "the folder of an export; os.rename onto one that is taken fails",
+    "checkpoint/writer/part_job.py": "memory that processes of one machine share",
+    "inspect/local_launch.py": "what a process of this machine wrote for this one",
+    "inspect/submitted.py": "whether the folder of runs exists, after it was listed",
+    "inspect/dashboard/serve.py": "whether the folder of runs exists, after it was listed",
+    "inspect/dashboard/runs.py": "which run.json it is, after the storage said that there is one",
+    "inspect/dashboard/action_table.py": "whether a name is taken; the fork itself creates it exclusively",
+    "inspect/dashboard/files.py": "the page's own files, in this package",
+    "inspect/dashboard/plans.py": "a tokenizer's folder",
 }
 BY_NAME = re.compile(
     r"os\.(stat|lstat|listdir|scandir|access|path\.(exists|lexists|isfile|isdir|getsize|getmtime))\("

@@ -22,8 +22,8 @@ from orchestrator.errors import NoConditionalCreateError, StorageError
 from orchestrator.storage.buckets import bucket_of, forget_buckets
 from orchestrator.storage.object_store import PART_BYTES, TOKEN, ObjectStore
 from orchestrator.storage.tries import TRIES
+from tests.checkpoint.samples import no_sleep
 from tests.raising import raises
-from tests.resume.samples import no_sleep
 from tests.storage.servers import FAULTS, Fault, Proxy, new_bucket, no_fault
 
 LARGE = os.urandom(1 << 20) * 17  # three parts

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from obstore import exceptions
 
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import ConfigError, StorageError
-from orchestrator.resume.store import RunStore
 from orchestrator.storage import buckets
 from orchestrator.storage.buckets import CONTENT, DOCUMENT, Limits
 from orchestrator.storage.files import Storage
@@ -22,9 +22,9 @@ from orchestrator.storage.local_store import LocalStore
 from orchestrator.storage.object_store import ObjectStore
 from orchestrator.storage.redacted import redacted
 from orchestrator.storage.tries import problem_code
+from tests.checkpoint.samples import no_sleep
 from tests.forked import FORKED
 from tests.raising import raises
-from tests.resume.samples import no_sleep
 from tests.storage.an_attempt import an_attempt
 from tests.storage.servers import Fault, Proxy, new_bucket, reach
 

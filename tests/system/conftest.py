@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.elastic import supervisor
+from orchestrator.elastic.supervision import supervisor
 from tests.conftest import connected, only_what_a_launch_needs, python_is
 from tests.system.harness import Job, assert_exactly_once
 

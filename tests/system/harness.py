@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 
 import orchestrator
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.survey import survey
+from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.faults import FaultPlan
-from orchestrator.history.journal_reader import read_journal
+from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.history.step_names import step_name
+from orchestrator.inspect.run import Run
 from orchestrator.launch.api import RunResult
-from orchestrator.monitor.run import Run
 from orchestrator.planning.digest import sample_digest
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.data import reference
 

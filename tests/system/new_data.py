@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.data import frozen
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.system.harness import Job
 

@@ -18,7 +18,7 @@ import pytest
 import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.faults import FaultPlan
-from orchestrator.monitor.run import Run
+from orchestrator.inspect.run import Run
 from orchestrator.storage.open import open_storage
 from tests.storage.servers import CLOUD, Fault, Proxy, Rule, moto, new_bucket, no_fault, proxy_before, reach
 from tests.system.harness import LIMIT_S

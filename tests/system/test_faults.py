@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from orchestrator.faults import FREEZE, HANG
-from orchestrator.history.claims import GenerationStart
-from orchestrator.history.journal_reader import read_journal
+from orchestrator.history.claims.claims import GenerationStart
+from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.storage.files import Storage
 from tests.system.harness import LIMIT_S, Job, assert_same_training, spawn, when_struck
 

@@ -22,8 +22,8 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from orchestrator.config.schema import JobConfig
-from orchestrator.history.event_file import FOLDER
-from orchestrator.history.metrics import METRICS, PER_STEP
+from orchestrator.history.metrics.declared import METRICS, PER_STEP
+from orchestrator.history.metrics.event_file import FOLDER
 from tests.ports import free_ports
 from tests.system.harness import Job, assert_exactly_once, when_step
 

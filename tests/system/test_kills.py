@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import ray
 
-from orchestrator.elastic import supervisor
+from orchestrator.elastic.supervision import supervisor
 from orchestrator.errors import ElasticError, FencedError
 from orchestrator.faults import FREEZE
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal_reader import read_journal
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.storage.files import Storage
 from tests.elastic.in_process import SPEC
 from tests.system.conftest import TINY, Make

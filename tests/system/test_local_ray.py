@@ -62,7 +62,7 @@ import os, signal, sys
 import ray
 from orchestrator.cluster import connection
 from orchestrator.config.loading import load_config
-from orchestrator.launch.stop_signals import stop_on_signals
+from orchestrator.launch.process.stop_signals import stop_on_signals
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have it ignored
 heard = []
@@ -94,7 +94,7 @@ import ray
 from orchestrator.cluster import connection
 from orchestrator.cluster.machine import descendants
 from orchestrator.config.loading import load_config
-from orchestrator.launch.stop_signals import stop_on_signals
+from orchestrator.launch.process.stop_signals import stop_on_signals
 
 heard = []
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.coordinator.survey import survey
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.coordinator.attempt.survey import survey
+from orchestrator.data.dataset import prepare_data
 from orchestrator.data.feed.local_feed import InProcessFeed
-from orchestrator.data.preparing import prepare_data
 from orchestrator.planning.batches import next_range
 from orchestrator.records.cursor import Cursor
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.data.making import some_texts, write_corpus
 from tests.data.test_transforms import HERE, told_texts

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.history.journal_reader import read_journal
+from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.launch.api import RunResult
 from orchestrator.storage.files import Storage
 from tests.system.harness import LIMIT_S, Job, assert_exactly_once, log_text, when_step
@@ -85,8 +85,8 @@ def drain(cluster: Any, node: Any, grace_s: int) -> None:
 
 def wait_for_world(job: Job, size: int, after: int = -1) -> int:
     """The first generation of this size that began after generation `after`."""
-    from orchestrator.coordinator.survey import survey
-    from orchestrator.resume.store import RunStore
+    from orchestrator.checkpoint.points.store import RunStore
+    from orchestrator.coordinator.attempt.survey import survey
 
     never = threading.Event()
     for _ in range(int(LIMIT_S / 0.1)):

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.connection import nodes
 from orchestrator.errors import BusyError, ConfigError, OrchestratorError, ResourceError, StorageError
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal_reader import read_journal
-from orchestrator.launch import busy_watch
-from orchestrator.launch import start as starting
-from orchestrator.resume.store import RunStore
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import read_journal
+from orchestrator.launch.start import liveness_check
+from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.files import Storage
 from tests.system.harness import Job, assert_exactly_once, log_text
 
@@ -136,7 +136,7 @@ def test_a_run_that_another_launch_works_on_is_busy(
 
     thread = threading.Thread(target=beat)
     thread.start()
-    monkeypatch.setattr(busy_watch, "BUSY_WATCH_S", LIMIT_S)  # it is seen at once where it beats
+    monkeypatch.setattr(liveness_check, "BUSY_WATCH_S", LIMIT_S)  # it is seen at once where it beats
     try:
         with pytest.raises(
             BusyError, match="attempt 1 of launch another-launch on host another-host is alive"

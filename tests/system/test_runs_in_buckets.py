@@ -19,10 +19,10 @@ import transformers
 
 import orchestrator
 from orchestrator.cli.commands import main
-from orchestrator.monitor.run import Run
+from orchestrator.inspect.run import Run
 from orchestrator.storage.buckets import forget_buckets
 from orchestrator.storage.open import open_storage
-from tests.monitor.test_runs_in_buckets import client_of, contents
+from tests.inspect.test_runs_in_buckets import client_of, contents
 from tests.storage.servers import CLOUD, moto, new_bucket, reach
 from tests.system.conftest import LLAMA
 from tests.system.harness import LIMIT_S, ROOT

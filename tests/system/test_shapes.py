@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.coordinator.survey import survey
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import RefusedError
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.system.harness import Job, assert_exactly_once
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.monitor.lost_steps import assert_views_count_each_lost_step_once
+from tests.inspect.lost_steps import assert_views_count_each_lost_step_once
 from tests.system.harness import Job, assert_exactly_once, assert_survivors_stayed
 from tests.torchrun.ranks import ranks
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.faults import FREEZE, FaultPlan
-from orchestrator.history.journal_reader import Journal, read_journal
-from orchestrator.resume.store import RunStore
+from orchestrator.history.journal.journal_reader import Journal, read_journal
 from orchestrator.storage.files import Storage
 from tests.conftest import TinyConfig
-from tests.monitor.lost_steps import assert_views_count_each_lost_step_once, lost_steps
+from tests.inspect.lost_steps import assert_views_count_each_lost_step_once, lost_steps
 from tests.system.conftest import TINY
 from tests.system.harness import LIMIT_S, Job, assert_exactly_once, sigkill, thaw, when_struck
 from tests.trainer.test_read_back import read_back

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from orchestrator.cluster.machine import Process, descendants, process_start
-from orchestrator.monitor.run import Run
+from orchestrator.inspect.run import Run
 from tests.ports import free_ports
 from tests.system.harness import LIMIT_S, Job, assert_exactly_once, when_step
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.monitor.submitted import SubmittedRun
+from orchestrator.inspect.submitted import SubmittedRun
 from tests.system.harness import LIMIT_S, Job, assert_exactly_once, when_step
 
 pytestmark = pytest.mark.system

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import yaml
 
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.machine import descendants
 from orchestrator.faults import FREEZE, FaultPlan
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.ports import free_ports
 from tests.system.harness import Job, assert_exactly_once, log_text, when_said, when_step

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.config.loading import parse_config
-from orchestrator.monitor.run import Run
+from orchestrator.inspect.run import Run
 from tests.devices import GPU
 from tests.torchrun.ranks import ranks
 

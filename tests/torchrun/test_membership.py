@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
 from orchestrator.errors import ElasticError
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import HeldShard, MemberState, Source
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey, StepRecord
-from orchestrator.resume.committed import CommittedFiles
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from orchestrator.torchrun.membership import Start, StaticMembership

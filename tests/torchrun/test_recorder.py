@@ -14,24 +14,24 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.coordinator.survey import survey
-from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.coordinator.attempt.survey import survey
+from orchestrator.elastic.failure.storage_outage import STORAGE_LIMIT_S
 from orchestrator.errors import ElasticError, FencedError, StorageError, UnsavedError
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal_reader import read_journal
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, RequestFiles, asker
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import ReplicaDigests
 from orchestrator.records.run_status import GroupMember
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk, storage_error
 from orchestrator.storage.files import Storage
 from orchestrator.torchrun import recorder as recorder_module
 from orchestrator.torchrun.recorder import RankZeroRecorder
+from tests.checkpoint.samples import key, no_sleep, record, write_vote
 from tests.launch.test_run_identity import save
 from tests.launch.test_start import LIMIT_S, Runner
 from tests.raising import raises
-from tests.resume.samples import key, no_sleep, record, write_vote
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from orchestrator.trainer.reshard import Pending
+from orchestrator.trainer.comm.reshard import Pending
 
 Result = TypeVar("Result")
 LIMIT = datetime.timedelta(seconds=240)
 
 
 class GlooPeers:
-    """Messages between the ranks of one group; see `orchestrator.trainer.reshard.Peers`."""
+    """Messages between the ranks of one group; see `orchestrator.trainer.comm.reshard.Peers`."""
 
     def __init__(self, group: dist.ProcessGroupGloo) -> None:
         self._group = group

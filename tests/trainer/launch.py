@@ -20,21 +20,21 @@ from typing import Any
 
 from blake3 import blake3
 
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.actor import Coordinator
-from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.elastic.formation import RendezvousSettings
-from orchestrator.history.claim_files import RESUME, START
-from orchestrator.history.claims import ClaimParent
-from orchestrator.history.journal_reader import Journal, read_journal
-from orchestrator.launch.remote_membership import UnansweredError
+from orchestrator.history.claims.claim_files import RESUME, START
+from orchestrator.history.claims.claims import ClaimParent
+from orchestrator.history.journal.journal_reader import Journal, read_journal
+from orchestrator.launch.on_ray.remote_membership import UnansweredError
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest
 from orchestrator.records.points import Vote
 from orchestrator.records.run_status import RunStatus
 from orchestrator.records.steps import StateKey, StepRecord
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 
 KEY = b"only against mistakes"

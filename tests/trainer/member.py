@@ -21,18 +21,18 @@ import torch._dynamo  # noqa: F401  DDP needs it; the server imports it once for
 import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401
 
+from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
 from orchestrator.config.loading import parse_config
 from orchestrator.errors import StorageError
-from orchestrator.launch.remote_membership import Place, RemoteMembership
+from orchestrator.launch.on_ray.remote_membership import Place, RemoteMembership
 from orchestrator.planning.schedule import budgets_for
-from orchestrator.resume.committed import CommittedFiles
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Pieces, Traits
-from orchestrator.trainer.group import GenerationEnded
-from orchestrator.trainer.items import MODEL
-from orchestrator.trainer.job import TrainJob
+from orchestrator.trainer.comm.group import GenerationEnded
+from orchestrator.trainer.interfaces.job import TrainJob
+from orchestrator.trainer.loading.items import MODEL
 from orchestrator.trainer.loop import train
-from orchestrator.trainer.state import TrainState
+from orchestrator.trainer.state.train_state import TrainState
 from tests.forked import FORKED
 from tests.processes import say_where_it_stands, where_it_stands
 from tests.trainer.feed import POISON, VOCABULARY, FormulaFeed

@@ -3,9 +3,9 @@
 
 What members hold is modelled as in `tests/elastic/group_model.py`: a state is the tuple of the generations
 that trained its steps. A staging buffer and a part in storage hold such a state too, or TORN if it was
-written to while it was read. Storage answers the commit machine at once (`tests/resume/test_commit_search.py`
-has what may come in between); who trains, and from which state, is chosen by the model in every way that the
-rendezvous may.
+written to while it was read. Storage answers the commit machine at once
+(`tests/checkpoint/test_commit_search.py` has what may come in between); who trains, and from which state, is
+chosen by the model in every way that the rendezvous may.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from orchestrator.coordinator.places import Places
-from orchestrator.records.membership import ControlRequests
-from orchestrator.records.steps import StateKey
-from orchestrator.resume.commit_events import (
+from orchestrator.checkpoint.commit.commit_events import (
     Acknowledge,
     Action,
     DiscardSave,
@@ -34,13 +31,16 @@ from orchestrator.resume.commit_events import (
     VoterGone,
     WriteCommit,
 )
-from orchestrator.resume.commit_machine import CommitMachine
-from orchestrator.resume.kept_points import KeptPoints
-from orchestrator.trainer import save_slot
-from orchestrator.trainer.save_slot import Answered, Begin, CallOff, SaveSlot, Staged, Stopped, Written
-from orchestrator.trainer.save_triggers import REFORM, SAVE, STOP, SaveTriggers, asked_for, carried_out
-from tests.resume.quick_storage import tell_machine
-from tests.resume.test_commit_machine import vote
+from orchestrator.checkpoint.commit.commit_machine import CommitMachine
+from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.coordinator.machine.rank_history import Places
+from orchestrator.records.membership import ControlRequests
+from orchestrator.records.steps import StateKey
+from orchestrator.trainer.saving import save_slot
+from orchestrator.trainer.saving.save_slot import Answered, Begin, CallOff, SaveSlot, Staged, Stopped, Written
+from orchestrator.trainer.saving.save_triggers import REFORM, SAVE, STOP, SaveTriggers, asked_for, carried_out
+from tests.checkpoint.quick_storage import tell_machine
+from tests.checkpoint.test_commit_machine import vote
 
 State = tuple[int, ...]  # which generation trained each step
 TORN: State = (-1,)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.parts.part_file import make_part, write_part
-from orchestrator.parts.part_job import PartWritten
-from orchestrator.planning.state_layout import Layout, written_rows
+from orchestrator.checkpoint.files.part_file import make_part, write_part
+from orchestrator.checkpoint.points.points import Point
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.writer.part_job import PartWritten
+from orchestrator.planning.state.state_layout import Layout, written_rows
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey
-from orchestrator.resume.points import Point
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.items import Item
-from orchestrator.trainer.loading import rows_of, saved_tensors
+from orchestrator.trainer.loading.items import Item
+from orchestrator.trainer.loading.loading import rows_of, saved_tensors
 
 
 def write_share(

@@ -19,19 +19,19 @@ from torch.distributed import PrefixStore, TCPStore
 
 from orchestrator.errors import TrainingError
 from orchestrator.planning import batches
-from orchestrator.planning.state_layout import held_rows
+from orchestrator.planning.state.state_layout import held_rows
 from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView
 from orchestrator.records.steps import StateKey
-from orchestrator.trainer.gradient import Gradient, cut
-from orchestrator.trainer.gradient_ddp import FastGradient
-from orchestrator.trainer.gradient_invariant import InvariantGradient
-from orchestrator.trainer.gradient_sharded import ShardedGradient
-from orchestrator.trainer.group import Group
-from orchestrator.trainer.job import TrainJob
-from orchestrator.trainer.sharded_state import ShardedState
-from orchestrator.trainer.state import TrainState
+from orchestrator.trainer.comm.group import Group
+from orchestrator.trainer.gradient.gradient_ddp import FastGradient
+from orchestrator.trainer.gradient.gradient_invariant import InvariantGradient
+from orchestrator.trainer.gradient.gradient_sharded import ShardedGradient
+from orchestrator.trainer.gradient.micro_batches import Gradient, cut
+from orchestrator.trainer.interfaces.job import TrainJob
+from orchestrator.trainer.state.sharded_state import ShardedState
+from orchestrator.trainer.state.train_state import TrainState
 from tests.forked import FORKED
 from tests.ports import free_ports
 from tests.trainer.feed import VOCABULARY, FormulaFeed

@@ -9,16 +9,16 @@ import pytest
 import torch
 import transformers
 
+from orchestrator.checkpoint.export.export import export_point
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
-from orchestrator.resume.export import export_point
-from orchestrator.trainer.items import own_tensors
-from orchestrator.trainer.model import build_model
-from orchestrator.trainer.saved_form import main_dtype
-from orchestrator.trainer.sharded_state import ShardedState
-from orchestrator.trainer.trial import try_model
+from orchestrator.trainer.dry_run.model_dry_run import try_model
+from orchestrator.trainer.loading.items import own_tensors
+from orchestrator.trainer.model.build_model import build_model
+from orchestrator.trainer.state.sharded_state import ShardedState
+from orchestrator.trainer.weights.saved_form import main_dtype
+from tests.checkpoint.exports import CPU, commit, job, state_of, store_at
 from tests.raising import raises
-from tests.resume.exports import CPU, commit, job, state_of, store_at
 from tests.trainer.architectures import POSITIONS, VOCABULARY, all_types, tiny
 
 FEW = ["llama", "gpt2", "opt", "roberta", "mixtral", "glm4_moe", "ernie4_5_moe", "cwm", "mamba2"]

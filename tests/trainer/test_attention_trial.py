@@ -13,13 +13,19 @@ from torch import Tensor, nn
 
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
-from orchestrator.trainer.attention_trial import require_attention
-from orchestrator.trainer.document_attention import document_inputs
-from orchestrator.trainer.model import build_model
-from orchestrator.trainer.small_copy import MAX_PARAMETERS, VOCABULARY, WINDOW, draw_weights, small_copies
-from orchestrator.trainer.transformers_model import transformers_settings
-from orchestrator.trainer.trial import try_model
-from tests.resume.exports import job
+from orchestrator.trainer.dry_run.attention_dry_run import require_attention
+from orchestrator.trainer.dry_run.model_dry_run import try_model
+from orchestrator.trainer.dry_run.small_copy import (
+    MAX_PARAMETERS,
+    VOCABULARY,
+    WINDOW,
+    draw_weights,
+    small_copies,
+)
+from orchestrator.trainer.model.build_model import build_model
+from orchestrator.trainer.model.document_attention import document_inputs
+from orchestrator.trainer.weights.transformers_model import transformers_settings
+from tests.checkpoint.exports import job
 from tests.trainer.architectures import all_types, nested_types, tiny
 
 # Their default sizes are those of published models.

@@ -11,15 +11,15 @@ from orchestrator.config.train_sections import ModelConfig, TrainConfig
 from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
-from orchestrator.trainer import coming_steps
-from orchestrator.trainer.coming_steps import (
+from orchestrator.trainer import step_ranges
+from orchestrator.trainer.interfaces.job import TrainJob
+from orchestrator.trainer.step_ranges import (
     SMALL_STEPS_AHEAD,
     SMALL_STEPS_TOKENS,
     STEPS_AHEAD,
     coming_ranges,
     next_range,
 )
-from orchestrator.trainer.job import TrainJob
 
 
 def job(batch: int, seq_len: int, stop_tokens: int | None = None, until: int | None = None) -> TrainJob:
@@ -81,6 +81,6 @@ def test_steps_that_are_told_without_a_bound_on_their_tokens_are_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     check = test_a_feed_is_told_of_the_steps_that_come_and_of_many_only_while_they_are_small
-    monkeypatch.setattr(coming_steps, "SMALL_STEPS_TOKENS", 1 << 40)
+    monkeypatch.setattr(step_ranges, "SMALL_STEPS_TOKENS", 1 << 40)
     with pytest.raises(AssertionError):
         check()

@@ -15,9 +15,9 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView, ShardSource, Source
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.group import GenerationEnded, Group
-from orchestrator.trainer.state import TrainState
-from orchestrator.trainer.state_sync import agree
+from orchestrator.trainer.comm.group import GenerationEnded, Group
+from orchestrator.trainer.state.sync_state import agree
+from orchestrator.trainer.state.train_state import TrainState
 from tests.forked import FORKED
 from tests.ports import free_ports
 from tests.trainer.launch import WAIT_S

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.trainer.deferred import defer
+from orchestrator.trainer.state.lazy_init import defer
 
 SMALL = {
     "vocab_size": 97,

@@ -13,17 +13,17 @@ from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.planning.batches import next_range
 from orchestrator.records.cursor import Cursor
-from orchestrator.trainer.document_attention import (
+from orchestrator.trainer.dry_run.model_dry_run import try_model
+from orchestrator.trainer.gradient.gradient_ddp import FastGradient
+from orchestrator.trainer.gradient.gradient_invariant import InvariantGradient
+from orchestrator.trainer.gradient.micro_batches import cut
+from orchestrator.trainer.model.build_model import build_model, loss_sum
+from orchestrator.trainer.model.document_attention import (
     document_inputs,
     document_mask,
     document_positions,
     require_document_attention,
 )
-from orchestrator.trainer.gradient import cut
-from orchestrator.trainer.gradient_ddp import FastGradient
-from orchestrator.trainer.gradient_invariant import InvariantGradient
-from orchestrator.trainer.model import build_model, loss_sum
-from orchestrator.trainer.trial import try_model
 from tests.raising import raises
 from tests.trainer.architectures import tiny
 from tests.trainer.feed import VOCABULARY, FormulaFeed

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.records.steps import StateKey
-from orchestrator.trainer.job import DONE, LEFT
+from orchestrator.trainer.interfaces.job import DONE, LEFT
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members
 from tests.trainer.test_sharded_kills import (  # noqa: F401  fixtures

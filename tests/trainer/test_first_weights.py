@@ -11,16 +11,16 @@ import pytest
 import torch
 import transformers
 
+from orchestrator.checkpoint.export.export import export_point
+from orchestrator.checkpoint.export.init_weights import weights_identity, weights_sentence
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import ConfigError, ResumePointError
-from orchestrator.resume.export import export_point
-from orchestrator.resume.init_weights import weights_identity, weights_sentence
-from orchestrator.trainer.items import MODEL
-from orchestrator.trainer.state import TrainState
-from orchestrator.trainer.trial import try_model
-from tests.parts.samples import byte_of
+from orchestrator.trainer.dry_run.model_dry_run import try_model
+from orchestrator.trainer.loading.items import MODEL
+from orchestrator.trainer.state.train_state import TrainState
+from tests.checkpoint.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
+from tests.checkpoint.files.samples import byte_of
 from tests.raising import raises
-from tests.resume.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
 
 MIXTRAL = {"model_type": "mixtral", **SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}
 TIED = {**LLAMA, "tie_word_embeddings": True}

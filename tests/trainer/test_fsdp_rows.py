@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from orchestrator.planning.state_layout import Layout, shard_rows
+from orchestrator.planning.state.state_layout import Layout, shard_rows
 
 
 @pytest.fixture

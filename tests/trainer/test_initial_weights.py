@@ -17,17 +17,17 @@ from torch.distributed import TCPStore
 
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
-from orchestrator.planning.state_layout import held_rows
+from orchestrator.planning.state.state_layout import held_rows
 from orchestrator.storage.files import Storage
-from orchestrator.trainer import initial_weights
-from orchestrator.trainer.initial_weights import fill_rows
-from orchestrator.trainer.items import MODEL, Item, own_tensors, whole_item
-from orchestrator.trainer.job import TrainJob
-from orchestrator.trainer.model import bare_model, build_model, first_model
-from orchestrator.trainer.sharded_model import skeleton_of
-from orchestrator.trainer.sharded_state import ShardedState
+from orchestrator.trainer.interfaces.job import TrainJob
+from orchestrator.trainer.loading.items import MODEL, Item, own_tensors, whole_item
+from orchestrator.trainer.model.build_model import bare_model, build_model, first_model
+from orchestrator.trainer.state.sharded_model import skeleton_of
+from orchestrator.trainer.state.sharded_state import ShardedState
+from orchestrator.trainer.weights import initial
+from orchestrator.trainer.weights.initial import fill_rows
+from tests.checkpoint.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
 from tests.raising import raises
-from tests.resume.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
 from tests.trainer.member import tiny_job
 from tests.trainer.sharded import formed, on_ranks, view_of
 
@@ -42,7 +42,7 @@ MIB = 1 << 20
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    monkeypatch.setattr(initial_weights, "BUFFER_BYTES", 300)  # a few rows at a time
+    monkeypatch.setattr(initial, "BUFFER_BYTES", 300)  # a few rows at a time
 
 
 def items_of(model: torch.nn.Module, num_shards: int, shard: int) -> list[Item]:

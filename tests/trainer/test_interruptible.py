@@ -26,10 +26,10 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import HashStore, TCPStore
 
-from orchestrator.trainer.group import GenerationEnded, Group
-from orchestrator.trainer.interruptible import Interruptible, InterruptibleGloo, carried_out
-from orchestrator.trainer.job import TrainJob
-from orchestrator.trainer.parallel import state_and_gradient
+from orchestrator.trainer.comm.group import GenerationEnded, Group
+from orchestrator.trainer.comm.interruptible import Interruptible, InterruptibleGloo, carried_out
+from orchestrator.trainer.gradient.parallel import state_and_gradient
+from orchestrator.trainer.interfaces.job import TrainJob
 from tests.forked import FORKED
 from tests.ports import free_ports
 from tests.trainer.feed import VOCABULARY

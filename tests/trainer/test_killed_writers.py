@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.resume.store import RunStore
-from orchestrator.trainer.job import TrainJob
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.trainer.interfaces.job import TrainJob
 from tests.processes import ended
 from tests.trainer.launch import Launch
 from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.coordinator.survey import survey
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.faults import FaultPlan
-from orchestrator.planning.neighbours import neighbours
+from orchestrator.planning.state.neighbours import neighbours
 from orchestrator.records.steps import StepRecord
-from orchestrator.resume.store import RunStore
-from orchestrator.trainer.job import TrainJob
+from orchestrator.trainer.interfaces.job import TrainJob
 from tests.trainer.killable import KillableLaunch
 from tests.trainer.launch import Launch
 from tests.trainer.member import Members, Plan, members, run_to_end

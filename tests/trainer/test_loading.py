@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import ResumePointError
-from orchestrator.planning.state_layout import Layout, StateTensor, held_rows, layout_of
-from orchestrator.planning.weights_sum import weights_sum
+from orchestrator.planning.state.state_layout import Layout, StateTensor, held_rows, layout_of
+from orchestrator.planning.state.weights_sum import weights_sum
 from orchestrator.records.steps import StateKey
-from orchestrator.resume.committed import CommittedFiles
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.items import Item
-from orchestrator.trainer.loading import digest_of, load, sum_of
-from orchestrator.trainer.staging import StagingBuffer
+from orchestrator.trainer.loading.items import Item
+from orchestrator.trainer.loading.loading import digest_of, load, sum_of
+from orchestrator.trainer.saving.staging import StagingBuffer
 from tests.devices import PAIRS
 from tests.raising import raises
 from tests.trainer.saved_states import commit_state

@@ -18,18 +18,18 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from xxhash import xxh3_128
 
-from orchestrator.elastic.holdings import Holding, newest_complete
+from orchestrator.elastic.held_shards import Holding, newest_complete
 from orchestrator.json_form import encode
-from orchestrator.planning.state_layout import Layout, StateTensor, held_rows
+from orchestrator.planning.state.state_layout import Layout, StateTensor, held_rows
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView, HeldShard, Source
 from orchestrator.records.steps import StateKey
-from orchestrator.trainer.group import GenerationEnded
-from orchestrator.trainer.items import Item
-from orchestrator.trainer.lending import LentCopy
-from orchestrator.trainer.memory_point import MemoryPoints
-from orchestrator.trainer.neighbour import Address, CopyHeader, NeighbourLink, new_token
-from orchestrator.trainer.reshard import tensor_as_bytes
+from orchestrator.trainer.comm.group import GenerationEnded
+from orchestrator.trainer.comm.reshard import tensor_as_bytes
+from orchestrator.trainer.loading.items import Item
+from orchestrator.trainer.memory_points.memory_point import MemoryPoints
+from orchestrator.trainer.memory_points.memory_replica import Address, CopyHeader, NeighbourLink, new_token
+from orchestrator.trainer.memory_points.shared_buffers import LentCopy
 
 LIMIT_S = 240.0
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError, ResourceError, TrainingError
-from orchestrator.launch.needs import count_parameters
-from orchestrator.trainer.model import build_model, loss_sum, own_gpu, seed_micro_batch
-from orchestrator.trainer.state import TrainState
-from orchestrator.trainer.transformers_model import transformers_settings
+from orchestrator.launch.capacity.resource_estimate import count_parameters
+from orchestrator.trainer.model.build_model import build_model, loss_sum, own_gpu, seed_micro_batch
+from orchestrator.trainer.state.train_state import TrainState
+from orchestrator.trainer.weights.transformers_model import transformers_settings
 from tests.raising import raises
 from tests.trainer.feed import VOCABULARY
 from tests.trainer.member import PoisonModel, tiny_job

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.monitor.views.columns import read_columns
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.inspect.views.facts.columns import read_columns
 from tests.trainer.feed import FormulaFeed
 from tests.trainer.launch import Launch
 from tests.trainer.member import members, tiny_job

@@ -10,7 +10,7 @@ import signal
 
 import pytest
 
-from orchestrator.coordinator import recent_steps
+from orchestrator.coordinator.machine import recent_steps
 from orchestrator.records.run_status import MemberInfo
 from tests.trainer.launch import WAIT_S, Launch
 from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from orchestrator.trainer.model import loss_sum
-from orchestrator.trainer.state import TrainState
+from orchestrator.trainer.model.build_model import loss_sum
+from orchestrator.trainer.state.train_state import TrainState
 from tests.trainer.launch import Launch
 from tests.trainer.member import run_to_end, tiny_job
 from tests.trainer.test_worlds import trained

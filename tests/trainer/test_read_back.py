@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.train_sections import ModelConfig, TrainConfig
-from orchestrator.planning.state_layout import held_rows
-from orchestrator.planning.weights_sum import MODULUS
-from orchestrator.resume.committed import CommittedFiles
-from orchestrator.resume.store import RunStore
+from orchestrator.planning.state.state_layout import held_rows
+from orchestrator.planning.state.weights_sum import MODULUS
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.items import MODEL, Item
-from orchestrator.trainer.job import TrainJob
-from orchestrator.trainer.loading import digest_of, load, sum_of
-from orchestrator.trainer.state import TrainState
+from orchestrator.trainer.interfaces.job import TrainJob
+from orchestrator.trainer.loading.items import MODEL, Item
+from orchestrator.trainer.loading.loading import digest_of, load, sum_of
+from orchestrator.trainer.state.train_state import TrainState
 from tests.trainer.member import Plan, members, tiny_job
 
 REPLICATE, SHARD, HSDP = "replicate", "shard", {"shard": 2, "replicate": 2}

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from orchestrator.trainer.group import GenerationEnded
-from orchestrator.trainer.sharded_state import ShardedState
+from orchestrator.trainer.comm.group import GenerationEnded
+from orchestrator.trainer.state.sharded_state import ShardedState
 from tests.trainer.member import tiny_job
 from tests.trainer.sharded import CPU, Trained, alone, formed, on_ranks, trained_in_group, view_of
 

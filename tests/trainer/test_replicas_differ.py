@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.history.event_kinds import EventKind
-from orchestrator.planning.state_layout import Layout
-from orchestrator.resume.points import parse_point_name
-from orchestrator.trainer.items import whole_item
-from orchestrator.trainer.replica_digest import BLOCK_BYTES, block_sums, replica_digests, shared_rows
+from orchestrator.checkpoint.points.points import parse_point_name
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.planning.state.state_layout import Layout
+from orchestrator.trainer.loading.items import whole_item
+from orchestrator.trainer.saving.replica_digest import BLOCK_BYTES, block_sums, replica_digests, shared_rows
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members, tiny_job
 

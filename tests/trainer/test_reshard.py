@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from orchestrator.planning.state_layout import Layout, StateTensor, held_rows
-from orchestrator.planning.state_moves import transfers
-from orchestrator.trainer import reshard
-from orchestrator.trainer.reshard import DigestError, Resharding, messages, tensor_as_bytes
+from orchestrator.planning.state.state_layout import Layout, StateTensor, held_rows
+from orchestrator.planning.state.state_moves import transfers
+from orchestrator.trainer.comm import reshard
+from orchestrator.trainer.comm.reshard import DigestError, Resharding, messages, tensor_as_bytes
 from tests.trainer.gloo_ranks import GlooPeers, GlooRanks
 
 # rows that divide evenly and do not, that are fewer than ranks, none, and wide; scalars and buffers

@@ -14,12 +14,12 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
-from orchestrator.trainer.document_attention import document_inputs
-from orchestrator.trainer.items import MODEL
-from orchestrator.trainer.model import build_model, loss_sum, seed_micro_batch
-from orchestrator.trainer.router_loss import require_router_loss
-from orchestrator.trainer.trial import try_model
-from tests.resume.exports import job
+from orchestrator.trainer.dry_run.model_dry_run import try_model
+from orchestrator.trainer.loading.items import MODEL
+from orchestrator.trainer.model.build_model import build_model, loss_sum, seed_micro_batch
+from orchestrator.trainer.model.document_attention import document_inputs
+from orchestrator.trainer.model.router_loss import require_router_loss
+from tests.checkpoint.exports import job
 from tests.trainer.architectures import all_types, small, tiny
 from tests.trainer.feed import VOCABULARY
 from tests.trainer.member import tiny_job

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.trainer.save_slot import (
+from orchestrator.trainer.saving.save_slot import (
     Action,
     Begin,
     CallOff,

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
+from orchestrator.checkpoint.writer.part_writer import PartWriter
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.faults import no_fault
-from orchestrator.parts.part_writer import PartWriter
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Pieces
-from orchestrator.trainer.saver import STOP_LIMIT_S, Saver
+from orchestrator.trainer.saving.saver import STOP_LIMIT_S, Saver
 from tests.raising import raises
 from tests.trainer.sharded import view_of
 from tests.trainer.test_weights import new_state

@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.records.membership import GenerationView, Source
 from orchestrator.records.steps import StateKey
-from orchestrator.trainer.job import TrainJob
+from orchestrator.trainer.interfaces.job import TrainJob
 from tests.trainer.launch import Launch
 from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.history.event_kinds import EventKind
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.records.steps import StateKey
-from orchestrator.resume.store import RunStore
-from orchestrator.trainer.job import TrainJob
+from orchestrator.trainer.interfaces.job import TrainJob
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members, run_to_end, tiny_job
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
 from orchestrator.errors import ResumePointError, StorageError
-from orchestrator.planning.state_layout import Layout, layout_of
-from orchestrator.resume.committed import CommittedFiles
+from orchestrator.planning.state.state_layout import Layout, layout_of
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Traits
-from orchestrator.trainer.group import GenerationEnded
-from orchestrator.trainer.shared_loading import load_together
+from orchestrator.trainer.comm.group import GenerationEnded
+from orchestrator.trainer.loading.shared_loading import load_together
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members, run_to_end, tiny_job
 from tests.trainer.sharded import formed, on_ranks, view_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.resume.store import RunStore
+from orchestrator.checkpoint.points.store import RunStore
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members, run_to_end, tiny_job
 from tests.trainer.test_kills import END, assert_same_training, killed
@@ -176,7 +176,7 @@ def writers(pid: int) -> list[int]:
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
             for child in (task / "children").read_text().split():
-                if b"orchestrator.parts.writer" in Path(f"/proc/{child}/cmdline").read_bytes():
+                if b"orchestrator.checkpoint.writer.writer" in Path(f"/proc/{child}/cmdline").read_bytes():
                     found.append(int(child))
     return found
 

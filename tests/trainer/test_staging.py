@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from orchestrator.errors import StorageError
-from orchestrator.planning.state_layout import Layout, Place, StateTensor, flat_part
-from orchestrator.trainer.items import tensor_bytes
-from orchestrator.trainer.staging import StagingBuffer
+from orchestrator.planning.state.state_layout import Layout, Place, StateTensor, flat_part
+from orchestrator.trainer.loading.items import tensor_bytes
+from orchestrator.trainer.saving.staging import StagingBuffer
 from tests.devices import CPU, DEVICES
 from tests.raising import raises
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.trainer.lost_peer import is_mismatch
+from orchestrator.trainer.comm.comm_errors import is_mismatch
 from orchestrator.trainer.step_limit import COMPILE_LIMIT_S, step_limit_s
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator.records.batches import BatchSlice, StepRange
 from orchestrator.records.cursor import Cursor
-from orchestrator.trainer.step_summary import NUM_SLOTS, RankContribution, StepSummary, fixed_point
+from orchestrator.trainer.interfaces.step_summary import NUM_SLOTS, RankContribution, StepSummary, fixed_point
 
 DIGESTS = st.integers(0, 2**64 - 1)
 

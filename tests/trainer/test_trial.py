@@ -18,11 +18,16 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.config.stored import nested
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
-from orchestrator.planning.memory import ModelSize
-from orchestrator.planning.resume_plan import plan_resume
-from orchestrator.trainer.known_keys import require_known_keys
-from orchestrator.trainer.model import build_model
-from orchestrator.trainer.trial import ModelFacts, require_model, require_vocabulary, try_model
+from orchestrator.planning.resume.resume_plan import plan_resume
+from orchestrator.planning.state.memory import ModelSize
+from orchestrator.trainer.dry_run.known_keys import require_known_keys
+from orchestrator.trainer.dry_run.model_dry_run import (
+    ModelFacts,
+    require_model,
+    require_vocabulary,
+    try_model,
+)
+from orchestrator.trainer.model.build_model import build_model
 from tests.conftest import python_is
 from tests.planning.jobs import job
 from tests.raising import raises
@@ -154,7 +159,7 @@ def test_a_process_without_torch_stays_without_it(warm):
     program = (
         "import json, sys; sys.executable = sys.argv.pop(1); "
         "from orchestrator.config.loading import parse_config; "
-        "from orchestrator.trainer.trial import try_model; "
+        "from orchestrator.trainer.dry_run.model_dry_run import try_model; "
         "print(try_model(parse_config(json.load(sys.stdin))).num_embeddings, "
         "[m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
     )

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import ResumePointError, StorageError
-from orchestrator.planning.state_layout import layout_of
+from orchestrator.planning.state.state_layout import layout_of
 from orchestrator.records.steps import StateKey
-from orchestrator.resume.committed import CommittedFiles
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.loading import digest_of, load
-from orchestrator.trainer.state import TrainState
+from orchestrator.trainer.loading.loading import digest_of, load
+from orchestrator.trainer.state.train_state import TrainState
 from tests.raising import raises
 from tests.trainer.member import tiny_job
 from tests.trainer.saved_states import commit_state, write_share

@@ -13,23 +13,23 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from orchestrator.checkpoint.export.export import export_point
+from orchestrator.checkpoint.export.init_weights import weights_identity, weights_sentence
+from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.schema import JobConfig
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError, OrchestratorError, ResumePointError, StorageError
-from orchestrator.resume.export import export_point
-from orchestrator.resume.init_weights import weights_identity, weights_sentence
-from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
-from orchestrator.trainer.items import MODEL, own_tensors
-from orchestrator.trainer.model import build_model
-from orchestrator.trainer.saved_form import SavedForm
-from orchestrator.trainer.state import TrainState
-from orchestrator.trainer.transformers_model import SETTINGS
-from orchestrator.trainer.trial import try_model
-from tests.parts.samples import byte_of
+from orchestrator.trainer.dry_run.model_dry_run import try_model
+from orchestrator.trainer.loading.items import MODEL, own_tensors
+from orchestrator.trainer.model.build_model import build_model
+from orchestrator.trainer.state.train_state import TrainState
+from orchestrator.trainer.weights.saved_form import SavedForm
+from orchestrator.trainer.weights.transformers_model import SETTINGS
+from tests.checkpoint.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
+from tests.checkpoint.files.samples import byte_of
 from tests.raising import raises
-from tests.resume.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
 from tests.storage.servers import Proxy, moto, new_bucket, no_fault, proxy_before, reach
 from tests.trainer.test_initial_weights import GPT2, MIXTRAL, TIED, assert_first_weights, renamed, saved
 

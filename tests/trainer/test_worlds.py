@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.history.event_kinds import EventKind
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW
-from orchestrator.monitor.asking import Asking
+from orchestrator.inspect.run_control import Asking
 from orchestrator.records.steps import StateKey
-from orchestrator.resume.store import RunStore
-from orchestrator.trainer.job import LEFT
+from orchestrator.trainer.interfaces.job import LEFT
 from tests.trainer.feed import FormulaFeed
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members, run_to_end, tiny_job

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
-from orchestrator.planning.manifests import SourceLists, Wanted
 from orchestrator.planning.mixture import whole_weights
+from orchestrator.planning.resume.manifests import SourceLists, Wanted
 from orchestrator.records.cursor import Cursor, SourceCursor
 
 if TYPE_CHECKING:

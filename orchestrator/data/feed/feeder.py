@@ -17,11 +17,11 @@ from functools import partial
 
 import ray
 
+from orchestrator.data.feed.activity import SignsOfWork
 from orchestrator.data.feed.epoch_lists import UNEXPECTED, EpochLists
 from orchestrator.data.feed.feed_notes import FeederStats, FeedLog, FeedNotes
-from orchestrator.data.feed.flight import Admission
+from orchestrator.data.feed.inflight_budget import Admission
 from orchestrator.data.feed.memory import MemoryShares
-from orchestrator.data.feed.opening import Opening
 from orchestrator.data.feed.pipeline_thread import (
     SLOTS_PER_DATASET,
     PipelineSettings,
@@ -30,8 +30,8 @@ from orchestrator.data.feed.pipeline_thread import (
 )
 from orchestrator.data.feed.remote_feed import Reopen
 from orchestrator.data.feed.replay import TOGETHER_BYTES, HeldStep
-from orchestrator.data.feed.slots import NoTask
-from orchestrator.data.feed.work import SignsOfWork
+from orchestrator.data.feed.stream_session import Opening
+from orchestrator.data.feed.window_scheduler import NoTask
 from orchestrator.data.packing.step_samples import StepShare
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask

@@ -59,7 +59,7 @@ class _Reader:
 
 
 class InProcessFeed:
-    """`trainer.membership.Feed` of one rank, without any other process.
+    """`trainer.interfaces.membership.Feed` of one rank, without any other process.
 
     `replay_bytes` bounds the steps that are kept because they may be requested again. Returns the same slices
     as the Feeder. Not thread-safe.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.data.common.settings import StreamSettings
-from orchestrator.data.sources.fragments import SourcePlan
+from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.windows import Window, read_windows
 from orchestrator.data.tokens.chunks import Passed
 from orchestrator.data.tokens.token_chunk import WindowTask

@@ -24,10 +24,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.cluster.data_share import looking_often, take_own_share
 from orchestrator.cluster.shield import expose_forks
 from orchestrator.data.common.process_limits import ProcessLimits, limit_process
+from orchestrator.data.feed.activity import WorkReports
 from orchestrator.data.feed.epoch_lists import UNEXPECTED
-from orchestrator.data.feed.flight import chunk_bytes
+from orchestrator.data.feed.inflight_budget import chunk_bytes
 from orchestrator.data.feed.open_blocks import NotWantedError, OpenBlocks
-from orchestrator.data.feed.work import WorkReports
 from orchestrator.data.sources.windows import Window
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chunks import tokenize_window

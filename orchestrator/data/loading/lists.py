@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from orchestrator.data.common.settings import has_list_to_come, mixture_of, settings_of
-from orchestrator.data.first_start import first_start
+from orchestrator.data.freeze import first_start
 from orchestrator.data.frozen import GONE, LaterList, has_record, manifest_path, read_later, write_later
-from orchestrator.data.later_lists import Found, Refreshing, later_plan, listed_as
 from orchestrator.data.loading.reading import StreamReading
-from orchestrator.data.sources.fragments import SourcePlan
-from orchestrator.data.sources.unchanged import compare_files
+from orchestrator.data.source_refresh import Found, Refreshing, later_plan, listed_as
+from orchestrator.data.sources.lists.fragments import SourcePlan
+from orchestrator.data.sources.lists.unchanged import compare_files
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import ConfigError, DataIdentityError, RefusedError
 from orchestrator.storage.files import Storage
@@ -74,7 +74,7 @@ def frozen_folder(given: str | os.PathLike[str] | None) -> Storage | None:
 def stream_data(config: JobConfig, reading: StreamReading, storage: Storage | None) -> StreamData:
     """The data with these lists. A list that is not kept is made from the files as they are now.
 
-    Raises as `data.preparing.prepare_data`. Raises `DataIdentityError` also for a list that was made for its
+    Raises as `data.dataset.prepare_data`. Raises `DataIdentityError` also for a list that was made for its
     epoch and is missing from the folder.
     """
     found = _Finding(config=config, reading=reading, storage=storage)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.data.loading.ahead import Ahead
 from orchestrator.data.loading.drawing import Drawing
+from orchestrator.data.loading.prefetch import Ahead
 from orchestrator.data.loading.rank_batches import Batch, Share, Tensors, rank_batches
 from orchestrator.data.loading.state import state_of
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import RefusedError
-from orchestrator.planning.restarting import RestartRequest
+from orchestrator.planning.resume.restarting import RestartRequest
 from orchestrator.records.cursor import Cursor
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from orchestrator.data.packing.runs import NO_LOSS, PAD_TOKEN, PADDING
+from orchestrator.data.packing.sample_spans import NO_LOSS, PAD_TOKEN, PADDING
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.planning.batches import micro_batches_per_rank, num_micro_batches, rank_samples
 from orchestrator.records.arrays import Int32Array

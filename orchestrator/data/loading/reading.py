@@ -17,9 +17,9 @@ from orchestrator.data.common.settings import wanted_of
 from orchestrator.data.loading.state import StreamState
 from orchestrator.errors import RefusedError
 from orchestrator.json_form import encode
-from orchestrator.planning.manifests import SourceLists, Wanted, moved, next_sources, order_of
-from orchestrator.planning.restarting import RestartRequest, restart_request, source_changes
-from orchestrator.planning.skipping import LATEST
+from orchestrator.planning.resume.manifests import SourceLists, Wanted, moved, next_sources, order_of
+from orchestrator.planning.resume.restarting import RestartRequest, restart_request, source_changes
+from orchestrator.planning.resume.skipping import LATEST
 from orchestrator.records.cursor import Cursor
 
 if TYPE_CHECKING:

@@ -8,14 +8,14 @@ from typing import Any
 
 from blake3 import blake3
 
-from orchestrator.data.sources.manifest import Manifest
+from orchestrator.data.sources.lists.manifest import Manifest
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.encoders import AUTO, EncoderChoice, EncoderSpan
-from orchestrator.planning.identity import OF_A_SOURCE, RunIdentity, compare
-from orchestrator.planning.manifests import SourceLists
-from orchestrator.planning.restarting import RestartRequest, files_text, restart_text
+from orchestrator.planning.resume.identity import OF_A_SOURCE, RunIdentity, compare
+from orchestrator.planning.resume.manifests import SourceLists
+from orchestrator.planning.resume.restarting import RestartRequest, files_text, restart_text
 from orchestrator.records.cursor import Cursor, SourceCursor
 
 VERSION = 1

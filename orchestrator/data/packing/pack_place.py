@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from orchestrator.data.packing.packed_window import PackedWindow
-from orchestrator.data.packing.runs import PackedRun
+from orchestrator.data.packing.sample_spans import PackedRun
 from orchestrator.planning.digest import add_tokens, token_hasher
 from orchestrator.records.cursor import SourceCursor
 

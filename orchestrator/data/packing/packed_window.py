@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from orchestrator.data.common.settings import BAD_SHARE_RECORDS, SPLIT_WHOLE, StreamSettings
-from orchestrator.data.packing.arrangement import best_fit, stretches
-from orchestrator.data.packing.runs import PackedRun
+from orchestrator.data.packing.bin_packing import best_fit, stretches
+from orchestrator.data.packing.sample_spans import PackedRun
 from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import DataError
 from orchestrator.planning.order import pack_order

@@ -1,4 +1,6 @@
-"""Draws samples that are not trained, and returns the stream's cursor after them. See `planning.skipping`."""
+"""Draws samples that are not trained, and returns the stream's cursor after them. See
+`planning.resume.skipping`.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from orchestrator.data.packing.runs import PackedRun, Run
+from orchestrator.data.packing.sample_spans import PackedRun, Run
 from orchestrator.errors import FeedError
 from orchestrator.planning.digest import batch_digest
 from orchestrator.records.arrays import Int32Array

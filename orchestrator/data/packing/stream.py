@@ -15,7 +15,7 @@ from orchestrator.data.common.settings import MixtureSettings, StreamSettings
 from orchestrator.data.packing.pack_place import PackCursors
 from orchestrator.data.packing.packed_window import PathOf
 from orchestrator.data.packing.packer import Packer, RunCursors
-from orchestrator.data.packing.runs import PackedRun, Run
+from orchestrator.data.packing.sample_spans import PackedRun, Run
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.packing.window_packer import WindowPacker
 from orchestrator.data.tokens.token_chunk import TokenChunk

@@ -14,7 +14,7 @@ from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.packing.chunk_order import ChunkOrder
 from orchestrator.data.packing.pack_place import PackCursors, PackPlace
 from orchestrator.data.packing.packed_window import PackedWindow, PathOf, WindowPacking, documents_of
-from orchestrator.data.packing.runs import PackedRun, joined
+from orchestrator.data.packing.sample_spans import PackedRun, joined
 from orchestrator.data.packing.segments import Counts, counted, counts_after, counts_at
 from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.data.sources.compressed import DAMAGE, damage_code
-from orchestrator.data.sources.file_parts import Cut, FilePart
+from orchestrator.data.sources.access.compressed import DAMAGE, damage_code
+from orchestrator.data.sources.access.input_file import InputFile, open_input
+from orchestrator.data.sources.access.records_in_memory import Records
 from orchestrator.data.sources.formats import format_of
-from orchestrator.data.sources.fragments import SourcePlan
-from orchestrator.data.sources.input_file import InputFile, open_input
-from orchestrator.data.sources.manifest import require_unchanged
-from orchestrator.data.sources.records_in_memory import Records
+from orchestrator.data.sources.lists.file_parts import Cut, FilePart
+from orchestrator.data.sources.lists.fragments import SourcePlan
+from orchestrator.data.sources.lists.manifest import require_unchanged
 from orchestrator.errors import DataError, DataIdentityError
-from orchestrator.planning.restarting import restart_text
+from orchestrator.planning.resume.restarting import restart_text
 from orchestrator.records.arrays import Int64Array
 
 

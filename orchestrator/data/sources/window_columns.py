@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from orchestrator.data.sources.access.records_in_memory import Lines, Values
 from orchestrator.data.sources.readers import Part
-from orchestrator.data.sources.records_in_memory import Lines, Values
 from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
 
 # The arrays take 12 bytes a record, little beside this many. Records that are shorter on average, or parts

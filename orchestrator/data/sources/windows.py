@@ -14,12 +14,18 @@ import numpy as np
 
 from orchestrator.data.common.process_limits import process_limits
 from orchestrator.data.common.settings import StreamSettings
-from orchestrator.data.sources.content import BadRecordError, Content, Described, Document, WrongFieldError
+from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES
 from orchestrator.data.sources.formats import format_of
-from orchestrator.data.sources.fragments import SourcePlan
-from orchestrator.data.sources.line_numbers import line_numbers
+from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.readers import Part, read_fragment
-from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES
+from orchestrator.data.sources.records.content import (
+    BadRecordError,
+    Content,
+    Described,
+    Document,
+    WrongFieldError,
+)
+from orchestrator.data.sources.records.line_numbers import line_numbers
 from orchestrator.data.sources.window_columns import TextRun, WindowColumns, columns_of
 from orchestrator.errors import DataError
 from orchestrator.planning.order import block_at, window_order

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources.formats import format_of
-from orchestrator.data.sources.manifest import Manifest
+from orchestrator.data.sources.lists.manifest import Manifest
 from orchestrator.data.tokens.encoder import Encoder, UnencodableTextError
-from orchestrator.data.tokens.masked import MaskedPiece
+from orchestrator.data.tokens.loss_mask import MaskedPiece
 from orchestrator.data.tokens.token_chunk import BAD, PIECE, TokenChunk, WindowTask
 from orchestrator.data.tokens.tokenizer_files import UNKNOWN_TEXT
 from orchestrator.errors import DataError

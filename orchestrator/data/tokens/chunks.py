@@ -12,7 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from orchestrator.data.common.settings import CHECK_ONE_IN, StreamSettings
-from orchestrator.data.sources.content import (
+from orchestrator.data.sources.lists.fragments import SourcePlan
+from orchestrator.data.sources.records.content import (
     FIELD_SETTINGS,
     BadRecordError,
     Conversation,
@@ -22,7 +23,6 @@ from orchestrator.data.sources.content import (
     WrongFieldError,
     bare,
 )
-from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.window_columns import TextRun
 from orchestrator.data.sources.windows import OrderedWindow, Window, read_windows
 from orchestrator.data.tokens.chat_template import UnrenderableError

@@ -16,8 +16,8 @@ import numpy as np
 from orchestrator.data.common.settings import CUT_SHARE
 from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS, added_token_texts
 from orchestrator.data.tokens.fast import FastTokenizer
-from orchestrator.data.tokens.foreign import SENTENCEPIECE, TIKTOKEN, load_native
 from orchestrator.data.tokens.large_json import added_tokens
+from orchestrator.data.tokens.tiktoken_sentencepiece import SENTENCEPIECE, TIKTOKEN, load_native
 from orchestrator.data.tokens.tokenizer_files import UNKNOWN_TEXT, NativeModel, TokenizerModel
 from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.planning.encoders import EncoderChoice

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from orchestrator.data.tokens.encoder import Encoder
-from orchestrator.data.tokens.masked import MaskedEncoder
+from orchestrator.data.tokens.loss_mask import MaskedEncoder
 from orchestrator.data.tokens.tokenizer_files import TokenizerModel
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, Place, encoder_at
 

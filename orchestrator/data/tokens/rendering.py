@@ -21,7 +21,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from orchestrator.data.sources.content import Conversation, WrongChatValueError
+from orchestrator.data.sources.records.content import Conversation, WrongChatValueError
 from orchestrator.data.tokens.chat_template import (
     DEFAULT,
     WITH_TOOLS,

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from orchestrator.data.sources.content import WrongChatValueError, kind_of
+from orchestrator.data.sources.records.content import WrongChatValueError, kind_of
 from orchestrator.data.tokens.chat_template import UnrenderableError
 
 _Messages = list[dict[str, Any]]

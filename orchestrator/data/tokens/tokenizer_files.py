@@ -17,19 +17,8 @@ import orjson
 from blake3 import blake3
 
 from orchestrator.data.tokens.chat_template import ChatTemplate, read_chat_template
-from orchestrator.data.tokens.foreign import (
-    INVALID,
-    NATIVE,
-    PROTO,
-    RANKS,
-    TIKTOKEN_SETTINGS,
-    from_sentencepiece,
-    from_tiktoken_file,
-    from_tiktoken_name,
-    is_tiktoken,
-)
+from orchestrator.data.tokens.disk_cache import remembered
 from orchestrator.data.tokens.large_json import added_tokens, laid_out, parse
-from orchestrator.data.tokens.remembered import remembered
 from orchestrator.data.tokens.resolved import (
     CODE,
     RESOLVED,
@@ -42,6 +31,17 @@ from orchestrator.data.tokens.resolved import (
     resolve,
     template_file,
     used_templates,
+)
+from orchestrator.data.tokens.tiktoken_sentencepiece import (
+    INVALID,
+    NATIVE,
+    PROTO,
+    RANKS,
+    TIKTOKEN_SETTINGS,
+    from_sentencepiece,
+    from_tiktoken_file,
+    from_tiktoken_name,
+    is_tiktoken,
 )
 from orchestrator.errors import ConfigError, DataError, StorageError
 from orchestrator.storage.buckets import is_uri

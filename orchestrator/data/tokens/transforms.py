@@ -17,7 +17,7 @@ import orjson
 
 from orchestrator.data.common.settings import TransformRef
 from orchestrator.data.common.user_code import UserCode, load
-from orchestrator.data.sources.content import (
+from orchestrator.data.sources.records.content import (
     KWARGS_FIELD,
     TOOLS_FIELD,
     BadRecordError,
@@ -28,8 +28,8 @@ from orchestrator.data.sources.content import (
     Prompted,
     bare,
 )
-from orchestrator.data.sources.documents import document_of
-from orchestrator.data.sources.plain_values import own_copy
+from orchestrator.data.sources.records.documents import document_of
+from orchestrator.data.sources.records.plain_values import own_copy
 from orchestrator.errors import BadDocument, ConfigError, DataError, DataIdentityError
 from orchestrator.planning.record_keys import document_seed
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 
-from orchestrator.data.sources.file_parts import Cut
 from orchestrator.data.sources.formats.base import Format
+from orchestrator.data.sources.lists.file_parts import Cut
 
 __all__ = ["Cut", "Format", "format_of"]
 

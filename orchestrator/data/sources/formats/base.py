@@ -11,17 +11,17 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.data.sources.compressed import COMPRESSED
-from orchestrator.data.sources.content import Content, Described, Document
-from orchestrator.data.sources.file_parts import Cut, FilePart
-from orchestrator.data.sources.line_records import Batch
+from orchestrator.data.sources.access.compressed import COMPRESSED
+from orchestrator.data.sources.lists.file_parts import Cut, FilePart
+from orchestrator.data.sources.records.content import Content, Described, Document
+from orchestrator.data.sources.records.line_records import Batch
 from orchestrator.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from orchestrator.data.sources.file_rows import FileRow
-    from orchestrator.data.sources.input_file import InputFile
+    from orchestrator.data.sources.access.input_file import InputFile
+    from orchestrator.data.sources.access.records_in_memory import Records
+    from orchestrator.data.sources.lists.file_rows import FileRow
     from orchestrator.data.sources.readers import Part
-    from orchestrator.data.sources.records_in_memory import Records
 
 # (rows, approximate decoded bytes) of each of a file's units, in file order.
 Units = tuple[tuple[int, ...], tuple[int, ...]]

@@ -10,21 +10,21 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.data.sources.compressed import decoded, with_compressed
-from orchestrator.data.sources.content import BadRecordError, Content, Described, Document
-from orchestrator.data.sources.documents import described
+from orchestrator.data.sources.access.compressed import decoded, with_compressed
+from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES, join, packed
 from orchestrator.data.sources.formats.base import Format, Parser
-from orchestrator.data.sources.line_records import Batch
-from orchestrator.data.sources.plain_values import plain
-from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, join, packed
+from orchestrator.data.sources.records.content import BadRecordError, Content, Described, Document
+from orchestrator.data.sources.records.documents import described
+from orchestrator.data.sources.records.line_records import Batch
+from orchestrator.data.sources.records.plain_values import plain
 from orchestrator.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from orchestrator.data.sources.file_parts import FilePart
-    from orchestrator.data.sources.file_rows import FileRow
-    from orchestrator.data.sources.input_file import InputFile
+    from orchestrator.data.sources.access.input_file import InputFile
+    from orchestrator.data.sources.lists.file_parts import FilePart
+    from orchestrator.data.sources.lists.file_rows import FileRow
     from orchestrator.data.sources.readers import Part
 
 _MAX_DEPTH = 256

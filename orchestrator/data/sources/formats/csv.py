@@ -14,19 +14,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.data.sources.compressed import decoded, with_compressed
-from orchestrator.data.sources.content import BadRecordError, Content, Described, Document, names
-from orchestrator.data.sources.documents import described, utf8_text
+from orchestrator.data.sources.access.compressed import decoded, with_compressed
+from orchestrator.data.sources.access.records_in_memory import (
+    MAX_RECORD_BYTES,
+    Lines,
+    Made,
+    Records,
+    Whole,
+    join,
+)
 from orchestrator.data.sources.formats.base import Format, HeadedFormat, Parser
-from orchestrator.data.sources.line_records import Batch
-from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Lines, Made, Records, Whole, join
-from orchestrator.data.sources.text_encoding import utf8_pieces
+from orchestrator.data.sources.records.content import BadRecordError, Content, Described, Document, names
+from orchestrator.data.sources.records.documents import described, utf8_text
+from orchestrator.data.sources.records.line_records import Batch
+from orchestrator.data.sources.records.text_encoding import utf8_pieces
 from orchestrator.errors import DataError
 
 if TYPE_CHECKING:
-    from orchestrator.data.sources.file_parts import FilePart
-    from orchestrator.data.sources.file_rows import FileRow
-    from orchestrator.data.sources.input_file import InputFile
+    from orchestrator.data.sources.access.input_file import InputFile
+    from orchestrator.data.sources.lists.file_parts import FilePart
+    from orchestrator.data.sources.lists.file_rows import FileRow
     from orchestrator.data.sources.readers import Part
 
 _QUOTE, _NEWLINE, _BOM = ord('"'), ord("\n"), b"\xef\xbb\xbf"

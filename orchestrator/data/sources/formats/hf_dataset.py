@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from orchestrator.data.sources.access.in_threads import in_threads
+from orchestrator.data.sources.access.input_file import open_input
 from orchestrator.data.sources.formats.arrow import ArrowFiles, schema_names
 from orchestrator.data.sources.formats.base import Format
-from orchestrator.data.sources.in_threads import in_threads
-from orchestrator.data.sources.input_file import open_input
 from orchestrator.errors import ConfigError
 
 if TYPE_CHECKING:
-    from orchestrator.data.sources.file_rows import FileRow
+    from orchestrator.data.sources.lists.file_rows import FileRow
 
 _STATE, _SPLITS, _INFO = "state.json", "dataset_dict.json", "dataset_info.json"
 _CONTRADICTING = "data.contradicting_index"

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from orchestrator.data.sources.compressed import COMPRESSED, READ_BYTES, decoded, with_compressed
-from orchestrator.data.sources.content import BadRecordError, Content, Described, Document, kind_of
-from orchestrator.data.sources.documents import described
-from orchestrator.data.sources.file_parts import Cut
+from orchestrator.data.sources.access.compressed import COMPRESSED, READ_BYTES, decoded, with_compressed
 from orchestrator.data.sources.formats.base import Attempt, Format, Parser
-from orchestrator.data.sources.line_records import Batch, range_lines, stream_lines
-from orchestrator.data.sources.text_encoding import utf8_pieces
+from orchestrator.data.sources.lists.file_parts import Cut
+from orchestrator.data.sources.records.content import BadRecordError, Content, Described, Document, kind_of
+from orchestrator.data.sources.records.documents import described
+from orchestrator.data.sources.records.line_records import Batch, range_lines, stream_lines
+from orchestrator.data.sources.records.text_encoding import utf8_pieces
 
 if TYPE_CHECKING:
-    from orchestrator.data.sources.file_parts import FilePart
-    from orchestrator.data.sources.file_rows import FileRow
-    from orchestrator.data.sources.input_file import InputFile
+    from orchestrator.data.sources.access.input_file import InputFile
+    from orchestrator.data.sources.lists.file_parts import FilePart
+    from orchestrator.data.sources.lists.file_rows import FileRow
 
 _BOM = b"\xef\xbb\xbf"
 

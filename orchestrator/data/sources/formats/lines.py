@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from orchestrator.data.sources.content import Content, Document
-from orchestrator.data.sources.documents import utf8_text
 from orchestrator.data.sources.formats.base import Format, Parser
 from orchestrator.data.sources.formats.jsonl import LineFormat
+from orchestrator.data.sources.records.content import Content, Document
+from orchestrator.data.sources.records.documents import utf8_text
 
 
 class PlainLines(LineFormat):

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
-from orchestrator.data.sources.compressed import ExactReader, decoded
-from orchestrator.data.sources.content import BESIDE_MESSAGES, BadRecordError, Content, WrongFieldError, names
-from orchestrator.data.sources.documents import described, utf8_text
+from orchestrator.data.sources.access.compressed import ExactReader, decoded
+from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES, Made, Whole, packed
 from orchestrator.data.sources.formats.base import Format, HeadedFormat, Parser
 from orchestrator.data.sources.formats.mds_index import (
     INDEX,
@@ -26,15 +25,22 @@ from orchestrator.data.sources.formats.mds_index import (
     hashed,
     require_agreement,
 )
-from orchestrator.data.sources.line_records import Batch
-from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Made, Whole, packed
+from orchestrator.data.sources.records.content import (
+    BESIDE_MESSAGES,
+    BadRecordError,
+    Content,
+    WrongFieldError,
+    names,
+)
+from orchestrator.data.sources.records.documents import described, utf8_text
+from orchestrator.data.sources.records.line_records import Batch
 from orchestrator.errors import ConfigError, DataError
 from orchestrator.records.arrays import Int64Array
 
 if TYPE_CHECKING:
-    from orchestrator.data.sources.file_parts import FilePart
-    from orchestrator.data.sources.file_rows import FileRow
-    from orchestrator.data.sources.input_file import InputFile
+    from orchestrator.data.sources.access.input_file import InputFile
+    from orchestrator.data.sources.lists.file_parts import FilePart
+    from orchestrator.data.sources.lists.file_rows import FileRow
 
 # Samples are yielded in batches of about this many bytes.
 _BATCH_BYTES = 1 << 20

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import xxhash
 
-from orchestrator.data.sources.compressed import (
+from orchestrator.data.sources.access.compressed import (
     COMPRESSED,
     DAMAGE,
     ExactReader,
@@ -27,13 +27,13 @@ from orchestrator.data.sources.compressed import (
     decoded,
     with_compressed,
 )
-from orchestrator.data.sources.in_threads import in_threads
-from orchestrator.data.sources.input_file import open_input
+from orchestrator.data.sources.access.in_threads import in_threads
+from orchestrator.data.sources.access.input_file import open_input
 from orchestrator.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from orchestrator.data.sources.file_rows import FileRow
-    from orchestrator.data.sources.input_file import InputFile
+    from orchestrator.data.sources.access.input_file import InputFile
+    from orchestrator.data.sources.lists.file_rows import FileRow
 
 INDEX = "index.json"
 CONTRADICTING = "data.contradicting_index"

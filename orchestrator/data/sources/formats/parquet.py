@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.data.sources.column_schema import columns_of
-from orchestrator.data.sources.columns import BATCH_BYTES, read_columns, require_readable
-from orchestrator.data.sources.compressed import damage_code
-from orchestrator.data.sources.content import Content
-from orchestrator.data.sources.documents import described, utf8_text
-from orchestrator.data.sources.file_parts import Cut
-from orchestrator.data.sources.footers import footer
+from orchestrator.data.sources.access.compressed import damage_code
+from orchestrator.data.sources.access.footers import footer
+from orchestrator.data.sources.access.input_file import InputFile, LocalFile, for_arrow
+from orchestrator.data.sources.access.ranged_reads import RangedReads
 from orchestrator.data.sources.formats.base import Attempt, Format, Parser, Units
-from orchestrator.data.sources.input_file import InputFile, LocalFile, for_arrow
-from orchestrator.data.sources.line_records import Batch
-from orchestrator.data.sources.ranged_reads import RangedReads
+from orchestrator.data.sources.lists.file_parts import Cut
+from orchestrator.data.sources.records.column_schema import columns_of
+from orchestrator.data.sources.records.columns import BATCH_BYTES, read_columns, require_readable
+from orchestrator.data.sources.records.content import Content
+from orchestrator.data.sources.records.documents import described, utf8_text
+from orchestrator.data.sources.records.line_records import Batch
 from orchestrator.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from orchestrator.data.sources.file_parts import FilePart
-    from orchestrator.data.sources.file_rows import FileRow
+    from orchestrator.data.sources.lists.file_parts import FilePart
+    from orchestrator.data.sources.lists.file_rows import FileRow
 
 _MAGIC = b"PAR1"
 # Rows are decoded in batches of this many, or of fewer with about `BATCH_BYTES`. Compressed data are read in

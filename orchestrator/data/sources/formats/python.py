@@ -16,8 +16,11 @@ import numpy as np
 import orjson
 
 from orchestrator.data.common.settings import CHECK_ONE_IN
-from orchestrator.data.sources.code_records import BASE, CodeRecords
-from orchestrator.data.sources.content import (
+from orchestrator.data.sources.access.code_records import BASE, CodeRecords
+from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES, Objects
+from orchestrator.data.sources.formats.base import Attempt, Format, Parser, Units
+from orchestrator.data.sources.lists.file_parts import Cut
+from orchestrator.data.sources.records.content import (
     BadRecordError,
     Content,
     Conversation,
@@ -26,18 +29,15 @@ from orchestrator.data.sources.content import (
     Prompted,
     bare,
 )
-from orchestrator.data.sources.documents import described
-from orchestrator.data.sources.file_parts import Cut
-from orchestrator.data.sources.formats.base import Attempt, Format, Parser, Units
-from orchestrator.data.sources.line_records import Batch
-from orchestrator.data.sources.plain_values import num_bytes, own_copy, plain
-from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Objects
+from orchestrator.data.sources.records.documents import described
+from orchestrator.data.sources.records.line_records import Batch
+from orchestrator.data.sources.records.plain_values import num_bytes, own_copy, plain
 from orchestrator.errors import DataError
 
 if TYPE_CHECKING:
-    from orchestrator.data.sources.file_parts import FilePart
-    from orchestrator.data.sources.file_rows import FileRow
-    from orchestrator.data.sources.input_file import InputFile
+    from orchestrator.data.sources.access.input_file import InputFile
+    from orchestrator.data.sources.lists.file_parts import FilePart
+    from orchestrator.data.sources.lists.file_rows import FileRow
     from orchestrator.data.sources.readers import Part
 
 # The approximate bytes of a run, the number of sampled records, spread over all, and the maximum number of

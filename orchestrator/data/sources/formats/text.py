@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from orchestrator.data.sources.compressed import decoded
-from orchestrator.data.sources.content import Content
-from orchestrator.data.sources.documents import utf8_text
-from orchestrator.data.sources.file_parts import Cut
+from orchestrator.data.sources.access.compressed import decoded
+from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES, Whole
 from orchestrator.data.sources.formats.base import Attempt, Format, Parser
 from orchestrator.data.sources.formats.jsonl import beginning
-from orchestrator.data.sources.line_records import Batch
-from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Whole
-from orchestrator.data.sources.text_encoding import utf8_pieces
+from orchestrator.data.sources.lists.file_parts import Cut
+from orchestrator.data.sources.records.content import Content
+from orchestrator.data.sources.records.documents import utf8_text
+from orchestrator.data.sources.records.line_records import Batch
+from orchestrator.data.sources.records.text_encoding import utf8_pieces
 
 if TYPE_CHECKING:
-    from orchestrator.data.sources.file_parts import FilePart
-    from orchestrator.data.sources.file_rows import FileRow
-    from orchestrator.data.sources.input_file import InputFile
+    from orchestrator.data.sources.access.input_file import InputFile
+    from orchestrator.data.sources.lists.file_parts import FilePart
+    from orchestrator.data.sources.lists.file_rows import FileRow
 
 
 class TextFiles(Format):

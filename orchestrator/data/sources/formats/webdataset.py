@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from orchestrator.data.sources.columns import BATCH_BYTES
-from orchestrator.data.sources.compressed import ExactReader, decoded, with_compressed
-from orchestrator.data.sources.content import (
+from orchestrator.data.sources.access.compressed import ExactReader, decoded, with_compressed
+from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES, Objects, Whole
+from orchestrator.data.sources.formats.base import Format, Parser
+from orchestrator.data.sources.formats.jsonl import json_object
+from orchestrator.data.sources.records.columns import BATCH_BYTES
+from orchestrator.data.sources.records.content import (
     BESIDE_MESSAGES,
     BadRecordError,
     Content,
@@ -25,17 +28,14 @@ from orchestrator.data.sources.content import (
     MissingFieldError,
     names,
 )
-from orchestrator.data.sources.documents import document_of, utf8_text, value_or_none
-from orchestrator.data.sources.formats.base import Format, Parser
-from orchestrator.data.sources.formats.jsonl import json_object
-from orchestrator.data.sources.line_records import Batch
-from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Objects, Whole
-from orchestrator.data.sources.text_encoding import other_encoding
+from orchestrator.data.sources.records.documents import document_of, utf8_text, value_or_none
+from orchestrator.data.sources.records.line_records import Batch
+from orchestrator.data.sources.records.text_encoding import other_encoding
 
 if TYPE_CHECKING:
-    from orchestrator.data.sources.file_parts import FilePart
-    from orchestrator.data.sources.file_rows import FileRow
-    from orchestrator.data.sources.input_file import InputFile
+    from orchestrator.data.sources.access.input_file import InputFile
+    from orchestrator.data.sources.lists.file_parts import FilePart
+    from orchestrator.data.sources.lists.file_rows import FileRow
     from orchestrator.data.sources.readers import Part
 
 _BLOCK = 512

@@ -1,0 +1,1 @@
+"""The tensor files and manifests of a resume point, without torch."""

@@ -1,0 +1,239 @@
+"""Reads rows of a point's tensors directly into their targets, and verifies every byte's digest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import TypeVar
+
+from blake3 import blake3
+
+from orchestrator.checkpoint.files.manifest import Manifest, Name, PartDamage
+from orchestrator.checkpoint.files.part_file import Extent, parse_header, part_path, read_header
+from orchestrator.checkpoint.files.pieces import Piece, PieceFetcher, Target, new_buffer
+from orchestrator.planning.state.weights_sum import MODULUS
+from orchestrator.storage.at_once import at_once
+from orchestrator.storage.files import Storage
+
+Result = TypeVar("Result")
+
+
+def _by_place(piece: Piece) -> tuple[str, int]:
+    return piece.file, piece.start
+
+
+class BytesTarget:
+    """A target in the memory of this process."""
+
+    def __init__(self, memory: memoryview | bytearray) -> None:
+        self._memory = memoryview(memory)
+
+    def view(self, start: int, num_bytes: int) -> memoryview | None:
+        """See `Target`."""
+        return self._memory[start : start + num_bytes]
+
+    def write(self, start: int, data: memoryview) -> None:
+        """See `Target`."""
+        self._memory[start : start + len(data)] = data
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """Rows of a tensor, and their target."""
+
+    rows: range
+    target: Target
+
+
+class PointReader:
+    """The tensors of one point, whose manifest is known to be the committed one. Safe to use from threads.
+
+    Each call takes 8 MiB of memory besides the targets. `read` from a bucket takes this for each of several
+    requests at a time (`Traits.reads_at_a_time`; from `make_buffer`). The headers of the files that were read
+    stay in memory.
+    """
+
+    def __init__(
+        self, storage: Storage, manifest: Manifest, make_buffer: Callable[[int], memoryview] = new_buffer
+    ) -> None:
+        self._storage, self._manifest, self._make_buffer = storage, manifest, make_buffer
+        self._extents: dict[str, dict[Name, Extent]] = {}
+        self._sums: dict[str, dict[str, int]] = {}
+
+    def read(self, wanted: Mapping[Name, Wanted]) -> None:
+        """Fills all targets, file by file, each from begin to end.
+
+        Raises `PartDamage` naming the file whose bytes are not the committed ones, and `StorageError`. Then
+        the targets hold anything.
+        """
+        self.fetch(self.pieces(wanted))
+
+    def pieces(self, wanted: Mapping[Name, Wanted]) -> list[Piece]:
+        """Returns all pieces that contain wanted rows, sorted by file and place.
+
+        The list is the same wherever the same rows are wanted. Reads headers, several at a time from remote
+        storage. Raises as `extents`.
+        """
+        found: list[Piece] = []
+        files = (file for name, want in wanted.items() for file in self._manifest.files_of(name, want.rows))
+        at_once(self._storage, self.extents, [*dict.fromkeys(files)])
+        for name, want in wanted.items():
+            num_rows = 0
+            for file in self._manifest.files_of(name, want.rows):
+                extent = self.extents(file)[name]
+                found += self._pieces(file, name, extent, want)
+                num_rows += max(
+                    0, min(extent.rows.stop, want.rows.stop) - max(extent.rows.start, want.rows.start)
+                )
+            assert num_rows == len(want.rows), f"{num_rows} of {len(want.rows)} rows of {name} are in it"
+        return sorted(found, key=_by_place)
+
+    def fetch(
+        self, pieces: Iterable[Piece], was_read: Callable[[int], None] = lambda num_bytes: None
+    ) -> None:
+        """Fills the targets of these pieces.
+
+        `was_read` is called with a number of bytes once they are verified. Raises as `read`.
+        """
+        together = list[Piece]()
+        for file, group in groupby(sorted(pieces, key=_by_place), key=attrgetter("file")):
+            if self._storage.on_nodes(self._path(file)):
+                self._fetch_any_copy(file, list(group), was_read)
+            else:
+                together += group
+        at_a_time = self._storage.traits.reads_at_a_time
+        self._fetcher(self._make_buffer, at_a_time, was_read).fetch(together)
+
+    def check(self, file: str, first_byte: int = 0, end: int | None = None) -> None:
+        """Verifies the size of a file, and the digests of all its pieces that begin in [first_byte, end).
+
+        Raises as `read`.
+        """
+        self._again(file, lambda: self._check_size(file))
+        pieces = [
+            piece
+            for name, extent in self.extents(file).items()
+            for piece in self._pieces(file, name, extent, None)
+            if first_byte <= piece.start and (end is None or piece.start < end)
+        ]
+        self._again(file, lambda: self._fetcher(new_buffer, 1).fetch(pieces))
+
+    def extents(self, file: str) -> dict[Name, Extent]:
+        """Returns the places of rows in a file, from its header.
+
+        The header is verified against the point's documents first. Raises `PartDamage`.
+        """
+        if file not in self._extents:
+            self._extents[file] = self._again(file, lambda: self._read_extents(file))
+        return self._extents[file]
+
+    def sums(self) -> dict[str, int]:
+        """Returns the sum of all rows for each group (`planning.state.weights_sum`), from the headers of all
+        files.
+
+        Raises as `extents`.
+        """
+        total: dict[str, int] = {}
+        for file in self._manifest.files:
+            self.extents(file)
+            for group, found in self._sums[file].items():
+                total[group] = (total.get(group, 0) + found) % MODULUS
+        return total
+
+    # ---------------------------------------------------------------------- headers
+    def _read_extents(self, file: str) -> dict[Name, Extent]:
+        manifest, entry, path = self._manifest, self._manifest.files[file], self._path(file)
+        size = entry.bytes
+        try:
+            header = read_header(self._storage, path, size)
+        except FileNotFoundError as error:
+            raise PartDamage(file, "is missing") from error
+        except ValueError as error:
+            raise PartDamage(file, f"is not a valid safetensors file ({error})") from error
+        found = blake3(header).hexdigest()
+        if found != entry.digest:
+            raise PartDamage(file, f"has a header of digest {found}, committed was {entry.digest}")
+        try:
+            part = parse_header(header, size)
+        except ValueError as error:
+            raise PartDamage(file, f"was written wrong: {error}") from error
+        expected = manifest.rows_of_rank(part.rank) if part.rank < manifest.layout.world_size else {}
+        saved = {name: extent.rows for name, extent in part.extents.items()}
+        here = (part.layout, part_path(part.rank, part.layout.world_size), saved)
+        if here != (manifest.layout, file, expected):
+            raise PartDamage(
+                file,
+                f"is that of rank {part.rank} of {part.layout} with {len(saved)} tensors, parts.json says "
+                f"{manifest.layout} with {len(expected)} tensors there",
+            )
+        for name, extent in part.extents.items():
+            whole = manifest.tensors[name]
+            shape = (len(extent.rows), *whole.shape[1:]) if whole.shape else ()
+            if (extent.dtype, extent.shape) != (whole.dtype, shape):
+                raise PartDamage(
+                    file,
+                    f"holds {'/'.join(name)} as {(extent.dtype, extent.shape)}, saved was "
+                    f"{(whole.dtype, shape)}",
+                )
+        self._sums[file] = part.sums
+        return part.extents
+
+    # ---------------------------------------------------------------------- pieces
+    def _pieces(self, file: str, name: Name, extent: Extent, want: Wanted | None) -> Iterator[Piece]:
+        """Yields the pieces of an extent that contain wanted rows (`want` None: all, without a target)."""
+        row_bytes = extent.num_bytes // len(extent.rows) if extent.rows else 0
+        begin = extent.rows.start * row_bytes  # of the extent in the tensor
+        low, high = (want.rows.start * row_bytes, want.rows.stop * row_bytes) if want else (0, 0)
+        for number, digest in enumerate(extent.digests):
+            first = number * extent.piece_bytes
+            num_bytes = min(extent.piece_bytes, extent.num_bytes - first)
+            start, stop = max(begin + first, low), min(begin + first + num_bytes, high)
+            if want is not None and start >= stop:
+                continue
+            yield Piece(
+                file=file,
+                tensor=name,
+                start=extent.start + first,
+                num_bytes=num_bytes,
+                digest=digest,
+                target=want.target if want else None,
+                skip=start - (begin + first) if want else 0,
+                length=stop - start if want else 0,
+                at=start - low if want else 0,
+            )
+
+    # ---------------------------------------------------------------------- bytes
+    def _again(self, file: str, act: Callable[[], Result]) -> Result:
+        """Runs `act`, and again for the next copy of the file while there is one."""
+        while True:
+            try:
+                return act()
+            except PartDamage:
+                if not self._storage.elsewhere(self._path(file)):
+                    raise
+
+    def _check_size(self, file: str) -> None:
+        committed = self._manifest.files[file].bytes
+        try:
+            found = self._storage.size(self._path(file))
+        except FileNotFoundError as error:
+            raise PartDamage(file, "is missing") from error
+        if found != committed:
+            raise PartDamage(file, f"has {found} bytes, committed were {committed}")
+
+    def _fetch_any_copy(self, file: str, pieces: list[Piece], was_read: Callable[[int], None]) -> None:
+        """Uses only this thread, because the place of the last read is recorded per thread."""
+        self._again(file, lambda: self._fetcher(self._make_buffer, 1, was_read).fetch(pieces))
+
+    def _fetcher(
+        self,
+        make_buffer: Callable[[int], memoryview],
+        at_a_time: int,
+        was_read: Callable[[int], None] = lambda num_bytes: None,
+    ) -> PieceFetcher:
+        return PieceFetcher(self._storage, self._path("")[:-1], make_buffer, at_a_time, was_read)
+
+    def _path(self, file: str) -> str:
+        return f"points/{self._manifest.point}/{file}"

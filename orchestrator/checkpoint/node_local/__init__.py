@@ -1,0 +1,1 @@
+"""Parts of resume points on the disks of nodes."""

@@ -1,0 +1,251 @@
+"""Folders on the nodes' own disks that hold parts of points (`resume.node_folder`), and their identity.
+
+    <node_folder>/node.json     sealed: id (32 hex digits), host, address, created, format
+    <node_folder>/<run>-<run_id>/points/<point>/state/…     parts, named as in the run's storage
+
+The id is random and created exclusively. It outlives Ray's nodes, which get a new id at each start, and stays
+with the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Protocol
+
+from blake3 import blake3
+
+from orchestrator.checkpoint.files.part_file import goes_on, parse_header, piece_digest, read_header
+from orchestrator.errors import OrchestratorError, ResourceError, StorageError
+from orchestrator.json_form import decode, encode
+from orchestrator.records.points import FileEntry, NodePlace
+from orchestrator.storage.files import Storage
+from orchestrator.storage.home import expanded as expanded_home
+from orchestrator.storage.local_store import LocalStore
+from orchestrator.storage.sealed import seal, unseal
+from orchestrator.storage.store import Listed, Readable
+
+NODE = "node.json"
+FORMAT = 1  # of node.json; files without it are of the first
+_ID_BYTES = 16
+_PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """The content of node.json. host, address and created (ISO 8601) are for people."""
+
+    id: str
+    host: str
+    address: str
+    created: str
+    format: int = FORMAT
+
+
+class NodeStore(Readable, Protocol):
+    """The operations on a run's folder on a node, for example a `LocalStore`. Paths are as in the run's
+    storage.
+
+    Each call raises `UnreachableNodeError` if the node does not answer.
+    """
+
+    def list(self, folder: str) -> Sequence[Listed]:
+        """See `Store`."""
+        ...
+
+    def delete_folder(self, folder: str) -> None:
+        """See `Store`."""
+        ...
+
+
+class Nodes(Protocol):
+    """The nodes that a process can reach, including its own. Safe to use from threads."""
+
+    @property
+    def advice(self) -> str:
+        """What to do about a part that no reachable node has; a sentence without its end."""
+        ...
+
+    def store(self, place: NodePlace) -> NodeStore | None:
+        """Returns the store at this place; None if it cannot be reached now."""
+        ...
+
+    def everywhere(self, run: str) -> Sequence[NodeStore]:
+        """Returns the folders of this name (see `run_folder`) in the node folders of all nodes reachable now.
+
+        The folders need not exist.
+        """
+        ...
+
+
+def run_folder(name: str, run_id: str) -> str:
+    """Returns the name of a run's folder in node folders."""
+    return f"{name}-{run_id}"
+
+
+def expanded(folder: str) -> str:
+    """Expands `~` and `$NAME` in a configured node folder on this machine.
+
+    Raises `ResourceError` if the result is not an absolute path.
+    """
+    found = os.path.expandvars(expanded_home(folder, "resume.node_folder"))
+    if not os.path.isabs(found) or "$" in found:
+        raise ResourceError(
+            f"resume.node_folder={folder} is {found!r} on {socket.gethostname()}, which is not an absolute "
+            "path; set the variable on every node before Ray starts there, or give an absolute path",
+            code="config.node_folder_not_absolute",
+        )
+    return os.path.normpath(found)
+
+
+def read_node(folder: str) -> Node | None:
+    """Returns the identity of a node folder of this machine.
+
+    None if there is none, or its node.json cannot be read: its disk is not here.
+    """
+    try:
+        return _read(Storage(folder))
+    except (FileNotFoundError, OrchestratorError):
+        return None
+
+
+def _read(storage: Storage) -> Node:
+    node = decode(Node, unseal(storage.read(NODE)), NODE)
+    if node.format != FORMAT:
+        raise OrchestratorError(
+            f"its format is {node.format}, this version reads {FORMAT}", code="storage.node_identity"
+        )
+    return node
+
+
+def make_node(folder: str, address: str) -> Node:
+    """Like `read_node`, but makes the folder and node.json if they are missing.
+
+    Raises `StorageError` if it can be neither made nor read.
+    """
+    storage = Storage(folder)
+    node = Node(
+        id=secrets.token_hex(_ID_BYTES),
+        host=socket.gethostname(),
+        address=address,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    if not storage.exists(NODE) and storage.create(NODE, seal(encode(node))):
+        return node
+    try:
+        return _read(storage)
+    except (FileNotFoundError, OrchestratorError) as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(
+            f"{folder}/{NODE} on {socket.gethostname()} cannot be read ({error}), so the node that owns the "
+            "parts in this folder is unknown; restore the file, or move the folder away",
+            code="storage.node_identity",
+        ) from error
+
+
+def place_in(folder: str, node: Node, run: str) -> NodePlace:
+    """Returns the place of a run's parts in a node folder."""
+    return NodePlace(id=node.id, host=node.host, address=node.address, folder=f"{folder}/{run}")
+
+
+def root_here(place: NodePlace, own: str = "") -> str | None:
+    """Returns the folder of this machine at this place; None if its disk is not here.
+
+    It is in the node folder `own` ("" for none), or where COMMIT recorded it.
+    """
+    above, run = os.path.split(place.folder)
+    for folder in dict.fromkeys((own, above)):
+        if folder and (node := read_node(folder)) is not None and node.id == place.id:
+            return f"{folder}/{run}"
+    return None
+
+
+class NodesHere:
+    """See `Nodes`: reaches this machine only. Can be pickled."""
+
+    def __init__(self, folder: str | None = None) -> None:
+        """`folder`: the configured node folder."""
+        self._folder = folder
+
+    @property
+    def own(self) -> str:
+        """The node folder of this machine, or "".
+
+        It is "" without one, or if its path cannot be expanded: a driver need not have the variables of its
+        nodes.
+        """
+        try:
+            return expanded(self._folder) if self._folder else ""
+        except ResourceError:
+            return ""
+
+    @property
+    def advice(self) -> str:
+        """See `Nodes`."""
+        return (
+            "what runs without the cluster reads the disks of this machine only. Give the command on such a "
+            "node; `orchestrator train` on the run's cluster reaches all nodes that live"
+        )
+
+    def store(self, place: NodePlace) -> NodeStore | None:
+        """See `Nodes`."""
+        root = root_here(place, self.own)
+        return LocalStore(root) if root is not None else None
+
+    def everywhere(self, run: str) -> Sequence[NodeStore]:
+        """See `Nodes`."""
+        return (LocalStore(f"{self.own}/{run}"),) if self.own else ()
+
+
+def copy_part(
+    source: Readable, to: Storage, path: str, entry: FileEntry, check: Callable[[], None] = goes_on
+) -> None:
+    """Copies a part to this node, whole and durable, and verifies the copy.
+
+    `check` is called between pieces; an exception of it ends the copying. Raises `StorageError`, and as
+    `source`. Then no part of the file is left, unless even its removal failed.
+    """
+
+    def pieces() -> Iterator[memoryview]:
+        memory = memoryview(bytearray(min(_PIECE_BYTES, max(1, entry.bytes))))
+        for start in range(0, entry.bytes, len(memory)):
+            check()
+            piece = memory[: entry.bytes - start]
+            yield piece[: source.read(path, start, piece)]
+
+    to.put(path, pieces, entry.bytes)
+    if problem := _wrong_with(to, path, entry):
+        to.delete(path)
+        raise StorageError(
+            f"the copy {to.root}/{path} of another node's part differs from that part: {problem}",
+            code="storage.copy_differs",
+        )
+    to.sync(path.rpartition("/")[0])
+
+
+def _wrong_with(storage: Storage, path: str, entry: FileEntry) -> str:
+    """Returns how a part differs from what was written; empty if it does not.
+
+    The digests in its header decide.
+    """
+    try:
+        header = read_header(storage, path, entry.bytes)
+        if (found := blake3(header).hexdigest()) != entry.digest:
+            return f"its header has digest {found}, written was {entry.digest}"
+        extents = parse_header(header, entry.bytes).extents
+    except ValueError as error:
+        return str(error)
+    memory = memoryview(bytearray(max((e.piece_bytes for e in extents.values()), default=0)))
+    for (group, name), extent in extents.items():
+        for number, digest in enumerate(extent.digests):
+            first = number * extent.piece_bytes
+            piece = memory[: min(extent.piece_bytes, extent.num_bytes - first)]
+            found_bytes = storage.read_into(path, extent.start + first, piece)
+            if found_bytes != len(piece) or piece_digest(piece) != digest:
+                return f"its bytes of {group}/{name} differ"
+    return ""

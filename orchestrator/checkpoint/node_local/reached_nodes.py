@@ -1,0 +1,230 @@
+"""Reaches the disks of a cluster's nodes (`resume.node_folder`): finds places, and has copies kept.
+
+`Servers` transports the calls, and each node's `NodeServer` answers them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from orchestrator.checkpoint.node_local.node_folder import NodesHere, NodeStore
+from orchestrator.checkpoint.node_local.node_server import Home
+from orchestrator.checkpoint.writer.part_job import PartCancelled
+from orchestrator.errors import OrchestratorError, ResourceError, StorageError, UnreachableNodeError, text_of
+from orchestrator.planning.state.node_parts import keeper
+from orchestrator.records.points import FileEntry, NodePlace
+from orchestrator.storage.store import Listed, ObjectFacts
+
+HOLDS_S = 30.0  # how long the nodes' answers about themselves are used
+_MISSED_S = 5.0  # and the answer that no node has a place
+
+
+class Answer(Protocol):
+    """The future answer of a call."""
+
+    def get(self, check: Callable[[], None] | None = None) -> Any:
+        """Returns the answer, or raises what the call raised.
+
+        Raises `UnreachableNodeError` if the node does not answer in time; with `check`, if the node is no
+        longer alive. `check` is called regularly, and its exceptions are raised.
+        """
+        ...
+
+
+class Servers(Protocol):
+    """Transports calls to the nodes' servers. Can be pickled; safe to use from threads."""
+
+    def own(self) -> str:
+        """Returns the node of this process."""
+        ...
+
+    def all(self) -> Sequence[str]:
+        """Returns the nodes that are alive."""
+        ...
+
+    def call(self, node: str, method: str, *arguments: Any) -> Answer:
+        """Calls the `NodeServer` of a node. Does not wait."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStore:
+    """See `NodeStore`: a place on another node. Can be pickled if `servers` can."""
+
+    servers: Servers
+    node: str
+    place: NodePlace
+
+    def read(self, path: str, start: int, into: memoryview) -> int:
+        """See `Store`."""
+        found: bytes = self._ask("read", path, start, len(into))
+        into[: len(found)] = found
+        return len(found)
+
+    def facts(self, path: str) -> ObjectFacts:
+        """See `Store`."""
+        found: ObjectFacts = self._ask("facts", path)
+        return found
+
+    def list(self, folder: str) -> Sequence[Listed]:
+        """See `Store`."""
+        found: Sequence[Listed] = self._ask("list", folder)
+        return found
+
+    def delete_folder(self, folder: str) -> None:
+        """See `Store`."""
+        self._ask("delete_folder", folder)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        return self.servers.call(self.node, method, self.place, *arguments).get()
+
+
+class ReachedNodes:
+    """See `Nodes` and `Copies`. Can be pickled if `servers` can, without its cached answers."""
+
+    def __init__(
+        self, servers: Servers, folder: str | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`folder` as configured."""
+        self._servers, self._folder, self._clock = servers, folder, clock
+        self._here = NodesHere(folder)
+        self._lock = threading.Lock()  # over the cached answers; held while nodes are asked
+        self._homes: dict[str, Home] = {}  # by node
+        self._homes_at = -HOLDS_S
+        self._stores: dict[NodePlace, tuple[RemoteStore | None, float]] = {}  # with the time of the answer
+
+    def __reduce__(self) -> tuple[type[ReachedNodes], tuple[Servers, str | None]]:
+        return ReachedNodes, (self._servers, self._folder)
+
+    # ---------------------------------------------------------------------- as `Nodes`
+    @property
+    def advice(self) -> str:
+        """See `Nodes`."""
+        return (
+            "bring the node back and give the command again, or go back to an older point with resume.from "
+            "(`orchestrator points` lists them)"
+        )
+
+    def store(self, place: NodePlace) -> NodeStore | None:
+        """See `Nodes`."""
+        if (here := self._here.store(place)) is not None:
+            return here
+        with self._lock:
+            found, since = self._stores.get(place, (None, -_MISSED_S))
+            now, holds_s = self._clock(), _MISSED_S if found is None else HOLDS_S
+            if now - since > holds_s:
+                found = self._asked(place)
+                self._stores[place] = (found, self._clock())
+        return found
+
+    def everywhere(self, run: str) -> Sequence[NodeStore]:
+        """See `Nodes`."""
+        if self._folder is None:
+            return ()
+        # several nodes of Ray may be one machine, including this one
+        found: dict[str, NodeStore] = {}
+        for node, home in self.homes(anew=True).items():
+            place = home.place_of(run)
+            found[place.id] = self._here.store(place) or RemoteStore(self._servers, node, place)
+        return tuple(found.values())
+
+    # ---------------------------------------------------------------------- homes
+    def homes(self, *, anew: bool = False) -> Mapping[str, Home]:
+        """Returns the folder of each node that answers and has one, by node."""
+        return {n: home for n, home in self._asked_homes(anew).items() if isinstance(home, Home)}
+
+    def home(self, node: str) -> Home:
+        """Returns the folder of one node, and makes it if it is missing.
+
+        Raises `UnreachableNodeError` if the node does not answer, `ResourceError` or `StorageError` if the
+        folder cannot be made.
+        """
+        found: Home = self._servers.call(node, "home").get()
+        return found
+
+    def require_folders(self) -> Mapping[str, Home]:
+        """Like `homes`, but requires that the folder can be made on every node.
+
+        Raises `ResourceError` with all nodes on which it cannot, and if no node answers. A single node that
+        does not answer is just starting or ending.
+        """
+        asked = self._asked_homes(anew=True)
+        away = [each for each in asked.values() if isinstance(each, UnreachableNodeError)]
+        wrong = [
+            f"  node {node}: {text_of(why)}"
+            for node, why in asked.items()
+            if isinstance(why, Exception) and (why not in away or len(away) == len(asked))
+        ]
+        if wrong:
+            raise ResourceError(
+                f"resume.node_folder={self._folder} cannot be used on every node; nothing is started: "
+                "correct these, or give a folder that all of them can make\n" + "\n".join(wrong),
+                code="storage.node_folder_unusable",
+            )
+        return self.homes()
+
+    def workers_came(self) -> None:
+        """Records that workers write to the folder of this process's node. Raises `UnreachableNodeError`."""
+        self._servers.call(self._servers.own(), "workers_came").get()
+
+    # ---------------------------------------------------------------------- as `Copies`
+    def keep(
+        self, own: NodePlace, path: str, entry: FileEntry, check: Callable[[], None]
+    ) -> NodePlace | None:
+        """See `Copies`. The other node is the next one on which workers write (`node_parts.keeper`)."""
+        by_id = self._with_workers(anew=False)
+        if set(by_id) <= {own.id}:
+            by_id = self._with_workers(anew=True)
+        if (chosen := keeper(own.id, by_id)) is None:
+            return None
+        source = RemoteStore(self._servers, self._servers.own(), own)
+        token, run = secrets.token_hex(8), own.folder.rpartition("/")[2]
+        answer = self._servers.call(by_id[chosen], "keep", source, run, path, entry, token)
+        try:
+            kept: NodePlace = answer.get(check)
+        except UnreachableNodeError:
+            self._homes_at = -HOLDS_S  # the next part goes elsewhere
+            raise
+        except PartCancelled:
+            with suppress(OrchestratorError):  # it ends soon, or is lost
+                self._servers.call(by_id[chosen], "stop_keeping", token).get()
+                answer.get()
+            raise
+        return kept
+
+    def _with_workers(self, *, anew: bool) -> dict[str, str]:
+        """Maps the id of each folder that workers write to, to a node that has it."""
+        return {home.place.id: node for node, home in self.homes(anew=anew).items() if home.has_workers}
+
+    # ---------------------------------------------------------------------- asking
+    def _asked_homes(self, anew: bool) -> dict[str, Home | Exception]:
+        with self._lock:
+            if anew or self._clock() - self._homes_at > HOLDS_S:
+                asked = self._of_all("home")
+                self._homes = {n: home for n, home in asked.items() if isinstance(home, Home)}
+                self._homes_at = self._clock()
+                return asked
+            return dict(self._homes)
+
+    def _asked(self, place: NodePlace) -> RemoteStore | None:
+        for node, has in self._of_all("has", (place,)).items():
+            if has == [True]:
+                return RemoteStore(self._servers, node, place)
+        return None
+
+    def _of_all(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """Returns the answer, or the error, of each node that is alive."""
+        answers = {node: self._servers.call(node, method, *arguments) for node in self._servers.all()}
+        found = dict[str, Any]()
+        for node, answer in answers.items():
+            try:
+                found[node] = answer.get()
+            except (UnreachableNodeError, ResourceError, StorageError) as error:
+                found[node] = error
+        return found

@@ -1,0 +1,1 @@
+"""Stored resume points: listing, opening, verifying, pinning and deleting them."""

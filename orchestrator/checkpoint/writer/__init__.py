@@ -1,0 +1,1 @@
+"""The process that writes a rank's part of a resume point."""

@@ -1,0 +1,1 @@
+"""Begins and continues an attempt: which point, which sources, which settings."""

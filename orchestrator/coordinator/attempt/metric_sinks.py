@@ -1,0 +1,95 @@
+"""Chooses the metric loggers of an attempt.
+
+They are a TensorBoard file in the run's folder, Ray's metrics if the attempt runs in a Ray cluster, and the
+loggers that the user configured.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.cluster.ray_metrics import RayMetrics, in_a_cluster
+from orchestrator.coordinator.attempt.attempt import Attempt
+from orchestrator.history.metrics.declared import METRICS, PREFIX, Meter, Sample
+from orchestrator.history.metrics.durable_steps import SavedHistory
+from orchestrator.history.metrics.loggers import LoggedRun, logger
+from orchestrator.history.metrics.metric_log import MetricLog, MetricLogs, Sink, TensorBoard
+from orchestrator.history.metrics.published_folder import PublishedFolder
+from orchestrator.storage.open import open_storage
+
+
+class RaySink:
+    """Sends every declared metric to Ray, tagged with the run's name."""
+
+    name = "Ray's metrics"
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._metrics: RayMetrics | None = None
+
+    def take(self, sample: Sample, now: float) -> None:
+        """See `Sink`."""
+        # Declared here and not earlier, so that an error of Ray ends only the use of this sink.
+        if self._metrics is None:
+            self._metrics = self._declare()
+        for name, value in sample.values.items():
+            self._metrics.set(PREFIX + name, value)
+
+    def flush(self) -> None:
+        """Does nothing: Ray's agent collects by itself."""
+
+    def _declare(self) -> RayMetrics:
+        declared = [
+            (PREFIX + m.name, m.kind, f"{m.meaning}{f' [{m.unit}]' if m.unit else ''}")
+            for m in METRICS.values()
+        ]
+        return RayMetrics(declared, {"run": self._run})
+
+
+def measured(flat_config: Mapping[str, Any], location: str, run: str, attempt: Attempt) -> MetricLogs:
+    """Builds the metrics of an attempt, which are fed by the journal.
+
+    The run is at `location` (as `open_storage` takes it). If the run is in a bucket, loggers write their
+    files into a folder of this machine, which is published from there.
+    """
+    storage = open_storage(location)
+    folder, troubles = storage.folder, list[str]()
+    if folder is None and (flat_config.get("monitor.tensorboard") or flat_config.get("monitor.loggers")):
+        try:
+            folder = _scratch(attempt)
+        except OSError as error:
+            troubles.append(
+                f"TensorBoard and monitor.loggers have no folder on this machine ({error}): this attempt "
+                "sends no metrics to them. The run continues, and the journal has every step"
+            )
+    sinks: list[Sink] = []
+    if folder is not None and flat_config.get("monitor.tensorboard"):
+        sinks.append(TensorBoard(folder, attempt.number))
+    if in_a_cluster():
+        sinks.append(RaySink(run))
+    asked = [] if folder is None else _loggers(flat_config, run, folder, attempt)
+    saved_tokens = attempt.point.cursor.consumed_tokens if attempt.point else 0
+    logs = [MetricLog(Meter(saved_tokens), each) for each in (sinks, *asked)]
+    if folder is None or storage.folder is not None:
+        return MetricLogs(logs, troubles=troubles)
+    here = folder
+    return MetricLogs(logs, lambda trouble: PublishedFolder(storage, here, trouble))
+
+
+def _loggers(flat_config: Mapping[str, Any], run: str, folder: Path, attempt: Attempt) -> list[list[Sink]]:
+    """Builds the loggers that the user configured."""
+    logged = LoggedRun(name=run, id=attempt.run_id, folder=folder, config=flat_config)
+    return [
+        [logger(name, logged, SavedHistory(attempt.history, attempt.history_saved_to))]
+        for name in flat_config.get("monitor.loggers") or ()
+    ]
+
+
+def _scratch(attempt: Attempt) -> Path:
+    """Returns the scratch folder, the same for all attempts of the run on this machine."""
+    folder = Path(tempfile.gettempdir()) / f"orchestrator-{attempt.run_id or 'run'}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder

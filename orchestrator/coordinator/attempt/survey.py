@@ -1,0 +1,307 @@
+"""Reads a run's storage as one consistent survey: journal, effective history, points, and what is missing.
+
+Nothing is written. A start, a restarted coordinator and all readers of a run begin with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from orchestrator.checkpoint.points.point_status import Fates, point_fates
+from orchestrator.checkpoint.points.points import Point, parse_point_name
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.errors import DataIdentityError, LaterFormatError, ResumePointError, StorageError
+from orchestrator.history.claims.claim_files import UNREADABLE, UnreadableFile, unreadable_claim
+from orchestrator.history.claims.claims import ORIGIN, Claim, ClaimParent
+from orchestrator.history.claims.lineage import Lineage, effective_chain, effective_history, require_sound
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import Journal, JournalEvent, read_journal, read_outline
+from orchestrator.history.metrics.durable_steps import SavedHistory, saved_before
+from orchestrator.planning.encoders import EncoderSpan
+from orchestrator.planning.resume.manifests import SourceLists
+from orchestrator.storage.files import Storage
+from orchestrator.storage.sealed import LaterSealError, SealError, unseal
+
+if TYPE_CHECKING:
+    from orchestrator.data.spec import DataSpec
+
+LOOKS = 5  # attempts to read a run that continues meanwhile, until the parts fit together
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survey:
+    """A run as stored.
+
+    `journal`, `lineage`: its journal and its effective history.
+    `committed`: all committed points; `points`: the names of those on the history, oldest first.
+    `missing`: all points that were committed, have no COMMIT, and were not deleted; `lost`: those of them on
+    the history.
+    `foreign`: points with a name of the history that belong to another run.
+    `encoders`: those that made the history (empty: only the run's first); `sources`: the lists it read
+    (empty: those of the first start).
+    `unreadable`: the attempts' files that could not be used, for the user.
+    `fork`: of a fork, the claim with whose `origin` the history begins; its generation is among the
+    journal's.
+    `parents`: all claims' parent files.
+    """
+
+    journal: Journal
+    lineage: Lineage
+    committed: tuple[str, ...]
+    points: tuple[str, ...]
+    missing: frozenset[str]
+    lost: tuple[str, ...]
+    foreign: tuple[str, ...]
+    fates: Fates
+    encoders: tuple[EncoderSpan, ...]
+    unreadable: tuple[UnreadableFile, ...]
+    fork: ClaimParent | None = None
+    sources: tuple[SourceLists, ...] = ()
+    parents: tuple[ClaimParent, ...] = ()
+
+
+def survey(store: RunStore, with_steps: bool = True) -> Survey:
+    """Reads claims, journal and the list of points.
+
+    Raises `OrchestratorError` if the history contradicts itself, or if a later version wrote some of it.
+
+    The run may be written meanwhile. If an attempt was claimed or a generation formed between two reads, so
+    that they do not fit together, everything is read again. Raises `StorageError` after `LOOKS` such
+    attempts.
+
+    Without `with_steps` it takes a fraction of the time. `journal` then has only the newest step record of
+    each generation, `lineage` has none, and contradictions that only these would show are not found.
+    """
+    unknown = frozenset[str]()
+    for _ in range(LOOKS):
+        files, before = store.attempt_files(), unknown
+        seen = _look(store, with_steps)
+        unknown = _of_no_generation(seen)
+        # a name that is still unknown to a journal read after it is an orphan
+        if files == store.attempt_files() and unknown <= before:
+            require_sound(seen.lineage)
+            return seen
+    raise moved_on(store)
+
+
+class LatePointError(StorageError):
+    """A point of the history appeared after the survey.
+
+    What was decided from that survey is not consistent with the point.
+    """
+
+    code = "point.appeared_late"
+
+
+def require_listed(seen: Survey, point: Point | None) -> None:
+    """Raises `LatePointError` unless the survey lists the point among those of the history.
+
+    A claim inherits what its survey lists, and continues nothing else (membership rule 6).
+    """
+    if point is not None and point.name not in seen.points:
+        raise LatePointError(
+            f"resume point {point.name} appeared while the run was read; run the command again"
+        )
+
+
+def decided(store: RunStore, decide: Callable[[Survey], Result], with_steps: bool = True) -> Result:
+    """Returns `decide` of a survey of the run. Surveys again if a point appears that the survey does not
+    list.
+
+    Raises `StorageError` after `LOOKS` surveys, and as `survey` and `decide`.
+    """
+    for _ in range(LOOKS):
+        seen = survey(store, with_steps)
+        try:
+            return decide(seen)
+        except LatePointError:
+            continue
+    raise moved_on(store)
+
+
+def moved_on(store: RunStore) -> StorageError:
+    """Builds the error for `LOOKS` reads that did not fit together."""
+    return StorageError(
+        f"{store.storage.root} changed each of the {LOOKS} times that it was read (its newest attempt is "
+        f"{max(store.claim_numbers(), default=0)}), so that what was read is not consistent; run the command "
+        "again",
+        code="run.changed_while_read",
+    )
+
+
+def deleted_now(store: RunStore, names: Iterable[str]) -> frozenset[str]:
+    """Returns those of these points, listed before, that the run itself has deleted or is deleting since.
+
+    Their COMMIT is gone, and the journal has the intention to delete them. Problems found with them are no
+    damage.
+    """
+    listed = frozenset(names)
+    if not (gone := listed - store.committed(listed)):
+        return gone
+    if not (left := gone - store.deletions()):
+        return gone
+    events = read_outline(store.storage).events
+    return gone - left.difference(point_fates(((event.kind, event.fields) for event in events), ()).deleted)
+
+
+def _look(store: RunStore, with_steps: bool) -> Survey:
+    """Reads everything once, the claims before the journal and that before the points. Checks no
+    contradictions.
+    """
+    claims, (parents, cut_off) = store.claims(), store.parents()
+    run_id = _require_own(store, claims)
+    unreadable = (*(unreadable_claim(c.number) for c in claims if c.why == UNREADABLE), *cut_off)
+    require_known(store.storage, unreadable)
+    if with_steps:
+        journal = read_journal(store.storage, run_id)
+        lineage = effective_history(claims, parents, journal.generations, journal.records)
+    else:
+        outline = read_outline(store.storage, run_id)
+        journal = Journal(
+            generations=outline.generations,
+            records=outline.last_records,
+            events=outline.events,
+            torn=outline.torn,
+        )
+        lineage = effective_chain(claims, parents, journal.generations)
+    begins = [parent for parent in parents if parent.begins is not None]
+    first = lineage.segments[0].start if lineage.segments else None
+    journal = replace(journal, generations=(*filter(None, (p.begins for p in begins)), *journal.generations))
+    there, foreign = store.names_and_foreign()
+    fates = _fates(journal.events, parents).without(store.deletions())
+    missing = fates.kept.difference(there)
+    missing -= deleted_now(store, missing)
+    newest = next((parent for parent in parents if parent.attempt == lineage.attempt), None)
+    return Survey(
+        journal=journal,
+        lineage=lineage,
+        committed=tuple(there),
+        points=_on_lineage(lineage, (name for name in there if name not in foreign)),
+        missing=missing,
+        lost=_on_lineage(lineage, missing),
+        foreign=_on_lineage(lineage, foreign),
+        fates=fates,
+        encoders=newest.encoders if newest else (),
+        sources=newest.sources if newest else (),
+        unreadable=unreadable,
+        fork=next((parent for parent in begins if parent.begins == first), None),
+        parents=tuple(parents),
+    )
+
+
+def _of_no_generation(seen: Survey) -> frozenset[str]:
+    """Returns the points whose generation is not in the journal: it was formed after the journal was read.
+
+    A fork's first point has no generation, also if its claim failed before its first step.
+    """
+    known, own = {start.id for start in seen.journal.generations}, set(seen.committed) - {*seen.foreign}
+    keys = {name: parse_point_name(name) for name in own}
+    return frozenset(
+        name
+        for name, key in keys.items()
+        if key and key.attempt != ORIGIN and (key.attempt, key.generation) not in known
+    )
+
+
+def _require_own(store: RunStore, claims: Iterable[Claim]) -> str | None:
+    """Returns the run's id (None without run.json), which every claim must have. Raises
+    `ResumePointError`.
+    """
+    run = store.read_run()
+    for claim in claims:
+        if run is not None and claim.why != UNREADABLE and claim.run_id != run.id:
+            raise ResumePointError(
+                f"the claim of attempt {claim.number} belongs to run {claim.run_id or 'without an id'}, "
+                f"run.json says {run.id or 'without an id'}: the folder holds pieces of two runs, so nothing "
+                "is decided from it; move the files of the other run away",
+                code="run.mixed_files",
+            )
+    return run.id if run else None
+
+
+def require_known(storage: Storage, unreadable: Iterable[UnreadableFile]) -> None:
+    """Raises `LaterFormatError` if a later version wrote one of these files.
+
+    Such a file is not damaged, and its contents must not be guessed.
+    """
+    for file in unreadable:
+        try:
+            unseal(storage.read(file.path))
+        except LaterSealError as error:
+            raise LaterFormatError(f"{storage.root}/{file.path} {error}") from error
+        except (FileNotFoundError, SealError):
+            continue
+
+
+def _fates(events: Iterable[JournalEvent], parents: Iterable[ClaimParent]) -> Fates:
+    inherited = (name for parent in parents for name in parent.inherited)
+    return point_fates(((event.kind, event.fields) for event in events), inherited)
+
+
+def _on_lineage(lineage: Lineage, names: Iterable[str]) -> tuple[str, ...]:
+    keys = {name: parse_point_name(name) for name in names}
+    return tuple(name for name, key in keys.items() if key is not None and lineage.on_lineage(key))
+
+
+def require_journals(store: RunStore, seen: Survey) -> None:
+    """Raises `ResumePointError` for points of generations that are in no journal.
+
+    Each generation is durable there before its first point is saved (rule 2). The journal must thus have been
+    damaged, and a start would lose what is in these points.
+    """
+    unknown = sorted(_of_no_generation(seen))
+    foreign = store.foreign(unknown)
+    names = [name for name in unknown if name not in foreign]
+    keys = filter(None, map(parse_point_name, names))
+    if journals := sorted({f"journal/a{key.attempt:04d}" for key in keys}):
+        raise ResumePointError(
+            f"{', '.join(journals)}: the journal lacks the generations of resume points {', '.join(names)}, "
+            "so their history is not known, and nothing is continued; restore the journal, or give a new run "
+            "another name",
+            code="journal.lacks_generations",
+        )
+
+
+def require_frozen(seen: Survey, data: DataSpec) -> None:
+    """Raises `DataIdentityError` if steps were trained and the run's frozen data are gone."""
+    if seen.lineage.records and data.tokenizer_folder is None:
+        raise DataIdentityError(
+            f"this run has trained {len(seen.lineage.records)} steps, but its frozen data are gone "
+            "(manifest/data.json in the run's folder); restore manifest/ and tokenizer/",
+            code="data.frozen_gone",
+        )
+
+
+def has_its_steps(seen: Survey, point: Point) -> bool:
+    """Whether the journal has a record of every step that led to the point.
+
+    If the journal was read before the point was committed, it may not have them.
+    """
+    starts = {(start.attempt, start.generation): start.step for start in seen.journal.generations}
+    begun = starts.get((point.key.attempt, point.key.generation))
+    at_begin = point.key.step == begun  # saved before the generation's first step
+    return not seen.lineage.gaps and (at_begin or point.key in {r.key for r in seen.journal.records})
+
+
+def mean_losses(seen: Survey) -> dict[str, float | None]:
+    """Returns, for each point on the history, the mean loss of the steps since the previous point."""
+    found = {
+        event.fields["point"]: event.fields.get("mean_loss")
+        for event in seen.journal.events
+        if event.kind == EventKind.POINT_COMMITTED
+    }
+    return {name: found.get(name) for name in seen.points}
+
+
+def saved_history(seen: Survey) -> SavedHistory:
+    """Returns how many histories the points of the run held, and how far the newest is held."""
+    committed = (event for event in seen.journal.events if event.kind == EventKind.POINT_COMMITTED)
+    points = (
+        (key, event.fields["cursor"]["consumed_tokens"])
+        for event in committed
+        if (key := parse_point_name(event.fields["point"])) is not None
+    )
+    return saved_before(seen.journal.generations, points)

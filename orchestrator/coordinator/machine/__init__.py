@@ -1,0 +1,1 @@
+"""The pure launch machine, its actions, and the values that it keeps."""

@@ -1,0 +1,358 @@
+"""Prepares a run's data for reading: freezes them at the first start, and reads the frozen data later.
+
+It does not decide about resuming: it returns the job's identity (`DataSpec.identity`), or raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, replace
+from typing import TYPE_CHECKING
+
+from orchestrator.data.common.settings import (
+    SPLIT_WHOLE,
+    StreamSettings,
+    TransformRef,
+    has_list_to_come,
+    limits_of,
+    mixture_of,
+    settings_of,
+    transforms_of,
+    wanted_of,
+    with_transforms,
+)
+from orchestrator.data.freeze import (
+    choose,
+    find_transforms,
+    first_start,
+    identity_of,
+    reads_chats,
+    with_ids,
+)
+from orchestrator.data.frozen import (
+    DAMAGED,
+    GONE,
+    RULES,
+    TOKENIZER_FOLDER,
+    DataRecord,
+    FrozenData,
+    LaterList,
+    later_versions,
+    manifest_path,
+    read_frozen,
+    read_later,
+    write_frozen,
+    write_later,
+)
+from orchestrator.data.source_notes import notes_of, shared_files
+from orchestrator.data.source_refresh import Refreshing, later_plan, listed_as
+from orchestrator.data.sources.lists.fragments import SourcePlan, frozen_at
+from orchestrator.data.sources.lists.manifest import Manifest
+from orchestrator.data.sources.lists.unchanged import compare_files, find_unchanged
+from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.encoder import GIGATOKEN, installed_version
+from orchestrator.data.tokens.resolved import RESOLVED
+from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch, is_there
+from orchestrator.errors import ConfigError, DataIdentityError
+from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
+from orchestrator.planning.resume.manifests import (
+    FIRST,
+    Reading,
+    SourceLists,
+    Wanted,
+    first_sources,
+    next_sources,
+    order_of,
+    start_of,
+)
+from orchestrator.records.cursor import Cursor
+from orchestrator.storage.files import Storage
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
+
+__all__ = ["freeze_data", "num_frozen_files", "prepare_data", "prepare_trained", "write_lists"]
+
+
+def prepare_data(
+    config: JobConfig, storage: Storage | None = None, reading: Reading | None = None
+) -> DataSpec:
+    """The data of a job.
+
+    They are frozen in the run's `storage` if it has none yet. Otherwise they are read as they were frozen, by
+    the lists of `reading` (None: the lists of a run that has trained nothing). A list of these that does not
+    exist yet is made from the files as they are now, and is `unwritten`.
+
+    Without a storage nothing is written. Raises `ConfigError` for missing files, a missing or unfit
+    tokenizer, or a module of `data.transforms` that cannot be imported. Raises `DataError` for unreadable
+    files. Raises `DataIdentityError` (with both values) if files are missing or changed since their list was
+    frozen and `resume.accept_changed` is not set.
+    """
+    settings = settings_of(config)
+    frozen = None if storage is None else read_frozen(storage)
+    if frozen is None:
+        looked_at = first_start(config, settings)
+        return looked_at if storage is None else freeze_data(config, storage, looked_at)
+    assert storage is not None, "frozen data lie in a run's storage"
+    return _from_frozen(config, settings, storage, frozen, reading or _unread(config, frozen))
+
+
+def _unread(config: JobConfig, frozen: FrozenData) -> Reading:
+    """How a job reads frozen data of which nothing was trained yet."""
+    first = first_sources(Wanted(names=tuple(frozen.manifests)))
+    free = {source.name: 1 for source in config.data.sources}
+    return Reading(sources=next_sources(first, Cursor(), wanted_of(config), free))
+
+
+def prepare_trained(config: JobConfig, storage: Storage, sources: tuple[SourceLists, ...] = ()) -> DataSpec:
+    """The data that the run in `storage` was trained on, to read them again.
+
+    Uses every list of `sources` (empty: those of the first start) exactly as it was frozen, whatever
+    `resume.accept_changed` is, and wherever the job's paths lead now. For a run that has frozen no data, it
+    prepares the job's.
+
+    Raises `DataIdentityError` (with both values) if files of a source's only list are missing or have
+    changed. For a source with several lists, `lacking` reports that for each.
+    """
+    settings, frozen = replace(settings_of(config), accept_changed=False), read_frozen(storage)
+    if frozen is None:
+        return prepare_data(config)
+    facts, settings = _frozen_tokenizer(config, settings, storage, frozen)
+    sources = sources or first_sources(Wanted(names=tuple(frozen.manifests)))
+    paths = {source.name: source.path for source in config.data.sources}
+    found = {each.name: _trained_lists(storage, frozen, each, paths.get(each.name)) for each in sources}
+    lists = {name: of for name, (of, _) in found.items()}
+    plans = [next(reversed(lists[source.name].values())) for source in config.data.sources]
+    refs = {n: TransformRef(name=n, source=text) for n, text in frozen.record.transforms.items()}
+    if {name for of in transforms_of(config).values() for name in of} - refs.keys():
+        refs = {**find_transforms(config), **refs}  # of sources added later
+    spec = _frozen_spec(config, settings, storage, frozen.record, facts, sources, lists, plans, refs)
+    return replace(spec, lacking={name: wrong for name, (_, wrong) in found.items() if wrong})
+
+
+def _trained_lists(
+    storage: Storage, frozen: FrozenData, source: SourceLists, path: str | Sequence[str] | None
+) -> tuple[dict[str, SourcePlan], dict[str, str]]:
+    """All lists of a source that its spans may read, oldest first, with the current paths of their files.
+
+    Also returns the errors of lists whose files are missing or changed, by version.
+    """
+    starts = {span.start for span in source.spans}
+    versions = [FIRST] if 0 in starts and source.name in frozen.manifests else []
+    versions += [v for v in later_versions(storage).get(source.name, ()) if start_of(v) in starts]
+    found, wrong = dict[str, SourcePlan](), dict[str, str]()
+    for version in sorted(versions, key=order_of):
+        there = _frozen_list(storage, frozen, source.name, version)
+        assert there is not None, "just listed"
+        base = None
+        try:
+            base = find_unchanged(path, there.manifest).base
+        except DataIdentityError as error:
+            if len(versions) == 1:
+                raise
+            wrong[version] = str(error)
+        found[version] = later_plan(storage, there, base)
+    return found, wrong
+
+
+def freeze_data(config: JobConfig, storage: Storage, looked_at: DataSpec) -> DataSpec:
+    """Freezes the data of `looked_at` in the run's `storage`.
+
+    These are exactly the data that `prepare_data` read, because the run's identity is derived from them.
+    Files that were added since are not part of the run; a file that changed since is refused when it is
+    opened. Data that are already frozen stay as they are.
+    """
+    found = looked_at.unfrozen
+    if found is None:
+        return looked_at
+    if not write_frozen(storage, found.record, list(found.manifests.values()), found.tokenizer_files):
+        return prepare_data(config, storage)  # another process was first: its frozen data apply
+    lists = {
+        name: {FIRST: _frozen_at(of[FIRST], looked_at.settings, storage)}
+        for name, of in looked_at.lists.items()
+    }
+    return replace(
+        looked_at,
+        plans=tuple(lists[plan.source][FIRST] for plan in looked_at.plans),
+        lists=lists,
+        tokenizer_folder=_tokenizer_at(storage),
+        unfrozen=None,
+        refreshing=_refreshing(config, storage, looked_at.settings, {}),
+    )
+
+
+def num_frozen_files(storage: Storage, source: str, version: str) -> int | None:
+    """The number of files of a frozen list; None if there is no such list."""
+    if version != FIRST:
+        later = read_later(storage, source, version)
+        return None if later is None else len(later.manifest.files)
+    frozen = read_frozen(storage)
+    found = None if frozen is None else frozen.manifests.get(source)
+    return None if found is None else len(found.files)
+
+
+def write_lists(storage: Storage, spec: DataSpec) -> None:
+    """Freezes the lists of a run that are not frozen yet, exactly as `prepare_data` read them.
+
+    A list that another process froze first stays.
+    """
+    for found in spec.unwritten:
+        write_later(storage, found)
+
+
+def _tokenizer_at(storage: Storage) -> str:
+    return f"{storage.root}/{TOKENIZER_FOLDER}"
+
+
+def _frozen_at(plan: SourcePlan, settings: StreamSettings, storage: Storage) -> SourcePlan:
+    """The plan, which pickles as the name of its list in the run's storage, because it is sent to many
+    processes.
+    """
+    path = manifest_path(plan.source)
+    return frozen_at(plan, storage, path, settings.fragment_bytes, settings.window_bytes)
+
+
+def _refreshing(
+    config: JobConfig, storage: Storage, settings: StreamSettings, bases: dict[str, str]
+) -> Refreshing | None:
+    """Where the lists of coming epochs are found, or made."""
+    if config.data.refresh is None:
+        return None
+    sizes = settings.fragment_bytes, settings.window_bytes
+    listed = tuple(listed_as(source, *sizes) for source in config.data.sources)
+    return Refreshing(storage=storage.root, sources=listed, bases=bases)
+
+
+def _frozen_list(storage: Storage, frozen: FrozenData, source: str, version: str) -> LaterList | None:
+    """A frozen list of any version; None if there is no such list."""
+    if version != FIRST:
+        return read_later(storage, source, version)
+    record = frozen.record
+    return LaterList(
+        manifest=frozen.manifests[source],
+        version=version,
+        fragment_bytes=record.fragment_bytes,
+        window_bytes=record.window_bytes,
+        fragments_per_block=record.fragments_per_block[source],
+        paths=record.paths_of(source),
+    )
+
+
+def _from_frozen(
+    config: JobConfig, settings: StreamSettings, storage: Storage, frozen: FrozenData, reading: Reading
+) -> DataSpec:
+    facts, settings = _frozen_tokenizer(config, settings, storage, frozen)
+    refs = find_transforms(config)  # the comparison of identities checks that they are the run's
+    lists, plans, now = dict[str, dict[str, SourcePlan]](), list[SourcePlan](), list[Manifest]()
+    notes, unwritten, bases = list[str](), list[LaterList](), dict[str, str]()
+    for source in config.data.sources:
+        of = next(each for each in reading.sources if each.name == source.name)
+        version = of.version(reading.epoch(source.name))
+        there = _frozen_list(storage, frozen, source.name, version)
+        if there is None:
+            sizes = settings.fragment_bytes, settings.window_bytes
+            found = listed_as(source, *sizes).now()
+            there = found.later(version, *sizes)
+            unwritten.append(there)
+            notes += found.notes
+            now.append(there.manifest)
+        else:
+            more = has_list_to_come(config, reading.cursor, of)
+            manifest, as_it_is, said = compare_files(
+                source, there.manifest, there.paths, config.resume.accept_changed, more
+            )
+            bases[there.manifest.base] = manifest.base
+            now.append(as_it_is)
+            notes += said
+        plans.append(later_plan(storage, there, bases.get(there.manifest.base)))
+        lists[source.name] = {version: plans[-1]}
+        if of.begun_with != version:
+            begun = _frozen_list(storage, frozen, source.name, of.begun_with)
+            if begun is None:
+                raise DataIdentityError(
+                    f"{storage.root}/{manifest_path(source.name, of.begun_with)} is gone: source "
+                    f"{source.name} continues from this list; restore the file",
+                    code=GONE,
+                )
+            lists[source.name][of.begun_with] = later_plan(storage, begun, bases.get(begun.manifest.base))
+    spec = _frozen_spec(config, settings, storage, frozen.record, facts, reading.sources, lists, plans, refs)
+    encoder = spec.encoders[0].encoder
+    if config.data.encoder == GIGATOKEN and (GIGATOKEN, installed_version(GIGATOKEN)) != astuple(encoder):
+        choose(config, settings, facts, spec.plans)  # raises if it does not support this tokenizer
+    asked = _tokenizer_now(config, frozen, facts)
+    windows = [note for plan in spec.plans for note in notes_of(plan, settings)]
+    return replace(
+        spec,
+        run_identity=identity_of(config, asked, encoder, now, spec.plans, refs),
+        notes=(*facts.notes, *notes, *windows, *shared_files(spec.plans)),
+        unwritten=tuple(unwritten),
+        refreshing=_refreshing(config, storage, settings, bases),
+    )
+
+
+def _frozen_tokenizer(
+    config: JobConfig, settings: StreamSettings, storage: Storage, frozen: FrozenData
+) -> tuple[TokenizerFacts, StreamSettings]:
+    """The run's copy of its tokenizer, and the settings with its ids."""
+    record = frozen.record
+    try:
+        facts = examine(_tokenizer_at(storage), frozen.tokenizer_files, reads_chats(config))
+    except ConfigError as error:  # it was valid when it was copied
+        raise DataIdentityError(
+            f"the run's copy of its tokenizer in {_tokenizer_at(storage)} is damaged: {error.__cause__}; "
+            "restore these files",
+            code=DAMAGED,
+        ) from error
+    if facts.digest != record.tokenizer_digest:
+        raise DataIdentityError(
+            f"the run's copy of its tokenizer in {_tokenizer_at(storage)} was made with digest "
+            f"{record.tokenizer_digest} and has {facts.digest}; restore these files",
+            code=DAMAGED,
+        )
+    if settings.long_document == "split" and record.rules < RULES:
+        settings = replace(settings, long_document=SPLIT_WHOLE)
+    return facts, with_ids(config, settings, facts)
+
+
+def _frozen_spec(
+    config: JobConfig,
+    settings: StreamSettings,
+    storage: Storage,
+    record: DataRecord,
+    facts: TokenizerFacts,
+    sources: tuple[SourceLists, ...],
+    lists: dict[str, dict[str, SourcePlan]],
+    plans: Sequence[SourcePlan],
+    transforms: Mapping[str, TransformRef],
+) -> DataSpec:
+    """The frozen data, with their files where the plans locate them."""
+    settings = with_transforms(config, settings, transforms)
+    encoder = EncoderChoice(name=record.encoder_name, version=record.encoder_version)
+    manifests = [plan.manifest for plan in plans]
+    spec = DataSpec(
+        plans=tuple(plans),
+        sources=sources,
+        lists=lists,
+        settings=settings,
+        tokenizer=facts.model,
+        tokenizer_folder=_tokenizer_at(storage),
+        vocab_size=facts.vocab_size,
+        encoders=(EncoderSpan(encoder=encoder),),
+        run_identity=identity_of(config, facts.digest, encoder, manifests, plans, transforms),
+        max_epochs=limits_of(config),
+    )
+    return replace(spec, mixture=mixture_of(config, spec.num_bytes))
+
+
+def _tokenizer_now(config: JobConfig, frozen: FrozenData, facts: TokenizerFacts) -> str:
+    """The digest of the tokenizer that the job names. A name that is not found stands for the run's own
+    copy.
+    """
+    name = config.data.tokenizer
+    if name == frozen.record.tokenizer and not is_there(name):
+        return facts.digest
+    files = fetch(name, frozen.tokenizer_files)
+    if frozen.record.rules < RULES:  # its identity is that of tokenizer.json
+        files = {n: content for n, content in files.items() if n != RESOLVED}
+    same = files == frozen.tokenizer_files
+    return facts.digest if same else examine(name, files, reads_chats(config)).digest

@@ -1,0 +1,1 @@
+"""Reads bytes of files: local, in buckets, on hubs, compressed."""

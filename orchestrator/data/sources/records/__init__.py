@@ -1,0 +1,1 @@
+"""Decodes lines and columns into the records of a source."""

@@ -1,0 +1,1 @@
+"""Detects failures of workers, peers and storage, and counts them."""

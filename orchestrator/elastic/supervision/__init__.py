@@ -1,0 +1,1 @@
+"""The supervisor of node groups: when to start, stop and replace them."""

@@ -1,0 +1,1 @@
+"""Claims of attempts, their lineage, and whether their processes live."""

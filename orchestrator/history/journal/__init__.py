@@ -1,0 +1,1 @@
+"""The journal of an attempt: its writer, its segments and its reader."""

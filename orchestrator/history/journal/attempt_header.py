@@ -1,0 +1,66 @@
+"""Reads how an attempt began from the first lines of its journal, without reading the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from orchestrator.errors import OrchestratorError
+from orchestrator.history.claims.segments import journal_folder, read_first
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import JournalEvent
+from orchestrator.history.journal.journal_version import require_known_begin
+from orchestrator.json_form import decode
+from orchestrator.planning.state.parallel_choice import ParallelChoice
+from orchestrator.storage.files import Storage
+
+_MARK = f'"kind":"{EventKind.ATTEMPT.value}"'.encode()
+
+
+def beginning_of(storage: Storage, attempt: int) -> dict[str, Any] | None:
+    """The fields of an attempt's event `attempt`; None if it has not begun.
+
+    Raises `StorageError`, also for the journal of a later version (`LaterLineError`).
+    """
+    try:
+        data = read_first(storage, attempt)
+    except FileNotFoundError:
+        return None
+    require_known_begin(journal_folder(attempt), data)
+    for line in data.splitlines():
+        if _MARK in line:
+            try:
+                fields = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                return None  # it is being written
+            if fields.get("kind") == EventKind.ATTEMPT:
+                return dict(fields)
+    return None
+
+
+def newest_choice(storage: Storage, attempts: Sequence[int]) -> tuple[int, ParallelChoice] | None:
+    """The choice for `train.parallel` in the newest of these attempts that recorded one, with its number.
+
+    None if none has. Raises `StorageError`.
+    """
+    for number in sorted(attempts, reverse=True):
+        fields = beginning_of(storage, number) or {}
+        if fields.get("parallel"):
+            return _choice(number, fields)
+    return None
+
+
+def choice_in(events: Sequence[JournalEvent]) -> tuple[int, ParallelChoice] | None:
+    """Like `newest_choice`, for a journal that was read."""
+    begun = (event for event in events if event.kind == EventKind.ATTEMPT and event.fields.get("parallel"))
+    newest = max(begun, key=lambda event: event.attempt, default=None)
+    return None if newest is None else _choice(newest.attempt, newest.fields)
+
+
+def _choice(number: int, fields: Mapping[str, Any]) -> tuple[int, ParallelChoice] | None:
+    try:
+        return number, decode(ParallelChoice, fields["parallel"], "the event `attempt`")
+    except OrchestratorError:
+        return None  # written by a later version: not known

@@ -1,0 +1,1 @@
+"""Metrics of steps, and the loggers that receive them."""

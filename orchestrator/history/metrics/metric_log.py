@@ -1,0 +1,196 @@
+"""Sends a run's metrics to loggers, in a thread.
+
+Training steps and the journal never wait for it. An error of a logger ends the logger, not the run.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from orchestrator.config.redaction import redacted_text
+from orchestrator.errors import text_of
+from orchestrator.history.claims.claims import GenerationStart
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.metrics.declared import PER_STEP, Meter, Sample
+from orchestrator.history.metrics.event_file import FOLDER, EventFile
+from orchestrator.history.metrics.published_folder import PublishedFolder
+from orchestrator.records.steps import StepRecord
+
+CLOSE_S = 5.0  # the end of a run waits this long for a logger that hangs
+BATCH = 1000
+HELD = 100_000  # the maximum number of facts in memory while a logger hangs
+
+
+class Sink(Protocol):
+    """A destination of samples. An error that it raises ends its use, and is reported once."""
+
+    name: str
+
+    def take(self, sample: Sample, now: float) -> None:
+        """Takes one sample; `now` is seconds since 1970."""
+
+    def flush(self) -> None:
+        """Makes the samples visible to others."""
+
+
+class TensorBoard:
+    """The per-step metrics in the run's folder, `logs/tensorboard/`, over consumed tokens."""
+
+    name = "TensorBoard"
+
+    def __init__(self, run_folder: Path, attempt: int) -> None:
+        self._file = EventFile(run_folder / FOLDER, attempt)
+
+    def take(self, sample: Sample, now: float) -> None:
+        """See `Sink`."""
+        if sample.rewound_to is not None:
+            self._file.rewound(sample.rewound_to, now)
+        if sample.tokens is not None:
+            values = {name: sample.values[name] for name in PER_STEP if name in sample.values}
+            self._file.scalars(sample.tokens, values, now)
+
+    def flush(self) -> None:
+        """See `Sink`."""
+        self._file.flush()
+
+
+class MetricLog:
+    """A `history.journal.journal_writer.Listener`: converts the journal's facts to samples and passes them to
+    the sinks.
+
+    No method except `close` waits.
+    """
+
+    def __init__(self, meter: Meter, sinks: Sequence[Sink], now: Callable[[], float] = time.time) -> None:
+        """Without sinks, no thread is started."""
+        self._meter, self._sinks, self._now = meter, list(sinks), now
+        self._facts: queue.SimpleQueue[Callable[[], Sample | None] | None] = queue.SimpleQueue()
+        self._troubles: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if self._sinks:
+            self._thread = threading.Thread(target=self._write, name="metrics", daemon=True)
+            self._thread.start()
+
+    def step(self, record: StepRecord) -> None:
+        """See `Listener`."""
+        self._put(partial(self._meter.step, record, self._now()))
+
+    def generation(self, start: GenerationStart) -> None:
+        """See `Listener`."""
+        self._put(partial(self._meter.generation, start))
+
+    def event(self, kind: EventKind, fields: Mapping[str, Any]) -> None:
+        """See `Listener`."""
+        self._put(partial(self._meter.event, kind, fields, self._now()))
+
+    def troubles(self) -> list[str]:
+        """The errors since the last call, as messages."""
+        return [self._troubles.get_nowait() for _ in range(self._troubles.qsize())]
+
+    def end(self) -> None:
+        """Lets the thread end once everything is sent. Does not wait."""
+        if self._thread is not None:
+            self._facts.put(None)
+
+    def close(self, limit_s: float | None = None) -> None:
+        """Waits until everything is sent, unless a sink hangs for `limit_s` (None: `CLOSE_S`)."""
+        self.end()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S if limit_s is None else limit_s)
+
+    def _put(self, fact: Callable[[], Sample | None]) -> None:
+        if self._thread is None:
+            return
+        self._facts.put(fact)
+        if self._facts.qsize() > HELD:
+            self._thread = None
+            self._troubles.put(
+                f"a logger has taken none of the last {HELD:,} metrics ({self._names()}): this attempt sends "
+                "no more; the run continues, and the journal has every step"
+            )
+
+    def _names(self) -> str:
+        return ", ".join(sink.name for sink in self._sinks)
+
+    def _write(self) -> None:
+        over = False
+        while not over and self._sinks:
+            facts = [self._facts.get()]
+            while len(facts) < BATCH and not self._facts.empty():
+                facts.append(self._facts.get())
+            over = facts[-1] is None
+            samples = [sample for fact in facts if fact is not None and (sample := fact()) is not None]
+            for sink in tuple(self._sinks):
+                self._send(sink, samples)
+
+    def _send(self, sink: Sink, samples: Sequence[Sample]) -> None:
+        try:
+            for sample in samples:
+                sink.take(sample, self._now())
+            sink.flush()
+        except Exception as error:  # noqa: BLE001  a logger must not end a run
+            self._sinks.remove(sink)
+            why = redacted_text(text_of(error))  # it may contain a server's URI
+            self._troubles.put(
+                f"{sink.name} gets no more metrics of this attempt ({why}); the "
+                "run continues without it, and the journal has every step"
+            )
+
+
+class MetricLogs:
+    """A `history.journal.journal_writer.Listener` with several logs, each with its own thread and meter.
+
+    A logger that waits for a network delays no other.
+    """
+
+    def __init__(
+        self,
+        logs: Sequence[MetricLog],
+        publish: Callable[[Callable[[str], None]], PublishedFolder] | None = None,
+        troubles: Iterable[str] = (),
+    ) -> None:
+        """`publish` makes the publisher of the logs' files; its argument receives the publisher's errors.
+
+        `troubles` are earlier errors.
+        """
+        self._logs = tuple(logs)
+        self._troubles: queue.SimpleQueue[str] = queue.SimpleQueue()
+        for text in troubles:
+            self._troubles.put(text)
+        self._published = publish(self._troubles.put) if publish is not None else None
+
+    def step(self, record: StepRecord) -> None:
+        """See `Listener`."""
+        for log in self._logs:
+            log.step(record)
+
+    def generation(self, start: GenerationStart) -> None:
+        """See `Listener`."""
+        for log in self._logs:
+            log.generation(start)
+
+    def event(self, kind: EventKind, fields: Mapping[str, Any]) -> None:
+        """See `Listener`."""
+        for log in self._logs:
+            log.event(kind, fields)
+
+    def troubles(self) -> list[str]:
+        """The errors since the last call, as messages."""
+        own = [self._troubles.get_nowait() for _ in range(self._troubles.qsize())]
+        return [*(text for log in self._logs for text in log.troubles()), *own]
+
+    def close(self) -> None:
+        """Waits until everything is sent, for at most `CLOSE_S` for all logs together."""
+        until = time.monotonic() + CLOSE_S
+        for log in self._logs:
+            log.end()
+        for log in self._logs:
+            log.close(max(0.0, until - time.monotonic()))
+        if self._published is not None:
+            self._published.close(CLOSE_S)

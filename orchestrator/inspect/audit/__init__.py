@@ -1,0 +1,1 @@
+"""Recomputes the token stream of a run and compares it with the journal."""

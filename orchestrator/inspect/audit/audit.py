@@ -1,0 +1,253 @@
+"""Proves what a run was trained on: recomputes its stream from the files and compares it with its journal.
+
+It uses the files and the result of `coordinator.attempt.survey.survey`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrator.checkpoint.points.points import parse_point_name
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.coordinator.attempt.survey import Survey, survey
+from orchestrator.data.code_process import needs_code
+from orchestrator.data.sources.lists.listing import same_files
+from orchestrator.data.sources.lists.manifest import Manifest
+from orchestrator.data.spec import DataSpec
+from orchestrator.history.claims.skips import SkipAt
+from orchestrator.history.step_names import find_steps, step_name
+from orchestrator.inspect.audit.audit_run import NOTHING_COMPARED, AuditRun, HowToAudit, StepsCompared
+from orchestrator.inspect.audit.history_parts import history_of
+from orchestrator.inspect.audit.reference.reference_encoding import reference_choice
+from orchestrator.inspect.audit.run_data import trained_data
+from orchestrator.inspect.audit.source_availability import require_lists
+from orchestrator.inspect.audit.step_walk import named
+from orchestrator.records.steps import StateKey, StepRecord
+
+_FORKED = "the steps up to {0:,}: they are the history of {1}, of which this run is a fork; audit them there"
+_SKIPPED = (
+    "that every token was trained: {0.samples:,} samples ({0.tokens:,} tokens) from sample {1:,} on were "
+    "skipped on purpose after {2} by attempt {3} ({0.request}); epochs and documents count them as read"
+)
+_HOW = HowToAudit()
+
+
+def audit(store: RunStore, uri: str, steps: str | None, how: HowToAudit) -> dict[str, Any]:
+    """The document of `audit --json` for the run at `uri`; see `audit_history`.
+
+    Raises as that and `run_data.trained_data`.
+    """
+    # before the journal is read: a point committed in between may have records that were not read
+    there, foreign = store.names_and_foreign()
+    points = [name for name in there if name not in foreign]
+    seen = survey(store)
+    spec = trained_data(store, uri, seen)
+    how = replace(how, apart=needs_code(spec))
+    report = audit_history(spec, seen, steps, points, how)
+    return {**report, "attempts": len(store.claim_numbers())}
+
+
+def audit_history(
+    spec: DataSpec,
+    seen: Survey,
+    steps: str | None = None,
+    committed: Iterable[str] = (),
+    how: HowToAudit = _HOW,
+) -> dict[str, Any]:
+    """The document of `audit --json`, without the number of attempts.
+
+    It shows that each step trained exactly the samples that the plan gives it, each once, in order: their
+    digests are recomputed by a packer of the audit's own (`inspect.audit.reference.reference_packing`). And
+    it shows that the tokens of these samples are, for every epoch that was read from its first to its last
+    document, those in the files, read in their own order (data rules 26 and 27).
+
+    `steps` (`A:B`) limits the audit to these; it is read from the nearest cursor in the journal on. Audits of
+    adjacent steps join, because a cursor that is passed is compared. `not_shown` lists what this audit leaves
+    open. If there is nothing to compare, `exactly_once` is None. `all_final`: no step that was audited may
+    still be replaced. `repeated_files` are those of which the run's frozen list has more than one path (older
+    versions made such lists): each token of the stream was trained once, their documents were not.
+
+    `skipped_documents` counts, by source, the bad documents that the audited steps passed; None if there is a
+    difference, or nothing to compare. `left_out_documents` counts those that transforms dropped (`filtered`)
+    and the records that are held out (`held_out`). `skipped_samples` are those that an attempt was configured
+    to leave out before one of the audited steps (`resume.data: skip`). They are drawn as the claim says, end
+    where it says, and are compared with no record. They belong to the proven content of an epoch; `not_shown`
+    reports that they were not trained.
+
+    Raises `DataIdentityError` for a step that differs in an attempt that was configured to continue with
+    changed files (data rule 27), and before it reads anything for files of a list that are gone or changed
+    (`lists_there`).
+
+    `committed` are the names of the run's committed points, listed before `seen` was read: no point is
+    committed before the records up to its step are durable, so these must be there.
+
+    `how` sets the number of processes, and changes nothing in the result. With `how.by_reference` each
+    document of the walked steps is encoded by `tokenizers`, too, and `reference` has the differences in ids
+    (None without it).
+    """
+    if how.by_reference:
+        reference_choice(spec)
+    asked = _asked(seen, steps, committed)
+    wanted = asked.wanted
+    found, first, not_shown = _compared(spec, seen, asked, how)
+    repeated, texts = _repeated(spec)
+    if wanted:
+        not_shown += texts + _history_before(seen)
+    return {
+        "exactly_once": first is None if wanted or first else None,
+        **_amounts(seen, wanted, asked.points),
+        "first_difference": first,
+        "not_shown": not_shown,
+        "repeated_files": repeated,
+        "skipped_documents": found.skipped_documents() if wanted and first is None else None,
+        "left_out_documents": found.left_out_documents() if wanted and first is None else None,
+        "skipped_samples": [_skip_row(at) for at in found.passed],
+        "reference": found.reference(spec, seen) if how.by_reference and first is None else None,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """The requested steps with records, and what is known to be missing from the history."""
+
+    wanted: range
+    points: list[StateKey]
+    gap: dict[str, Any] | None
+    missing: dict[str, Any] | None
+
+
+def _asked(seen: Survey, steps: str | None, committed: Iterable[str]) -> _Asked:
+    records = seen.lineage.records
+    points = [key for key in map(parse_point_name, committed) if key is not None]
+    missing, reason = _missing_records(seen, points)
+    all_steps: list[StepRecord | StateKey] = [*records, *missing]
+    asked = range(len(all_steps)) if steps is None else find_steps(all_steps, steps)
+    gaps = seen.lineage.gaps if steps is None else ()
+    return _Asked(
+        wanted=range(min(asked.start, len(records)), min(asked.stop, len(records))),
+        points=points,
+        gap={"step": None, "reason": gaps[0]} if gaps else None,
+        missing={"step": None, "reason": reason} if asked.stop > len(records) else None,
+    )
+
+
+def _compared(
+    spec: DataSpec, seen: Survey, asked: _Asked, how: HowToAudit
+) -> tuple[StepsCompared, dict[str, Any] | None, list[str]]:
+    """The results for the steps, the first difference, and what is not shown. Nothing is read after a
+    difference.
+    """
+    wanted, found, first, not_shown = asked.wanted, NOTHING_COMPARED, asked.gap, list[str]()
+    history = history_of(spec, seen)
+    require_lists(spec, history, wanted)
+    with AuditRun(spec, history, wanted, how) as run:
+        if first is None and wanted:
+            found = run.compare_steps()
+            first = named(seen, found.difference) if found.difference is not None else None
+        first = first or asked.missing
+        if first is None and wanted:
+            reason, not_shown = run.compare_epochs(found)
+            first = None if reason is None else {"step": None, "reason": reason}
+    if first is None:
+        not_shown += _left_out(wanted, found.passed)
+    return found, first, not_shown
+
+
+def _amounts(seen: Survey, wanted: range, points: Iterable[StateKey]) -> dict[str, Any]:
+    """The amounts of the audited steps, and up to where they are final."""
+    records, origin = seen.lineage.records, seen.fork.origin if seen.fork is not None else None
+    before = records[wanted.start - 1] if wanted and wanted.start else origin and origin.cursor
+    last = records[wanted.stop - 1] if wanted else None
+    final = [key for key in sorted(points) if seen.lineage.on_lineage(key)]
+    return {
+        "samples": (last.consumed_samples if last else 0) - (before.consumed_samples if before else 0),
+        "tokens": (last.consumed_tokens if last else 0) - (before.consumed_tokens if before else 0),
+        "steps": len(wanted),
+        "first_step": step_name(records, wanted.start) if wanted else None,
+        "last_step": step_name(records, wanted.stop - 1) if wanted else None,
+        "final_up_to_step": final[-1].step if final else None,
+        "all_final": bool(last and final and last.key <= final[-1]),
+    }
+
+
+def _left_out(wanted: range, passed: Iterable[SkipAt]) -> list[str]:
+    nothing = [] if wanted else ["anything: nothing is trained yet, so there is nothing to compare"]
+    return nothing + [
+        _SKIPPED.format(at.skip, at.skip.begin.drawn_samples, at.parent.point_name, at.attempt)
+        for at in passed
+    ]
+
+
+def _history_before(seen: Survey) -> list[str]:
+    origin = seen.fork.origin if seen.fork is not None else None
+    return [] if origin is None else [_FORKED.format(origin.step, origin.forked_from.run)]
+
+
+def _skip_row(at: SkipAt) -> dict[str, Any]:
+    return {
+        "attempt": at.attempt,
+        "point": at.parent.point_name,
+        "setting": str(at.skip.request),
+        "first_index": at.skip.begin.drawn_samples,
+        "samples": at.skip.samples,
+        "tokens": at.skip.tokens,
+    }
+
+
+def _repeated(spec: DataSpec) -> tuple[int, list[str]]:
+    """The number of files that are in the sources' frozen lists more than once, and a note about them."""
+    found = [_repeated_files(plan.manifest) for plan in spec.plans]
+    return sum(num for num, _ in found), [text for num, text in found if num]
+
+
+def _repeated_files(manifest: Manifest) -> tuple[int, str]:
+    """The number of files with more than one path in the frozen list, and a note about them."""
+    others = same_files(manifest.base, [row.path for row in manifest.files])
+    if not others:
+        return 0, ""
+    name = min(others)
+    return len(set(others.values())), (
+        f"that each document was trained once: {len(others)} paths of source {manifest.source} lead to files "
+        f"that the run has under another path, too, e.g. {name} and {others[name]}; its stream holds their "
+        "documents once for each path, and it is the tokens of this stream that are shown"
+    )
+
+
+def _missing_records(seen: Survey, points: Iterable[StateKey]) -> tuple[list[StateKey], str]:
+    """The steps after the last record that must have been trained, and a note about them.
+
+    A point after them is committed. Gaps before the last record are found by the lineage.
+    """
+    newest = max((key for key in points if _is_behind(seen, key)), default=None)
+    if newest is None:
+        return [], ""
+    advice = (
+        f"a point is committed only behind the records up to its step, so a part of journal/"
+        f"a{newest.attempt:04d} is lost, and what was trained there cannot be compared; restore it"
+    )
+    head = seen.lineage.segments[-1] if seen.lineage.segments else None
+    if head is None or head.start.id != (newest.attempt, newest.generation):
+        return [newest], (
+            f"{newest.point_name} was committed at step {newest.step}, but the journal does not know "
+            f"generation {newest.generation} of attempt {newest.attempt}: {advice}"
+        )
+    missing = [replace(newest, step=step) for step in range(head.stop_step, newest.step + 1)]
+    return missing, (
+        f"{newest.point_name} was committed at step {newest.step}, but the journal's last record before it "
+        f"is that of step {head.stop_step - 1}: the records of {len(missing)} "
+        f"step{'' if len(missing) == 1 else 's'} are missing; {advice}"
+    )
+
+
+def _is_behind(seen: Survey, point: StateKey) -> bool:
+    """Whether the point is on the history and after its last record.
+
+    Also true for a point of the newest attempt whose generation is not in the journal.
+    """
+    head = seen.lineage.segments[-1] if seen.lineage.segments else None
+    if head is not None and head.open and head.start.id == (point.attempt, point.generation):
+        return point.step >= head.stop_step
+    known = {start.id for start in seen.journal.generations}
+    return point.attempt == seen.lineage.attempt and (point.attempt, point.generation) not in known

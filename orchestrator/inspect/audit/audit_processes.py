@@ -1,0 +1,185 @@
+"""The processes of an audit: distributes tasks, and returns the results in the tasks' order.
+
+The distribution does not affect the results. A process that dies, or an error in one, is raised and never
+taken for a result.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+from orchestrator.data.spec import DataSpec
+from orchestrator.errors import OrchestratorError
+from orchestrator.inspect.audit.audit_tasks import Failed, Found, Progressed, Task, carry_out, ends_all
+
+WORKER = "orchestrator.inspect.audit.audit_worker"
+Advanced = Callable[[int, int, int], None]
+"""(number of the task, additional steps or files, their positions or bytes)"""
+
+
+class AuditProcessError(OrchestratorError):
+    """A process of the audit ended before its task. Nothing was shown; try again."""
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class InThisProcess:
+    """Executes one task after the other in this process."""
+
+    def __init__(self, spec: DataSpec) -> None:
+        self._spec = spec
+
+    def run(self, tasks: Sequence[Task], advanced: Advanced) -> list[Found]:
+        """The results of the tasks, in order; nothing follows one that `ends_all`."""
+        results = list[Found]()
+        for number, task in enumerate(tasks):
+            results.append(carry_out(self._spec, task, lambda num, at=number: advanced(at, 1, num)))  # type: ignore[misc]
+            if ends_all(results[-1]):
+                break
+        return results
+
+
+class AuditProcesses:
+    """Executes tasks in child processes, which end with it."""
+
+    def __init__(self, spec: DataSpec, num_processes: int) -> None:
+        self._spec, self._num = spec, num_processes
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> AuditProcesses:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self._workers:
+            worker.end()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The ids of the started processes."""
+        return [worker.process_id for worker in self._workers]
+
+    def run(self, tasks: Sequence[Task], advanced: Advanced) -> list[Found]:
+        """See `InThisProcess`. An error is raised when all tasks before its own have ended without one, so
+        that it is the one that a single process would have met.
+        """
+        ended = dict[int, Found | Failed]()
+        busy: dict[Any, _Worker] = {}
+        while len(self._workers) < min(self._num, len(tasks)):
+            self._workers.append(_Worker(self._spec))
+        idle, num_given = list(self._workers), 0
+        while (reached := _reached(ended)) < len(tasks):
+            if reached and _decides(ended[reached - 1]):
+                break
+            while idle and num_given < len(tasks):
+                worker = idle.pop(0)
+                worker.give(num_given, tasks[num_given])
+                busy[worker.answers], num_given = worker, num_given + 1
+            for ready in wait(list(busy)):
+                worker = busy[ready]
+                message = worker.hear()
+                if isinstance(message, Progressed):
+                    advanced(worker.task_number, message.times, message.num)
+                    continue
+                ended[worker.task_number] = message
+                idle.append(busy.pop(worker.answers))
+        for worker in busy.values():  # their results no longer matter
+            worker.end()
+            self._workers.remove(worker)
+        return [_found(ended[number]) for number in range(_reached(ended))]
+
+
+def _reached(ended: dict[int, Found | Failed]) -> int:
+    """The number of tasks from the first on that have ended, up to one after which no other matters."""
+    number = 0
+    while number in ended:
+        number += 1
+        if _decides(ended[number - 1]):
+            break
+    return number
+
+
+def _decides(found: Found | Failed) -> bool:
+    return isinstance(found, Failed) or ends_all(found)
+
+
+def _found(message: Found | Failed) -> Found:
+    if not isinstance(message, Failed):
+        return message
+    if message.error is not None:
+        raise message.error
+    raise AuditProcessError(
+        f"a process of the audit failed, so nothing was shown:\n{message.text}", code="internal.audit_process"
+    )
+
+
+class _Worker:
+    """A process, and the pipes to it."""
+
+    def __init__(self, spec: DataSpec) -> None:
+        their_tasks, our_tasks = os.pipe()
+        our_answers, their_answers = os.pipe()
+        # the child searches this process's path and the current folder
+        places = [*(path for path in sys.path if path), os.getcwd()]
+        self._process = subprocess.Popen(  # noqa: S603  this Python, and a module of ours
+            [sys.executable, "-P", "-m", WORKER, str(their_tasks), str(their_answers)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(their_tasks, their_answers),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
+        )
+        os.close(their_tasks)
+        os.close(their_answers)
+        self._tasks = Connection(our_tasks, readable=False)
+        self.answers = Connection(our_answers, writable=False)
+        self.task_number, self._task = -1, ""
+        with suppress(BrokenPipeError):  # `hear` reports that it has ended
+            self._tasks.send(spec)
+
+    @property
+    def process_id(self) -> int:
+        """The process id of the operating system."""
+        return self._process.pid
+
+    def give(self, number: int, task: Task) -> None:
+        """Sends a task."""
+        self.task_number, self._task = number, str(task)
+        with suppress(BrokenPipeError):
+            self._tasks.send(task)
+
+    def hear(self) -> Any:
+        """Receives the next message. Raises `AuditProcessError` if the process has ended."""
+        try:
+            return self.answers.recv()
+        except (EOFError, ConnectionResetError):
+            raise AuditProcessError(
+                f"process {self._process.pid} of the audit {_how_it_ended(self._process.wait())} while it "
+                f"{self._task}, so nothing was shown; audit again, with fewer --processes if memory ran out",
+                code="audit.process_died",
+            ) from None
+
+    def end(self) -> None:
+        """Kills the process."""
+        self._process.kill()
+        self._process.wait()
+        self._tasks.close()
+        self.answers.close()
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed ({signal.Signals(-code).name})"

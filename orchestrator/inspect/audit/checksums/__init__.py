@@ -1,0 +1,1 @@
+"""Order-independent checksums of records, files and epochs."""

@@ -1,0 +1,1 @@
+"""A second implementation of lists, mixture, windows and packing, for the audit alone."""

@@ -1,0 +1,123 @@
+"""The dashboard as an ASGI application over one storage folder: the page's files, its API, and the guard."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from orchestrator.errors import OrchestratorError
+from orchestrator.inspect.dashboard.acting import add_actions
+from orchestrator.inspect.dashboard.answers import (
+    UNANSWERABLE,
+    Problem,
+    RouteError,
+    error_response,
+    not_found,
+    problem_of,
+)
+from orchestrator.inspect.dashboard.auth import Door, Guard
+from orchestrator.inspect.dashboard.files import page_files, page_response
+from orchestrator.inspect.dashboard.reading import add_plan, add_records, add_stream, add_views
+from orchestrator.inspect.dashboard.runs import Runs
+from orchestrator.inspect.dashboard.watch import EVERY_S
+from orchestrator.storage.files import Storage
+
+_CODES: dict[int | str, str] = {
+    401: "no token, or a wrong one",
+    403: "another host or origin",
+    404: "nothing of this name",
+    409: "stale: the run has moved on",
+    413: "the body is too large",
+    422: "it cannot be answered as asked",
+    503: "the storage cannot be read",
+}
+
+
+def make_app(
+    storage: Storage,
+    token: str,
+    host: str = "127.0.0.1",
+    clock: Callable[[], float] = time.time,
+    closing: threading.Event | None = None,
+    every_s: float = EVERY_S,
+) -> ASGIApp:
+    """The application.
+
+    `token` opens its API. `host` is the address that it is bound to. `clock` is the page's current time.
+    `closing` ends the streams, for which a run is read every `every_s` seconds.
+    """
+    files = page_files()
+    api = _api(Runs(storage, clock), clock, closing or threading.Event(), every_s)
+
+    @api.get("/{path:path}", include_in_schema=False)
+    def page(request: Request) -> Response:
+        file = files.get(request.url.path)
+        if file is None:
+            raise not_found("page.unknown_address", "there is no such address")
+        return page_response(file, request.headers)
+
+    return Guard(api, Door(token=token, public=frozenset(files), host=host))
+
+
+def _api(runs: Runs, clock: Callable[[], float], closing: threading.Event, every_s: float) -> FastAPI:
+    app = FastAPI(
+        title="orchestrator",
+        openapi_url="/api/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        responses={code: {"description": text} for code, text in _CODES.items()},
+    )
+    app.add_middleware(GZipMiddleware, minimum_size=800, compresslevel=4)
+    app.add_exception_handler(RouteError, _route_error)
+    app.add_exception_handler(OrchestratorError, _own_error)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected)
+    add_views(app, runs, clock)
+    add_records(app, runs)
+    add_plan(app, runs)
+    add_stream(app, runs, closing, every_s)
+    add_actions(app, runs, clock)
+    return app
+
+
+# These are coroutines, because a plain function would need one of the threads for requests.
+async def _route_error(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, RouteError), "it is registered for these"
+    return error_response(error.problem)
+
+
+async def _own_error(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, OrchestratorError), "it is registered for these"
+    return error_response(problem_of(error))
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, RequestValidationError), "it is registered for these"
+    texts = [f"{'.'.join(map(str, each['loc'][1:]))}: {each['msg']}" for each in error.errors()[:10]]
+    text = "; ".join(texts)[:2000]
+    return error_response(Problem(status=UNANSWERABLE, code="page.invalid_request", text=text))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, HTTPException), "it is registered for these"
+    code = {404: "page.unknown_address", 405: "page.method"}.get(error.status_code, "page.http")
+    return error_response(Problem(status=error.status_code, code=code, text=str(error.detail)))
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    del request
+    text = f"the dashboard has a bug: {type(error).__name__}; its standard error has the traceback"
+    return error_response(Problem(status=500, code="internal.page", text=text))

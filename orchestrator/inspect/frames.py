@@ -1,0 +1,198 @@
+"""A run's data as pandas DataFrames: each column with its unit and meaning, declared once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from orchestrator.inspect.views.facts.columns import Columns
+    from orchestrator.inspect.views.facts.effective_steps import Path
+
+Table = Mapping[str, tuple[str, str]]  # column: (unit, meaning)
+
+_AT = {
+    "attempt": ("", "the claim under which it was trained"),
+    "generation": ("", "the membership of the training group, counted within the attempt"),
+    "step": ("", "label of the step; counted anew when batch size or seq_len change"),
+}
+_COUNTS = {
+    "consumed_samples": ("samples", "all that the history had consumed then"),
+    "consumed_tokens": ("tokens", "the same in positions"),
+    "target_tokens": ("tokens", "of these, such that have a loss"),
+}
+STEPS: Table = {
+    **_AT,
+    **_COUNTS,
+    "loss": ("nats per target token", "mean over the step's global batch"),
+    "grad_norm": ("", "norm of the gradient before clipping"),
+    "lr": ("", "learning rate that was applied"),
+    "step_s": ("s", "from the step before to this one, on rank 0"),
+    "data_wait_s": ("s", "of it, waiting for the batch; mean of the workers"),
+    "save_blocked_s": ("s", "of it, held up by a save; mean of the workers"),
+    "peak_memory_bytes": ("bytes", "the most that a worker had taken: of its GPU, else of the machine"),
+    "digest": ("", "digest of the samples that the ranks trained"),
+    "time": ("UTC", "when it had ended"),
+}
+POINTS: Table = {
+    "name": ("", "of the resume point"),
+    **_AT,
+    **_COUNTS,
+    "world_size": ("workers", "that saved it"),
+    "global_batch_size": ("samples", "per step"),
+    "seq_len": ("tokens", "per sample"),
+    "bytes": ("bytes", "on storage"),
+    "save_blocked_s": ("s", "for which training stood: of its workers the longest"),
+    "save_s": ("s", "from the first worker's vote to its commit"),
+    "healthy": ("", "every digest of every file is right; none where only sizes were compared"),
+    "reason": ("", "why not"),
+    "quarantined": ("", "it is marked as damaged"),
+    "on_lineage": ("", "it belongs to the history; an orphan does not"),
+    "parent": ("", "the state that its generation continued"),
+    "weights_digest": ("", "digest of the model's tensors"),
+    "pinned_by": ("", "who pinned it"),
+}
+ATTEMPTS: Table = {
+    "attempt": ("", "number of the claim"),
+    "why": ("", "start, resume, rewind, or a coordinator that was restarted"),
+    "started": ("UTC", "when its journal begins"),
+    "ended": ("UTC", "when its journal ends"),
+    "outcome": ("", "done, stopped or failed; empty without an end record"),
+    "reason": ("", "of the end"),
+    "host": ("", "where it ran"),
+    "parent": ("", "the state that it continued"),
+    "generations": ("", "how many memberships the group had"),
+    "first_step": ("", "label of the first step that it trained"),
+    "last_step": ("", "label of the last one"),
+    "trained": ("steps", "of it that are on the history"),
+    "aside": ("steps", "of it that were lost or rewound"),
+    "on_history": ("", "whether any of it is on the history"),
+}
+EVENTS: Table = {
+    "id": ("", "attempt and line of the journal"),
+    "time": ("UTC", "when it was written"),
+    "level": ("", "fault, change, point, data or routine"),
+    "kind": ("", "of the journal's line"),
+    "attempt": ("", "whose journal it is"),
+    "text": ("", "the same in a sentence"),
+}
+SOURCES: Table = {
+    "name": ("", "of the source"),
+    "path": ("", "its files, as configured"),
+    "format": ("", "of its files"),
+    "target": ("share", "by the weights"),
+    "actual": ("share", "of the samples so far"),
+    "samples": ("samples", "consumed"),
+    "tokens": ("tokens", "consumed"),
+    "epoch": ("", "pass over its files, from 0"),
+    "block": ("", "place in the epoch"),
+    "num_blocks": ("", "blocks of an epoch"),
+    "documents": ("documents", "read"),
+    "empty": ("documents", "of these, without text"),
+    "bad": ("documents", "of these, skipped as unreadable"),
+    "unpacked": ("documents", "of these, without a target, in no sample of whole documents"),
+    "long": ("documents", "of these, longer than a sample and skipped"),
+}
+SAMPLES: Table = {
+    "index": ("", "of the sample in the stream, from 0"),
+    "source": ("", "it was drawn from"),
+    "document": ("", "number of the stretch in the sample, from 0"),
+    "file": ("", "that the document lies in"),
+    "unit": ("", "what `place` counts: byte or row"),
+    "place": ("", "where its record begins in the file"),
+    "line": ("", "of the record, from 1; missing in compressed files and where records are rows"),
+    "output": ("", "number of the document among those that transforms made of the record, from 0"),
+    "epoch": ("", "pass over the source's files, from 0"),
+    "tokens": ("tokens", "of the document in this sample"),
+    "first_token": ("", "the first of these, counted within the document"),
+    "end_token": ("", "the token after the last of these"),
+    "begins": ("", "the document's first token is here"),
+    "ends": ("", "the document's last token is here"),
+    "text": ("", "these tokens decoded; missing if it was not asked for"),
+}
+TABLES: Mapping[str, Table] = {
+    "steps": STEPS,
+    "points": POINTS,
+    "attempts": ATTEMPTS,
+    "events": EVENTS,
+    "sources": SOURCES,
+    "samples": SAMPLES,
+}
+# whole numbers in every table: pandas' Int64, which has a missing value
+WHOLE = frozenset(
+    (
+        *("attempt", "generation", "step", "generations", "first_step", "last_step", "trained", "aside"),
+        *("consumed_samples", "consumed_tokens", "target_tokens", "peak_memory_bytes", "bytes"),
+        *("world_size", "global_batch_size", "seq_len", "samples", "tokens", "documents", "empty", "bad"),
+        *("unpacked", "long"),
+        *("epoch", "block", "num_blocks"),
+        *("index", "document", "place", "line", "output", "first_token", "end_token"),
+    )
+)
+
+
+def frame(table: Table, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """Rows as a DataFrame with the table's columns. A column `time`, `started` or `ended` takes seconds since
+    1970; one of `WHOLE` has whole numbers. A field that a row does not have is missing.
+    """
+    import pandas as pd
+
+    found = [[row.get(name) for name in table] for row in rows]
+    made = pd.DataFrame(found, columns=list(table))
+    for name, (unit, _) in table.items():
+        if unit == "UTC":
+            made[name] = _times(made[name])
+    return _whole(made)
+
+
+def steps_frame(columns: Columns, path: Path) -> pd.DataFrame:
+    """A row per step of the history, in order."""
+    import numpy as np
+    import pandas as pd
+
+    rows = path.rows.array
+    ids = np.array([generation.id for generation in columns.generations], dtype="i8").reshape(-1, 2)
+    at = columns["generation"][rows]
+    values: dict[str, Any] = {"attempt": ids[at, 0], "generation": ids[at, 1]}
+    for name in STEPS:
+        if name not in ("attempt", "generation", "digest", "time"):
+            values[name] = columns[name][rows]
+    values["digest"] = [f"{digest:016x}" for digest in columns["digest"][rows].tolist()]
+    values["time"] = _times(pd.Series(columns["t"][rows], dtype="float64"))
+    return _whole(pd.DataFrame(values, columns=list(STEPS)))
+
+
+def columns_table() -> str:
+    """Every column of every table as Markdown."""
+    lines = ["| table | column | unit | meaning |", "|---|---|---|---|"]
+    for name, table in TABLES.items():
+        lines += [f"| `{name}` | `{column}` | {unit} | {doc} |" for column, (unit, doc) in table.items()]
+    return "\n".join(lines)
+
+
+def label(column: str) -> str:
+    """A step's column with its unit, for an axis."""
+    unit = STEPS[column][0]
+    return f"{column} ({unit})" if unit else column
+
+
+def with_pins(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of `list_points` with the pin's author as a separate value."""
+    return [{**row, "pinned_by": row["pin"]["by"] if row["pin"] else ""} for row in rows]
+
+
+def attempt_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the page's table of attempts with the names of this table."""
+    return {**row, "started": row["t0"], "ended": row["t1"]}
+
+
+def _whole(made: pd.DataFrame) -> pd.DataFrame:
+    return made.astype({name: "Int64" for name in made.columns if name in WHOLE})
+
+
+def _times(seconds: pd.Series) -> pd.Series:
+    import pandas as pd
+
+    return pd.to_datetime(seconds.astype("float64"), unit="s", utc=True)

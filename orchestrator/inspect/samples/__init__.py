@@ -1,0 +1,1 @@
+"""Traces the samples of a step back to their documents."""

@@ -1,0 +1,150 @@
+"""Finds the documents that a step of the history was trained on: the document of `samples --json`.
+
+It follows the stream as the audit does, from the nearest cursor in the journal on, and verifies it with the
+journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from orchestrator.coordinator.attempt.survey import Survey
+from orchestrator.data.sources.access.compressed import COMPRESSED
+from orchestrator.data.sources.formats import format_of
+from orchestrator.data.sources.lists.manifest import Manifest
+from orchestrator.data.sources.records.line_numbers import line_numbers
+from orchestrator.data.spec import DataSpec
+from orchestrator.errors import RefusedError
+from orchestrator.history.step_names import find_steps, names_steps, numbering_note, step_name
+from orchestrator.inspect.audit.step_walk import Walk
+from orchestrator.inspect.samples.tracing_packer import Stretch, TracingPacker
+from orchestrator.inspect.samples.tracing_windows import TracingWindows
+from orchestrator.records.arrays import Int32Array
+
+_LINES = ("jsonl", "lines")  # formats with a record per line
+
+
+def step_documents(spec: DataSpec, seen: Survey, step: str, text: bool) -> dict[str, Any]:
+    """The documents of the step: for each sample `index`, `source`, `tokens`, and its `documents` in order.
+
+    Each document has `file`, `unit` and `place` (byte or row), `line` (None where it is not counted:
+    compressed files, rows), `output` (its number among those that transforms made of the record), `epoch`,
+    `first_token` and `end_token` within the document's tokens (the end is not included; None if unknown),
+    `begins` and `ends`: whether the stretch has the document's first and last token; with `text`, the
+    stretch's tokens decoded.
+
+    These are input tokens; the last label is the token after them. Where whole documents are packed
+    (`bestfit`, `pad`), each document, or stretch of one that is too long, has a last label of its own: the
+    token at `end_token`. It is the document's last token where the stretch `ends`, and its text then has it.
+    `tokens` of a sample are those of its documents, without padding.
+
+    `matches`: the journal's digest of the step is that of these samples. `difference` is the fault; there may
+    be no samples then. `note`: that the step's number belongs to another counting than the newest steps'
+    (None if not).
+
+    Raises `RefusedError` for a step that the history does not have, `DataIdentityError` if an attempt was
+    configured to continue with changed files and they differ.
+    """
+    records = seen.lineage.records
+    if not names_steps(step):
+        raise RefusedError(f"{step!r} names no step; name one, e.g. 250 or a2:250", code="command.step_form")
+    wanted = find_steps(records, step)
+    if len(wanted) != 1:
+        raise RefusedError(
+            f"{step!r} names {len(wanted)} steps; name one, e.g. 250 or a2:250", code="command.several_steps"
+        )
+    (index,) = wanted
+    walk = Walk(spec, seen, records, index, packer=TracingPacker, windows=TracingWindows)
+    difference = next(walk.differences(wanted), None)
+    name = step_name(records, index)
+    found = list(_samples(spec, walk, text)) if difference is None or difference["step"] == name else []
+    return {
+        "step": name,
+        "digest": records[index].digest,
+        "matches": difference is None,
+        "difference": difference and difference["reason"],
+        "note": numbering_note(records, index),
+        "samples": found,
+    }
+
+
+def _samples(spec: DataSpec, walk: Walk, text: bool) -> Iterator[dict[str, Any]]:
+    """The samples of the step that was walked last."""
+    step = walk.newest
+    if step is None:
+        return
+    decode = _decoder(spec) if text else None
+    passed = dict.fromkeys((source.name for source in spec.sources), 0)
+    for number, (source, num_tokens) in enumerate(step.turns):
+        packer = walk.packer(source)
+        assert isinstance(packer, (TracingPacker, TracingWindows)), "the walk was begun with them"
+        stretches = packer.stretches(passed[source], passed[source] + num_tokens)
+        passed[source] += num_tokens
+        inputs = step.samples.input_ids[number]
+        documents = [_document(spec.plan_of(source, each.epoch).manifest, each) for each in stretches]
+        if decode is not None:
+            labels = step.samples.labels[number] if isinstance(packer, TracingWindows) else None
+            for document, stretch in zip(documents, stretches, strict=True):
+                document["text"] = decode(_tokens(inputs, labels, stretch))
+        yield {
+            "index": step.first_index + number,
+            "source": source,
+            "tokens": sum(stretch.num_tokens for stretch in stretches),
+            "documents": documents,
+        }
+
+
+def _tokens(inputs: Int32Array, labels: Int32Array | None, stretch: Stretch) -> Int32Array:
+    """The stretch's tokens in a sample. With `labels` also the last one of a document that ends there, which
+    is no input.
+    """
+    stop = stretch.begin + stretch.num_tokens
+    tokens = inputs[stretch.begin : stop]
+    return tokens if labels is None or not stretch.ends else np.append(tokens, labels[stop - 1])
+
+
+def _document(manifest: Manifest, stretch: Stretch) -> dict[str, Any]:
+    first, num = stretch.first_token, stretch.num_tokens
+    return {
+        "file": manifest.path(stretch.file),
+        "unit": format_of(manifest.format).unit,
+        "place": stretch.place,
+        "line": _line(manifest, stretch),
+        "output": stretch.output,
+        "epoch": stretch.epoch,
+        "tokens": num,
+        "first_token": first,
+        "end_token": None if first is None else first + num,
+        "begins": stretch.begins,
+        "ends": stretch.ends,
+    }
+
+
+def _line(manifest: Manifest, stretch: Stretch) -> int | None:
+    row, path = manifest.files[stretch.file], manifest.path(stretch.file)
+    if manifest.format not in _LINES or path.endswith(COMPRESSED):
+        return None
+    before = line_numbers(manifest.base, row.path, row.bytes, row.probe).newlines_before(stretch.place)
+    return None if before is None else before + 1
+
+
+def _decoder(spec: DataSpec) -> Callable[[Int32Array], str]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(spec.tokenizer.model_json)
+
+    def decode(tokens: Int32Array) -> str:
+        text: str = tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
+        return text
+
+    return decode
+
+
+def sample_rows(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row for each document of each sample, for a table."""
+    for sample in found["samples"]:
+        for number, document in enumerate(sample["documents"]):
+            yield {"index": sample["index"], "source": sample["source"], "document": number, **document}

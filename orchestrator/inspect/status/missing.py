@@ -1,0 +1,239 @@
+"""Finds missing parts of a run's folder by the names in it.
+
+For a quick look: it lists folders, and uses only the points in the newest part of the journal and in the
+newest claim; of the newest point it also checks the sizes of its files. So it finds missing parts, not
+altered ones, and not all of them: `plan`, `verify` and `audit` read everything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from orchestrator.checkpoint.points.point_status import point_fates
+from orchestrator.checkpoint.points.points import COMMIT, newest_first, parse_point_name
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.verify import POINTS, DamageError, check_sizes, point_path, read_commit
+from orchestrator.errors import ResumePointError
+from orchestrator.history.claims.claim_files import ATTEMPTS, JOURNAL, RESTARTED
+from orchestrator.history.claims.claims import ORIGIN, ClaimParent
+from orchestrator.history.claims.segments import journal_folder, journals, segment_path, segments
+from orchestrator.inspect.status.tail import Tail
+
+SHOWN = 3  # this many of one kind are named
+_ATTEMPT_FILE = re.compile(r"(\d{4,})\.(json|parent\.json|end\.json|heartbeat|start-heartbeat)(-\d+)?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Names:
+    """The names in a run's folder: what each attempt has (`json`, `parent.json`, …), the folders below
+    points/, the numbers of each attempt's journal segments and the pieces that these lack, and the files
+    below manifest/ and tokenizer/. `unwritten` are the attempts without a journal that must have had one.
+    """
+
+    attempts: Mapping[int, Collection[str]]
+    points: Sequence[str]
+    segments: Mapping[int, Sequence[int]]
+    pieces_gone: Sequence[str]
+    manifest: Sequence[str]
+    tokenizer: Sequence[str]
+    unwritten: frozenset[int]
+
+
+def read_names(store: RunStore) -> Names:
+    """Lists a run's folder: attempts and points before the journals, because these are begun before. It opens
+    files only of attempts that have no journal. Raises `StorageError`.
+    """
+    storage = store.storage
+    attempts: dict[int, set[str]] = {}
+    for match in map(_ATTEMPT_FILE.fullmatch, storage.list(ATTEMPTS)):
+        if match is not None:
+            attempts.setdefault(int(match[1]), set()).add(match[2])
+    points = newest_first(storage.list(POINTS))
+    found = {number: segments(storage, number) for number in journals(storage)}
+    written = {number for number, refs in found.items() if refs}
+    must = {_attempt_of(name) for name in points}
+    if {*attempts} - written:
+        parents, _ = store.parents()
+        inherited = {_attempt_of(name) for parent in parents for name in parent.inherited}
+        must |= inherited | {parent.parent.attempt for parent in parents if parent.parent is not None}
+        must |= {number for number in {*attempts} - written - must if _wrote(store, number)}
+    must.discard(ORIGIN)  # a fork's origin has neither claim nor journal here
+    return Names(
+        attempts=attempts,
+        points=points,
+        segments={number: [ref.number for ref in refs] for number, refs in found.items()},
+        pieces_gone=tuple(path for refs in found.values() for ref in refs for path in ref.gone),
+        manifest=storage.list("manifest"),
+        tokenizer=storage.list("tokenizer"),
+        # once more: one of them may have begun since, and ended
+        unwritten=frozenset(n for n in must - written if not segments(storage, n)),
+    )
+
+
+def _wrote(store: RunStore, number: int) -> bool:
+    """Whether an attempt must have begun its journal: its end says so (one that fails may not have begun), or
+    its coordinator was restarted, which only happens to one that has.
+    """
+    end = store.read_end(number)
+    if end is not None and end.outcome != "failed":
+        return True
+    claim, after = store.read_claim(number), store.read_claim(number + 1)
+    return after.why == RESTARTED and after.launch == claim.launch and claim.why != RESTARTED
+
+
+def lost_points(
+    tail: Tail, names: Names, parent: ClaimParent | None, there: Collection[str]
+) -> frozenset[str]:
+    """The points of the newest attempt that began (`parent` is its claim's) which were committed, nobody
+    meant to delete, and are not among the committed ones, `there`, listed after the tail was read.
+
+    As far as the tail knows: where it does not reach back to the attempt's beginning, of the inherited points
+    only the newest counts, for that stands until there is a newer one.
+    """
+    if parent is None:
+        return frozenset()
+    fates = point_fates(tail.fates, ())
+    own = {name for name in fates.kept if _attempt_of(name) == parent.attempt}
+    inherited = {*parent.inherited}
+    if tail.whole_from > parent.attempt or not _journal_is_whole(names, parent.attempt):
+        none_since = not own and not any(_attempt_of(name) == parent.attempt for name in there)
+        newest = parent.parent.point_name if parent.parent is not None and none_since else ""
+        inherited &= {newest}
+    return frozenset(own | inherited) - fates.deleted - {*there}
+
+
+def on_history(parent: ClaimParent | None, names: Iterable[str]) -> list[str]:
+    """Those of these points that are on the history of the newest begun attempt, newest first."""
+    if parent is None:
+        return []
+    mine = [name for name in names if _attempt_of(name) == parent.attempt]
+    older = {*parent.inherited} | ({parent.parent.point_name} if parent.parent is not None else set())
+    return newest_first([*mine, *older.intersection(names)])
+
+
+def newest_there(
+    names: Iterable[str], wrong_of: Callable[[str], Iterable[str]]
+) -> tuple[str | None, tuple[str, ...]]:
+    """The first of these points, newest first, that shows no fault, and the faulty paths of those before it.
+
+    A start continues from no faulty point. `wrong_of` returns a point's faulty files by name.
+    """
+    wrong = list[str]()
+    for name in names:
+        found = [point_path(name, file) for file in wrong_of(name)]
+        if not found:
+            return name, tuple(wrong)
+        wrong += found
+    return None, tuple(wrong)
+
+
+def wrong_sizes(store: RunStore, name: str) -> list[str]:
+    """The files of a point that are missing or have another size than was committed.
+
+    None for a point that was deleted meanwhile, and for files on nodes that cannot be reached from here.
+    Raises `StorageError`.
+    """
+    try:
+        commit = read_commit(store.storage, name)
+        seen = [each for each in commit.files if not store.storage.away(point_path(name, each.path))]
+        damages = check_sizes(store.storage, name, seen)
+    except DamageError as error:
+        damages = [error.damage]
+    except ResumePointError:
+        return []  # of another format, as `plan` says
+    there = not damages or store.storage.exists(point_path(name, COMMIT))
+    return [damage.file for damage in damages if there]
+
+
+def newest_unwritten(tail: Tail, there: Iterable[str]) -> frozenset[int]:
+    """The attempt of the newest of the committed points, `there`, if the tail reaches back to its beginning
+    and no generation is in its journal: one is, before its first point is saved.
+    """
+    attempt = max(map(_attempt_of, there), default=0)
+    known = int(tail.generation["attempt"]) if tail.generation is not None else 0
+    return frozenset({attempt} if attempt > known and tail.whole_from <= attempt else ())
+
+
+def missing_pieces(
+    names: Names,
+    lost: Iterable[str],
+    torn: Collection[int],
+    empty: Collection[int],
+    is_trained: bool,
+    wrong: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """The paths that are gone or not as written, a few words each; empty if none is seen to be. `lost`:
+    points without COMMIT (`lost_points`); `torn`: attempts whose parent file cannot be read; `empty`: whose
+    journal lacks what was in it; `is_trained`: whether there is a step, so that the data were frozen;
+    `wrong`: files of the newest points that are missing or have another size (`newest_there`).
+    """
+    of_points = {_attempt_of(name) for name in (*names.points, *lost)} - {ORIGIN}
+    written = {number for number, found in names.segments.items() if found and number not in empty}
+    unwritten = names.unwritten | (of_points - written)
+    last = max(unwritten | {*names.attempts} | {*names.segments}, default=0)
+    claims = {number for number, files in names.attempts.items() if "json" in files}
+    unclaimed = [f"{ATTEMPTS}/{number:04d}.json" for number in range(1, last + 1) if number not in claims]
+    orphaned = [
+        f"{ATTEMPTS}/{number:04d}.parent.json"
+        for number in sorted((unwritten | written) & claims)
+        if "parent.json" not in names.attempts[number] or number in torn
+    ]
+    unbegun = [journal_folder(number) for number in sorted(unwritten)]
+    gaps = [
+        segment_path(number, segment)
+        for number, found in sorted(names.segments.items())
+        for segment in range(1, max(found, default=0))
+        if segment not in found
+    ]
+    points = [
+        f"{POINTS}/{name}/{COMMIT}" if name in names.points else f"{POINTS}/{name}"
+        for name in newest_first(lost)
+    ]
+    frozen = _frozen(names, is_trained or bool(of_points))
+    return tuple(
+        text
+        for text in (
+            f"{ATTEMPTS}/" if unclaimed and not names.attempts else _few(unclaimed),
+            _few(orphaned),
+            f"{JOURNAL}/" if unbegun and not names.segments else _few(unbegun),
+            _few([*gaps, *names.pieces_gone]),
+            _few(points),
+            _few(wrong),
+            _few(frozen),
+        )
+        if text
+    )
+
+
+def missing_text(missing: Sequence[str]) -> str:
+    """The sentence of a look about missing paths, and the commands that check more."""
+    listed = ", ".join(missing)
+    return (
+        f"missing or damaged in its folder: {listed}; `orchestrator plan CONFIG` says what a start would do"
+    )
+
+
+def _attempt_of(point: str) -> int:
+    key = parse_point_name(point)
+    return key.attempt if key is not None else 0
+
+
+def _journal_is_whole(names: Names, attempt: int) -> bool:
+    """Whether the attempt's journal has no visible gap; also true for one that was not begun."""
+    found = names.segments.get(attempt, ())
+    return [*found] == [*range(1, len(found) + 1)] and attempt not in names.unwritten
+
+
+def _frozen(names: Names, is_trained: bool) -> list[str]:
+    """The missing files of the frozen data. They are frozen before the first step, their record last."""
+    if "data.json" not in names.manifest:
+        return ["manifest/data.json"] if is_trained else []
+    lists = [] if any(name.endswith(".parquet") for name in names.manifest) else ["manifest/*.parquet"]
+    return lists + ([] if "tokenizer.json" in names.tokenizer else ["tokenizer/tokenizer.json"])
+
+
+def _few(paths: Sequence[str]) -> str:
+    rest = len(paths) - SHOWN
+    return ", ".join(paths[:SHOWN]) + (f" and {rest} more like it" if rest > 0 else "")

@@ -1,0 +1,177 @@
+"""A run's lineage as text: what each attempt continued, its workers, its points, and what left the history.
+
+It makes lines from claims, journal and rows of points. Restarts that changed nothing are folded, so that it
+stays readable over hundreds of attempts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from orchestrator.coordinator.attempt.survey import Survey
+from orchestrator.history.claims.claim_files import FORK, RESTARTED, RESUME, REWIND, START, AttemptEnd
+from orchestrator.history.claims.claims import Claim, ClaimParent, ForkedFrom
+
+FOLD_ATTEMPTS = 3  # this many routine attempts in a row, or more, become one line
+SHOWN_POINTS = 6  # an attempt with more has only its first and last plain points named
+_WHY = {RESTARTED: "coordinator restarted", START: "start", FORK: "fork", RESUME: "resume", REWIND: "rewind"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptFacts:
+    """One attempt. `worlds` are (first step, workers) of its generations, where the number changed; `first`
+    and `last` the steps it trained, None for none; `kept` the last of them that is on the history, None: none
+    is. `points` are rows of `points --json`, `before` the world size of the attempt before.
+    """
+
+    number: int
+    why: str
+    parent: str | None
+    forked_from: ForkedFrom | None
+    outcome: str
+    reason: str
+    worlds: tuple[tuple[int, int], ...]
+    before: int | None
+    first: int | None
+    last: int | None
+    kept: int | None
+    points: tuple[Mapping[str, Any], ...]
+
+    @property
+    def is_routine(self) -> bool:
+        """Whether it is a restart with no other event."""
+        plain = all(_is_plain(row) for row in self.points)
+        same = all(size == self.before for _, size in self.worlds)
+        went_on = self.kept == self.last and self.outcome != "failed"
+        return self.why in (RESUME, RESTARTED) and plain and same and went_on
+
+
+def attempt_facts(
+    seen: Survey,
+    claims: Iterable[Claim],
+    parents: Iterable[ClaimParent],
+    ends: Mapping[int, AttemptEnd | None],
+    rows: Sequence[Mapping[str, Any]],
+) -> list[AttemptFacts]:
+    """The attempts by number."""
+    by_number = {parent.attempt: parent for parent in parents}
+    last_steps = {(record.attempt, record.generation): record.step for record in seen.journal.records}
+    kept_to = {
+        s.start.id: last_steps.get(s.start.id, s.start.step) if s.open else s.stop_step - 1
+        for s in seen.lineage.segments
+    }
+    found, before = list[AttemptFacts](), None
+    for claim in claims:
+        begun = [start for start in seen.journal.generations if start.attempt == claim.number]
+        trained = [start for start in begun if start.id in last_steps]
+        kept = [kept_to[s.id] for s in trained if s.id in kept_to and kept_to[s.id] > s.step]
+        parent, end = by_number.get(claim.number), ends.get(claim.number)
+        taken = {claim.number} if parent is not None and parent.origin is not None else set()
+        worlds = [(start.step + 1, start.world_size) for start in begun]
+        found.append(
+            AttemptFacts(
+                number=claim.number,
+                why=claim.why,
+                parent=parent.parent.point_name if parent is not None and parent.parent is not None else None,
+                forked_from=parent.origin.forked_from if parent is not None and parent.origin else None,
+                outcome=end.outcome if end else "",
+                reason=end.reason if end else "",
+                worlds=tuple(worlds[:1] + [b for a, b in pairwise(worlds) if a[1] != b[1]]),
+                before=before,
+                first=trained[0].step + 1 if trained else None,
+                last=last_steps[trained[-1].id] if trained else None,
+                kept=max(kept, default=None),
+                points=tuple(
+                    row
+                    for row in rows
+                    if row["attempt"] == claim.number or (not row["attempt"] and row["generation"] in taken)
+                ),
+            )
+        )
+        before = begun[-1].world_size if begun else before
+    return found
+
+
+def tree_lines(run: str, attempts: Sequence[AttemptFacts]) -> list[str]:
+    """The lines for people."""
+    lines, routine = [run], list[AttemptFacts]()
+    for attempt in attempts:
+        if attempt.is_routine:
+            routine.append(attempt)
+            continue
+        lines += _folded(routine) + _attempt(attempt)
+        routine = []
+    return lines + _folded(routine)
+
+
+def _folded(routine: Sequence[AttemptFacts]) -> list[str]:
+    if len(routine) < FOLD_ATTEMPTS:
+        return [line for attempt in routine for line in _attempt(attempt)]
+    trained = [attempt for attempt in routine if attempt.first is not None]
+    steps = f", steps {trained[0].first:,} to {trained[-1].last:,}" if trained else ", no step trained"
+    points = [row for attempt in routine for row in attempt.points]
+    saved = f", {len(points):,} points, {points[0]['name']} to {points[-1]['name']}" if points else ""
+    return [f"├─ attempts {routine[0].number} to {routine[-1].number}: {len(routine)} restarts{steps}{saved}"]
+
+
+def _attempt(attempt: AttemptFacts) -> list[str]:
+    fork = attempt.forked_from
+    begins = f" from {attempt.parent}" if attempt.parent else ""
+    if attempt.why == REWIND:
+        begins = f" to {attempt.parent}"
+    if fork is not None:
+        begins = f" of {fork.run} at {fork.point}"
+    ended = f": {attempt.outcome}" if attempt.outcome else ": no end"
+    ended += f", {attempt.reason}" if attempt.outcome == "failed" else ""
+    why = _WHY.get(attempt.why, attempt.why)
+    lines = [f"├─ attempt {attempt.number}  {why}{begins}{ended}{_steps(attempt)}"]
+    if [size for _, size in attempt.worlds] != [attempt.before]:
+        sizes = [(step, f"{size} worker{'' if size == 1 else 's'}") for step, size in attempt.worlds]
+        lines += [f"│    {size} from step {step:,}" for step, size in sizes]
+    return lines + _points(attempt.points)
+
+
+def _steps(attempt: AttemptFacts) -> str:
+    if attempt.first is None or attempt.last is None:
+        return ""
+    text = f", steps {attempt.first:,} to {attempt.last:,}"
+    if attempt.kept is None:
+        return f"{text}, off the history"
+    return text + (f", off the history after {attempt.kept:,}" if attempt.kept != attempt.last else "")
+
+
+def _points(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each point. Many plain ones in a row are only counted."""
+    lines, plain = list[str](), list[Mapping[str, Any]]()
+    for row in [*rows, None]:
+        if row is not None and _is_plain(row):
+            plain.append(row)
+            continue
+        if len(plain) > SHOWN_POINTS:
+            between = f"│    ⋮ {len(plain) - 2:,} more"
+            lines += [f"│    ● {plain[0]['name']}", between, f"│    ● {plain[-1]['name']}"]
+        else:
+            lines += [f"│    ● {each['name']}" for each in plain]
+        plain = []
+        if row is not None:
+            whole = row["on_lineage"] and row["healthy"] is not False
+            lines.append(f"│    {'●' if whole else '○'} {row['name']}  {', '.join(_marks(row))}")
+    return lines
+
+
+def _is_plain(row: Mapping[str, Any]) -> bool:
+    return not _marks(row)
+
+
+def _marks(row: Mapping[str, Any]) -> list[str]:
+    marks = [] if row["on_lineage"] else ["orphan"]
+    marks += [f"not looked at: {row['away']}"] if row["away"] else []
+    marks += [f"damaged: {row['reason']}"] if row["healthy"] is False else []
+    pin = row["pin"]
+    if pin is not None:
+        marks.append(f"pinned by {pin['by']}" + (f": {pin['reason']}" if pin["reason"] else ""))
+    named = pin["reason"] if pin is not None else ""
+    return marks + [f"fork: {folder}" for folder in row["forks"] if folder not in named]

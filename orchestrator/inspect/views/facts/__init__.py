@@ -1,0 +1,1 @@
+"""The facts of a run, read from its journal as columns."""

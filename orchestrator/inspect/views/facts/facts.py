@@ -1,0 +1,256 @@
+"""The common input of a run's views: its journal as columns, its small files, its history and its signs of
+life.
+
+Values derived from generations and attempts are made anew only when one of these is new.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, TypeVar
+
+import numpy as np
+
+from orchestrator.history.claims.claim_files import FORK, REWIND
+from orchestrator.history.claims.claims import ClaimParent, GenerationStart
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.inspect.views.facts.arrays import Array, Growing, Pyramid
+from orchestrator.inspect.views.facts.columns import Columns, Event, Generation
+from orchestrator.inspect.views.facts.effective_steps import Path
+from orchestrator.inspect.views.facts.files import RunFiles
+from orchestrator.inspect.views.facts.life import Life
+
+Value = TypeVar("Value")
+
+DRAIN = "drain notice"  # `by` of an end that nobody wanted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """The end of an attempt. `by` is None if the journal does not say who wanted it."""
+
+    t: float
+    outcome: str
+    reason: str
+    by: str | None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the time after it is not counted as lost: the run was done, or somebody wanted it to
+        stop.
+        """
+        return self.outcome in ("done", "stopped") and DRAIN not in (self.by or "")
+
+
+class Along:
+    """Steps in one order, by row. Columns and pyramids are made on first use, and then extended with new
+    rows.
+    """
+
+    def __init__(self, columns: Columns, rows: Growing) -> None:
+        self._columns, self._rows = columns, rows
+        self._gathered: dict[str, Growing] = {}
+        self._pyramids: dict[str, Pyramid] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, name: str) -> Array:
+        found = self._gathered.get(name)
+        if found is None:
+            found = self._gathered[name] = Growing(self._columns[name].dtype)
+        found.extend(self._columns[name][self._rows.array[len(found) :]])
+        return found.array
+
+    @property
+    def rows(self) -> Array:
+        """The rows of the columns."""
+        return self._rows.array
+
+    def pyramid(self, name: str) -> Pyramid:
+        """The pyramid of one column."""
+        found = self._pyramids.setdefault(name, Pyramid())
+        found.extend(self[name])
+        return found
+
+
+@dataclass(kw_only=True, slots=True)
+class Facts:
+    """One look at a run. `shape` counts what makes derived things new: attempts, ends, generations, fates;
+    `size` all lines.
+    """
+
+    files: RunFiles
+    columns: Columns
+    path: Path
+    history: Along
+    life: Life = field(default_factory=Life)
+    shape: int = 0
+    size: int = 0
+    missing: frozenset[str] = frozenset()  # points that lost their COMMIT, and nobody meant to delete
+    pieces: tuple[str, ...] = ()  # missing parts of the folder (`monitor.missing`)
+    points_seen: tuple[int, int] = (0, 0)  # grows with changes of points, pins and findings
+    _kept: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.files.run.name if self.files.run else ""
+
+    @property
+    def uri(self) -> str:
+        """The run's address in storage."""
+        return self.files.store.storage.root
+
+    @property
+    def created(self) -> float | None:
+        """The time of the run's first begin."""
+        return stamp(self.files.run.created) if self.files.run else None
+
+    def kept(self, name: str, key: Any, make: Callable[[], Value]) -> Value:
+        """Returns `make()`, called once for each `key` of this name. The value of an older key is dropped."""
+        found = self._kept.get(name)
+        if found is None or found[0] != key:
+            found = self._kept[name] = (key, make())
+        return found[1]
+
+    # ---------------------------------------------------------------------- attempts
+    def end_of(self, attempt: int | None) -> End | None:
+        """How an attempt ended, by its journal or its end record; None if neither says it."""
+        if attempt is None:
+            return None
+        events = [e for e in self.columns.of_attempt.get(attempt, ()) if e.kind == EventKind.END]
+        if events:
+            last = events[-1]
+            fields = last.fields
+            return End(
+                t=last.t, outcome=fields["outcome"], reason=fields["reason"], by=fields.get("by") or None
+            )
+        if (end := self.files.ends.get(attempt)) is not None:
+            by = getattr(end, "by", None) or None
+            return End(t=stamp(end.ended) or 0.0, outcome=end.outcome, reason=end.reason, by=by)
+        return None
+
+    def began(self, attempt: int) -> float | None:
+        """The time of the attempt's first line."""
+        written = self.columns.attempts.get(attempt)
+        return written.first if written else None
+
+    def wrote(self, attempt: int | None) -> float | None:
+        """The time of the attempt's last line."""
+        written = self.columns.attempts.get(attempt) if attempt is not None else None
+        return written.last if written else None
+
+    @property
+    def ahead_s(self) -> float:
+        """How far the clock of the newest journal's writer is ahead of the times that are shown for it."""
+        attempts = self.columns.attempts
+        return attempts[max(attempts)].ahead_s if attempts else 0.0
+
+    def config(self, attempt: int | None) -> dict[str, Any]:
+        """The flat configuration of an attempt; empty if its journal has not begun."""
+        begun = self.beginning(attempt)
+        return dict(begun.fields["config"]) if begun else {}
+
+    def beginning(self, attempt: int | None) -> Event | None:
+        """The event with which an attempt began."""
+        events = self.columns.of_attempt.get(attempt, ()) if attempt is not None else ()
+        return next((event for event in events if event.kind == EventKind.ATTEMPT), None)
+
+    def parent(self, attempt: int | None) -> ClaimParent | None:
+        """The parent of an attempt: what it continues."""
+        return self.files.parents.get(attempt) if attempt is not None else None
+
+    def commanded(self) -> tuple[int, str] | None:
+        """(attempt, command) of the begin of the newest attempt that trains; None if it was not recorded."""
+        for number in sorted(self.files.parents, reverse=True):
+            begun, claim = self.beginning(number), self.files.claims.get(number)
+            if command := begun.fields.get("command") if begun is not None else "":
+                return number, command
+            if claim is None or claim.why not in (REWIND, FORK):  # these have commands of their own
+                return None
+        return None
+
+    # ---------------------------------------------------------------------- generations
+    @property
+    def head(self) -> Generation | None:
+        """The generation at the end of the history; None before the newest attempt has formed one."""
+        return self.columns.generations[self.path.head] if self.path.head is not None else None
+
+    def generations(self) -> list[Generation]:
+        """Those with a start, in order."""
+        known = [g for g in self.columns.generations if g.start is not None]
+        return sorted(known, key=lambda g: g.id)
+
+    def events(self, *kinds: str) -> list[Event]:
+        """The events of these kinds, in the order of the journal."""
+        found = [event for kind in kinds for event in self.columns.kinds.get(kind, ())]
+        return sorted(found, key=lambda e: (e.attempt, e.seq)) if len(kinds) > 1 else found
+
+    # ---------------------------------------------------------------------- places on the history
+    def index_at(self, t: float) -> int:
+        """The number of the history's steps that ended at or before this time."""
+        return int(np.searchsorted(self.history["t"], t, side="right"))
+
+    def index_after(self, tokens: int) -> int:
+        """The number of the history's steps that ended at or before this position."""
+        return int(np.searchsorted(self.history["consumed_tokens"], tokens, side="right"))
+
+    @property
+    def tokens(self) -> int:
+        """The position at the history's end."""
+        if len(self.history):
+            return int(self.history["consumed_tokens"][-1])
+        return self.begin.consumed_tokens if self.begin is not None else 0
+
+    @property
+    def step(self) -> int | None:
+        """The label of the history's last step; None before the first, unless a fork begins with some."""
+        if len(self.history):
+            return int(self.history["step"][-1])
+        return (self.begin.step or None) if self.begin is not None else None
+
+    @property
+    def begin(self) -> GenerationStart | None:
+        """The begin of a history without a step of its own: its newest generation's begin, or a fork's
+        origin.
+        """
+        return self.path.lineage.segments[-1].start if self.path.lineage.segments else None
+
+
+def stamp(text: str) -> float | None:
+    """A time of a sealed file as seconds since 1970; None if it is no time."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def short(value: float | None, digits: int = 5) -> float | None:
+    """Rounds for a picture: `digits` significant digits; None for what is not finite, because JSON cannot
+    express it.
+    """
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.{digits}g}")
+
+
+def mean_loss(losses: Array) -> float | None:
+    """The mean of the losses of those steps that have one; None if none has."""
+    known = losses[~np.isnan(losses)]
+    return float(known.mean()) if len(known) else None
+
+
+def shorts(values: Array, digits: int = 5) -> list[float | None]:
+    """`short` of every value."""
+    finite = np.isfinite(values)
+    some = np.where(finite & (values != 0), np.abs(values), 1.0)
+    power = digits - 1 - np.floor(np.log10(some))
+    up, down = 10.0 ** np.maximum(power, 0), 10.0 ** np.maximum(-power, 0)  # both are exact
+    rounded = np.where(finite, np.round(np.where(finite, values, 0.0) * up / down) * down / up, 0.0)
+    if finite.all():
+        return rounded.tolist()  # type: ignore[no-any-return]
+    return [value if ok else None for value, ok in zip(rounded.tolist(), finite.tolist(), strict=True)]

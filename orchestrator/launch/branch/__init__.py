@@ -1,0 +1,1 @@
+"""Rewinds and forks of a run, and the points that they name."""

@@ -1,0 +1,1 @@
+"""Estimates what a job needs, and checks that the cluster has it."""

@@ -1,0 +1,160 @@
+"""Checks whether a job fits where it would run: memory, CPUs, GPUs, disk and object store.
+
+This is the driver's side, which queries a connected cluster. `elastic.supervision.policy` and `capacity`
+define what is enough, for a job whose shape is known (`known_shape`). Importing it loads neither Ray nor
+torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from orchestrator.config.schema import JobConfig
+from orchestrator.errors import ResourceError
+from orchestrator.storage.files import Storage
+
+if TYPE_CHECKING:
+    from orchestrator.elastic.supervision.policy import Limits, NodeFacts
+    from orchestrator.launch.capacity.resource_estimate import Needs
+    from orchestrator.launch.on_ray.node_disks import NodeDisks
+    from orchestrator.planning.state.parallel_choice import Machine, ParallelChoice
+
+_FREED_S = 10.0  # how long a start waits for resources of an earlier launch
+
+
+def limits_of(job: JobConfig) -> Limits:
+    """A job's requirements for a cluster, and for each of its workers."""
+    from orchestrator.elastic.supervision.policy import Limits
+
+    cluster = job.cluster
+    return Limits(
+        start_workers=cluster.start_workers,
+        min_workers=cluster.min_workers,
+        max_workers=cluster.max_workers,
+        cpus_per_worker=float(cluster.cpus_per_worker),
+        gpus_per_worker=1.0 if cluster.use_gpu else 0.0,
+        num_tokenizers=job.data.num_tokenizers,
+        wait_s=cluster.wait_s,
+        max_failures=cluster.max_failures,
+    )
+
+
+def divided_here(job: JobConfig, limits: Limits) -> ParallelChoice | None:
+    """How the state is divided if a Ray is started on this machine, else None: the cluster's machines are not
+    yet known.
+
+    Raises `ResourceError` if it does not fit.
+    """
+    from orchestrator.cluster.connection import starts_local_ray
+    from orchestrator.launch.capacity.cluster_inventory import machines_here
+
+    if not starts_local_ray(job):
+        return None
+    choice, problems = _divide(job, limits, machines_here(job.cluster.use_gpu), "")
+    _refuse(problems)
+    return choice
+
+
+def fitting(
+    job: JobConfig, limits: Limits, storage: Storage, here: ParallelChoice | None, disks: NodeDisks
+) -> tuple[ParallelChoice, Limits]:
+    """How the state is divided on the cluster (`here`, if already determined), and the limits with which the
+    job fits.
+
+    Raises `ResourceError`.
+    """
+    from orchestrator.cluster.connection import address_of
+    from orchestrator.launch.capacity.cluster_inventory import machines_of_cluster
+    from orchestrator.launch.capacity.resource_estimate import needs_of
+
+    problems: list[str] = []
+    if here is None:
+        here, problems = _divide(job, limits, machines_of_cluster(job.cluster.use_gpu), address_of(job))
+    needs = needs_of(job, here.num_shards, limits.start_workers)
+    limits = _preflight(job, needs, limits, storage, problems)
+    disks.require_room(_kept_points(job) * needs.point_bytes)
+    return here, limits
+
+
+def require_disk(job: JobConfig, storage: Storage) -> None:
+    """Raises `ResourceError` if this machine's disk has no room for the points that the run keeps."""
+    from orchestrator.elastic.supervision.policy import disk_problems
+    from orchestrator.launch.capacity.resource_estimate import needs_of
+
+    _refuse(disk_problems(*_disk_bytes(job, needs_of(job), storage)), "storage.no_room")
+
+
+def _divide(
+    job: JobConfig, limits: Limits, machines: Sequence[Machine], cluster: str
+) -> tuple[ParallelChoice, list[str]]:
+    """How the state is divided on these machines, of the Ray at the address `cluster`, and why it does not
+    fit.
+
+    What other jobs use now is not subtracted, because they may end.
+    """
+    from orchestrator.launch.capacity.capacity import Workers, capacity_problems, choose_parallel
+
+    workers = Workers(num_workers=limits.start_workers)
+    choice = choose_parallel(job, workers, machines, cluster)
+    return choice, capacity_problems(job, choice.num_shards, workers, machines)
+
+
+def _refuse(problems: Sequence[str], code: str = "cluster.too_small") -> None:
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise ResourceError(f"the job does not fit:\n{listed}", code=code)
+
+
+def _preflight(
+    job: JobConfig, needs: Needs, limits: Limits, storage: Storage, memory: Sequence[str]
+) -> Limits:
+    """The limits with which the job fits: with a CPU for each tokenizer, else without.
+
+    Raises `ResourceError` with everything that is missing. `memory` are problems found before.
+    """
+    from orchestrator.elastic.supervision.policy import preflight, without_tokenizer_cpus
+    from orchestrator.launch.capacity.node_facts import node_facts
+
+    def look(nodes: tuple[NodeFacts, ...], limits: Limits) -> list[str]:
+        free, needed = _disk_bytes(job, needs, storage)
+        return [*memory] + preflight(
+            nodes,
+            limits,
+            disk_free_bytes=free,
+            disk_needed_bytes=needed,
+            object_store_needed_bytes=needs.object_store_bytes,
+        )
+
+    problems: list[str] = []
+    for asked in (limits, without_tokenizer_cpus(limits)):
+        # The processes of a killed launch keep their CPUs until Ray notices its end: wait if it would then
+        # fit.
+        deadline = time.monotonic() + _FREED_S
+        while problems := look(nodes := node_facts(), asked):
+            empty = tuple(replace(node, free_cpus=node.cpus, free_gpus=node.gpus) for node in nodes)
+            if look(empty, asked) or time.monotonic() > deadline:
+                break
+            time.sleep(0.25)
+        if not problems:
+            return asked
+    _refuse(problems)
+    return limits
+
+
+def _disk_bytes(job: JobConfig, needs: Needs, storage: Storage) -> tuple[int | None, int]:
+    """Free bytes at the run's storage, and bytes needed for the points that it keeps and one more.
+
+    Free is None if it is not known: in a bucket, or if parts of points are elsewhere.
+    """
+    from orchestrator.cluster.machine import free_disk_bytes
+
+    elsewhere = storage.folder is None or job.resume.node_folder is not None
+    free = None if elsewhere else free_disk_bytes(str(storage.folder))
+    return free, _kept_points(job) * needs.point_bytes
+
+
+def _kept_points(job: JobConfig) -> int:
+    return job.resume.keep_latest + job.resume.keep_best + 1

@@ -1,0 +1,1 @@
+"""Checks a machine, its storage and its cluster before a run."""

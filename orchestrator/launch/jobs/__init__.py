@@ -1,0 +1,1 @@
+"""Submits a launch as a Ray job."""

@@ -1,0 +1,106 @@
+"""The disks of a cluster's nodes in a launch (`resume.node_folder`): the driver's access to them, and
+checks.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from ray.exceptions import RayError
+
+from orchestrator.checkpoint.node_local.folder_checks import ASK_AGAIN_S, FolderChecks
+from orchestrator.checkpoint.node_local.node_server import Home
+from orchestrator.checkpoint.node_local.node_storage import NodeStorage
+from orchestrator.checkpoint.node_local.reached_nodes import ReachedNodes, Servers
+from orchestrator.elastic.supervision.background_call import Asked
+from orchestrator.elastic.supervision.policy import NodeFacts
+from orchestrator.errors import ResourceError, StorageError, UnreachableNodeError, text_of
+from orchestrator.launch.capacity.resource_estimate import gib
+from orchestrator.launch.on_ray.ray_servers import RayServers
+
+
+class NodeDisks:
+    """The node disks of one launch, once its driver is connected to Ray."""
+
+    def __init__(
+        self,
+        folder: str | None,
+        servers: Servers | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`folder` is `resume.node_folder`. `servers`: by default actors on Ray's nodes.
+
+        `say` receives messages about later nodes that cannot keep points.
+        """
+        self._folder, self._say, self._clock = folder, say, clock
+        self._servers = servers or RayServers(secrets.token_hex(4), folder)
+        self.nodes = ReachedNodes(self._servers, folder)
+        self._checks = FolderChecks()
+        self._asked: dict[str, Asked[Home]] = {}
+
+    def reached_by(self, storage: NodeStorage) -> None:
+        """From now on `storage` finds the parts of points there, including those written by older
+        launches.
+        """
+        storage.reach(self.nodes)
+
+    def require_room(self, needed_bytes: int) -> None:
+        """Makes the folder on every node.
+
+        Raises `ResourceError` if one cannot, or if all together have less than `needed_bytes` free.
+        """
+        if self._folder is None:
+            return
+        by_node = self.nodes.require_folders()
+        self._checks = FolderChecks(by_node)
+        homes = {home.place.id: home for home in by_node.values()}
+        free = sum(home.free_bytes for home in homes.values())
+        if free < needed_bytes:
+            listed = ", ".join(f"{home.place}: {gib(home.free_bytes)}" for home in homes.values())
+            raise ResourceError(
+                f"{gib(needed_bytes)} of disk are needed for resume points in "
+                f"resume.node_folder={self._folder}, {gib(free)} are free ({listed}); free some, lower "
+                "resume.keep_latest, or take another folder",
+                code="storage.no_room",
+            )
+
+    def with_room(self, nodes: Sequence[NodeFacts]) -> tuple[NodeFacts, ...]:
+        """`nodes` with the room for workers that their disks allow. Does not wait; call it again.
+
+        A node whose folder is unusable, which is reported, or that has not answered yet has no room. Each
+        gets its server, which lives as long as this process.
+        """
+        if self._folder is None:
+            return tuple(nodes)
+        hosts = {node.node_id: node.host for node in nodes}
+        for node in self._checks.to_ask(hosts, self._clock()):
+            self._asked[node] = Asked(partial(self.nodes.home, node))
+            self._asked[node].ask()
+        for node in [*self._asked]:
+            self._look_for_answer(node, hosts.get(node, ""))
+        held_back = self._checks.held_back(hosts)
+        return tuple(_without_room(node) if node.node_id in held_back else node for node in nodes)
+
+    def _look_for_answer(self, node: str, host: str) -> None:
+        try:
+            if self._asked[node].answer() is None:
+                return
+            self._checks.is_right(node)
+        except UnreachableNodeError:
+            self._checks.is_silent(node)
+        except (ResourceError, StorageError, OSError, RayError) as error:
+            if self._checks.is_wrong(node, text_of(error), self._clock()):
+                self._say(
+                    f"warning: node {host} gets no workers: {text_of(error)}; it is asked again every "
+                    f"{ASK_AGAIN_S:.0f} s"
+                )
+        del self._asked[node]
+
+
+def _without_room(node: NodeFacts) -> NodeFacts:
+    return replace(node, cpus=0.0, gpus=0.0, free_cpus=0.0, free_gpus=0.0)

@@ -1,0 +1,304 @@
+"""Runs one launch on a cluster: starts, supervises and ends coordinator, feeder and node groups.
+
+This is the driver's side. Whether a launch may begin, and from which point, is decided before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.cluster.job_server import job_stop_s
+from orchestrator.cluster.ray_state import cause_of_death, told_of
+from orchestrator.config.schema import JobConfig
+from orchestrator.coordinator.attempt.attempt import Attempt
+from orchestrator.coordinator.coordinator_start import CoordinatorStart
+from orchestrator.coordinator.process import CoordinatorActor
+from orchestrator.data.feed.feeder_actor import feeder_name, start_feeder
+from orchestrator.data.feed.memory import memory_of
+from orchestrator.data.feed.remote_feed import notes_of
+from orchestrator.data.spec import DataSpec
+from orchestrator.elastic.supervision.policy import Limits, NodeFacts, tokenizer_node
+from orchestrator.elastic.supervision.supervisor import Launch, Supervisor
+from orchestrator.errors import code_of, text_of
+from orchestrator.history import sentences
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.request_files import asker
+from orchestrator.launch.capacity.node_facts import node_facts
+from orchestrator.launch.on_ray.machine_check import packages_here
+from orchestrator.launch.on_ray.node_disks import NodeDisks
+from orchestrator.launch.on_ray.worker import WorkerTask, train_function
+from orchestrator.launch.process.end_report import say_end
+from orchestrator.launch.process.progress import Progress
+from orchestrator.launch.process.stop_signals import SignalledError, stop_on_signals
+from orchestrator.launch.start import run_preparation as starting
+from orchestrator.launch.start.older_point import is_damaged_load
+from orchestrator.launch.start.start_report import announce, trained_again, why_done
+from orchestrator.planning.resume.resume_plan import ResumePlan
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.run_status import Loss, RunStatus, Stall
+from orchestrator.storage.files import Storage
+
+GIVE_UP_S = 2.0  # how long a coordinator may take to record the end of a launch that has not trained
+
+
+def supervise(
+    job: JobConfig,
+    attempt: Attempt,
+    plan: ResumePlan,
+    spec: DataSpec,
+    storage: Storage,
+    limits: Limits,
+    fault_plan: str,
+    progress: Progress,
+    until_tokens: int | None = None,
+    disks: NodeDisks | None = None,
+) -> RunStatus:
+    """Starts what the attempt needs and waits until the run has ended. Everything started here ends here.
+
+    `until_tokens` as in `TrainJob`. `disks`: of the nodes, where parts of points may be.
+    """
+    disks = disks or NodeDisks(job.resume.node_folder)
+    _say_beginning(job, attempt, plan, spec, storage, limits, progress)
+    # On the driver's node, which the launch cannot outlive: the death of another node then costs only
+    # workers. Not soft: Ray 2.60 ignores a soft affinity of actors without CPUs.
+    own_node = ray.get_runtime_context().get_node_id()
+    here = NodeAffinitySchedulingStrategy(node_id=own_node, soft=False)
+    start = _coordinator_start(job, attempt, storage, limits, fault_plan, until_tokens, disks)
+    coordinator = _start_coordinator(start, here)
+    # the same value for starting tokenizers and workers, because free resources change between queries
+    roomy = tokenizer_node(node_facts(), limits)
+    try:
+        feeder = _start_feeder(job, attempt, spec, limits, here, roomy)
+    except BaseException as error:
+        _give_up(coordinator, error)
+        raise
+    progress.named("coordinator", partial(told_of, coordinator))
+    progress.named("feeder", partial(told_of, feeder), partial(_note_feeder_death, coordinator))
+    task = _task(job, attempt, storage, coordinator, feeder, fault_plan, until_tokens, disks)
+    launch = _launch(job, task, storage, limits, roomy)
+    show = _shower(progress, limits, feeder)
+    stalled = partial(_say_stall, progress, coordinator)
+    look = partial(_look, disks)
+    supervisor = Supervisor(launch, coordinator, look, show, stalled, progress.say, own_node)
+    try:
+        stop, save = partial(_ask_stop, supervisor), supervisor.ask_save
+        with stop_on_signals(stop, save, progress.say, lambda: supervisor.has_trained):
+            try:
+                status = supervisor.run()
+            except SignalledError as error:
+                if not supervisor.has_trained:
+                    _give_up(coordinator, error, "stopped")
+                raise
+        if is_damaged_load(status):
+            return status  # the start continues an older point
+        if status.ended == "done":
+            why = why_done(job, attempt.budgets, status.last_step)
+            status = replace(status, reason=f"{status.reason}: {why}")
+        return say_end(progress, job, status, RunStore(storage), attempt.run_id)
+    finally:
+        for handle in (feeder, coordinator):
+            ray.kill(handle, no_restart=True)
+
+
+def _look(disks: NodeDisks) -> tuple[NodeFacts, ...]:
+    return disks.with_room(node_facts())
+
+
+def _ask_stop(supervisor: Supervisor, by: str) -> None:
+    """A signal requests a stop. Ray sends SIGTERM to a job shortly before it kills it."""
+    supervisor.ask_stop(by, job_stop_s() if by.startswith("SIGTERM") else math.inf)
+
+
+def _say_beginning(
+    job: JobConfig,
+    attempt: Attempt,
+    plan: ResumePlan,
+    spec: DataSpec,
+    storage: Storage,
+    limits: Limits,
+    progress: Progress,
+) -> None:
+    total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
+    progress.begin(storage, attempt.number, limits.max_workers, total)
+    for note in spec.notes:
+        progress.say(f"note: {note}")
+    if not limits.feed_cpus:
+        progress.say(
+            f"note: the workers leave fewer than data.num_tokenizers={limits.num_tokenizers} CPUs free: the "
+            "tokenizers take no CPU of their own and run beside the workers, at the lowest priority"
+        )
+    announce(progress.say, job, attempt, plan)
+    for line in trained_again(attempt):
+        progress.say(line)
+
+
+def _num_shards(attempt: Attempt) -> int | None:
+    """The number of shards in the form for `TrainJob`."""
+    return attempt.parallel.num_shards if attempt.parallel is not None else 1
+
+
+def _task(
+    job: JobConfig,
+    attempt: Attempt,
+    storage: Storage,
+    coordinator: Any,
+    feeder: Any,
+    fault_plan: str,
+    until_tokens: int | None,
+    disks: NodeDisks,
+) -> WorkerTask:
+    return WorkerTask(
+        launch=attempt.launch,
+        coordinator=coordinator,
+        feeder=feeder,
+        config=job,
+        budgets=attempt.budgets,
+        config_digest=starting.config_digest(job),
+        storage=storage.root,
+        fault_plan=fault_plan,
+        until_tokens=until_tokens,
+        num_shards=_num_shards(attempt),
+        nodes=disks.nodes,
+        run_id=attempt.run_id,
+        packages=packages_here(),
+    )
+
+
+def _launch(job: JobConfig, task: WorkerTask, storage: Storage, limits: Limits, roomy: str | None) -> Launch:
+    """The data that the supervisor needs to start workers that do `task`."""
+    gpus = {"GPU": 1.0} if job.cluster.use_gpu else {}
+    return Launch(
+        name=f"{job.run.name}-{task.launch[:6]}",
+        train_function=train_function,
+        worker_config={"task": task},
+        resources_per_worker={"CPU": limits.cpus_per_worker, **gpus},
+        ray_storage="" if storage.folder is None else str(storage.folder / "ray"),
+        limits=limits,
+        tokenizer_node=roomy,
+    )
+
+
+def _give_up(coordinator: Any, error: BaseException, outcome: str = "failed") -> None:
+    """Ends a launch before a worker has trained. Its coordinator, if it has begun, records that."""
+    with suppress(RayError):
+        ray.get(coordinator.end.remote(outcome, text_of(error), code_of(error)), timeout=GIVE_UP_S)
+    ray.kill(coordinator, no_restart=True)
+
+
+def _shower(progress: Progress, limits: Limits, feeder: Any) -> Callable[[RunStatus], None]:
+    """Shows each status, lost workers and joined ones. Notifies the feeder of commits, so that it can drop
+    steps.
+    """
+    committed, said = 0, tuple[Loss, ...]()
+    failures = set[tuple[int, str]]()
+
+    def show(status: RunStatus) -> None:
+        nonlocal committed, said
+        for change in status.changes:
+            progress.say(sentences.group_change(change, heard=said))
+            said = ()
+        lost = tuple(loss for loss in status.lost if loss not in said)
+        if lost and (status.waiting_since is not None or status.ended == "failed"):
+            said = status.lost
+            over = status.ended is not None
+            waits = sentences.waiting(lost, limits.min_workers, limits.wait_s)
+            progress.say(sentences.losses(lost) if over else waits)
+        for step, what in set(status.failures) - failures:
+            progress.note(f"failure after step {step}: {what}")  # the full text, also a traceback
+        failures.update(status.failures)
+        progress.show(status)
+        if status.committed.consumed_samples > committed:
+            committed = status.committed.consumed_samples
+            feeder.committed.remote(committed)
+
+    return show
+
+
+def _say_stall(progress: Progress, coordinator: Any, stall: Stall) -> None:
+    for line in sentences.stall(stall):
+        progress.say(line)
+        coordinator.note.remote(EventKind.UNRESPONSIVE, {"reason": line})
+
+
+def _note_feeder_death(coordinator: Any, pid: int, host: str, text: str) -> None:
+    """Notes the feeder's death. `text` is Ray's message. Does not wait."""
+    reason = cause_of_death({"DeathCause": text})
+    coordinator.note.remote(EventKind.FEEDER_DIED, {"pid": pid, "host": host, "reason": reason})
+
+
+def _start_feeder(
+    job: JobConfig, attempt: Attempt, spec: DataSpec, limits: Limits, here: Any, roomy: str | None
+) -> Any:
+    """The launch's feeder, an actor on the node of `here`, opened where the attempt begins. Its tokenizers
+    run on the node `roomy`.
+    """
+    feeder = start_feeder(
+        attempt.launch,
+        spec,
+        num_tokenizers=job.data.num_tokenizers,
+        replay_bytes=job.data.replay_bytes,
+        tokenizer_node=roomy,
+        tokenizer_cpus=limits.tokenizer_cpus,
+        memory=memory_of(job, spec),
+        options={"scheduling_strategy": here},
+    )
+    # opened before the workers exist, so that their first batch is ready when they are
+    cursor = attempt.point.cursor if attempt.point else Cursor()
+    feeder.open.remote(attempt.launch, (attempt.number, 0), cursor)
+    return feeder
+
+
+def _coordinator_start(
+    job: JobConfig,
+    attempt: Attempt,
+    storage: Storage,
+    limits: Limits,
+    fault_plan: str,
+    until_tokens: int | None,
+    disks: NodeDisks,
+) -> CoordinatorStart:
+    return CoordinatorStart(
+        attempt=attempt,
+        storage=storage.root,
+        min_workers=limits.min_workers,
+        max_workers=limits.max_workers,
+        expected=limits.max_workers,
+        max_failures=limits.max_failures,
+        keep_latest=job.resume.keep_latest,
+        keep_every=job.resume.keep_every,
+        keep_best=job.resume.keep_best,
+        run=job.run.name,
+        global_batch_size=job.train.global_batch_size,
+        seq_len=job.pack.seq_len,
+        flat_config=job.flat(),
+        rng=starting.rng_document(job),
+        fault_plan=fault_plan,
+        stop_by=asker() if until_tokens is not None else "",
+        sharded=_num_shards(attempt) != 1,
+        nodes=disks.nodes,
+    )
+
+
+def _start_coordinator(start: CoordinatorStart, here: Any) -> Any:
+    """The launch's coordinator, an actor on the node of `here`."""
+    launch = start.attempt.launch
+    options: dict[str, Any] = {
+        "scheduling_strategy": here,
+        "name": f"coordinator-{launch}",
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": 20_000,
+    }
+    notes = partial(notes_of, feeder_name(launch))
+    return ray.remote(CoordinatorActor).options(**options).remote(start, notes)

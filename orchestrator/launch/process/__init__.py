@@ -1,0 +1,1 @@
+"""The launching process itself: its output, its log file, its signals."""

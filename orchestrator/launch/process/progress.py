@@ -1,0 +1,208 @@
+"""Shows a launch's progress on stderr, and writes it with more details to the run's log file.
+
+A capable terminal shows one line that is updated. Other outputs get a plain line with a time stamp every few
+seconds.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, cast
+
+from orchestrator.checkpoint.points.reading_progress import read_of
+from orchestrator.errors import text_of
+from orchestrator.history import sentences
+from orchestrator.launch.process.run_log import RunLog
+from orchestrator.launch.process.safe_output import Screen
+from orchestrator.records.run_status import RunStatus
+from orchestrator.storage.files import Storage
+from orchestrator.terminal_text import visible
+
+_TRACEBACK = "Traceback (most recent call last)"
+
+
+class Progress:
+    """Receives every new status, and shows step, loss, tokens per second, data wait and the last resume
+    point.
+
+    Thread-safe. Its methods do not raise errors of the screen or the log file.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        """`every_s`: the minimum time between two plain lines about the same step."""
+        self._every_s = every_s
+        self._total: int | None = None
+        self._wanted = 0
+        self._shown_at = 0.0
+        self._attempt = 0  # the first that was seen
+        # attempt and generation of the newest step: `_marks` are (time, tokens) of its steps
+        self._group = (0, 0)
+        self._marks: deque[tuple[float, int]] = deque(maxlen=50)
+        self._last_text = ""
+        self._parts: dict[str, tuple[Callable[[str], bool], Callable[[int, str, str], None]]] = {}
+        self._lock = threading.RLock()  # a signal's handler writes messages, too
+        self._log = RunLog(self._put)
+        self._live = None
+        self._screen = Screen(sys.stderr)
+        if self._screen.isatty():
+            from rich.console import Console
+            from rich.status import Status
+
+            console = Console(file=cast(IO[str], self._screen))
+            if console.is_terminal and not console.is_dumb_terminal:  # on any other it would draw nothing
+                self._live = Status("starting", console=console)
+                self._live.start()
+
+    @classmethod
+    @contextmanager
+    def shown(cls, every_s: float) -> Iterator[Progress]:
+        """A progress that ends with the context. The reason of the end is also in its log."""
+        progress = cls(every_s)
+        try:
+            yield progress
+        except BaseException as error:
+            progress.note(text_of(error))
+            raise
+        finally:
+            progress.close()
+
+    def begin(self, storage: Storage, attempt: int, wanted: int, total_steps: int | None) -> None:
+        """The run's storage may be written from now on. `wanted`: the target number of workers."""
+        self._total, self._wanted = total_steps, wanted
+        self._log.open(storage, attempt)
+
+    def show(self, status: RunStatus) -> None:
+        """Shows a new status. Its notices and warnings are shown at once, as separate lines."""
+        for notice in status.notices:
+            self.say(notice)
+        for warning in status.warnings:
+            self.say(f"warning: {warning}")
+        now, step = time.monotonic(), status.last_step
+        self._attempt = self._attempt or status.attempt
+        if step is not None and (step.attempt, step.generation) != self._group:
+            self._group = step.attempt, step.generation
+            self._marks.clear()
+        if step is not None and (not self._marks or self._marks[-1][1] != step.consumed_tokens):
+            self._marks.append((now, step.consumed_tokens))
+        text = self._text(status)
+        if self._live is not None:
+            self._live.update(f"{time.strftime('%H:%M:%S')} {visible(text)}")
+        if text != self._last_text and now - self._shown_at >= self._every_s:
+            self._shown_at, self._last_text = now, text
+            self._log.write(text)
+            if self._live is None:
+                self._put(text)
+
+    def say(self, text: str) -> None:
+        """Shows a separate line."""
+        self._log.write(text)
+        self._put(text)
+
+    def show_secret(self, text: str) -> None:
+        """Shows a line only on the screen, because others may read the log file."""
+        if self._live is not None:
+            with self._lock:
+                self._live.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        else:
+            self._put(text)
+
+    def say_at_length(self, text: str) -> None:
+        """Shows why a launch ended.
+
+        The full text is shown, also on the screen, unless it quotes a traceback; then the screen shows a
+        short form.
+        """
+        self.note(text)
+        self._put(sentences.shortened(text, self._log.path) if _TRACEBACK in text else text)
+
+    def note(self, text: str) -> None:
+        """Writes to the log file only."""
+        self._log.write(text)
+
+    def named(
+        self,
+        part: str,
+        is_death_of: Callable[[str], bool],
+        died: Callable[[int, str, str], None] = lambda pid, host, text: None,
+    ) -> None:
+        """Reports the death of a part of the launch in our own words from now on.
+
+        `is_death_of` recognizes the messages of other programs about it. `died` is called with its process
+        and host (0 and "" if not known) and the message. Ray restarts the part.
+        """
+        self._parts[part] = is_death_of, died
+
+    def foreign(self, who: str, text: str) -> None:
+        """Shows a message of another program: all of it in the log file, one line on the screen."""
+        self.note(f"{who}: {text}")
+        for part, (is_death_of, died) in self._parts.items():
+            if is_death_of(text):
+                pid = re.search(r"Worker PID: (\d+)", text)
+                host = re.search(r"Worker IP address: (\S+)", text)
+                number = int(pid.group(1)) if pid else 0
+                self.say(sentences.part_died(part, number, who))
+                died(number, host.group(1) if host else "", text)
+                return
+        self._put(sentences.foreign(who, text, self._log.path))
+
+    def close(self) -> None:
+        """Ends the display."""
+        if self._live is not None:
+            self._live.stop()
+        self._log.close()
+        self._screen.drain()
+
+    def _put(self, text: str) -> None:
+        """Writes to the screen."""
+        text = visible(text)
+        with self._lock:
+            if self._live is not None:
+                self._live.console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False, markup=False)
+            else:
+                self._screen.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    def _text(self, status: RunStatus) -> str:
+        step, wanted = status.last_step, self._wanted or status.world_size
+        if status.attempt == 0 and self._attempt:
+            return "waiting for the coordinator, which was restarted"
+        left = _workers_left(status)
+        trains = left == status.world_size > 0 and status.waiting_since is None
+        there = f"{left}/{wanted}" if status.world_size else "meet again"
+        waiting = (
+            f"  waiting for workers for {status.waiting_since:.0f} s"
+            if status.waiting_since is not None
+            else ""
+        )
+        if step is None:
+            number = status.world_size or wanted
+            workers = f"{number} worker{'s' if number != 1 else ''}"
+            if status.loading[1]:
+                return f"{workers} read the resume point: {read_of(*status.loading)}"
+            if trains:
+                return f"{workers} in the first step"
+            return f"no step yet  workers {there}{waiting}" if status.world_size else f"starting {workers}"
+        of = f"/{self._total}" if self._total is not None else ""
+        rate = self._rate() if trains else None
+        speed = "" if rate is None else f"  {rate:,.0f} tokens/s"
+        return (
+            f"step {step.step}{of}  loss {sentences.loss(step.loss)}{speed}  data wait "
+            f"{step.data_wait_s * 1000:.0f} ms  "
+            f"lr {step.lr:.2e}  workers {there}  last point "
+            f"{status.newest_point or 'none'}{waiting}"
+        )
+
+    def _rate(self) -> float | None:
+        """Tokens per second of the newest group; None while too few of its steps are known."""
+        (t0, n0), (t1, n1) = self._marks[0], self._marks[-1]
+        return (n1 - n0) / (t1 - t0) if t1 > t0 else None
+
+
+def _workers_left(status: RunStatus) -> int:
+    """How many of the newest group are not known to be lost."""
+    return max(0, status.world_size - sum(loss.worker.rank is not None for loss in status.lost))

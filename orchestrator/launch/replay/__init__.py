@@ -1,0 +1,1 @@
+"""Trains recorded steps again and compares the weights."""

@@ -1,0 +1,162 @@
+"""The claim of a launch: creates a new run, takes the next attempt, and keeps a heartbeat.
+
+The heartbeat lasts until the attempt's journal begins.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from orchestrator.checkpoint.points.reading_progress import ReadAtOnce
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.cluster.machine import Process
+from orchestrator.config.schema import JobConfig
+from orchestrator.coordinator.attempt.attempt import Attempt
+from orchestrator.coordinator.attempt.begin_launch import begin_launch
+from orchestrator.coordinator.attempt.forking import fork_to_begin, found_run, is_folder
+from orchestrator.coordinator.machine.outcome import A_FAILURE
+from orchestrator.errors import CoordinatorSilentError, OrchestratorError, RefusedError, text_of
+from orchestrator.faults import hook
+from orchestrator.history.claims.claim_files import FORK, JOURNAL, RESUME, REWIND, START
+from orchestrator.history.claims.claims import Claim
+from orchestrator.history.claims.heartbeat import beating
+from orchestrator.history.claims.processes import has_ended
+from orchestrator.history.journal.code_record import code_of
+from orchestrator.history.journal.journal_reader import journal_process
+from orchestrator.history.request_files import asker
+from orchestrator.launch.start.run_preparation import find_run
+from orchestrator.planning.resume.resume_plan import ResumePlan
+from orchestrator.planning.resume.skipping import Skip
+from orchestrator.planning.state.parallel_choice import ParallelChoice
+from orchestrator.records.points import Damage
+
+if TYPE_CHECKING:
+    from orchestrator.data.spec import DataSpec
+
+HEARTBEAT_EVERY_S = 2.0
+KILLED_S = 5.0  # how long a killed coordinator may take to end
+
+
+@contextmanager
+def claimed(
+    store: RunStore,
+    job: JobConfig,
+    spec: DataSpec,
+    watched: int,
+    fault_plan: str = "",
+    process: Process | None = None,
+    command: str = "",
+    drawn: Skip | None = None,
+    parallel: ParallelChoice | None = None,
+    known: Sequence[Damage] = (),
+    say: Callable[[str], None] = lambda text: None,
+) -> Iterator[tuple[Attempt, ResumePlan]]:
+    """Creates the run if it is new, and claims the attempt after `watched` (of `refuse_busy`) for a launch.
+
+    See `coordinator.attempt.begin_launch`. Inside, this process keeps the attempt's heartbeat. `process` is
+    the process in whose name it claims, by default this one. `command` and `parallel` as in `Attempt`.
+    `drawn` is the skip that `look_before_start` drew. `known` as in `begin_launch`. `say` receives the
+    progress of a long reading.
+
+    Raises `BusyError` if another start was first. A failure before the attempt's journal begins ends the
+    attempt. Afterwards the journal's writer records its end.
+    """
+    run, first_weights = find_run(store), first_weights_of(store, job, say)
+    if run is None and (fork := fork_to_begin(store, job, None)) is not None:
+        run = found_run(store, job.run.name, fork, asker())
+    if run is None:
+        run = store.create_run(job.run.name, spec.identity(), first_weights)
+    why = why_claimed(watched, forks=run.forked_from is not None, from_=job.resume.from_)
+    with claiming(store, run.id, watched + 1, why, process) as made:
+        hook(fault_plan)("claim_made", -1, -1)
+        each = ReadAtOnce(store.storage, say, "resume points that are marked as damaged")
+        attempt, plan = begin_launch(store, job, made, run, spec, drawn, known, each)
+        yield replace(attempt, command=command, parallel=parallel, code=code_of(job)), plan
+
+
+@contextmanager
+def claiming(
+    store: RunStore, run_id: str, number: int, why: str, process: Process | None = None
+) -> Iterator[Claim]:
+    """Claims the attempt `number` for a new launch.
+
+    Inside, this process keeps the attempt's heartbeat. A failure inside, before the attempt's journal begins,
+    ends the attempt. Raises `BusyError` if another start was first.
+    """
+    made = store.claim(number, secrets.token_hex(8), why, socket.gethostname(), run_id, process)
+    with beating(store.start_heartbeat(made.number), HEARTBEAT_EVERY_S):
+        try:
+            yield made
+        except BaseException as error:
+            _end_unbegun(store, made, error)
+            if isinstance(error, CoordinatorSilentError):
+                end_of_silent(store, made, error)
+            raise
+
+
+def why_claimed(watched: int, *, forks: bool, from_: str) -> str:
+    """The `why` of a start's claim on the attempt after `watched` (0: it is the first).
+
+    `forks`: the run began as a fork. `from_`: `resume.from`, which names another run only before the first
+    attempt.
+    """
+    if not watched:
+        return FORK if forks else START
+    return RESUME if from_ == "latest" or is_folder(from_) else REWIND
+
+
+def _end_unbegun(store: RunStore, made: Claim, error: BaseException) -> None:
+    with suppress(OrchestratorError):  # a failure of storage is what `error` reports
+        newest = store.newest_claim()
+        mine = newest is not None and (newest.number, newest.launch) == (made.number, made.launch)
+        if mine and not store.storage.list(f"{JOURNAL}/a{made.number:04d}"):
+            by = asker() if isinstance(error, KeyboardInterrupt) else A_FAILURE
+            store.write_end(made.number, "failed", text_of(error), made.run_id, by)
+
+
+def end_of_silent(store: RunStore, made: Claim, error: CoordinatorSilentError) -> None:
+    """Records the end of the launch of the claim `made`, whose silent coordinator was killed and cannot do
+    it.
+
+    Only if the process that kept the journal is known to have ended, which is waited for a while.
+    """
+    deadline = time.monotonic() + KILLED_S
+    with suppress(OrchestratorError):  # if storage failed, the next start watches the attempt
+        newest = store.newest_claim()
+        if newest is None or newest.launch != made.launch:
+            return
+        process = journal_process(store.storage, newest.number)
+        while process is not None and time.monotonic() < deadline:
+            if has_ended(*process):
+                store.write_end(newest.number, "failed", text_of(error), made.run_id, A_FAILURE)
+                return
+            time.sleep(0.1)
+
+
+def first_weights_of(store: RunStore, job: JobConfig, say: Callable[[str], None] = lambda text: None) -> str:
+    """The identity of the weights in `model.init_from`, for a run without a point; empty otherwise.
+
+    All of them are read; `say` as in `weights_identity`. Raises `ConfigError`, and `RefusedError` if an
+    earlier start of the run found other weights there.
+    """
+    run = store.read_run()
+    is_fork = run is not None and run.forked_from is not None  # it begins with a point's weights
+    if job.model.init_from is None or store.point_names() or is_fork:
+        return ""
+    from orchestrator.checkpoint.export.init_weights import weights_identity
+
+    found = weights_identity(job.model.init_from, say)
+    if run is not None and run.first_weights != found:
+        raise RefusedError(
+            f"{job.run.run_uri} was started with the weights {run.first_weights or 'of no other folder'}, "
+            f"and model.init_from={job.model.init_from} holds {found} now. The run has no resume point yet, "
+            "so it would start from these; put the files back, or start a new run under another run.name",
+            code="weights.changed",
+        )
+    return found

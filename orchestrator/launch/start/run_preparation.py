@@ -1,0 +1,240 @@
+"""The common parts of every start, with Ray or without: the run's folder, its frozen data, and digests.
+
+Members compare the digests. Imports neither ray nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from orchestrator.checkpoint.node_local.node_folder import NodesHere
+from orchestrator.checkpoint.node_local.node_storage import NodeStorage
+from orchestrator.checkpoint.node_local.node_storage import run_storage as storage_of_run
+from orchestrator.checkpoint.points.points import Point, random_numbers
+from orchestrator.checkpoint.points.run_file import RunFile
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.cluster.ray_inventory import JOB_COPIES
+from orchestrator.config.field_rules import field_rules
+from orchestrator.config.schema import JobConfig
+from orchestrator.coordinator.attempt.attempt import Attempt
+from orchestrator.coordinator.attempt.forking import (
+    fork_to_begin,
+    is_folder,
+    other_run,
+    point_info,
+    read_parent_point,
+)
+from orchestrator.coordinator.attempt.resume_point_choice import choose_point, kept_point
+from orchestrator.coordinator.attempt.source_resolution import (
+    SourcesHere,
+    first_of,
+    has_lists,
+    plain_reading,
+    sources_here,
+)
+from orchestrator.coordinator.attempt.survey import Survey, decided
+from orchestrator.errors import ConfigError, RefusedError, StorageError
+from orchestrator.planning.resume.manifests import Reading
+from orchestrator.records.cursor import Cursor
+from orchestrator.storage.buckets import is_uri
+from orchestrator.storage.files import Storage
+from orchestrator.storage.open import join, open_storage
+from orchestrator.storage.probe import check_bucket
+
+if TYPE_CHECKING:
+    from orchestrator.data.spec import DataSpec
+
+
+def run_storage(job: JobConfig) -> NodeStorage:
+    """The run's storage: a folder, or a prefix of a bucket, with this machine's disk of the nodes' own disks.
+
+    Raises `ConfigError` for a URI of another kind, also of what the run begins with, and for a folder that
+    Ray would delete.
+    """
+    _require_locations(job)
+    try:
+        storage = storage_of_run(job.run.run_uri, NodesHere(job.resume.node_folder))
+    except ConfigError as error:
+        raise ConfigError(f"run.storage: {error}", code=error.code) from error
+    if (folder := storage.folder) is not None and JOB_COPIES in folder.parts:
+        raise ConfigError(
+            f"run.storage={job.run.storage}: the run would lie in {folder}, a Ray job's copy of its working "
+            "directory, which Ray deletes; give an absolute path that all nodes see, e.g. "
+            "run.storage=$PWD/runs where you submit",
+            code="storage.in_job_copy",
+        )
+    return storage
+
+
+def _require_locations(job: JobConfig) -> None:
+    """Checks the locations before another message repeats such a URI, which may contain a secret."""
+    named = {
+        "data.tokenizer": job.data.tokenizer,
+        "model.pretrained": job.model.pretrained,
+        "model.init_from": job.model.init_from,
+    }
+    for field, location in named.items():
+        try:
+            if location is not None and is_uri(location):
+                open_storage(location)
+        except ConfigError as error:
+            raise ConfigError(f"{field}: {error}", code=error.code) from error
+
+
+def check_writable(storage: Storage) -> str:
+    """Raises `StorageError` if the run's folder can neither be made nor written.
+
+    A bucket is tested; see `check_bucket`, also for the result.
+    """
+    if storage.folder is None:
+        return check_bucket(storage)
+    folder = parent = storage.folder
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise StorageError(
+            f"run.storage: {folder} cannot be written, because {parent} is not a writable folder; "
+            "correct its rights, or take another run.storage",
+            code="storage.not_writable",
+        )
+    return ""
+
+
+def find_run(store: RunStore) -> RunFile | None:
+    """run.json; None for a new run.
+
+    Raises `RefusedError` if parts of a run exist without it: a start would mix two histories.
+    """
+    run = store.read_run()
+    if run is None and (pieces := store.pieces()):
+        run = store.read_run()  # another start may just have made both
+        if run is None:
+            raise RefusedError(missing_run(store, pieces), code="run.no_run_file")
+    return run
+
+
+def missing_run(store: RunStore, pieces: Sequence[str]) -> str:
+    """The error text for parts of a run without its run.json."""
+    return (
+        f"{store.storage.root} has no run.json, but {', '.join(pieces)} of a run: it was deleted while a "
+        "launch wrote into it, or run.json is lost; a new run beside them would mix two histories. Restore "
+        "run.json, or move the folder away, or take another run.name"
+    )
+
+
+def prepare(job: JobConfig, storage: Storage, *, freeze: bool) -> DataSpec:
+    """The job's data, as the run has frozen them. If it has not, they are frozen only with `freeze`.
+
+    Raises as `data.dataset.prepare_data`, and `ConfigError` for a model whose vocabulary is too small.
+    """
+    from orchestrator.data.code_process import call, names_code
+    from orchestrator.data.dataset import prepare_data
+
+    here = _here_before(job, storage)
+    if here is None:
+        spec = call(names_code(job), prepare_data, job, storage if freeze else None)
+    else:
+        spec = call(names_code(job), prepare_data, job, here.storage, here.reading)
+    return require_vocabulary(job, spec)
+
+
+def _here_before(job: JobConfig, storage: Storage) -> SourcesHere | None:
+    """What a start would read, before the run is examined closely; None if nothing is frozen.
+
+    It reads the run's history only if the choice of the continued point may make a difference.
+    """
+    from orchestrator.data.frozen import frozen_sources
+
+    store, other = RunStore(storage), None
+    if frozen_sources(storage) is None:
+        if not is_folder(job.resume.from_):
+            return None
+        other = storage.beside(
+            other_run(job.resume.from_)[0]
+        )  # a fork has the data of the run that it begins with
+        if frozen_sources(other) is None:
+            return None
+    if (fork := fork_to_begin(store, job, find_run(store))) is not None:
+        elsewhere, point = read_parent_point(store, fork, job.run.name, fast=True)
+        return sources_here(job, other or storage, point_info(elsewhere, point))
+    parents, _ = store.parents()
+    if plain_reading(job, (parents[-1].sources if parents else ()) or first_of(storage)):
+        return sources_here(job, storage, None)
+
+    def choose(seen: Survey) -> tuple[Survey, Point | None]:
+        return seen, choose_point(store, seen, kept_point(store, seen, job), fast=True)[0]
+
+    seen, newest = decided(store, choose, with_steps=False)
+    info = point_info(store, newest) if newest is not None else None
+    return sources_here(job, storage, info, seen.parents, seen.lineage)
+
+
+def require_vocabulary(job: JobConfig, spec: DataSpec) -> DataSpec:
+    """Returns `spec`. Raises `ConfigError` for a model whose vocabulary is too small for it."""
+    vocab = (job.model.config or {}).get("vocab_size")
+    if vocab is not None and vocab < spec.vocab_size:
+        raise ConfigError(
+            f"model.config.vocab_size={vocab}, but the tokenizer {job.data.tokenizer} has {spec.vocab_size} "
+            f"ids; set model.config.vocab_size to {spec.vocab_size} or more",
+            code="model.vocabulary",
+        )
+    return spec
+
+
+def freeze(job: JobConfig, storage: Storage, looked_at: DataSpec, attempt: Attempt) -> DataSpec:
+    """The data of a claimed attempt, by the lists of the claim.
+
+    They are those that `prepare` read before the claim, frozen in the run's storage if they are not yet (see
+    `data.dataset.freeze_data`).
+    """
+    from orchestrator.data.dataset import freeze_data
+    from orchestrator.data.frozen import TOKENIZER_FOLDER
+
+    if looked_at.tokenizer_folder is None:
+        return freeze_data(job, storage, looked_at).made_by(attempt.encoders)
+    reading = reading_of(attempt)
+    if not _is_as_frozen(looked_at, join(storage.root, TOKENIZER_FOLDER), reading):
+        looked_at = read_frozen_data(job, storage, reading)
+    return looked_at.made_by(attempt.encoders)
+
+
+def _is_as_frozen(looked_at: DataSpec, tokenizer_folder: str, reading: Reading) -> bool:
+    """Whether the data read before a claim are those that the run has frozen now.
+
+    They must be from its own folder (for a fork they were from the original run's), with the lists that are
+    read.
+    """
+    here = looked_at.tokenizer_folder == tokenizer_folder
+    return here and not looked_at.unwritten and has_lists(looked_at, reading)
+
+
+def reading_of(attempt: Attempt) -> Reading:
+    """The lists that an attempt reads, and from where on."""
+    return Reading(
+        sources=attempt.sources, cursor=attempt.point.cursor if attempt.point is not None else Cursor()
+    )
+
+
+def read_frozen_data(job: JobConfig, storage: Storage, reading: Reading) -> DataSpec:
+    """The data of a claimed attempt, in another process than the one that claimed it. Raises as `prepare`."""
+    from orchestrator.data.code_process import call, names_code
+    from orchestrator.data.dataset import prepare_data
+
+    return require_vocabulary(job, call(names_code(job), prepare_data, job, storage, reading))
+
+
+def config_digest(job: JobConfig) -> str:
+    """blake3 of everything that influences training. Members compare it when a generation forms."""
+    rules = {rule.path: rule.rule for rule in field_rules()}
+    decisive = {name: value for name, value in job.flat().items() if rules.get(name) != "free"}
+    return blake3(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def rng_document(job: JobConfig) -> dict[str, Any]:
+    """Everything about random numbers that a resume needs; stored in every point."""
+    return random_numbers(job.train.seed)

@@ -1,0 +1,1 @@
+"""What a resume changes: differences, identity, skips, and the end of the data."""

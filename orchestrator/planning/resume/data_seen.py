@@ -1,0 +1,140 @@
+"""A plan's report about the data: what each source has delivered, its share, and what is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from orchestrator.planning.resume.data_end import KnownEpochs
+from orchestrator.records.cursor import Cursor, SourceCursor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceSeen:
+    """One source at a cursor.
+
+    `samples` and `tokens` (positions) are everything that was drawn of it, including skipped samples.
+    `epochs` are those passed since its newest start, as limits of epochs count, with the passed part of the
+    current epoch in whole blocks. `epochs_at_most` counts the current block as passed, because the progress
+    within it is not examined. Both are equal if the length of an epoch is known (`planning.resume.data_end`).
+
+    `actual` is its share of what was drawn since weights or live sources last changed, `target` the share
+    that the job requests, `target_before` that of the point (None: unknown, or nothing was drawn). Shares are
+    of tokens, or of samples under `weight_by: samples`, among the sources that have not ended.
+    """
+
+    source: str
+    samples: int
+    tokens: int
+    epochs: float
+    epochs_at_most: float
+    ended: bool
+    target_before: float | None
+    target: float | None
+    actual: float | None
+
+    def __str__(self) -> str:
+        alone = self.ended or (self.target == 1 and self.target_before in (None, 1))
+        share = "" if self.actual is None or alone else f", {self.actual:.2%} of what was drawn"
+        wanted = "" if self.target is None or alone else f", wanted {_percent(self.target)}"
+        if not self.ended and self.target is not None and self.target_before not in (None, self.target):
+            wanted = f", wanted {_percent(self.target_before)} -> {_percent(self.target)}"
+        over = ", at its end" if self.ended else ""
+        return (
+            f"source {self.source}: {self.tokens:,} tokens in {self.samples:,} samples seen, "
+            f"{self._epochs_text()}{share}{wanted}{over}"
+        )
+
+    def _epochs_text(self) -> str:
+        least, most = f"{self.epochs:.2f}", f"{self.epochs_at_most:.2f}"
+        return f"{least} epochs" if least == most else f"{least} to {most} epochs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedSkip:
+    """What a start would leave out after its point, from index `first_index` on.
+
+    It leaves out `samples` of the point's `seq_len`, or `steps` of its batch size if the job requests steps.
+    `tokens` are `samples` · `seq_len` until they have been drawn (fewer if a source ends between). After that
+    `cursor` is the place after them, and `seconds` is how long drawing them took.
+    """
+
+    samples: int
+    steps: int | None
+    tokens: int
+    seq_len: int
+    first_index: int
+    cursor: Cursor | None = None
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        of = "" if self.steps is None else f" ({self.steps:,} steps at the point's batch size)"
+        tokens = f"{'' if self.cursor is not None else 'at most '}{self.tokens:,} tokens"
+        last = self.first_index + self.samples - 1
+        took = "" if self.seconds is None else f"; drawing them takes about {self.seconds:.1f} s"
+        return (
+            f"skips {self.samples:,} samples{of}, {tokens}: samples {self.first_index:,} to {last:,} are not "
+            f"trained; counts, budgets and schedule stay{took}"
+        )
+
+
+def sources_seen(
+    cursor: Cursor,
+    weights: Mapping[str, int],
+    num_blocks: Mapping[str, int],
+    known: KnownEpochs | None = None,
+    began: Mapping[str, int] = MappingProxyType({}),
+) -> tuple[SourceSeen, ...]:
+    """Returns each source of the job (`weights`, as whole numbers) at a cursor.
+
+    `known`: the length of the only source's epochs. `began`: the first epoch of each source's newest start
+    (missing: 0).
+    """
+    drawn = cursor.drawn_from(tuple(weights))
+    had = {name: share.weight for name, share in cursor.mixture.items() if share.weight and not share.ended}
+    counts = {name: cursor.mixture[name].count for name in had}
+    if not cursor.mixture and len(cursor.sources) == 1:
+        (only,) = cursor.sources
+        had, counts = {only: 1}, {only: cursor.drawn_samples}
+    ended = {name for name, share in cursor.mixture.items() if share.weight and share.ended}
+    live = {name: weight for name, weight in weights.items() if name not in ended}
+    found = []
+    for name, (samples, tokens) in drawn.items():
+        at = cursor.sources.get(name, SourceCursor())
+        if name in ended:
+            least = most = float(cursor.mixture[name].ended)
+        elif known is not None and known.source == name:
+            least = most = known.epochs(cursor)
+        else:
+            least, most = _passed(at, num_blocks[name])
+        found.append(
+            SourceSeen(
+                source=name,
+                samples=samples,
+                tokens=tokens,
+                epochs=least - began.get(name, 0),
+                epochs_at_most=most - began.get(name, 0),
+                ended=name in ended,
+                target_before=_share(had, name),
+                target=_share(live, name),
+                actual=_share(counts, name),
+            )
+        )
+    return tuple(found)
+
+
+def _passed(at: SourceCursor, num_blocks: int) -> tuple[float, float]:
+    """Returns the minimum and maximum of the passed epochs."""
+    least = at.epoch + at.block / num_blocks
+    begun = any((at.window, at.record, at.output, at.piece, at.token, at.packs))
+    return least, at.epoch + (at.block + begun) / num_blocks
+
+
+def _share(parts: Mapping[str, int], name: str) -> float | None:
+    total = sum(parts.values())
+    return parts.get(name, 0) / total if total else None
+
+
+def _percent(share: float | None) -> str:
+    return "nothing" if share is None else f"{share:.2%}"

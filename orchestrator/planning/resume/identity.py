@@ -1,0 +1,187 @@
+"""The identity of a run's token stream: contents, versions and settings that no resume may change unnoticed.
+
+It consists of digests, never files. The data plane computes them, and the store keeps the record in run.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.planning.refusals import Refusal
+from orchestrator.planning.resume.restarting import restart_text
+
+FORMAT_VERSION = 1
+
+# Fields that define the stream, besides contents and the encoder, which have their own fields below.
+STREAM_SETTINGS = (
+    "data.shuffle",
+    "data.seed",
+    "data.bos",
+    "data.eos",
+    "data.special_tokens_in_text",
+    "data.on_bad_document",
+    "data.window_bytes",
+    "data.fragment_bytes",
+    "pack.mode",
+)
+OF_A_SOURCE = "data.sources."
+SOURCE_SETTINGS = ("format", "text_field")
+# Additional settings of a source whose content is not text: what its documents are made of.
+CONTENT_SETTINGS = {
+    "chat": ("content", "messages_field", "loss"),
+    "prompt": ("content", "prompt_field", "completion_field", "loss"),
+}
+# The settings for reading a source's files; they may change together with the files.
+OF_ITS_FILES = frozenset({*SOURCE_SETTINGS, *(n for of in CONTENT_SETTINGS.values() for n in of)} - {"loss"})
+# The settings for processing a source's records: its own, else those of `data`.
+RECORD_SETTINGS = ("transforms", "holdout")
+OTHER_VERSION, CHANGED_SETTING = "resume.other_version", "resume.changed_setting"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunIdentity:
+    """The frozen identity of a run, in run.json.
+
+    `tokenizer` is the name as it was given, for messages only. `tokenizer_digest` is that of its files'
+    contents, and decides. The encoder is the first one (`planning.encoders`). `settings` maps dotted paths
+    (and `data.sources.<name>.<field>`) to canonical JSON text. `manifests` maps each source's name to the
+    digest of its frozen manifest (their order, by which sources are numbered, is in manifest/data.json).
+    `transforms` maps the name of each of `data.transforms` to the blake3 of its module's source, and its
+    `VERSION`.
+    """
+
+    format_version: int
+    order_version: int
+    tokenizer: str
+    tokenizer_digest: str
+    encoder_name: str
+    encoder_version: str
+    settings: dict[str, str]
+    manifests: dict[str, str]
+    transforms: dict[str, str] = field(default_factory=dict)
+
+
+def stream_settings(flat: Mapping[str, Any]) -> dict[str, str]:
+    """Returns `RunIdentity.settings` for a flat configuration (`JobConfig.flat`)."""
+    settings = {name: _canonical(flat[name]) for name in STREAM_SETTINGS}
+    if flat["pack.mode"] != "concat":  # `concat` does not use it, and older runs have only `concat`
+        settings["pack.long_document"] = _canonical(flat["pack.long_document"])
+    for source in flat["data.sources"]:
+        for name in (*SOURCE_SETTINGS, *CONTENT_SETTINGS.get(source.get("content", "text"), ())):
+            settings[f"data.sources.{source['name']}.{name}"] = _canonical(source[name])
+        settings |= _fields_for_transforms(f"data.sources.{source['name']}.", source)
+        for name in RECORD_SETTINGS:
+            own = source.get(name)
+            if value := flat[f"data.{name}"] if own is None else own:  # older runs have none
+                settings[f"data.sources.{source['name']}.{name}"] = _canonical(value)
+    return settings
+
+
+def content_settings(kind: str, values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the settings for reading one source's files, by field name, as far as `values` has them."""
+    read = ("format", "text_field") if kind == "text" else ("format", *CONTENT_SETTINGS[kind])
+    found = {name: _canonical(values[name]) for name in read if name in values}
+    found |= _fields_for_transforms("", values)
+    return found if kind == "text" else found | {"content": _canonical(kind)}
+
+
+def _fields_for_transforms(prefix: str, values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns nothing if there are none, as in older runs."""
+    fields = values.get("transform_fields")
+    return {f"{prefix}transform_fields": _canonical(list(fields))} if fields else {}
+
+
+def compare(old: RunIdentity, new: RunIdentity, accept_changed: bool = False) -> tuple[Refusal, ...]:
+    """Returns why a job of identity `new` may not continue the run of identity `old`; empty if it may.
+
+    `accept_changed` (`resume.accept_changed`) accepts changed files (data rule 13), nothing else. The encoder
+    may change: `planning.encoders` decides how.
+    """
+    refusals = list[Refusal]()
+    if old.format_version != new.format_version:
+        text = (
+            f"the run was written in format {old.format_version}, this program writes format "
+            f"{new.format_version}; use the version of orchestrator that the run was started with, "
+            "or start a new run under another run.name"
+        )
+        refusals.append(Refusal(OTHER_VERSION, text))
+    if old.order_version != new.order_version:
+        text = (
+            f"the run's document order has version {old.order_version}, this program computes version "
+            f"{new.order_version}; use the version of orchestrator that the run was started with, "
+            "or start a new run under another run.name"
+        )
+        refusals.append(Refusal(OTHER_VERSION, text))
+    if old.tokenizer_digest != new.tokenizer_digest:
+        text = (
+            f"the run was started with tokenizer {old.tokenizer} (content {old.tokenizer_digest}), "
+            f"the job asks for {new.tokenizer} (content {new.tokenizer_digest}); "
+            "keep the tokenizer, or start a new run under another run.name"
+        )
+        refusals.append(Refusal("resume.changed_tokenizer", text))
+    refusals += _compare_settings(old.settings, new.settings)
+    refusals += _compare_transforms(old.transforms, new.transforms)
+    refusals += _compare_manifests(old.manifests, new.manifests, accept_changed)
+    return tuple(refusals)
+
+
+def _compare_settings(old: Mapping[str, str], new: Mapping[str, str]) -> list[Refusal]:
+    return [
+        Refusal(
+            CHANGED_SETTING,
+            f"the run was started with {name}={old.get(name, 'nothing')}, "
+            f"the job asks for {new.get(name, 'nothing')}; "
+            f"keep the value, {or_anew(name)}or start a new run under another run.name",
+        )
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name)
+    ]
+
+
+def or_anew(name: str) -> str:
+    """Returns the advice to restart a field's source, for messages.
+
+    Empty for a field that may not change at a restart.
+    """
+    source, _, of_it = name.removeprefix(OF_A_SOURCE).rpartition(".")
+    free = name.startswith(OF_A_SOURCE) and of_it in OF_ITS_FILES
+    return f"{restart_text(source)}, " if free else ""
+
+
+def _compare_transforms(old: Mapping[str, str], new: Mapping[str, str]) -> list[Refusal]:
+    """Compares the transforms that both have. The settings list which transforms there are."""
+    return [
+        Refusal(
+            "resume.changed_transform",
+            f"the module of the transform {name} had source {old[name]} when the run was started, and has "
+            f"{new[name]} now; restore the module, or start a new run under another run.name",
+        )
+        for name in sorted(old.keys() & new.keys())
+        if old[name] != new[name]
+    ]
+
+
+def _compare_manifests(old: Mapping[str, str], new: Mapping[str, str], accept_changed: bool) -> list[Refusal]:
+    if old.keys() != new.keys():  # run.json is sorted by keys; their order is in manifest/data.json
+        text = (
+            f"the run was started with data.sources {sorted(old)}, the job asks for {sorted(new)}; "
+            "keep the sources and their names, or start a new run under another run.name"
+        )
+        return [Refusal("resume.changed_sources", text)]
+    return [
+        Refusal(
+            "data.changed_files",
+            f"the files of source {name} have changed: the run's manifest has digest {digest}, "
+            f"the files now give {new[name]}; put the files back, {restart_text(name)}, or accept them with "
+            "resume.accept_changed=true",
+        )
+        for name, digest in old.items()
+        if digest != new[name] and not accept_changed
+    ]
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

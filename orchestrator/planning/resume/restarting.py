@@ -1,0 +1,226 @@
+"""Sources that a resume restarts (`resume.data: restart`, `resume.restart_sources`), see data rule 23.
+
+It determines what was requested, whether it is already done on a history, and how a job's sources change. A
+restart belongs to the claim, as a skip does, so that everything that continues, reads or verifies the history
+uses the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from orchestrator.planning.refusals import Refusal
+from orchestrator.planning.resume.skipping import LATEST, OTHER_POINT
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StateKey
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
+    from orchestrator.planning.resume.manifests import SourceLists
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestartRequest:
+    """A setting of a job: `resume.from` (a folder absolute), and the paths of the restarted sources, by name.
+
+    `everything`: all sources of the job (`resume.data: restart`).
+    """
+
+    where: str
+    everything: bool
+    paths: dict[str, tuple[str, ...]]
+
+    def __str__(self) -> str:
+        what = (
+            "resume.data=restart"
+            if self.everything
+            else f"resume.restart_sources=[{', '.join(sorted(self.paths))}]"
+        )
+        return what if self.where == LATEST else f"resume.from={self.where} {what}"
+
+    def repeats(self, earlier: RestartRequest) -> bool:
+        """Whether it may be the same request as an earlier one, left in the configuration.
+
+        It names no point or the same one, and no source that was not restarted then or has another path now.
+        A source that was added to a job whose sources were all restarted begins by itself.
+        """
+        if self.where not in (LATEST, earlier.where) or self.everything != earlier.everything:
+            return False
+        common = self.paths.keys() & earlier.paths.keys()
+        same = all(self.paths[name] == earlier.paths[name] for name in common)
+        return same and (self.everything or self.paths.keys() <= earlier.paths.keys())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestartClaim:
+    """A claim of the run with a restart: its number, the point that it continues (None: none), and the
+    request.
+    """
+
+    attempt: int
+    parent: StateKey | None
+    request: RestartRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestartDecision:
+    """The decision about a request.
+
+    `sources` are restarted. `request` is stored in the claim, even if nothing that could restart was read.
+    `note`: why nothing is done. `refusal`: why the start is refused.
+    """
+
+    sources: frozenset[str] = frozenset()
+    request: RestartRequest | None = None
+    note: str = ""
+    refusal: Refusal | None = None
+
+
+def restart_request(config: JobConfig, where: str) -> RestartRequest | None:
+    """Returns what the job requests. `where` is its `resume.from`, with a folder as an absolute path."""
+    everything = config.resume.data == "restart"
+    names = config.resume.restart_sources
+    if not (everything or names):
+        return None
+    paths = {
+        source.name: (source.path,) if isinstance(source.path, str) else source.path
+        for source in config.data.sources
+        if everything or source.name in names
+    }
+    return RestartRequest(where=where, everything=everything, paths=paths)
+
+
+def decide_restart(
+    request: RestartRequest | None,
+    point: StateKey | None,
+    claims: Iterable[RestartClaim],
+    path: Collection[int],
+) -> RestartDecision:
+    """Returns which sources a start that continues `point` restarts.
+
+    `claims` are all of the run with a restart. `path` are the attempts that led to the point.
+
+    As with a skip, one request restarts at one place, and once on a history. The same command, given again
+    after a crash or a preemption, thus continues. A start that continues the point at which it was first
+    carried out does so again, because nothing after the point is kept. Any other point was not meant: it is
+    refused, and naming that point makes another request. A run without a point begins with its current files;
+    the request is recorded as carried out.
+    """
+    if request is None:
+        return RestartDecision()
+    asked = frozenset(request.paths)
+    if point is None:
+        return RestartDecision(sources=asked, request=request)
+    made = sorted((c for c in claims if request.repeats(c.request)), key=lambda claim: claim.attempt)
+    for claim in made:
+        if claim.attempt <= point.attempt and claim.attempt in path:
+            return RestartDecision(
+                note=f"{request} is done: attempt {claim.attempt} began there with the files of that time, "
+                "and this start goes on in them; to begin anew once more, name the point after which: "
+                f"resume.from={point.point_name}"
+            )
+    if not made or made[-1].parent in (point, None):
+        return RestartDecision(sources=asked, request=request)
+    last = made[-1]
+    assert last.parent is not None, "looked at just before"
+    text = (
+        f"{request} was carried out after {last.parent.point_name} (attempt {last.attempt}), and this start "
+        f"would continue {point.point_name}, which does not come from there: to restart here, name the "
+        f"point: resume.from={point.point_name}; else leave the restart out, or name the point that it was "
+        "meant for"
+    )
+    return RestartDecision(refusal=Refusal(OTHER_POINT, text))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceChange:
+    """How a start changes a source.
+
+    `change` is `restarted`, `added`, `removed`, `back` (it continues where it was removed), or `refreshed`
+    (its files are listed anew for each epoch). It applies from `epoch` on. `files_before` and `files_now` are
+    the numbers of files in the old and the new list, if there are any.
+    """
+
+    source: str
+    change: str
+    epoch: int
+    files_before: int | None = None
+    files_now: int | None = None
+
+    def __str__(self) -> str:
+        now = _as_they_are(self.files_now)
+        before = "" if self.files_before is None else f" ({files_text(self.files_before)} before)"
+        texts = {
+            "restarted": f"begins anew with {now}{before}, as epoch {self.epoch}; "
+            "what is left of the epoch at hand is not trained",
+            "added": f"comes in with {now}, as epoch {self.epoch}",
+            "removed": f"is taken away in epoch {self.epoch}; its place is kept, and it goes on from there "
+            "if it comes back",
+            "back": f"comes back and goes on in epoch {self.epoch}, where it was taken away",
+            "refreshed": f"has its files listed anew for each epoch from epoch {self.epoch} on",
+        }
+        return f"source {self.source} {texts[self.change]}"
+
+
+def _as_they_are(num: int | None) -> str:
+    if num == 1:
+        return "its 1 file as it is now"
+    return f"its {'files' if num is None else files_text(num)} as they are now"
+
+
+def files_text(num: int) -> str:
+    """Formats a number of files, for people."""
+    return f"{num:,} file{'' if num == 1 else 's'}"
+
+
+def restart_text(source: str) -> str:
+    """Describes the way out if a source's files are no longer those of its list, for a refusal."""
+    return f"begin the source anew with its files as they are now (resume.restart_sources=[{source}])"
+
+
+def undone(decision: RestartDecision, changes: Iterable[SourceChange]) -> RestartDecision:
+    """Builds the note of a start that has nothing left to train: none of these changes is made."""
+    listed = "; ".join(map(str, changes))
+    return replace(decision, note=f"nothing is left to train, so this is not done: {listed}")
+
+
+def source_changes(
+    before: Iterable[SourceLists],
+    now: Iterable[SourceLists],
+    cursor: Cursor,
+    num_files: Mapping[str, tuple[int | None, int | None]],
+) -> tuple[SourceChange, ...]:
+    """Returns how the sources of a start differ from those of what it continues, at `cursor`.
+
+    The cursor refers to the new sources. `num_files` has the numbers of files of a source's list before and
+    now.
+    """
+    old, found = {source.name: source for source in before}, list[SourceChange]()
+    for source in now:
+        was, at = old.get(source.name), cursor.sources.get(source.name)
+        epoch = 0 if at is None else at.epoch
+        files_before, files_now = num_files.get(source.name, (None, None))
+
+        def note(
+            change: str,
+            first: int,
+            of: str = source.name,
+            files: tuple[int | None, int | None] = (files_before, files_now),
+        ) -> None:
+            found.append(
+                SourceChange(source=of, change=change, epoch=first, files_before=files[0], files_now=files[1])
+            )
+
+        if was is None:
+            note("added", epoch, files=(None, files_now))
+        elif was.active and not source.active:
+            note("removed", epoch, files=(None, None))
+        elif source.active and was.spans[-1].start != source.spans[-1].start:
+            note("restarted", source.began)
+        elif source.active and not was.active:
+            note("back", epoch, files=(None, None))
+        if source.active and source.spans[-1].refresh and not (was and was.spans[-1].refresh):
+            note("refreshed", max(source.began + 1, epoch + 1), files=(None, None))
+    return tuple(found)

@@ -1,0 +1,414 @@
+"""Decides whether and how a resume point may continue under a configuration.
+
+`orchestrator plan` prints the result, and a start acts on it. All inputs are values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from orchestrator import html_text
+from orchestrator.errors import RefusedError
+from orchestrator.json_form import encode
+from orchestrator.planning.batches import (
+    Remaining,
+    next_range,
+    rebase_step,
+    remaining,
+)
+from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, choose_next
+from orchestrator.planning.refusals import Refusal
+from orchestrator.planning.resume.data_end import KnownEpochs, epochs_of, nothing_left
+from orchestrator.planning.resume.data_seen import PlannedSkip, SourceSeen, sources_seen
+from orchestrator.planning.resume.differences import (
+    OF_A_SOURCE,
+    Difference,
+    differences,
+    names_of_sources,
+    refusals,
+    value_text,
+    with_defaults,
+)
+from orchestrator.planning.resume.identity import RunIdentity, compare
+from orchestrator.planning.resume.manifests import SourceLists
+from orchestrator.planning.resume.restarting import RestartDecision, SourceChange
+from orchestrator.planning.resume.resume_notes import end_notes, world_size_notes
+from orchestrator.planning.resume.skipping import Skip, SkipDecision
+from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.points import Damage
+from orchestrator.records.steps import StateKey
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PointInfo:
+    """What the decision needs of a committed resume point.
+
+    `world_size` is that of the generation that saved it. Without `encoders`, the run's first one made all of
+    it. Without `sources`, it has the lists of its first start.
+    """
+
+    name: str
+    key: StateKey
+    cursor: Cursor
+    global_batch_size: int
+    seq_len: int
+    world_size: int
+    optimizer_steps: int
+    budgets: Budgets
+    encoders: tuple[EncoderSpan, ...] = ()
+    sources: tuple[SourceLists, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumePlan:
+    """What a start would do. `action` is start, resume or refuse. Unknown counts are None.
+
+    `lr_before`, `lr_after`: the learning rates at the point's place in the schedule, under the point's
+    configuration and the new one; for a start, `lr_after` is that of the first step.
+    `notes`: sentences about how the batch is divided among workers, what another number of them means, and
+    what is special about the data.
+    `rewind`: what `resume.from` sets aside.
+    `sources`: how much of each source the run has had (empty if the data are unknown).
+    `skip`: what is left out after the point (`cursor` is the point's own).
+    `lists`: how the sources change (`cursor` is then where they restart).
+    `skip_note`, `restart_note`: why a requested skip or restart is already done, or why the sources do not
+    change.
+    `data_tokens`: the positions that the data still hold, if a launch has reached their end before (None:
+    unknown).
+    `where`: on what other machine this holds, if this one cannot start it (empty: it can).
+    `codes`: the error code of each of `refusals`.
+
+    Not part of the JSON are:
+    `budgets`: stored in the claim.
+    `encoders`: those until now; `encoder`: the one from the next whole document on (None: the run is not
+    begun, and none is chosen).
+    `drawn`: the `skip` in a claim (None: not drawn).
+    `damages`: what this start found wrong with points that it or its workers have read.
+    `code_changed`: the user's code differs from the code that trained the point.
+    """
+
+    action: str
+    point: str | None
+    step_before: int | None
+    step_after: int
+    consumed_samples: int
+    consumed_tokens: int
+    cursor: Cursor
+    remaining_steps: int | None
+    remaining_samples: int | None
+    remaining_tokens: int | None
+    lr_before: float | None
+    lr_after: float
+    differences: tuple[Difference, ...]
+    refusals: tuple[str, ...]
+    codes: tuple[str | None, ...]
+    notes: tuple[str, ...]
+    budgets: Budgets
+    encoders: tuple[EncoderSpan, ...]
+    encoder: EncoderChoice | None
+    rewind: str = ""
+    sources: tuple[SourceSeen, ...] = ()
+    skip: PlannedSkip | None = None
+    skip_note: str = ""
+    lists: tuple[SourceChange, ...] = ()
+    restart_note: str = ""
+    drawn: Skip | None = None
+    data_tokens: int | None = None
+    damages: tuple[Damage, ...] = ()
+    where: str = ""
+    code_changed: bool = False
+
+    def __post_init__(self) -> None:
+        assert len(self.codes) == len(self.refusals), "a code for each refusal"
+
+    def refused(self, texts: Sequence[str], code: str | None) -> ResumePlan:
+        """Returns this plan with these refusals added, if there are any. `code` is that of each of them."""
+        return replace(
+            self,
+            action="refuse" if texts else self.action,
+            refusals=(*self.refusals, *texts),
+            codes=(*self.codes, *[code] * len(texts)),
+        )
+
+    @property
+    def refusal(self) -> RefusedError:
+        """The error of a start that this plan refuses: all reasons, and the first code."""
+        return RefusedError("\n".join(self.refusals), code=next(filter(None, self.codes), None))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the document of `orchestrator plan --json`."""
+        document: dict[str, Any] = encode(self)
+        of_notes = ("rewind", "skip_note", "restart_note", "where")
+        for name in ("budgets", "encoders", "encoder", "drawn", "damages", "code_changed", *of_notes):
+            del document[name]
+        return {**document, "notes": list(self.all_notes)}
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what would happen, what differs, and why it would be refused."""
+        title = self.headline
+        label = None if self.step_before is None else f"{self.step_before:,} → {self.step_after:,}"
+        rate = f"{self.lr_after:.3e}"
+        if self.lr_before is not None:
+            rate = f"{self.lr_before:.3e} → {rate}"
+        pairs = [
+            ("step label", label),
+            ("consumed samples", self.consumed_samples),
+            ("consumed tokens", self.consumed_tokens),
+            ("remaining steps", self.remaining_steps),
+            ("learning rate", rate),
+        ]
+        rows = [
+            (d.field, value_text(d.old), value_text(d.new), d.rule.replace("_", " "))
+            for d in self.differences
+        ]
+        return html_text.page(
+            title,
+            html_text.lines(f"refused: {text}" for text in self.refusals),
+            html_text.facts(pairs),
+            html_text.table(("field", "old", "new", "on resume"), rows),
+            html_text.lines(map(str, (*self.sources, *self.lists, *([self.skip] if self.skip else ())))),
+            html_text.lines(self.all_notes),
+        )
+
+    @property
+    def headline(self) -> str:
+        """What would happen, in a few words."""
+        if self.action == "refuse":
+            return "would be refused"
+        begins = "start from the beginning" if self.point is None else f"resume from {self.point}"
+        return f"would {begins}" + (f", {self.where}" if self.where else "")
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """First what a rewind sets aside, then that a skip or a restart is done, and `notes`."""
+        done = [f"note: {note}" for note in (self.skip_note, self.restart_note) if note]
+        where = [f"note: this holds {self.where}"] if self.where else []
+        return (*filter(None, [self.rewind]), *done, *where, *self.notes)
+
+
+def plan_resume(
+    config: JobConfig,
+    rules: Mapping[str, str],
+    point: PointInfo | None,
+    old_flat: Mapping[str, Any] | None = None,
+    identities: tuple[RunIdentity, RunIdentity] | None = None,
+    epochs: KnownEpochs | None = None,
+    installed: Mapping[str, str | None] | None = None,
+    weights: Mapping[str, int] | None = None,
+    num_blocks: Mapping[str, int] | None = None,
+    skip: SkipDecision = SkipDecision(),  # noqa: B008  frozen
+    lists: tuple[SourceChange, ...] = (),
+    restart: RestartDecision = RestartDecision(),  # noqa: B008  frozen
+    began: Mapping[str, int] = MappingProxyType({}),
+) -> ResumePlan:
+    """Decides whether and how `config` continues `point` (None: a fresh start, or a run without any point).
+
+    `rules` maps a field's dotted path to its resume rule (of `config.field_rules()`).
+    `old_flat`: the flat configuration that the point (or, without one, the run) was made with.
+    `identities`: (the run's, the job's) if the job's is known.
+    `epochs`: the length of an epoch of the job's only source, if known.
+    `installed`: the encoders here (see `encoders.choose_next`).
+    `weights`, `num_blocks`: those of the job's sources, if known.
+    `skip`, `restart`: the decisions about a requested skip and restart.
+    `lists`: how the job's sources differ from the point's, whose cursor refers to the job's.
+    `began`: the first epoch of each source's newest start.
+
+    A refusal names the run, both values and what to do. A stop that is already reached is not a refusal, but
+    a resume with nothing remaining. Raises `ConfigError` for a schedule without an end.
+    """
+    cursor = point.cursor if point else Cursor()
+    old = with_defaults(old_flat) if old_flat is not None else config.flat()
+    different = differences(old, config.flat(), rules, restart.sources)
+    refused = [
+        *refusals(different, point.name if point else "", identities is not None),
+        *_identity_refusals(identities, config, old_flat),
+        *_asked_refusals(skip, restart, lists),
+        *_pack_refusals(config, point),
+    ]
+    run = config.run.run_uri  # which run, if several are in progress
+    refused = [replace(each, text=f"{run}: {each.text}") for each in refused]
+    spans, encoder = _spans(point, identities), None
+    if spans:
+        encoder, missing = choose_next(spans, config.data.encoder, cursor, installed or {})
+        refused += missing
+        different = _with_encoders_named(different, spans[-1].encoder, encoder)
+        if encoder != spans[-1].encoder:
+            epochs = None  # of other tokens
+    budgets = budgets_for(config, point.budgets if point else None, cursor)
+    data_tokens = _data_left(config, point, epochs if skip.request is None else None)
+    left = _remaining(config, cursor, budgets, data_tokens)
+    return ResumePlan(
+        action="refuse" if refused else "resume" if point else "start",
+        point=point.name if point else None,
+        step_before=point.key.step if point else None,
+        step_after=step_label(point, config.train.global_batch_size, config.pack.seq_len),
+        consumed_samples=cursor.consumed_samples,
+        consumed_tokens=cursor.consumed_tokens,
+        cursor=cursor,
+        remaining_steps=left.steps if left else None,
+        remaining_samples=left.samples if left else None,
+        remaining_tokens=left.tokens if left else None,
+        lr_before=learning_rate(_old_rate(old), point.budgets, cursor.consumed_tokens) if point else None,
+        lr_after=learning_rate(config.train, budgets, _place(config, point, budgets)),
+        differences=different,
+        refusals=tuple(each.text for each in refused),
+        codes=tuple(each.code for each in refused),
+        notes=(
+            *world_size_notes(config, point.world_size if point else None),
+            *end_notes(epochs, data_tokens),
+        ),
+        data_tokens=data_tokens,
+        budgets=budgets,
+        encoders=spans,
+        encoder=encoder,
+        sources=sources_seen(cursor, weights, num_blocks, epochs, began) if weights and num_blocks else (),
+        skip=_planned_skip(skip, point),
+        skip_note=skip.note,
+        lists=lists,
+        restart_note=restart.note,
+    )
+
+
+def _asked_refusals(
+    skip: SkipDecision, restart: RestartDecision, lists: Iterable[SourceChange]
+) -> Iterator[Refusal]:
+    """Yields the refusals of a requested skip and restart, and of a skip together with changed sources.
+
+    A skip is drawn from the sources of the point.
+    """
+    yield from filter(None, (skip.refusal, restart.refusal))
+    changed = [each for each in lists if each.change != "refreshed"]
+    if skip.request is not None and changed:
+        yield Refusal(
+            "resume.skip_with_changed_sources",
+            f"{skip.request} leaves out samples of the point's sources, and this start changes them "
+            f"({'; '.join(map(str, changed))}); skip at one start, change the sources at the next",
+        )
+
+
+def _planned_skip(skip: SkipDecision, point: PointInfo | None) -> PlannedSkip | None:
+    if skip.request is None or point is None:
+        return None
+    samples = skip.request.num_samples(point.global_batch_size)
+    return PlannedSkip(
+        samples=samples,
+        steps=skip.request.steps,
+        tokens=samples * point.seq_len,
+        seq_len=point.seq_len,
+        first_index=point.cursor.drawn_samples,
+    )
+
+
+def _spans(
+    point: PointInfo | None, identities: tuple[RunIdentity, RunIdentity] | None
+) -> tuple[EncoderSpan, ...]:
+    if point is not None and point.encoders:
+        return point.encoders
+    if identities is None:
+        return ()
+    first = EncoderChoice(name=identities[0].encoder_name, version=identities[0].encoder_version)
+    return (EncoderSpan(encoder=first),)
+
+
+def _with_encoders_named(
+    different: tuple[Difference, ...], old: EncoderChoice, new: EncoderChoice
+) -> tuple[Difference, ...]:
+    """Names the encoders in the differences.
+
+    `data.encoder` may name another library, another version of it, or (auto) the current one.
+    """
+    if old == new:
+        return different
+    named = Difference(field="data.encoder", old=str(old), new=str(new), rule="may_change")
+    return (*(d for d in different if d.field != named.field), named)
+
+
+def step_label(point: PointInfo | None, global_batch_size: int, seq_len: int) -> int:
+    """Returns the label of the last finished step.
+
+    It is the point's own, and re-based only if the batch size or seq_len differs (data rule 18).
+    """
+    if point is None:
+        return 0
+    if (point.global_batch_size, point.seq_len) == (global_batch_size, seq_len):
+        return point.key.step
+    return rebase_step(point.cursor.consumed_tokens, global_batch_size, seq_len)
+
+
+def _identity_refusals(
+    identities: tuple[RunIdentity, RunIdentity] | None,
+    config: JobConfig,
+    old_flat: Mapping[str, Any] | None,
+) -> tuple[Refusal, ...]:
+    if identities is None:
+        return ()
+    old, new = identities
+    # the differences already name the settings, except of sources that are added again
+    if old_flat is not None:
+        back = names_of_sources(config.flat()) - names_of_sources(old_flat)
+        prefixes = tuple(f"{OF_A_SOURCE}{name}." for name in back)
+        of_these = {name: value for name, value in new.settings.items() if name.startswith(prefixes)}
+        new = replace(new, settings=old.settings | of_these)
+    return compare(old, new, accept_changed=config.resume.accept_changed)
+
+
+def _pack_refusals(config: JobConfig, point: PointInfo | None) -> Iterator[Refusal]:
+    """Refuses another seq_len while packs of a window are still to come (data rule 21).
+
+    These packs cannot be made for another length.
+    """
+    if point is None:
+        return
+    new = config.pack.seq_len
+    for name, at in point.cursor.sources.items():
+        if at.packs and at.pack_seq_len != new:
+            yield Refusal(
+                "resume.seq_len_within_window",
+                f"resume point {point.name} lies behind {at.packs} packs of {at.pack_seq_len} positions of a "
+                f"window of source {name}, the job asks for pack.seq_len={new}: the window's other documents "
+                f"cannot be packed again; keep pack.seq_len={at.pack_seq_len}, or resume from a point at the "
+                "beginning of a window, or start a new run under another run.name",
+            )
+
+
+def _data_left(config: JobConfig, point: PointInfo | None, epochs: KnownEpochs | None) -> int | None:
+    """Returns the positions that the data still hold; None: unknown."""
+    if epochs is not None:
+        return epochs.left(epochs_of(config.flat()), point.cursor if point else Cursor())
+    return 0 if point is not None and nothing_left(config.flat(), point.cursor) else None
+
+
+def _remaining(
+    config: JobConfig, cursor: Cursor, budgets: Budgets, data_tokens: int | None
+) -> Remaining | None:
+    return remaining(
+        cursor.consumed_samples,
+        cursor.consumed_tokens,
+        config.train.global_batch_size,
+        config.pack.seq_len,
+        budgets.stop_tokens,
+        budgets.stop_samples,
+        data_tokens,
+    )
+
+
+def _old_rate(old: Mapping[str, Any]) -> RateSettings:
+    return Rate(lr=old["train.lr"], min_lr_ratio=old["train.min_lr_ratio"], schedule=old["train.schedule"])
+
+
+def _place(config: JobConfig, point: PointInfo | None, budgets: Budgets) -> int:
+    """Returns the place in the schedule for the plan's learning rate: at the point, or after the
+    first step.
+    """
+    if point is not None:
+        return point.cursor.consumed_tokens
+    batch, seq_len = config.train.global_batch_size, config.pack.seq_len
+    first = next_range(0, 0, batch, seq_len, budgets.stop_tokens, budgets.stop_samples)
+    return first.num_tokens if first else 0

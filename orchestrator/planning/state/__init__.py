@@ -1,0 +1,1 @@
+"""How the state is divided among ranks, and how much memory that takes."""

@@ -1,0 +1,135 @@
+"""Computes how many bytes of a job's state one worker holds in a layout, by purpose.
+
+All are pure integers and lower bounds: what a model keeps inside its blocks and what libraries take is
+unknown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.planning.state.state_layout import Layout, chunk_rows
+
+AUTO_MEMORY_STEPS = 10  # `resume.memory_every_steps: auto` for a state that is divided into shards
+_OWN_COPIES, _KEPT_COPIES = 2, 2  # in memory: of the own shard, and kept for a neighbour
+_MOMENTS = 2
+_LOGIT_BYTES = 8  # of a token's logit: itself and its softmax in float32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSize:
+    """Numbers of elements of a model. All 0: unknown.
+
+    `parameters`: all; `frozen`: those without gradient and moments.
+    `block`: one of the equal blocks.
+    `rest`: outside the blocks: embeddings, and a head that is not tied to them.
+    `hidden`: of a token before each block, for `num_blocks` blocks.
+    `vocab`: of a token's logits.
+    `scalar`: the name of a parameter without dimensions, which cannot be divided.
+    """
+
+    parameters: int = 0
+    frozen: int = 0
+    block: int = 0
+    rest: int = 0
+    num_blocks: int = 0
+    hidden: int = 0
+    vocab: int = 0
+    scalar: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerMemory:
+    """What one worker holds, in bytes.
+
+    `weights`, `gradients` and `moments`: its own rows.
+    `gathered`: a block and the rest as a whole, weights and gradients, during computation.
+    `staged`: the copy that a save is written from.
+    `reforming`: besides its weights and moments those of the previous layout, while rows are moved; there are
+    no gradients and gathered blocks then.
+    `activations`: what the loss of one micro-batch needs, see `activation_bytes`.
+    """
+
+    weights: int
+    gradients: int
+    moments: int
+    gathered: int
+    staged: int
+    reforming: int
+    activations: int = 0
+
+    def memory_points(self, lent: bool) -> int:
+        """Returns the bytes of memory points: two copies of its own shard and two that it keeps for a
+        neighbour.
+
+        The latter need no memory if the neighbour is on the same machine and lends them (`lent`).
+        """
+        copies = _OWN_COPIES + (0 if lent else _KEPT_COPIES)
+        return copies * (self.weights + self.moments)
+
+    @property
+    def training(self) -> int:
+        """The maximum that is held at once in a step, without what is staged.
+
+        It is reached when the last gradients are summed and activations are gone, or when the first
+        micro-batch's loss is computed, before any gradient.
+        """
+        at_the_loss = self.activations + self.gathered // 2
+        return self.weights + self.moments + max(self.gradients + self.gathered, at_the_loss)
+
+    @property
+    def peak(self) -> int:
+        """The maximum that is needed at once besides what is staged: in a step, or while a group re-forms."""
+        return max(self.training, self.weights + self.moments + self.reforming)
+
+
+def memory_every_steps(setting: int | str | None, sharded: bool) -> int | None:
+    """Returns the value of `resume.memory_every_steps`; None: no memory points.
+
+    If every member has the whole state, the loss of one of them loses nothing, so `auto` makes none.
+    """
+    if isinstance(setting, str):
+        return AUTO_MEMORY_STEPS if sharded else None
+    return setting
+
+
+def activation_bytes(size: ModelSize, num_tokens: int, compute_bytes: int) -> int:
+    """Returns a lower bound for a micro-batch of `num_tokens` when its loss is computed.
+
+    It counts the input of each block, which is kept for the backward pass even if everything else is
+    recomputed, and logits twice in float32 (themselves, and their softmax).
+    """
+    return num_tokens * (size.num_blocks * size.hidden * compute_bytes + size.vocab * _LOGIT_BYTES)
+
+
+def worker_memory(
+    size: ModelSize,
+    layout: Layout,
+    weight_bytes: int,
+    compute_bytes: int,
+    before: Layout | None = None,
+    num_tokens: int = 0,
+) -> WorkerMemory:
+    """Returns the memory of the worker that holds most (shard 0).
+
+    A weight has `weight_bytes`, and `compute_bytes` where it is gathered for computation. `before`: the
+    layout from which members bring rows that are moved (None: nothing is moved, or it stays in place).
+    `num_tokens`: of a micro-batch.
+    """
+    own = chunk_rows(size.parameters, layout.num_shards) * weight_bytes
+    gathered = 0 if layout.num_shards == 1 else 2 * (size.rest + size.block) * compute_bytes
+    trained = chunk_rows(size.parameters - size.frozen, layout.num_shards) * weight_bytes
+    moved = before is not None and (layout.num_shards, before.num_shards) != (1, 1)
+    held = 0
+    if before is not None and moved:
+        held = chunk_rows(size.parameters, before.num_shards)
+        held += _MOMENTS * chunk_rows(size.parameters - size.frozen, before.num_shards)
+    return WorkerMemory(
+        weights=own,
+        gradients=trained,
+        moments=_MOMENTS * trained,
+        gathered=gathered,
+        staged=chunk_rows(own + _MOMENTS * trained, layout.num_replicas),
+        reforming=held * weight_bytes,
+        activations=activation_bytes(size, num_tokens, compute_bytes),
+    )

@@ -1,0 +1,1 @@
+"""Collectives between ranks, and how they end when a peer is lost."""

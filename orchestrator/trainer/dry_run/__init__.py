@@ -1,0 +1,1 @@
+"""Tries a model on the meta device before a run is claimed."""

@@ -1,0 +1,430 @@
+"""Tests a job's model before anything is started: builds it on torch's meta device and runs one forward pass.
+
+It reports problems that every start would have. Neither importing this module nor testing a model loads torch
+into a process that has not loaded it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.config.train_sections import ModelConfig
+from orchestrator.errors import ConfigError, OrchestratorError, StorageError
+from orchestrator.paused_gc import paused_gc
+from orchestrator.planning.state.memory import ModelSize
+from orchestrator.trainer.dry_run.known_keys import require_known_keys
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
+    from orchestrator.planning.resume.resume_plan import ResumePlan
+
+# Importing transformers takes seconds; building a model on the meta device takes less than one.
+_LIMIT_S = 300.0
+# The largest size of a model's weights, and of its logits, for which a forward pass is run with weights
+_SMALL_BYTES = 512 << 20
+# The memory that a trial process may allocate in addition to what it has at its start
+_MEMORY_BYTES = 4 << 30
+# Errors that the code itself causes, not the machine
+_MISTAKES = (TypeError, NameError, AttributeError, IndexError, ZeroDivisionError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """The facts that were found about a model.
+
+    `num_embeddings`: the number of ids it embeds, None if the model does not provide it
+    (`get_input_embeddings`).
+    `largest_table`: for such a model, the rows of the largest `torch.nn.Embedding`, None if it has none.
+    `num_logits`: the number of ids its logits cover, None if no forward pass was run.
+    `scalars`: the names of parameters without dimensions.
+    `size`: None if the model was not built.
+    `note`: a text for the user about what could not be tried, empty if there is none.
+    """
+
+    num_embeddings: int | None = None
+    largest_table: int | None = None
+    num_logits: int | None = None
+    scalars: Sequence[str] = ()
+    size: ModelSize | None = None
+    note: str = ""
+
+
+def require_model(
+    job: JobConfig, plan: ResumePlan, vocab_size: int, facts: ModelFacts | None = None
+) -> tuple[str, ...]:
+    """Raises `ConfigError` if no start can use the job's model with its tokenizer.
+
+    That is so if no start can build the model, or if the tokenizer has ids that it does not embed. The
+    tokenizer has `vocab_size` ids. Returns notes. A model that the run's point was made with is not tried
+    again. `facts`: the result of an earlier trial, if there was one.
+    """
+    if not is_to_try(plan):
+        return ()
+    facts = try_model(job) if facts is None else facts
+    require_vocabulary(facts, job, vocab_size)
+    require_rows(facts, job)
+    if facts.size is not None and facts.size.frozen == facts.size.parameters:
+        raise ConfigError(
+            f"the model of {_where(job)} has no trainable parameter: all {facts.size.parameters:,} are "
+            "frozen (requires_grad=False); unfreeze some",
+            code="model.nothing_trainable",
+        )
+    notes = [facts.note] if facts.note else []
+    if facts.largest_table is not None and facts.largest_table < vocab_size:
+        notes.append(
+            f"warning: the largest torch.nn.Embedding of model.factory={job.model.factory} has "
+            f"{facts.largest_table} rows, and the tokenizer {job.data.tokenizer} has {vocab_size} ids: "
+            "unless the model itself maps ids to rows, training fails at the first larger id"
+        )
+    return tuple(notes)
+
+
+def is_to_try(plan: ResumePlan) -> bool:
+    """Whether a start tries the model: the model or its code differs from what the run's point was
+    made with.
+    """
+    return plan.point is None or plan.code_changed or any(
+        d.field.startswith(("model.", "pack.document_attention", "pack.seq_len", "train.parallel"))
+        for d in plan.differences
+    )
+
+
+def try_model(job: JobConfig) -> ModelFacts:
+    """Builds the job's model on the meta device and calls it once with a sample of `pack.seq_len`.
+
+    Raises `ConfigError` if that is impossible, if `model.config` has keys that no model would read, and if no
+    training can use the model (`factory_output.CODE`).
+
+    A model that does not work on the meta device is built on this machine's CPU if it is small. Otherwise it
+    is left to the workers, and `note` reports that. Pretrained weights are not read, but their existence is
+    checked.
+    """
+    use_gpu = job.cluster.use_gpu
+    task: dict[str, Any] = {
+        "device_type": "cuda" if use_gpu else "cpu",
+        "invariant": not job.train.is_fast(use_gpu),
+        # samples of this length have attention within documents; None: attention to the whole sample
+        "within": job.pack.seq_len if job.pack.attends_by_document else None,
+        "seq_len": job.pack.seq_len,
+        "precision": job.train.precision,
+    }
+    # A factory's module is imported again each time, because a notebook user may have fixed it.
+    if job.model.factory is None and "torch" in sys.modules:
+        return _build(job.model, **task)
+    return _build_elsewhere({"model": job.model.model_dump(mode="json"), **task})
+
+
+def require_vocabulary(facts: ModelFacts, job: JobConfig, vocab_size: int) -> None:
+    """Raises `ConfigError` if the tokenizer has more ids than the model embeds, or than its logits cover.
+
+    `vocab_size` is the number of the tokenizer's ids.
+    """
+    if facts.num_embeddings is not None and facts.num_embeddings < vocab_size:
+        raise ConfigError(
+            f"the model of {_where(job)} embeds {facts.num_embeddings} ids, but the tokenizer "
+            f"{job.data.tokenizer} has {vocab_size}; take the model's own tokenizer, or a model of at "
+            f"least {vocab_size} ids",
+            code="model.vocabulary",
+        )
+    if facts.num_logits is not None and facts.num_logits < vocab_size:
+        raise ConfigError(
+            f"the model of {_where(job)} gives logits of {facts.num_logits} ids, but the tokenizer "
+            f"{job.data.tokenizer} has {vocab_size}; take the model's own tokenizer, or a model of at "
+            f"least {vocab_size} ids",
+            code="model.vocabulary",
+        )
+
+
+def _where(job: JobConfig) -> str:
+    model = "model.config" if job.model.pretrained is None else f"model.pretrained={job.model.pretrained}"
+    return model if job.model.factory is None else f"model.factory={job.model.factory}"
+
+
+def require_rows(facts: ModelFacts, job: JobConfig) -> None:
+    """Raises `ConfigError` if the state is to be sharded and a parameter has no rows to divide."""
+    if facts.scalars and job.train.parallel not in ("auto", "replicate"):
+        more = f" and {len(facts.scalars) - 1} more" if len(facts.scalars) > 1 else ""
+        raise ConfigError(
+            f"the model's parameter {facts.scalars[0]}{more} has the shape (), and a sharded state is "
+            "divided by rows, of which it has none; give it the shape (1,), or set train.parallel=replicate",
+            code="model.scalar_parameter",
+        )
+
+
+def _build_elsewhere(task: dict[str, Any]) -> ModelFacts:
+    """Builds the model in another process.
+
+    torch and transformers take 250 MB that a driver does not need.
+    """
+    # it imports what this process can import, and from the current directory, as Ray's workers do
+    places = [*(path for path in sys.path if path), os.getcwd()]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    command = [sys.executable, "-P", "-m", "orchestrator.trainer.dry_run.model_dry_run"]
+    given = json.dumps(task)
+    try:
+        ended = subprocess.run(  # noqa: S603  this Python, and a module of ours
+            command,
+            input=given,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            check=True,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"the model was not built on the meta device within {_LIMIT_S:.0f} s; correct model.factory",
+            code="model.trial_timeout",
+        ) from error
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(
+            f"the process that tries the model ended with {error.returncode}:\n{error.stderr[-2000:]}",
+            code="model.trial_died",
+        ) from error
+    answer = json.loads(ended.stdout.splitlines()[-1])
+    if "refused" in answer:
+        raise ConfigError(answer["refused"], code=answer["code"])
+    size = answer["size"] and ModelSize(**answer["size"])
+    return ModelFacts(**answer | {"scalars": tuple(answer["scalars"]), "size": size})
+
+
+def _build(
+    config: ModelConfig,
+    device_type: str,
+    invariant: bool,
+    within: int | None = None,
+    seq_len: int = 1,
+    precision: str = "float32",
+) -> ModelFacts:
+    import torch
+
+    from orchestrator.trainer.dry_run.small_copy import small_copies
+    from orchestrator.trainer.model import build_model as models
+    from orchestrator.trainer.model.document_attention import require_document_attention
+    from orchestrator.trainer.model.factory_output import Forward, try_forward
+    from orchestrator.trainer.model.text_config import without_cache
+    from orchestrator.trainer.weights.initial import require_fit
+    from orchestrator.trainer.weights.transformers_model import shape_only, transformers_settings
+
+    model: Any = None
+    with torch.random.fork_rng(devices=[]):
+        if config.factory is None:
+            with torch.device("meta"):
+                settings, attention = transformers_settings(config, device_type, invariant)
+                if config.config is not None:
+                    dtype = str(models.weights_dtype(precision)).removeprefix("torch.")
+                    require_known_keys(config.config, settings, dtype)
+                model = shape_only(config, settings, attention)
+                without_cache(model)
+        else:
+            model, note = _from_factory(config, precision)
+            if model is None:
+                return ModelFacts(note=note)
+        if within is not None:
+            require_document_attention(model)
+        if config.init_from is not None:
+            with torch.device("meta"):
+                require_fit(config, model)
+        if config.factory is None:
+            _require_export(config, model)
+        size = _size(model)
+        forward = Forward()
+        if size.frozen < size.parameters:
+            table = _num_embeddings(model) or _largest_table(model) or size.vocab
+            is_small = max(size.parameters, seq_len * table) * 4 <= _SMALL_BYTES
+
+            def on_cpu() -> Any:
+                if not is_small:
+                    return None
+                return models.bare_model(config, precision, 0, torch.device("cpu"))
+
+            forward = try_forward(model, _name(config), seq_len, within is not None, on_cpu)
+            copies = small_copies(settings, attention, seq_len) if config.factory is None else ()
+            if not _require_attention(chain(copies, _built(on_cpu)), model, config, within, seq_len):
+                note = f"{_name(config)}: whether its logits depend on later tokens was not tried"
+                forward = replace(forward, note="; ".join(filter(None, (forward.note, note))))
+    known = _num_embeddings(model)
+    return ModelFacts(
+        num_embeddings=known,
+        largest_table=None if known or config.factory is None else _largest_table(model),
+        num_logits=forward.vocab,
+        scalars=_scalars(model),
+        size=size,
+        note=forward.note,
+    )
+
+
+def _built(on_cpu: Callable[[], Any]) -> Iterator[Any]:
+    """Yields the job's own model, if it is small enough to be built here."""
+    from orchestrator.trainer.dry_run.small_copy import draw_weights
+
+    with suppress(Exception):  # `try_forward` has reported its errors
+        if (model := on_cpu()) is not None:
+            draw_weights(model.float())
+            yield model
+
+
+def _require_attention(
+    models: Iterable[Any], model: Any, config: ModelConfig, within: int | None, seq_len: int
+) -> bool:
+    """See `attention_trial`. Also raises `ConfigError` if documents need a trial and none is possible."""
+    from orchestrator.trainer.dry_run.attention_dry_run import require_attention
+    from orchestrator.trainer.model.document_attention import has_windows, not_by_document, takes_document_ids
+
+    if require_attention(models, _name(config), seq_len, within is not None):
+        return True
+    if within is not None and not takes_document_ids(model) and has_windows(model, within):
+        raise not_by_document(f"{_name(config)} has windows or chunks, and no small copy of it can be tried")
+    return False
+
+
+def _require_export(config: ModelConfig, model: Any) -> None:
+    """Raises `ConfigError` if the trained model could not be exported."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from orchestrator.trainer.weights.saved_form import SavedForm, shapes_of
+
+    if (settings := type(model.config)) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{_name(config)} can be trained, but AutoModelForCausalLM of the installed transformers does not"
+            f" open what would be exported: it has no model for {settings.__name__}; take another model or "
+            "version",
+            code="model.export",
+        )
+    try:
+        SavedForm(config, shapes_of(model), None, {"bos_token_id": None, "eos_token_id": None})
+    except StorageError:
+        raise
+    except Exception as error:  # transformers has no common base class for its errors
+        raise ConfigError(
+            f"{_name(config)} can be trained, but not exported: {type(error).__name__}: {error}; the "
+            "installed transformers has no form of it in files: take another model or version",
+            code="model.export",
+        ) from error
+
+
+def _from_factory(config: ModelConfig, precision: str) -> tuple[Any, str]:
+    """Builds the factory's model without its weights, or with them if it needs values.
+
+    Returns None and a note with the reason if it cannot be built here.
+    """
+    import torch
+
+    from orchestrator.trainer.model import build_model as models
+    from orchestrator.trainer.model.factory_output import is_of_this_machine, refused, require_state
+
+    name, function = _name(config), models.find_factory(config)
+    try:
+        with torch.device("meta"):
+            made = function(**config.factory_args)
+    except Exception as error:  # noqa: BLE001  it may work on a real device
+        reason = f"{type(error).__name__}: {error}"
+        try:
+            made = function(**config.factory_args)
+        except Exception as again:
+            if isinstance(again, _MISTAKES) and not is_of_this_machine(again):
+                raise refused(f"{name} raises {type(again).__name__}: {again}; correct it") from again
+            return None, (
+                f"{name} does not work on torch's meta device ({reason}), nor on this machine's CPU "
+                f"({type(again).__name__}: {again}): whether it gives a model shows when the workers call it"
+            )
+    model = models.made_by_factory(config, made)
+    models.cast_state(model, models.weights_dtype(precision))
+    require_state(model, name)
+    return model, ""
+
+
+def _name(config: ModelConfig) -> str:
+    """Returns the model's configuration field, for messages."""
+    for field in ("factory", "pretrained"):
+        if (value := getattr(config, field)) is not None:
+            return f"model.{field}={value}"
+    return f"model.config of type {(config.config or {}).get('model_type')}"
+
+
+def _largest_table(model: Any) -> int | None:
+    from torch import nn
+
+    return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=None)
+
+
+def _scalars(model: Any) -> tuple[str, ...]:
+    return tuple(name for name, parameter in model.named_parameters() if not parameter.dim())
+
+
+def _size(model: Any) -> ModelSize:
+    """Returns the model's size, with the blocks that are gathered one after the other.
+
+    The width of the blocks and the number of logits are 0 if the model does not provide them.
+    """
+    from orchestrator.trainer.model.text_config import text_config
+    from orchestrator.trainer.state.sharded_model import blocks_of
+
+    scalars = _scalars(model)
+    blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(model)]
+    parameters = list(model.parameters())
+    num = sum(p.numel() for p in parameters)
+    hidden, head = getattr(text_config(model), "hidden_size", 0), None
+    with suppress(NotImplementedError, AttributeError):
+        head = model.get_output_embeddings()
+    return ModelSize(
+        parameters=num,
+        frozen=sum(p.numel() for p in parameters if not p.requires_grad),
+        block=max(blocks, default=0),
+        rest=num - sum(blocks),
+        num_blocks=len(blocks),
+        hidden=hidden if isinstance(hidden, int) else 0,
+        vocab=0 if head is None else head.weight.shape[0],
+        scalar=scalars[0] if scalars else "",
+    )
+
+
+def _num_embeddings(model: Any) -> int | None:
+    try:
+        found = model.get_input_embeddings().num_embeddings
+    except (NotImplementedError, AttributeError):
+        return None
+    return found if isinstance(found, int) else None
+
+
+def _main() -> None:
+    """Runs the trial process: reads a task from stdin, and prints the facts or the refusal as the
+    last line.
+    """
+    given = json.load(sys.stdin)
+    try:
+        config = ModelConfig.model_validate_json(json.dumps(given.pop("model")))
+        with paused_gc():
+            import torch  # its own memory does not count
+
+            torch.set_num_threads(1)  # each thread would take memory for its stack
+            _limit_memory()
+            answer = asdict(_build(config, **given))
+    except OrchestratorError as error:
+        answer = {"refused": str(error), "code": error.code}
+    sys.stdout.write("\n" + json.dumps(answer) + "\n")
+
+
+def _limit_memory() -> None:
+    """Limits the memory of this process: larger allocations fail with a Python error.
+
+    Has no effect if the system does not report the current usage.
+    """
+    with suppress(OSError, ValueError, StopIteration):
+        with open("/proc/self/status") as status:
+            used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY_BYTES, hard))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,1 @@
+"""Gradients of a global batch: invariant, DDP and sharded."""

@@ -1,0 +1,190 @@
+"""Converts the tensors of a state to a point's files and back.
+
+A rank saves the part that its group's layout assigns to it. It loads the rows that it holds, from a point of
+any layout and any format. This module uses no collectives and no pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from orchestrator.checkpoint.files.manifest import Manifest, Name, PartDamage, damaged
+from orchestrator.checkpoint.files.part_file import PartRows, part_sum
+from orchestrator.checkpoint.files.pieces import Target
+from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, Wanted
+from orchestrator.checkpoint.writer.part_writer import Placed
+from orchestrator.errors import ResumePointError
+from orchestrator.planning.state.state_layout import Layout, written_rows
+from orchestrator.planning.state.weights_sum import weights_sum
+from orchestrator.records.points import SavedTensor
+from orchestrator.storage.files import Storage
+from orchestrator.trainer.loading.items import MODEL, Item, tensor_bytes
+
+
+class StateFiles(Protocol):
+    """The storage of points, for example `checkpoint.points.checkpoint_reader.CommittedFiles`."""
+
+    @property
+    def storage(self) -> Storage:
+        """The run's storage, from which points are read."""
+
+    @property
+    def parts(self) -> Storage:
+        """The storage that this rank's parts are written to: the run's, or a folder of this node."""
+
+    @property
+    def placed(self) -> Placed | None:
+        """The callback after a part is written to a folder of this node."""
+
+    def manifest(self, point: str) -> Manifest:
+        """Returns the tensors of a committed point, as listed in its COMMIT.
+
+        Raises `ResumePointError` if the point is damaged, `StorageError` if that cannot be determined.
+        """
+
+
+# ---------------------------------------------------------------------------------------------------- saving
+def saved_tensors(items: Iterable[Item]) -> tuple[SavedTensor, ...]:
+    """The tensors of the whole state, as listed in rank 0's vote."""
+    return tuple(
+        SavedTensor(
+            group=item.group,
+            name=item.name,
+            dtype=dtype_name(item.tensor),
+            shape=item.whole.shape,
+            sharded=item.whole.sharded,
+        )
+        for item in items
+    )
+
+
+def rows_of(item: Item, rows: range) -> PartRows:
+    """Returns rows of the whole tensor, which this member holds, in the form of a part."""
+    tensor = item.tensor
+    if item.whole.shape:
+        tensor = tensor[rows.start - item.first_row : rows.stop - item.first_row]
+    return PartRows(tensor=item.whole, dtype=dtype_name(item.tensor), rows=rows, data=tensor_bytes(tensor))
+
+
+# ---------------------------------------------------------------------------------------------------- digests
+def digest_of(items: Iterable[Item]) -> str:
+    """Returns the `weights_digest` of a point of this state, independent of the layout that saves it.
+
+    `items` must hold every tensor whole.
+    """
+    return weights_sum(sum_of(item) for item in items if item.group == MODEL)
+
+
+def share_sum(items: Sequence[Item], layout: Layout, rank: int) -> int:
+    """Returns the sum over the model rows that this rank would write.
+
+    The sums of all ranks add up to the sum of the whole model (`weights_sum`).
+    """
+    written = written_rows([item.whole for item in items], layout, rank)
+    shares = [rows_of(item, rows) for item, rows in zip(items, written, strict=True) if rows]
+    return sum(part_sum(share) for share in shares if share.tensor.group == MODEL)
+
+
+def sum_of(item: Item) -> int:
+    """Returns the sum of the rows of a tensor that this member holds (`planning.state.weights_sum`)."""
+    return part_sum(rows_of(item, _held(item)))
+
+
+# ---------------------------------------------------------------------------------------------------- loading
+def load(items: Sequence[Item], point: str, files: StateFiles) -> None:
+    """Fills `items` with their rows of a point of any layout and verifies every byte against its digest.
+
+    The caller must call `TrainState.filled` afterwards. Besides the state this takes the memory of a
+    `PointReader`'s buffers (pinned if tensors are on a GPU). Raises `ResumePointError` naming the damaged
+    file, or the tensors that only the model or only the point has. After an error the items may hold
+    anything, and the state is blank.
+    """
+    fill_items(point_reader(items, point, files), point, items)
+
+
+def point_reader(items: Sequence[Item], point: str, files: StateFiles) -> PointReader:
+    """Opens a reader for a point whose tensors match the names and forms of `items`.
+
+    Raises `ResumePointError` naming the tensors that do not match.
+    """
+    manifest = files.manifest(point)
+    _check_form(manifest, items)
+    pinned = any(item.tensor.is_cuda for item in items)
+    return PointReader(files.storage, manifest, lambda num_bytes: _buffer(num_bytes, pinned))
+
+
+def fill_items(reader: PointReader, point: str, items: Sequence[Item]) -> None:
+    """Like `load`, but without comparing names and forms, which the caller has done before."""
+    try:
+        reader.read(wanted_of(items))
+    except PartDamage as error:
+        raise damaged(point, error) from error
+
+
+def wanted_of(items: Sequence[Item]) -> dict[Name, Wanted]:
+    """Returns the rows of items, with the items themselves as targets."""
+    return {(item.group, item.name): Wanted(rows=_held(item), target=_target(item.tensor)) for item in items}
+
+
+def _held(item: Item) -> range:
+    num_rows = len(item.tensor) if item.whole.shape else 1
+    return range(item.first_row, item.first_row + num_rows)
+
+
+def _target(tensor: Tensor) -> Target:
+    flat = _flat(tensor)
+    return _Device(flat) if flat.device.type != "cpu" else BytesTarget(flat.numpy().data)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Returns the same memory as bytes."""
+    assert tensor.is_contiguous(), f"a tensor of shape {tuple(tensor.shape)} does not lie in one piece"
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _buffer(num_bytes: int, pinned: bool) -> memoryview:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy().data
+
+
+class _Device:
+    """See `Target`: bytes of a tensor on another device."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat
+
+    def view(self, start: int, num_bytes: int) -> memoryview | None:
+        """Returns None: bytes cannot be read directly into this memory."""
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Copies `data` to the device and waits for the copy, so that `data` can be overwritten."""
+        self._flat[start : start + len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+
+def _check_form(manifest: Manifest, items: Sequence[Item]) -> None:
+    point = manifest.point
+    saved = {f"{group}/{name}": tensor for (group, name), tensor in manifest.tensors.items()}
+    state = {f"{item.group}/{item.name}": item for item in items}
+    missing, unknown = sorted(set(state) - set(saved)), sorted(set(saved) - set(state))
+    if missing or unknown:
+        raise ResumePointError(
+            f"resume point {point} has other tensors than the model of this job: only the model has "
+            f"{missing[:5]}, only the point has {unknown[:5]}; use the model that the point was made with",
+            code="point.other_model",
+        )
+    for name, tensor in saved.items():
+        theirs, ours = (tensor.dtype, tensor.shape), (dtype_name(state[name].tensor), state[name].whole.shape)
+        if theirs != ours:
+            raise ResumePointError(
+                f"resume point {point} has {name} as {theirs}, the model of this job as {ours}; "
+                "use the model that the point was made with",
+                code="point.other_model",
+            )
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Torch's name of a tensor's dtype."""
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Builds the model and its loss, and checks what a factory returns."""

@@ -1,0 +1,1 @@
+"""Saves the state of a rank while training continues."""

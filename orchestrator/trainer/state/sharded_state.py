@@ -1,0 +1,234 @@
+"""The training state of one member of a sharded group: its rows of weights and moments, across generations.
+
+FSDP2's model is made for a generation and ends with it. AdamW uses plain tensors that share memory with
+FSDP2's shards, and these persist.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.errors import ConfigError
+from orchestrator.planning.state.state_layout import Layout, held_rows, layout_of
+from orchestrator.trainer.loading.items import MODEL, Item, own_tensors, whole_item
+from orchestrator.trainer.model.build_model import bare_model, first_model
+from orchestrator.trainer.state.lazy_init import DeferredModel, defer
+from orchestrator.trainer.state.sharded_model import Wrapping, blocks_of, local_rows, shard_model, skeleton_of
+from orchestrator.trainer.state.train_state import OwnRows, TrainState
+from orchestrator.trainer.weights.initial import fill_rows
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from orchestrator.config.train_sections import ModelConfig, TrainConfig
+    from orchestrator.trainer.comm.group import Group
+
+_CPU = torch.device("cpu")
+
+
+class ShardedState(TrainState):
+    """A `TrainState` of which each member holds the rows that `layout` assigns to its rank.
+
+    It is blank until its first generation is formed and its items are written. Before that it has no items.
+    `model` is FSDP2's within a generation, else a skeleton without weights. `num_shards` as in `layout_of`.
+    """
+
+    sharded = True
+
+    def __init__(
+        self, model: ModelConfig, train: TrainConfig, device: torch.device, num_shards: int | None
+    ) -> None:
+        self._begin_blank()
+        self._config, self._train, self._device, self._num_shards = model, train, device, num_shards
+        self._how = Wrapping(
+            bf16=train.precision == "bf16",
+            compiled=train.compile == "blocks",
+            recomputed=train.activation_checkpointing == "blocks",
+        )
+        self._later: DeferredModel | None = self._defer()
+        self._skeleton = skeleton_of(copy.deepcopy(self._later.model) if self._later else self._bare())
+        if (self._how.compiled or self._how.recomputed) and not blocks_of(self._skeleton):
+            raise ConfigError(
+                f"train.compile={train.compile} and train.activation_checkpointing="
+                f"{train.activation_checkpointing}, but the model has no blocks: no torch.nn.ModuleList "
+                "whose modules share no weight with others; set both to none",
+                code="model.no_blocks",
+            )
+        self._names = list(_own_tensors(self._skeleton))
+        self.model = self._skeleton
+        self._mesh: DeviceMesh | None = None
+        self._rows = OwnRows((), train, device)
+        self._before: tuple[Layout, int, OwnRows] | None = None
+        self._group: Group | None = None
+        self._untouched = False
+
+    # ------------------------------------------------------------------------------------------- generations
+    def layout_on(self, world_size: int) -> Layout:
+        """See `TrainState`."""
+        return layout_of(world_size, self._num_shards)
+
+    def form(self, group: Group) -> None:
+        """See `TrainState`: the new tensors are always blank."""
+        gc.collect()  # FSDP2's modules of the previous generation reference each other and their rows
+        self._before = None if self.key is None else (self._layout, self._rank, self._rows)
+        view, self._group = group.view, group
+        layout = self.layout_on(view.world_size)
+        self._mesh = group.mesh(layout, self._device)
+        self.model = shard_model(self._skeleton, self._mesh, self._device, self._how)
+        self._layout, self._rank = layout, view.rank
+        self._rows = OwnRows(self._model_items(), self._train, self._device)
+        self._untouched = False
+
+    def before(self) -> tuple[Layout, int, list[Item]] | None:
+        """Between `form` and `formed`: the previous layout and rank, and the items with their values.
+
+        None if this member held nothing.
+        """
+        if self._before is None:
+            return None
+        layout, rank, rows = self._before
+        return layout, rank, rows.items()
+
+    def formed(self) -> None:
+        """See `TrainState`."""
+        super().formed()
+        self._before = None
+
+    def leave(self) -> None:
+        """See `TrainState`. The gradients of a prepared step stay, too.
+
+        Before `formed`, the previous tensors become the state again.
+        """
+        self.model, self._mesh = self._skeleton, None
+        if self._before is not None:
+            (self._layout, self._rank, self._rows), self._before = self._before, None
+        if self._group is not None:
+            # An exception that passes through FSDP2's frames keeps the groups alive. Their connections then
+            # stay open, and other members may be waiting on them.
+            self._group.call_off()
+            self._group = None
+        gc.collect()
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of the generation, with the dimensions "replicate" (for HSDP) and "shard"."""
+        assert self._mesh is not None, "there is a mesh within a generation"
+        return self._mesh
+
+    def _model_items(self) -> list[Item]:
+        held: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        items = []
+        for name in self._names:
+            if name in buffers:
+                items.append(whole_item(MODEL, name, buffers[name], sharded=False))
+                continue
+            parameter = held[name]
+            whole = whole_item(MODEL, name, parameter, sharded=True).whole
+            own = held_rows(whole, self._layout.num_shards, self._layout.shard_of(self._rank))
+            rows = nn.Parameter(local_rows(parameter), requires_grad=parameter.requires_grad)
+            assert rows.shape[0] == len(own), f"FSDP2 holds {rows.shape[0]} rows of {name}, not {own}"
+            items.append(Item(whole=whole, tensor=rows, first_row=own.start))
+        return items
+
+    # ------------------------------------------------------------------------------------------------- steps
+    def take_gradients(self) -> None:
+        """Moves FSDP2's reduced gradients to this member's rows; zero for unused parameters."""
+        held: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, item in self._rows.trained.items():
+            parameter, rows = held[name], item.tensor
+            assert local_rows(parameter).data_ptr() == rows.data_ptr(), (
+                f"FSDP2 has other memory for {name} than AdamW"
+            )
+            reduced = parameter.grad
+            rows.grad = torch.zeros_like(rows) if reduced is None else local_rows(reduced)
+            parameter.grad = None
+
+    def own_gradients(self) -> list[Tensor]:
+        """Returns the gradients of this member's rows, after `take_gradients`."""
+        gradients = [item.tensor.grad for item in self._rows.trained.values()]
+        return [gradient for gradient in gradients if gradient is not None]
+
+    def forget_gradients(self) -> None:
+        """Clears all gradients."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        for item in self._rows.trained.values():
+            item.tensor.grad = None
+
+    def _replaced(self) -> list[str]:
+        """Checks buffers only, because FSDP2 itself replaces parameters.
+
+        Returns nothing after the generation, when a prepared step is applied.
+        """
+        if self._mesh is None:
+            return []
+        now = dict(self.model.named_buffers(remove_duplicate=False))
+        return [name for name, tensor in self._rows.buffers.items() if now.get(name) is not tensor]
+
+    # ----------------------------------------------------------------------------------------- first weights
+    def initialise(self) -> None:
+        """See `TrainState`. A weight of which this member has no row is not made.
+
+        Each weight briefly takes the memory of the whole tensor. Each member reads only its own rows of
+        `model.pretrained` and `model.init_from`. Weights that `fill_rows` cannot read in this way, and a
+        factory that `defer` does not support, are first built whole in the machine's memory.
+        """
+        if self._untouched:
+            return
+        self.writable()
+        weights = [item for item in self.items() if item.group == MODEL]
+        for item in self.items():
+            if item.group != MODEL:
+                item.tensor.zero_()
+        from_files = self._config.pretrained is not None or self._config.init_from is not None
+        if not (from_files and fill_rows(self._config, self._skeleton, weights)):
+            values = self._first_values()
+            for item in weights:
+                rows = item.tensor
+                if rows.numel():
+                    whole = values(item.name)
+                    mine = whole[item.first_row : item.first_row + len(rows)] if item.whole.sharded else whole
+                    rows.copy_(mine)
+        self.filled()
+        self._untouched = True
+
+    def filled(self) -> None:
+        """See `TrainState`."""
+        super().filled()
+        self._later = None
+
+    def _first_values(self) -> Callable[[str], Tensor]:
+        """Returns a function that maps a tensor's name to its whole initial value."""
+        if self._config.pretrained is None and self._config.init_from is None:
+            later = self._later or self._defer()
+            if later is not None:
+                noted = _own_tensors(later.model)
+                return lambda name: later.make(noted[name])
+        train = self._train
+        whole = _own_tensors(first_model(self._config, train.precision, train.seed, _CPU, invariant=False))
+        return lambda name: whole[name].detach()
+
+    def _bare(self) -> nn.Module:
+        return bare_model(self._config, self._train.precision, self._train.seed, _CPU)
+
+    def _defer(self) -> DeferredModel | None:
+        """Returns None for a model whose weights cannot be made one by one.
+
+        This includes a model that fails while its weights are deferred (`parameter.data = …`). An error of
+        the model's own is raised again when it is built whole.
+        """
+        try:
+            return defer(self._bare)
+        except Exception:  # noqa: BLE001  user code receives tensors without values
+            return None
+
+
+def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict(own_tensors(model.state_dict(keep_vars=True)))

@@ -1,0 +1,204 @@
+"""Agrees on the state at the start of a generation (membership rules 1 to 5, 19).
+
+It decides which members keep their own state, which receive rows from others, and which load a point. The
+view defines the members and the parent state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from orchestrator.errors import TrainingError
+from orchestrator.faults import Hook
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import GenerationView
+from orchestrator.records.steps import StateKey
+from orchestrator.trainer.comm.group import GenerationEnded, Group, collective
+from orchestrator.trainer.comm.reshard import DigestError, Resharding, tensor_as_bytes
+from orchestrator.trainer.loading.loading import StateFiles
+from orchestrator.trainer.loading.shared_loading import Loading, load_together
+from orchestrator.trainer.state.train_state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A step whose every collective but the summary succeeded, with its whole gradient in `.grad`.
+
+    `key` is that of the resulting state. `num_targets` counts the target tokens of the whole step.
+    """
+
+    key: StateKey
+    cursor: Cursor
+    lr: float
+    num_targets: int
+
+
+def apply_prepared(state: TrainState, prepared: Prepared) -> None:
+    """Applies the step: afterwards `state` is the one that `prepared` names."""
+    state.apply(prepared.lr, prepared.num_targets)
+    state.key, state.cursor = prepared.key, prepared.cursor
+
+
+def settle(state: TrainState, view: GenerationView, prepared: Prepared | None) -> bool:
+    """Whether this member holds the parent's state without receiving data.
+
+    If needed, it applies its prepared step, or takes the rows that it had received when the previous
+    generation ended. Needs no collective, because the view was made after it was decided that these belong to
+    the history.
+    """
+    state.take_received(view.parent)
+    if prepared is not None and prepared.key == view.parent:
+        apply_prepared(state, prepared)
+    holds = view.parent is not None and state.key == view.parent
+    if holds and view.cursor is not None and state.cursor != view.cursor:
+        raise TrainingError(
+            f"this rank has the state {view.parent} at {state.cursor}, but generation {view.generation} "
+            f"continues it at {view.cursor}; start again from the newest resume point",
+            code="training.cursors_differ",
+        )
+    return holds
+
+
+class Copies(Protocol):
+    """Shards of older states that this member keeps in memory besides the one it trains."""
+
+    def copy_of(self, key: StateKey, shard: int) -> Sequence[Tensor]:
+        """Returns the bytes of each tensor of a shard that this member has listed as held."""
+
+
+def agree(
+    group: Group,
+    state: TrainState,
+    config_digest: str,
+    prepared: Prepared | None,
+    files: StateFiles,
+    faults: Hook,
+    warm: bool,
+    copies: Copies | None = None,
+    loading: Loading = lambda done_bytes, num_bytes: None,
+) -> bool:
+    """Gives all members their rows of the parent's state, under this generation's key.
+
+    The key is (attempt, generation, label).
+
+    `warm`: this member has done a step before. Returns whether all members have. `copies`: the memory points
+    of this member, if it keeps any. `loading` as in `load_together`.
+
+    Raises `GenerationEnded` if a collective fails or a copy differs from its source. The member then keeps
+    its previous key and tensors, or is blank if it was about to receive into these tensors. Raises
+    `ResumePointError` if the point is damaged and `StorageError` if it cannot be read, on every rank,
+    whichever rank found it.
+    """
+    view = group.view
+    holds = settle(state, view, prepared)
+    num_shards = state.layout_on(view.world_size).num_shards
+    rows = group.compare(config_digest, num_shards, [int(holds), int(holds and state.committed)])
+    state.form(group)
+    if view.source_rank is not None:
+        _check_holders(view, [bool(row[0]) for row in rows])
+        committed = any(row[1] for row in rows)
+        _receive(group, state, holds, copies, faults)
+    else:
+        committed = view.point is not None
+        # a member that holds a shard here holds one of a state that cannot be put together
+        needy = [rank for rank, row in enumerate(rows) if state.sharded or not row[0]]
+        _from_storage(group, state, needy, files, faults, loading)
+    key = StateKey(attempt=view.attempt, generation=view.generation, step=view.step)
+    cursor = state.cursor if view.cursor is None else view.cursor
+    # A member that fails before this point still has its old key, or none, and learns from the next view what
+    # to do. As with a step's summary, other members may get past this point and drop what they had.
+    state.received(key, cursor, committed)
+    warms = group.gather([int(warm)], "agreeing on the state")
+    faults("state_agreed", view.step, view.rank)
+    state.formed()
+    state.key, state.cursor, state.committed = key, cursor, committed
+    return all(row[0] for row in warms)
+
+
+def own_shard(view: GenerationView) -> int | None:
+    """Returns the shard of the parent that this member trains, or None."""
+    for shard, sources in enumerate(view.sources):
+        if any(s.rank == view.rank and s.source.is_own for s in sources):
+            return shard
+    return None
+
+
+def _check_holders(view: GenerationView, holds: Sequence[bool]) -> None:
+    """Checks that the members hold what the view expects of them."""
+    live = {s.rank for of_one in view.sources for s in of_one if s.source.is_own}
+    for rank, found in enumerate(holds):
+        if found != (rank in live):
+            raise GenerationEnded(
+                f"rank {rank} should {'' if rank in live else 'not '}hold {view.parent}, but does"
+                f"{'' if found else ' not'}"
+            )
+
+
+def _from_storage(
+    group: Group,
+    state: TrainState,
+    needy: Sequence[int],
+    files: StateFiles,
+    faults: Hook,
+    loading: Loading,
+) -> None:
+    view = group.view
+    blank = view.rank in needy
+    if blank:
+        state.key = None
+        state.writable()
+    if view.point is not None:
+        half = _half(view, faults)
+        load_together(group, state.items(), state.layout, needy, view.point, files, half, loading)
+        if blank:
+            state.filled()
+    elif blank:
+        state.initialise()
+        # the old one is of a member that trained before and lost its part of the state
+        state.cursor = Cursor()
+
+
+def _half(view: GenerationView, faults: Hook) -> Callable[[bool], None]:
+    def half(gives: bool) -> None:
+        faults("state_half_sent" if gives else "state_half_received", view.step, view.rank)
+
+    return half
+
+
+def _receive(group: Group, state: TrainState, holds: bool, copies: Copies | None, faults: Hook) -> None:
+    """Moves rows of the parent's state from the members that hold them to those that need them."""
+    view = group.view
+    state.writable()
+    live, before = own_shard(view), state.before()
+    if not (holds or state.sharded):
+        state.key = None  # blank from the first byte until the digests have been compared
+
+    def old(shard: int) -> Sequence[Tensor]:
+        if shard == live:
+            assert before is not None, f"rank {view.rank} trains {view.parent}"
+            return [tensor_as_bytes(item.tensor) for item in before[2]]
+        assert copies is not None, f"rank {view.rank} keeps {view.parent}"
+        assert view.parent is not None, "who gives, gives a state"
+        return copies.copy_of(view.parent, shard)
+
+    items = state.items()
+    moving = Resharding(
+        tensors=[item.whole for item in items],
+        holders=[sorted({source.rank for source in sources}) for sources in view.sources],
+        layout=state.layout,
+        rank=view.rank,
+        half=_half(view, faults),
+    )
+    new = [tensor_as_bytes(item.tensor) for item in items]
+    faults("resharding", view.step, view.rank)
+    try:
+        with collective("moving the state"):
+            moving.carry_out(group, old, new)
+    except DigestError as error:
+        raise GenerationEnded(str(error)) from error
+    if not holds or state.sharded:
+        state.filled()

@@ -1,0 +1,322 @@
+"""The training state of one member: weights, optimizer, step, cursor, and the key that identifies the state.
+
+One list of items serves both copying to blank members and saving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from blake3 import blake3
+from torch import nn
+
+from orchestrator.errors import TrainingError
+from orchestrator.planning.state.state_layout import Layout
+from orchestrator.records.cursor import Cursor
+from orchestrator.records.membership import HeldShard, Source
+from orchestrator.records.steps import StateKey
+from orchestrator.trainer.loading.items import (
+    MODEL,
+    OPTIMIZER,
+    STEPS,
+    Item,
+    own_tensors,
+    tensor_bytes,
+    whole_item,
+)
+from orchestrator.trainer.model.build_model import build_model, first_model
+
+if TYPE_CHECKING:
+    from orchestrator.config.train_sections import ModelConfig, TrainConfig
+    from orchestrator.trainer.comm.group import Group
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Received:
+    """A state that this member had received when a generation ended.
+
+    It is whole, but this member did not know whether all members had theirs.
+    """
+
+    key: StateKey
+    cursor: Cursor
+    committed: bool
+    layout: Layout
+    rank: int
+    rows: OwnRows
+
+    @property
+    def holding(self) -> HeldShard:
+        shard, num = self.layout.shard_of(self.rank), self.layout.num_shards
+        return HeldShard(
+            key=self.key, shard=shard, num_shards=num, source=Source.RECEIVED, cursor=self.cursor
+        )
+
+
+def _at_once() -> None:
+    """Returns at once: nothing copies the state in the background."""
+
+
+class OwnRows:
+    """The rows that one member holds of every tensor of a state, AdamW over them, and its step count.
+
+    Weight decay applies to tensors of two and more dimensions, as is usual (not to biases and norms). AdamW
+    works element by element, so that rows of a tensor get the same bits as in the whole tensor.
+    """
+
+    def __init__(self, items: Sequence[Item], train: TrainConfig, device: torch.device) -> None:
+        """`items` are of the group MODEL. Those whose tensor is an `nn.Parameter` that requires a gradient
+        are trained.
+        """
+        self._model = list(items)
+        self.trained = {
+            item.name: item
+            for item in items
+            if isinstance(item.tensor, nn.Parameter) and item.tensor.requires_grad
+        }
+        self.buffers = {item.name: item.tensor for item in items if not isinstance(item.tensor, nn.Parameter)}
+        tensors = [item.tensor for item in self.trained.values()]
+        self._steps = torch.zeros((), dtype=torch.int64)
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": [t for t in tensors if t.ndim >= 2], "weight_decay": train.weight_decay},
+                {"params": [t for t in tensors if t.ndim < 2], "weight_decay": 0.0},
+            ],
+            lr=train.lr,
+            betas=(train.betas[0], train.betas[1]),
+            eps=train.eps,
+            fused=True,
+        )
+        # created here rather than at the first step, so that a state always has the same items
+        for tensor in tensors:
+            self._optimizer.state[tensor] = {
+                "step": torch.zeros((), dtype=torch.float32, device=device),
+                **{
+                    moment: torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+                    for moment in _MOMENTS
+                },
+            }
+        self.note_buffers()
+
+    @property
+    def optimizer_steps(self) -> int:
+        """The number of AdamW's steps."""
+        return int(self._steps)
+
+    def items(self) -> list[Item]:
+        """Returns all items, in an order that is the same for every member."""
+        items = [replace(item, tensor=item.tensor.detach()) for item in self._model]
+        items.append(whole_item(OPTIMIZER, STEPS, self._steps, sharded=False))
+        for name, item in self.trained.items():
+            of_one = self._optimizer.state[item.tensor]
+            for moment in _MOMENTS:
+                whole = replace(item.whole, group=OPTIMIZER, name=f"{moment}.{name}")
+                items.append(replace(item, whole=whole, tensor=of_one[moment]))
+        return items
+
+    def note_buffers(self) -> None:
+        """Records the buffers' current versions, which `changed_buffers` compares with."""
+        self._versions = {name: t._version for name, t in self.buffers.items()}
+
+    def changed_buffers(self) -> list[str]:
+        """Returns the names of the buffers that were written to since `note_buffers`."""
+        return [name for name, t in self.buffers.items() if t._version != self._versions[name]]
+
+    def filled(self) -> None:
+        """Must be called after the items were written: sets the optimizer's own counts from them."""
+        for item in self.trained.values():
+            self._optimizer.state[item.tensor]["step"].fill_(float(self._steps))
+        self.note_buffers()
+
+    def step(self, lr: float) -> None:
+        """Runs one step of AdamW with the gradients in `.grad`."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._steps += 1
+
+
+class TrainState:
+    """Model, AdamW and their position in the run. Every member holds all of it (`replicate`).
+
+    `key` is None while the member is blank: its contents must then not be used or sent. `committed`: a
+    committed resume point holds this very state. Code that writes to the items must call `writable` before;
+    `apply` and `initialise` do.
+    """
+
+    sharded = False  # whether members hold different rows
+
+    def __init__(self, model: ModelConfig, train: TrainConfig, device: torch.device, invariant: bool) -> None:
+        self._begin_blank()
+        self._first = partial(first_model, model, train.precision, train.seed, device, invariant)
+        self.model: nn.Module = build_model(model, train.precision, train.seed, device, invariant)
+        # holds the initial weights; those of another folder are read only by a member that needs them
+        self._untouched = model.init_from is None
+        self._held = dict(self.model.state_dict(keep_vars=True))  # the tensors themselves, under all names
+        items = []
+        for name, tensor in own_tensors(self._held):
+            tensor.data = tensor.data.contiguous()
+            items.append(whole_item(MODEL, name, tensor, sharded=isinstance(tensor, nn.Parameter)))
+        self._rows = OwnRows(items, train, device)
+
+    def _begin_blank(self) -> None:
+        # Returns when the tensors may be written to. Code that copies them in the background replaces it.
+        self.writable: Callable[[], None] = _at_once
+        self.key: StateKey | None = None
+        self.cursor = Cursor()
+        self.committed = False
+        self._layout, self._rank = Layout(num_shards=1, num_replicas=1), 0
+        self._received: _Received | None = None
+
+    @property
+    def optimizer_steps(self) -> int:
+        """The number of optimizer steps. It is part of the state and never reset to another base."""
+        return self._rows.optimizer_steps
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the tensors that `items` returns."""
+        return self._layout
+
+    def layout_on(self, world_size: int) -> Layout:
+        """Returns the layout of a group of `world_size` members."""
+        return Layout(num_shards=1, num_replicas=world_size)
+
+    def form(self, group: Group) -> None:
+        """Starts a new generation: afterwards `items` are the tensors for its layout.
+
+        If the layout needs other tensors, the new ones are blank, and the previous ones stay readable as
+        `before` until `formed`. In this class they stay the same. This is a collective: every member calls
+        it, after `Group.compare`. Raises `GenerationEnded` if a member is lost.
+        """
+        self._layout = self.layout_on(group.view.world_size)
+
+    def before(self) -> tuple[Layout, int, list[Item]] | None:
+        """Between `form` and `formed`: the previous layout and rank, and the items with their values.
+
+        None if this member held nothing.
+        """
+        return None if self.key is None else (self._layout, 0, self.items())
+
+    def holdings(self, prepared: StateKey | None) -> tuple[HeldShard, ...]:
+        """Returns what this member can give to others; nothing if it is blank.
+
+        It can give its part of the state that it trains, of the step whose gradient it keeps, and of what it
+        `received`.
+        """
+        held: list[HeldShard] = []
+        shard, num = self._layout.shard_of(self._rank), self._layout.num_shards
+        if self.key is not None:
+            live = HeldShard(
+                key=self.key, shard=shard, num_shards=num, source=Source.LIVE, cursor=self.cursor
+            )
+            held.append(live)
+            if prepared is not None:
+                held.append(replace(live, key=prepared, source=Source.PREPARED, cursor=None))
+        if self._received is not None:
+            held.append(self._received.holding)
+        return tuple(held)
+
+    def received(self, key: StateKey, cursor: Cursor, committed: bool) -> None:
+        """Between `form` and `formed`: the items are whole, and are this member's part of the state `key`.
+
+        The member keeps them until the next view, besides the previous ones. Other members may not have their
+        parts. Or they may have them, know that all members do, and have dropped their previous ones.
+        """
+        self._received = _Received(
+            key=key,
+            cursor=cursor,
+            committed=committed,
+            layout=self._layout,
+            rank=self._rank,
+            rows=self._rows,
+        )
+
+    def take_received(self, parent: StateKey | None) -> None:
+        """Makes what was `received`, but not `formed`, the state if it is `parent`; else drops it."""
+        coming, self._received = self._received, None
+        if coming is not None and coming.key == parent:
+            self._layout, self._rank, self._rows = coming.layout, coming.rank, coming.rows
+            self.key, self.cursor, self.committed = coming.key, coming.cursor, coming.committed
+
+    def formed(self) -> None:
+        """Drops the previous tensors: all members have what they need of them."""
+        self._received = None
+
+    def leave(self) -> None:
+        """Ends the generation: nothing refers to its process group any more. The tensors stay."""
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Wraps a generation: calls `leave` however it ends."""
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def items(self) -> list[Item]:
+        """Returns every tensor of the state, in an order that is the same for every member."""
+        return self._rows.items()
+
+    def filled(self) -> None:
+        """Must be called after the items were written."""
+        self._untouched = False
+        self._rows.filled()
+
+    def digest(self) -> bytes:
+        """Returns 32 bytes (blake3) that identify the state.
+
+        They are equal for two states if and only if all their items are bitwise equal.
+        """
+        total = blake3()
+        for item in self.items():
+            head = f"{item.group}/{item.name} {item.tensor.dtype} {tuple(item.tensor.shape)}\n"
+            total.update(head.encode())
+            total.update(tensor_bytes(item.tensor))
+        return total.digest()
+
+    def apply(self, lr: float, num_targets: int) -> None:
+        """Runs one optimizer step with the gradients in `.grad`, for a step with `num_targets` target tokens.
+
+        Without targets there is no gradient, and the optimizer makes no step: momentum and weight decay would
+        change the weights although nothing is learned. Raises `TrainingError` if the forward pass has changed
+        a buffer, because the ranks then hold different ones. Raises it also if the forward pass has replaced
+        a tensor of the state, because the new tensor would be neither trained nor saved.
+        """
+        changed = sorted({*self._rows.changed_buffers(), *self._replaced()})
+        if changed:
+            raise TrainingError(
+                f"the model's forward pass changes its buffers {changed}, which would differ between ranks; "
+                "use layers without running statistics, or register them with persistent=False",
+                code="model.changes_state",
+            )
+        self.writable()
+        self._untouched = self.committed = False
+        if num_targets:
+            self._rows.step(lr)
+
+    def _replaced(self) -> list[str]:
+        """Returns the names of tensors that were added, removed or replaced since the state was made."""
+        now = self.model.state_dict(keep_vars=True)
+        return [name for name in {**self._held, **now} if self._held.get(name) is not now.get(name)]
+
+    def initialise(self) -> None:
+        """Resets the state to the initial weights and an optimizer without steps."""
+        if self._untouched:
+            return
+        self.writable()
+        fresh = dict(own_tensors(self._first().state_dict(keep_vars=True)))
+        for item in self.items():
+            if item.group == MODEL:
+                item.tensor.copy_(fresh[item.name].detach())
+            else:
+                item.tensor.zero_()
+        self.filled()
+        self._untouched = True

@@ -1,0 +1,162 @@
+"""Builds a job's transformers model: configuration, attention, and the model without weights."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from orchestrator.errors import ConfigError, OrchestratorError, StorageError
+from orchestrator.storage.buckets import is_uri
+from orchestrator.storage.fetched import small_files
+from orchestrator.storage.open import open_storage
+from orchestrator.trainer.weights.stored_ties import follow_files, follow_names
+
+if TYPE_CHECKING:
+    from orchestrator.config.train_sections import ModelConfig
+
+SETTINGS, GENERATION = "config.json", "generation_config.json"
+_READ_ONLY = re.compile(r"property '(\w+)' of '\w+' object has no setter")
+
+
+def transformers_settings(config: ModelConfig, device_type: str, invariant: bool) -> tuple[Any, str | None]:
+    """Returns a job's transformers configuration and attention implementation.
+
+    The configuration is from `model.config` or `model.pretrained`. None: transformers chooses the
+    implementation. Raises `ConfigError` if there is no configuration.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    with naming_model(config):
+        if config.pretrained is not None:
+            settings = AutoConfig.from_pretrained(
+                settings_folder(config.pretrained), local_files_only=True, trust_remote_code=False
+            )
+        else:
+            shape = dict(config.config or {})
+            kind = shape.pop("model_type")
+            if kind not in CONFIG_MAPPING:  # transformers would list all 600 of them
+                close = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=3)
+                meant = f"; did you mean {' or '.join(close)}?" if close else ""
+                raise ConfigError(
+                    f"transformers knows no model_type {kind!r}{meant}", code="model.unknown_type"
+                )
+            settings = AutoConfig.for_model(kind, **shape)
+        model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(settings), None)
+        if model is None:
+            raise ConfigError(
+                f"transformers has no causal language model of type {settings.model_type}",
+                code="model.not_language_model",
+            )
+    if (chosen := _chosen_attention(config, settings)) is not None:
+        if config.attn_implementation == "auto" and chosen == "sdpa" and invariant and device_type == "cuda":
+            raise ConfigError(
+                "attn_implementation=sdpa in the model's configuration has no invariant numerics on a GPU; "
+                "use eager, or set train.numerics=fast",
+                code="model.attn_implementation",
+            )
+        return settings, chosen
+    # The fused attention of a GPU sums its gradients in any order. On a CPU it gives the same bits each time,
+    # and needs less memory.
+    if invariant and device_type == "cuda":
+        return settings, "eager"
+    classes = model if isinstance(model, tuple) else (model,)
+    return settings, "sdpa" if all(getattr(each, "_supports_sdpa", False) for each in classes) else None
+
+
+def _chosen_attention(config: ModelConfig, settings: Any) -> str | None:
+    """Returns the configured attention implementation.
+
+    It is set by `model.attn_implementation` or in the transformers configuration. None if neither sets it.
+    Raises `ConfigError` if they contradict each other.
+    """
+    field, of_settings = config.attn_implementation, settings._attn_implementation
+    if of_settings is None or (field != "auto" and config.pretrained is not None):
+        return None if field == "auto" else field
+    if of_settings not in ("eager", "sdpa") or field not in ("auto", of_settings):
+        raise ConfigError(
+            f"attn_implementation={of_settings} in the model's configuration and "
+            f"model.attn_implementation={field}: supported are eager and sdpa, and both must be the same; "
+            "set model.attn_implementation, and leave the key out of model.config",
+            code="model.attn_implementation",
+        )
+    return str(of_settings)
+
+
+def settings_folder(pretrained: str) -> str:
+    """Returns a folder with the settings of `model.pretrained`, which transformers can read.
+
+    It is `model.pretrained` itself, or for a bucket a local folder with only the settings. Raises
+    `FileNotFoundError` if it has none, `ConfigError`, `StorageError`.
+    """
+    if not is_uri(pretrained):
+        return pretrained
+    folder = small_files(pretrained, (SETTINGS, GENERATION).__contains__)
+    if not (folder / SETTINGS).is_file():
+        raise FileNotFoundError(f"there is no {SETTINGS} in it")
+    return str(folder)
+
+
+@contextmanager
+def naming_model(config: ModelConfig) -> Iterator[None]:
+    """Converts errors inside the block to a `ConfigError` that names the field. `StorageError` propagates."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except Exception as error:  # transformers has no common base class for errors of a wrong configuration
+        what = (
+            f"model.pretrained={config.pretrained}"
+            if config.pretrained is not None
+            else f"model.config={config.config}"
+        )
+        known = error.code if isinstance(error, OrchestratorError) else None
+        raise ConfigError(
+            f"{what} cannot be built as a causal language model: {_plain(error)}; correct it",
+            code=known or "model.not_built",
+        ) from error
+
+
+def _plain(error: BaseException) -> str:
+    """Returns the reason on one line, without the wrapper that a validator of configurations adds."""
+    while error.__cause__ is not None and type(error).__module__.startswith("huggingface_hub"):
+        error = error.__cause__
+    if isinstance(error, AttributeError) and (match := _READ_ONLY.match(str(error))):
+        return f"transformers computes {match[1]} of this type from other keys; leave {match[1]} out"
+    return " ".join(str(error).split()).rstrip(".") if not isinstance(error, KeyError) else repr(error)
+
+
+def shape_only(
+    config: ModelConfig, settings: Any, attention: str | None, names: Collection[str] | None = None
+) -> nn.Module:
+    """Builds a transformers model without its weights, for torch's meta device.
+
+    It is tied like a state with tensors of these names; without names, like the weight files that it starts
+    from. Raises `ConfigError`, also if `model.pretrained` has no safetensors.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with naming_model(config):
+        reads = config.pretrained is not None and config.init_from is None
+        if reads and not _holds_safetensors(str(config.pretrained)):
+            raise ConfigError("the folder holds no *.safetensors", code="weights.no_files")
+        model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            settings, attn_implementation=attention
+        )
+    if names is None:
+        follow_files(config, model)
+    else:
+        follow_names(model, names)
+    return model
+
+
+def _holds_safetensors(pretrained: str) -> bool:
+    if is_uri(pretrained):
+        return any(name.endswith(".safetensors") for name in open_storage(pretrained).list(""))
+    return any(Path(pretrained).glob("*.safetensors"))

@@ -1,0 +1,9 @@
+"""The process that writes parts, which says at each piece that it gets on, and not once a second only."""
+
+import sys
+
+from orchestrator.checkpoint.writer import writer
+
+if __name__ == "__main__":
+    writer._GROWS_EVERY_S = -1.0
+    writer.main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
