@@ -82,7 +82,7 @@ WITHOUT_RAY_AND_TORCH = (
     "launch/start/run_preparation.py",
     "launch/process/stop_signals.py",
     "launch/process/progress.py",
-    "launch/process/run_log.py",
+    "launch/process/progress.py",
     "launch/capacity/resource_estimate.py",
     "inspect/",
 )

@@ -48,7 +48,7 @@ from orchestrator.data.source_notes import notes_of, shared_files
 from orchestrator.data.source_refresh import Refreshing, later_plan, listed_as
 from orchestrator.data.sources.lists.fragments import SourcePlan, frozen_at
 from orchestrator.data.sources.lists.manifest import Manifest
-from orchestrator.data.sources.lists.unchanged import compare_files, find_unchanged
+from orchestrator.data.sources.lists.source_diff import compare_files, find_unchanged
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.encoder import GIGATOKEN, installed_version
 from orchestrator.data.tokens.resolved import RESOLVED

@@ -134,7 +134,7 @@ class Vote:
     tensors: tuple[SavedTensor, ...]
     save_blocked_s: float
     records: tuple[StepRecord, ...]  # the voter's unacknowledged step records
-    peak_memory_bytes: int = 0  # of the voter's process so far (`trainer.peak_memory`); 0: unknown
+    peak_memory_bytes: int = 0  # of the voter's process so far (`trainer.loop`); 0: unknown
     layout: tuple[int, int] | None = None
     part_s: float = 0.0
     sums: dict[str, int] = field(default_factory=dict)

@@ -30,7 +30,7 @@ class StepRecord:
     without targets. `digest` is the sum modulo 2^64 of the trained samples' digests (16 hex digits). `ended`
     is when the step was applied, in seconds since 1970 (UTC) by the clock of the rank that reported the
     record, which is rank 0 unless that died. `peak_memory_bytes` is the largest amount that a rank's process
-    had taken by then (`trainer.peak_memory`). Both are None in records from before these fields.
+    had taken by then (`trainer.loop`). Both are None in records from before these fields.
     """
 
     attempt: int

@@ -6,7 +6,10 @@ It uses the interfaces `Membership`, `Feed` and `StateFiles`.
 from __future__ import annotations
 
 import logging
+import resource
 import time
+
+import torch
 
 from orchestrator.checkpoint.writer.part_writer import PartWriter
 from orchestrator.errors import TrainingError, UnsavedError
@@ -24,19 +27,29 @@ from orchestrator.trainer.gradient.micro_batches import cut
 from orchestrator.trainer.gradient.parallel import state_and_gradient
 from orchestrator.trainer.interfaces.job import DONE, LEFT, STOPPED, Outcome, TrainJob
 from orchestrator.trainer.interfaces.membership import Feed, Membership
-from orchestrator.trainer.interfaces.phases import BETWEEN, FEED_WAIT, FORMING, LOAD, STEP
+from orchestrator.trainer.interfaces.phases import BETWEEN, FEED_WAIT, FORMING, LOAD, STEP, step_limit_s
 from orchestrator.trainer.interfaces.step_summary import RankContribution, StepSummary
 from orchestrator.trainer.loading.loading import StateFiles
 from orchestrator.trainer.memory_points.memory_point import MemoryPoints
 from orchestrator.trainer.model.build_model import NO_LOSS, pick_device, set_determinism
-from orchestrator.trainer.peak_memory import peak_memory_bytes
 from orchestrator.trainer.saving.final_save import Unsaved, await_saves
 from orchestrator.trainer.saving.save_triggers import REFORM, SAVE, STOP, SaveTriggers, asked_for, carried_out
 from orchestrator.trainer.saving.saver import Saver
-from orchestrator.trainer.state.group_digest import group_digest
-from orchestrator.trainer.state.sync_state import Prepared, agree, apply_prepared
-from orchestrator.trainer.step_limit import step_limit_s
+from orchestrator.trainer.state.sync_state import Prepared, agree, apply_prepared, group_digest
 from orchestrator.trainer.step_ranges import coming_ranges, next_range
+
+
+# The peak memory of this process since its start: one system call, no iteration over tensors.
+def peak_memory_bytes(device: torch.device) -> int:
+    """Returns the maximum of bytes in use at one time.
+
+    On a CUDA `device` it counts the tensors of this process, else the machine memory of the whole process
+    (its maximum resident set).
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports it in KiB
+
 
 _log = logging.getLogger(__name__)
 

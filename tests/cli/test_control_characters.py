@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.errors import RefusedError
-from orchestrator.launch.process.progress import Progress
-from orchestrator.launch.process.run_log import RunLog
+from orchestrator.launch.process.progress import Progress, RunLog
 from orchestrator.launch.process.safe_output import Screen
 from orchestrator.storage.files import Storage
 from orchestrator.terminal_text import visible, visible_json, visible_lines

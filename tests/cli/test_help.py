@@ -10,8 +10,7 @@ import sys
 import pytest
 import typer
 
-from orchestrator.cli.commands import app, main
-from orchestrator.cli.examples import EXAMPLES, name_of
+from orchestrator.cli.commands import EXAMPLES, app, main, name_of
 
 COMMANDS = {name_of(command): command for command in app.registered_commands}
 PROGRAM = typer.main.get_command(app)
@@ -27,7 +26,7 @@ def test_the_help_of_a_command_shows_its_examples_each_on_a_line(
     assert ended.value.code == 0
     shown = capsys.readouterr().out.splitlines()
     assert sum("example:" in line.lower() or "examples:" in line.lower() for line in shown) == 1
-    assert EXAMPLES[name], f"give {name} an example in cli/examples.py"
+    assert EXAMPLES[name], f"give {name} an example in cli/commands.py"
     for example in EXAMPLES[name]:
         assert f"  orchestrator {name} {example}" in [line.removeprefix("  ") for line in shown]
 

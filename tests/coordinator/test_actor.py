@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.checkpoint.commit import commit_driver, commit_machine, delete_retries, save_retries
+from orchestrator.checkpoint.commit import commit_driver, commit_machine, kept_points, save_retries
 from orchestrator.checkpoint.commit.commit_events import DeletePoints, Tick
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator import actor as coordinator_module
@@ -548,7 +548,7 @@ def test_a_bucket_that_deletes_nothing_is_told_of_once_and_when_it_deletes_again
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit_machine, "CHECK_EVERY_S", 0.0)  # it looks at its clock at each tick
-    monkeypatch.setattr(delete_retries, "FIRST_S", 0.01)
+    monkeypatch.setattr(kept_points, "FIRST_S", 0.01)
     turn = DeletesNoPoint()
     bucket = RunStore(Storage.on(ModelStore(ModelBucket(), turn=turn)))
     bucket.claim(1, LAUNCH, START, "host")

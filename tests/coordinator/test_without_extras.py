@@ -16,7 +16,7 @@ from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.attempt.metric_sinks import measured
 from orchestrator.errors import StorageError, UnreachableNodeError
 from orchestrator.launch.on_ray.worker import announce_workers
-from orchestrator.launch.process.run_log import RunLog
+from orchestrator.launch.process.progress import RunLog
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 import orchestrator
-from orchestrator.data.loading.loader import Loader
-from orchestrator.data.loading.prefetch import Ahead
+from orchestrator.data.loading.loader import Ahead, Loader
 from orchestrator.data.loading.sample_stream import SampleStream
 from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError, FeedError, RefusedError
 from orchestrator.json_form import decode

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.data.feed.open_blocks import NotWantedError, OpenBlocks
+from orchestrator.data.feed.pipeline import NotWantedError, OpenBlocks
 from orchestrator.data.sources.windows import Window, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import WindowTask

@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from orchestrator.data.common.process_limits import ProcessLimits, limit_process
-from orchestrator.data.feed.open_blocks import OpenBlocks
+from orchestrator.data.feed.pipeline import OpenBlocks
 from orchestrator.data.sources import readers
 from orchestrator.data.sources.windows import Window
 from orchestrator.errors import DataError

@@ -22,7 +22,7 @@ from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import journal_process, read_journal, read_outline
 from orchestrator.history.journal.journal_version import FORMAT, LaterLineError, require_known
 from orchestrator.history.journal.journal_writer import JournalWriter, check_copy
-from orchestrator.inspect.follow import JournalFollower
+from orchestrator.inspect.run_control import JournalFollower
 from orchestrator.inspect.status.tail import read_tail
 from orchestrator.inspect.views.facts.columns import read_columns
 from orchestrator.inspect.views.facts.lines import UnreadableError

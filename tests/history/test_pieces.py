@@ -18,7 +18,7 @@ from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal, read_outline
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.journal.segment_log import SegmentsInPieces
-from orchestrator.inspect.follow import JournalFollower
+from orchestrator.inspect.run_control import JournalFollower
 from orchestrator.inspect.views.facts.lines import JournalLines
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Listed, Store

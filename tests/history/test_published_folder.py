@@ -13,7 +13,7 @@ from orchestrator.history.metrics.event_file import FOLDER
 from orchestrator.history.metrics.metric_log import MetricLog, MetricLogs, TensorBoard
 from orchestrator.history.metrics.published_folder import PublishedFolder
 from orchestrator.inspect.logs import LogFollower
-from orchestrator.launch.process.run_log import RunLog
+from orchestrator.launch.process.progress import RunLog
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import key, record, start
 from tests.storage.model_store import PUT, Fate, ModelBucket, ModelStore

@@ -15,8 +15,7 @@ from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.request_files import SAVE, STOP
 from orchestrator.inspect import run_control
-from orchestrator.inspect.follow import JournalFollower
-from orchestrator.inspect.run_control import Asking
+from orchestrator.inspect.run_control import Asking, JournalFollower
 from orchestrator.storage.files import Storage
 from tests.raising import raises
 

@@ -11,7 +11,7 @@ from orchestrator.errors import RefusedError
 from orchestrator.history.claims.claim_files import START
 from orchestrator.inspect import logs
 from orchestrator.inspect.logs import LogFollower, follow
-from orchestrator.launch.process.run_log import FOLDER, RunLog
+from orchestrator.launch.process.progress import FOLDER, RunLog
 from orchestrator.storage.files import Storage
 from tests.raising import raises
 

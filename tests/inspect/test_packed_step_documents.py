@@ -20,8 +20,8 @@ from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.inspect.audit.reference import reference_windows
 from orchestrator.inspect.audit.run_data import trained_data
-from orchestrator.inspect.samples import tracing_windows
-from orchestrator.inspect.samples.tracing_windows import TracingWindows
+from orchestrator.inspect.samples import step_documents
+from orchestrator.inspect.samples.step_documents import TracingWindows
 from orchestrator.records.cursor import Cursor
 from tests.data.making import some_texts, write_corpus
 from tests.data.test_chat import CHATML_TAGGED, byte_level, saved
@@ -216,8 +216,8 @@ def with_its_end(document: dict[str, Any], seed: int) -> list[dict[str, Any]]:
 
 
 def named_by_their_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = tracing_windows._documents
-    monkeypatch.setattr(tracing_windows, "_documents", lambda chunks: [*right(chunks)[1:], right(chunks)[0]])
+    right = step_documents._documents
+    monkeypatch.setattr(step_documents, "_documents", lambda chunks: [*right(chunks)[1:], right(chunks)[0]])
 
 
 def those_before_the_cursor_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.errors import DataIdentityError
 from orchestrator.inspect.audit.reference.reference_packing import Samples
 from orchestrator.inspect.audit.reference.reference_windows import ReferenceWindows
-from orchestrator.inspect.audit.trained_documents import TrainedDocuments
+from orchestrator.inspect.audit.source_walk import TrainedDocuments
 from orchestrator.records.cursor import Cursor, SourceCursor
 from tests.data.making import some_texts, write_corpus
 from tests.data.test_packing import WINDOWS, chunks_of, documents, draw_all, settings_of

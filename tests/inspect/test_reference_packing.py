@@ -21,14 +21,7 @@ from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError
-from orchestrator.inspect.audit import (
-    audit,
-    audit_tasks,
-    sample_check,
-    source_walk,
-    stream_recheck,
-    trained_documents,
-)
+from orchestrator.inspect.audit import audit, audit_tasks, sample_check, source_walk, stream_recheck
 from orchestrator.inspect.audit.checksums import epoch_checksum, file_checksum
 from orchestrator.inspect.audit.checksums.epoch_checksum import EpochChecksums
 from orchestrator.inspect.audit.checksums.file_checksum import checksum_files
@@ -65,16 +58,15 @@ def packer_at(spec: DataSpec, cursor: Cursor) -> ReferencePacker:
         reference_encoding,
         reference_windows,
         sample_check,
-        trained_documents,
         epoch_checksum,
         file_checksum,
     ],
 )
 def test_the_audit_imports_nothing_of_the_trainers_packer(module) -> None:
-    names = ("stream", "packer", "segments", "step_samples", "samples", "runs", "chunk_order")
-    names += ("window_packer", "packed_window", "pack_place", "arrangement")
+    names = ("stream", "packer", "segments", "step_samples", "samples", "sample_spans", "chunk_order")
+    names += ("window_packer", "packed_window", "pack_place", "bin_packing")
     packing = {f"orchestrator.data.packing.{name}" for name in names}
-    packing |= {f"orchestrator.data.feed.{name}" for name in ("opening", "replay")}
+    packing |= {f"orchestrator.data.feed.{name}" for name in ("stream_session", "replay")}
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     found |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}

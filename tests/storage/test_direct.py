@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.errors import StorageError
-from orchestrator.storage import direct, local_store
-from orchestrator.storage.direct import write_direct
+from orchestrator.storage import local_store
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
+from orchestrator.storage.local_store import write_direct
 from tests.raising import raises
 from tests.storage.crashfs import ModelDisk
 
@@ -52,7 +52,7 @@ class BlockDisk(ModelDisk):
 def small_buffer():
     """Files of some KB are as large to the code as those of a save."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(direct, "_BUFFER_BYTES", BUFFER_BYTES)
+        patch.setattr(local_store, "_BUFFER_BYTES", BUFFER_BYTES)
         patch.setattr(local_store, "_DIRECT_FROM_BYTES", 1)
         yield
 

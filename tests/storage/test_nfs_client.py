@@ -276,12 +276,11 @@ BYPASSES = {
     "history/metrics/published_folder.py": "logs in a folder of this machine, which this process writes",
     "checkpoint/export/export.py": "the folder of an export; os.rename onto one that is taken fails",
     "checkpoint/writer/part_job.py": "memory that processes of one machine share",
-    "inspect/local_launch.py": "what a process of this machine wrote for this one",
-    "inspect/submitted.py": "whether the folder of runs exists, after it was listed",
+    "inspect/submitted.py": "what a process of this machine wrote; whether a listed folder exists",
     "inspect/dashboard/serve.py": "whether the folder of runs exists, after it was listed",
     "inspect/dashboard/runs.py": "which run.json it is, after the storage said that there is one",
     "inspect/dashboard/action_table.py": "whether a name is taken; the fork itself creates it exclusively",
-    "inspect/dashboard/files.py": "the page's own files, in this package",
+    "inspect/dashboard/app.py": "the page's own files, in this package",
     "inspect/dashboard/plans.py": "a tokenizer's folder",
 }
 BY_NAME = re.compile(

@@ -16,11 +16,10 @@ from obstore import exceptions
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import ConfigError, StorageError
 from orchestrator.storage import buckets
-from orchestrator.storage.buckets import CONTENT, DOCUMENT, Limits
+from orchestrator.storage.buckets import CONTENT, DOCUMENT, Limits, redacted
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
 from orchestrator.storage.object_store import ObjectStore
-from orchestrator.storage.redacted import redacted
 from orchestrator.storage.tries import problem_code
 from tests.checkpoint.samples import no_sleep
 from tests.forked import FORKED

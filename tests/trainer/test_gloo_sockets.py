@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from orchestrator.trainer.comm.gloo_sockets import GlooSockets
-from orchestrator.trainer.comm.group import ended_by
+from orchestrator.trainer.comm.group import GlooSockets, ended_by
 
 WAIT_S = 60.0
 LONG = datetime.timedelta(seconds=10 * WAIT_S)

@@ -34,9 +34,17 @@ from orchestrator.checkpoint.commit.commit_events import (
     VoterGone,
     WriteCommit,
 )
-from orchestrator.checkpoint.commit.departed_ranks import ALL_SILENT, NOBODY_LEFT, Departures
 from orchestrator.checkpoint.commit.kept_points import KeptPoints
-from orchestrator.checkpoint.commit.pending_save import UNDER_WAY, Save, Stage, first_of, set_of
+from orchestrator.checkpoint.commit.pending_save import (
+    ALL_SILENT,
+    NOBODY_LEFT,
+    UNDER_WAY,
+    Departures,
+    Save,
+    Stage,
+    first_of,
+    set_of,
+)
 from orchestrator.checkpoint.points.points import ReplicasDiffer, differing_replicas, disagreement
 from orchestrator.records.steps import StateKey
 

@@ -16,7 +16,7 @@ from orchestrator.data.frozen import GONE, LaterList, has_record, manifest_path,
 from orchestrator.data.loading.reading import StreamReading
 from orchestrator.data.source_refresh import Found, Refreshing, later_plan, listed_as
 from orchestrator.data.sources.lists.fragments import SourcePlan
-from orchestrator.data.sources.lists.unchanged import compare_files
+from orchestrator.data.sources.lists.source_diff import compare_files
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import ConfigError, DataIdentityError, RefusedError
 from orchestrator.storage.files import Storage

@@ -5,17 +5,173 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
 from orchestrator.data.spec import DataSpec
-from orchestrator.inspect.audit.checksums.epoch_checksum import EpochTotals
+from orchestrator.data.tokens.token_chunk import TokenChunk
+from orchestrator.inspect.audit.checksums.epoch_checksum import EpochChecksums, EpochTotals
 from orchestrator.inspect.audit.reference.reference_encoding import EncodingDifference, ReferenceEncoding
-from orchestrator.inspect.audit.reference.reference_packing import ReferencePacker, Samples
-from orchestrator.inspect.audit.reference.reference_windows import ReferenceWindows
+from orchestrator.inspect.audit.reference.reference_packing import (
+    NO_DOCUMENT,
+    NO_TARGET,
+    NO_TOKEN,
+    ReferencePacker,
+    Samples,
+)
+from orchestrator.inspect.audit.reference.reference_windows import ReferenceWindows, Stretch, content_of
 from orchestrator.inspect.audit.sample_check import TrainedTokens
-from orchestrator.inspect.audit.trained_documents import TrainedDocuments
+from orchestrator.records.arrays import BoolArray, Int32Array
 from orchestrator.records.cursor import Cursor, SourceCursor
+
+
+# Verifies the content of samples where whole documents are packed, independently of their packer.
+#
+# Each document of a window must occur once: whole, or in stretches if it is too long.
+class _Expected:
+    """A window's stretches that no sample has held yet."""
+
+    def __init__(self, chunks: list[TokenChunk], seq_len: int, long_document: str) -> None:
+        content = content_of(chunks, seq_len, long_document)
+        self.unpacked = content.without_target, content.too_long
+        self.num_left = self.num_stretches = len(content.stretches)
+        self._left: dict[bytes, list[Stretch]] = defaultdict(list)
+        for stretch in content.stretches:
+            self._left[stretch.tokens.tobytes()].append(stretch)
+
+    def take(self, tokens: Int32Array, masked: BoolArray) -> str | None:
+        """Takes what a sample holds. Returns why it should not hold that; None if it should."""
+        found = self._left.get(tokens.tobytes())
+        if found is None:
+            return "are no document, nor a stretch of one that is too long"
+        if not found:
+            return "are a document that was trained already"
+        here = next((i for i, each in enumerate(found) if np.array_equal(~each.loss[1:], masked)), None)
+        if here is None:
+            return "are a document with another loss mask"
+        found.pop(here)
+        self.num_left -= 1
+        return None
+
+
+class TrainedDocuments:
+    """The samples from a cursor on, in order, compared with the chunks that they are made of.
+
+    Of the first window `packs_before` packs lie before the cursor; `pass_over` takes them, too. `checksums`
+    counts a window when all its documents have been in samples. It also counts, by epoch, the documents that
+    were in no pack: those without a target, and those that were too long.
+    """
+
+    def __init__(self, packs_before: int, long_document: str) -> None:
+        self.checksums = EpochChecksums()
+        self._partial, self._long_document = packs_before > 0, long_document
+        self._coming: list[TokenChunk] = []
+        self._windows: deque[list[TokenChunk]] = deque()  # whose documents are not all trained
+        self._expected: _Expected | None = None  # of the first of them
+        self._seq_len = 0
+
+    def watch(self, chunks: Iterable[TokenChunk]) -> Iterator[TokenChunk]:
+        """Passes on the chunks, and notes them."""
+        for chunk in chunks:
+            self._coming.append(chunk)
+            if chunk.ends_window:
+                self._windows.append(self._coming)
+                self._coming = []
+            yield chunk
+
+    def add(self, samples: Samples, num_tokens: int) -> str | None:
+        """Adds the samples of the next step. Returns a fault in them, or None.
+
+        Document ids begin at 0 and rise by 1 at a time. Padding is at the end and in all three arrays alike.
+        Labels are the inputs one token further within a document. Each document is the window's.
+        """
+        del num_tokens
+        self._seq_len = samples.input_ids.shape[1]
+        rows = zip(samples.input_ids, samples.labels, samples.document_ids, samples.masked, strict=True)
+        for inputs, labels, documents, masked in rows:
+            num = int((documents != NO_DOCUMENT).sum())
+            rises = np.diff(documents[:num], prepend=0)
+            if not num or not np.isin(rises, (0, 1)).all() or rises[0]:
+                return "its document ids do not count 0, 1, … in each sample"
+            behind = (inputs[num:] == NO_TOKEN) & (labels[num:] == NO_TARGET)
+            if not behind.all() or (documents[num:] != NO_DOCUMENT).any() or (labels[:num] < 0).any():
+                return "padding is not all that follows the last document of a sample"
+            borders = [0, *np.flatnonzero(rises).tolist(), num]
+            for start, stop in zip(borders, borders[1:], strict=False):
+                if (inputs[start + 1 : stop] != labels[start : stop - 1]).any():
+                    return "its labels are not its inputs one token further within a document"
+                tokens = np.append(inputs[start:stop], labels[stop - 1]).astype(np.int32)
+                if reason := self._take(tokens, masked[start:stop]):
+                    return reason
+        return None
+
+    def pass_over(self, packs: Sequence[Sequence[Stretch]], seq_len: int) -> str | None:
+        """Takes the packs that lie before the cursor in its window. The digest in the cursor shows that they
+        were trained. Returns a fault in them, or None.
+        """
+        if packs:
+            self._seq_len, self._partial = seq_len, False
+        for pack in packs:
+            for stretch in pack:
+                if reason := self._take(stretch.tokens, ~stretch.loss[1:]):
+                    return reason
+        return None
+
+    def border(self, at: SourceCursor) -> None:
+        """Counts what lies before the window of `at`, if it is not counted yet. A stretch that begins there
+        counts that window and what follows.
+        """
+        self._pass_done((at.epoch, at.block, at.window))
+
+    def end(self) -> str | None:
+        """Counts all that was trained, after the last step and `border`. `add` and the sums report faults."""
+        expected = self._pass_done()
+        if expected is not None and expected.num_left < expected.num_stretches:
+            for chunk in self._windows[0]:
+                self.checksums.note_records(chunk)
+        return None
+
+    def _take(self, tokens: Int32Array, masked: BoolArray) -> str | None:
+        expected = self._pass_done()
+        if expected is None:
+            return "it has more documents than the windows that were read"
+        reason = expected.take(tokens, masked)
+        if reason is not None and self._partial:  # the rest of the first window was trained before
+            self._windows.popleft()
+            self._expected, self._partial = None, False
+            return self._take(tokens, masked)
+        if reason is None:
+            return None
+        at = self._windows[0][0]
+        return (
+            f"{len(tokens)} tokens of a sample {reason}, in epoch {at.epoch}, block {at.block}, window "
+            f"{at.window}"
+        )
+
+    def _pass_done(self, before: tuple[int, int, int] | None = None) -> _Expected | None:
+        """Counts the windows (those `before`: epoch, block, window) of which all is trained; the next one."""
+        while self._windows:
+            first = self._windows[0][0]
+            if before is not None and (first.epoch, first.block, first.window) >= before:
+                return None
+            if self._expected is None:
+                self._expected = _Expected(self._windows[0], self._seq_len, self._long_document)
+            if self._expected.num_left:
+                return self._expected
+            for chunk in self._windows.popleft():
+                self.checksums.note_records(chunk)
+                if not self._partial:
+                    self.checksums.count(chunk, chunk.tokens)
+            if not self._partial:
+                unpacked = self.checksums.totals.unpacked
+                more, so_far = self._expected.unpacked, unpacked[first.epoch]
+                unpacked[first.epoch] = so_far[0] + more[0], so_far[1] + more[1]
+            self._expected, self._partial = None, False
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ They are read so that they fit together while the run continues. `inspect.status
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -14,8 +15,8 @@ from typing import Any
 from orchestrator.checkpoint.points.point_status import point_fates
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.attempt.survey import LOOKS, require_known
-from orchestrator.errors import ResumePointError
-from orchestrator.history.claims.claim_files import RESUME, UNREADABLE, unreadable_claim
+from orchestrator.errors import OrchestratorError, ResumePointError, StorageError
+from orchestrator.history.claims.claim_files import RESUME, REWIND, UNREADABLE, unreadable_claim
 from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.claims.liveness import Busy, Free
 from orchestrator.inspect.status.missing import (
@@ -27,11 +28,47 @@ from orchestrator.inspect.status.missing import (
     read_names,
     wrong_sizes,
 )
-from orchestrator.inspect.status.rewound_steps import SetAside
 from orchestrator.inspect.status.tail import Tail, newest_generation, read_tail
 from orchestrator.inspect.status.view import AttemptFacts, Quiet, RunView, left_out, view_of
 from orchestrator.launch.doctor.mount_check import attributes_age_s, mount_at
 from orchestrator.records.cursor import Cursor
+
+
+# Determines for a quick look which steps in a run's journal are no longer steps of the run.
+#
+# It reads only claims that are newer than these steps, the newest first. `history.claims.lineage` has the
+# whole history.
+class SetAside:
+    """Whether a step lies behind a point to which a later attempt went back: by a rewind, or by a start with
+    `resume.from`, whatever continued from there since. What only a crash took is no such step: it is trained
+    again.
+    """
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+        self._claims = sorted(store.claim_numbers())  # not read yet
+        self._went_back: list[tuple[int, tuple[int, int, int]]] = []  # attempt, its parent
+
+    def __call__(self, step: Mapping[str, Any]) -> bool:
+        """`step` is a line of the journal. Raises `StorageError`."""
+        attempt, at = step["attempt"], (step["attempt"], step["generation"], step["step"])
+        while self._claims and self._claims[-1] > attempt:
+            self._look_at(self._claims.pop())
+        return any(number > attempt and at > to for number, to in self._went_back)
+
+    def _look_at(self, number: int) -> None:
+        try:
+            parent = self._store.read_parent(number)
+            if not isinstance(parent, ClaimParent) or parent.parent is None:
+                return
+            if self._store.read_claim(number).why != REWIND:
+                return
+        except StorageError:
+            raise
+        except OrchestratorError:
+            return  # damaged: its content is unknown, and others report it
+        to = parent.parent
+        self._went_back.append((number, (to.attempt, to.generation, to.step)))
 
 
 def look_at(store: RunStore, uri: str, watch_s: float, quiet_s: Quiet) -> RunView:

@@ -17,11 +17,19 @@ from typing import Any
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import OrchestratorError, RefusedError, StorageError
 from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.inspect.status.missing import (
+    lost_points,
+    missing_pieces,
+    newest_there,
+    newest_unwritten,
+    on_history,
+    read_names,
+)
+from orchestrator.inspect.status.tail import Tail
 from orchestrator.inspect.status.verdict import UNREADABLE, Standing, level, verdict
 from orchestrator.inspect.views import (
     events,
     goodput,
-    integrity,
     lineage_graph,
     point_detail,
     points_table,
@@ -36,6 +44,38 @@ from orchestrator.inspect.views.facts.facts import Along, Facts
 from orchestrator.inspect.views.facts.files import RunFiles
 from orchestrator.inspect.views.facts.life import WATCH_S, LifeWatch
 from orchestrator.inspect.views.facts.lines import JournalLines, UnreadableError
+
+# The missing parts of a run's folder, as `status` shows them (`monitor.missing`), from the views' data.
+#
+# The views know the whole journal, so they find at least as much as `status`.
+_FATES = (EventKind.POINT_COMMITTED, EventKind.DELETING_POINTS, EventKind.POINTS_DELETED)
+
+
+def missing_now(facts: Facts, lost: frozenset[str]) -> tuple[str, ...]:
+    """The paths that are missing or differ from what was written, a few words each.
+
+    It lists all of the run's folders. `lost` are the points that lost their COMMIT although nobody meant to
+    delete them. Raises `StorageError`.
+    """
+    store, begun = facts.files.store, facts.files.begun or 0
+    names, there, tail = read_names(store), [*facts.files.points], _as_tail(facts)
+    lost &= lost_points(tail, names, facts.parent(begun), there)
+    if lost:
+        lost -= store.deletions()
+    torn = {number for number in facts.files.cut_off if number > begun}
+    mine = on_history(facts.parent(begun), [name for name in there if name not in facts.files.marks])
+    _, wrong = newest_there(mine, lambda name: facts.files.points[name].wrong)
+    return missing_pieces(names, lost, torn, newest_unwritten(tail, there), len(facts.columns) > 0, wrong)
+
+
+def _as_tail(facts: Facts) -> Tail:
+    """A tail that reaches back to the beginning of the journal."""
+    newest = max((attempt for attempt, _ in facts.columns.index), default=0)
+    return Tail(
+        generation={"attempt": newest} if newest else None,
+        fates=[(event.kind, event.fields) for event in facts.events(*_FATES)],
+    )
+
 
 LOOKS = 5  # tries, until what is read of a running run fits together
 AGAIN_S = 10.0  # wait before an unreadable run is read again
@@ -121,7 +161,7 @@ class RunViews:
             missing &= points_table.lost(facts)
             now = self._monotonic()
             is_due = now - reading.listed_at >= PIECES_S
-            gone = integrity.missing_now(facts, missing) if is_due else facts.pieces
+            gone = missing_now(facts, missing) if is_due else facts.pieces
             if before == self._store.attempt_files():
                 files.points_seen += missing != facts.missing
                 facts.missing = missing

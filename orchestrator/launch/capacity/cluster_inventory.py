@@ -9,10 +9,11 @@ import logging
 from collections.abc import Sequence
 
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.cluster.connection import address_of, starts_local_ray
+from orchestrator.cluster.connection import address_of, nodes, starts_local_ray
 from orchestrator.cluster.gpu_memory import gpu_memory_here
 from orchestrator.cluster.machine import memory_here
 from orchestrator.config.schema import JobConfig
+from orchestrator.elastic.supervision.policy import NodeFacts
 from orchestrator.history.journal.attempt_header import newest_choice
 from orchestrator.launch.capacity.capacity import KnownMachines
 from orchestrator.planning.state.parallel_choice import Machine
@@ -92,3 +93,22 @@ def _gpu_memories(node_ids: Sequence[str]) -> dict[str, tuple[int, ...]]:
     for call in late:
         ray.cancel(call, force=True)
     return found
+
+
+# The cluster's nodes in the form for the policy.
+def node_facts() -> tuple[NodeFacts, ...]:
+    """The nodes for placing and preflight."""
+    return tuple(
+        NodeFacts(
+            node_id=node.node_id,
+            host=node.host,
+            is_head=node.is_head,
+            cpus=node.cpus,
+            gpus=node.gpus,
+            free_cpus=node.free_cpus,
+            free_gpus=node.free_gpus,
+            object_store_bytes=node.object_store_bytes,
+            grace_s=node.grace_s,
+        )
+        for node in nodes()
+    )

@@ -116,7 +116,7 @@ def _preflight(
     Raises `ResourceError` with everything that is missing. `memory` are problems found before.
     """
     from orchestrator.elastic.supervision.policy import preflight, without_tokenizer_cpus
-    from orchestrator.launch.capacity.node_facts import node_facts
+    from orchestrator.launch.capacity.cluster_inventory import node_facts
 
     def look(nodes: tuple[NodeFacts, ...], limits: Limits) -> list[str]:
         free, needed = _disk_bytes(job, needs, storage)

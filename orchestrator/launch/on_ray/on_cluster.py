@@ -33,7 +33,7 @@ from orchestrator.errors import code_of, text_of
 from orchestrator.history import sentences
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.request_files import asker
-from orchestrator.launch.capacity.node_facts import node_facts
+from orchestrator.launch.capacity.cluster_inventory import node_facts
 from orchestrator.launch.on_ray.machine_check import packages_here
 from orchestrator.launch.on_ray.node_disks import NodeDisks
 from orchestrator.launch.on_ray.worker import WorkerTask, train_function

@@ -46,7 +46,7 @@ class RankContribution:
     `whole`: it has its copies of the memory point in progress.
     `control`, `acknowledged` (the newest durable step of this generation, −1: none), `grad_norm` and `step_s`
     are used of rank 0 only.
-    `peak_memory_bytes`: see `trainer.peak_memory`.
+    `peak_memory_bytes`: see `trainer.loop`.
     """
 
     loss: int | None

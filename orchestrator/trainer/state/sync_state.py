@@ -14,12 +14,13 @@ from torch import Tensor
 
 from orchestrator.errors import TrainingError
 from orchestrator.faults import Hook
+from orchestrator.planning.state.weights_sum import weights_sum
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.comm.group import GenerationEnded, Group, collective
 from orchestrator.trainer.comm.reshard import DigestError, Resharding, tensor_as_bytes
-from orchestrator.trainer.loading.loading import StateFiles
+from orchestrator.trainer.loading.loading import StateFiles, digest_of, share_sum
 from orchestrator.trainer.loading.shared_loading import Loading, load_together
 from orchestrator.trainer.state.train_state import TrainState
 
@@ -202,3 +203,19 @@ def _receive(group: Group, state: TrainState, holds: bool, copies: Copies | None
         raise GenerationEnded(str(error)) from error
     if not holds or state.sharded:
         state.filled()
+
+
+# Computes the digest of a group's weights, independent of how its state is divided.
+def group_digest(group: Group, state: TrainState) -> str | None:
+    """Returns the digest of the weights; None on a rank that does not need it.
+
+    Every rank must call it: of a sharded state each rank contributes the sum of its rows. Raises
+    `GenerationEnded` as a collective does.
+    """
+    rank = group.view.rank
+    if state.sharded:
+        own = share_sum(state.items(), state.layout, rank)
+        rows = group.gather([own >> at & 0xFFFFFFFF for at in range(0, 160, 32)], "a digest of the weights")
+        sums = [sum(part << 32 * number for number, part in enumerate(row)) for row in rows]
+        return weights_sum(sums)
+    return digest_of(state.items()) if rank == 0 else None

@@ -17,8 +17,8 @@ from starlette.testclient import TestClient
 from benchmarks.made_run import MadeRun, note, write_run
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.inspect.dashboard.acting import Doing
 from orchestrator.inspect.dashboard.app import make_app
-from orchestrator.inspect.dashboard.doing import Doing
 from orchestrator.storage.files import Storage
 
 TOKEN = "a-token-of-the-tests-0123456789abcdef"  # noqa: S105

@@ -18,9 +18,9 @@ from orchestrator.history.claims.claim_files import START
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.request_files import RequestFiles
+from orchestrator.inspect.dashboard.acting import MOST_AT_ONCE, Doings
 from orchestrator.inspect.dashboard.action_table import ACTIONS
 from orchestrator.inspect.dashboard.actions import EXPIRES_S, Asked, Planned, Sight, Tell, is_stale, plan
-from orchestrator.inspect.dashboard.doing import MOST_AT_ONCE, Doings
 from orchestrator.inspect.run import Run
 from orchestrator.storage.files import Storage
 from tests.history.test_claim_files import IDENTITY

@@ -8,7 +8,7 @@ from importlib import resources
 
 import pytest
 
-from orchestrator.inspect.dashboard.files import page_files
+from orchestrator.inspect.dashboard.app import page_files
 
 PAGE = resources.files("orchestrator.inspect.dashboard") / "page"
 OWN = sorted(path for path in page_files() if "vendor" not in path and path.endswith((".js", ".html")))
