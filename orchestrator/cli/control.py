@@ -14,7 +14,7 @@ from orchestrator.cli.shared import Json, PointName, RunUri, app, print_json, pr
 def pin(
     run: RunUri,
     point: PointName,
-    why: Annotated[str, typer.Option("--why", help="for whoever finds the pin")] = "",
+    why: Annotated[str, typer.Option("--why", help="a note for people who see the pin")] = "",
     json: Json = False,
 ) -> None:
     """Keep a resume point: neither retention nor --prune deletes it until it is unpinned."""

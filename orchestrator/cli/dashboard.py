@@ -31,8 +31,8 @@ def dashboard(
 
     if not is_loopback(host):
         say(
-            f"warning: {host} is reached from other machines, and what is sent is not encrypted: whoever has "
-            "the link, or reads along, can stop runs; an ssh tunnel needs no --host"
+            f"warning: {host} is reached from other machines, and its connections are not encrypted: anybody "
+            "who has the link, or reads along, can stop runs; an ssh tunnel needs no --host"
         )
 
     def announce(link: str) -> None:

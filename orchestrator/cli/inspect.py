@@ -100,7 +100,7 @@ def verify(
     from orchestrator.inspect.run import open_run
 
     if resume and point is not None:
-        raise typer.BadParameter("--resume goes on with all points; leave the point out")
+        raise typer.BadParameter("--resume continues with all points; leave the point out")
     opened, began = open_run(run), time.monotonic()
     with shown() as progress:
         rows = opened.verify(point, resume=resume, progress=progress)

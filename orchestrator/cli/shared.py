@@ -32,10 +32,10 @@ LEAVES = {
     "watch": "the run is as it was",
     "status": "the run is as it was",
     "logs": "the run is as it was",
-    "verify": "`verify RUN --resume` goes on with the points that were not read to the end",
+    "verify": "`verify RUN --resume` continues with the points that were not read to the end",
     "save": "what was asked for stands, and the run's journal will say what became of it",
     "stop": "what was asked for stands, and the run's journal will say what became of it",
-    "replay": "nothing of it is left; with --to-point the same command goes on",
+    "replay": "nothing of it is left; with --to-point the same command continues",
 }
 
 

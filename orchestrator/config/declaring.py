@@ -27,7 +27,7 @@ def same(expected: str, **constraints: Any) -> Any:
 
 
 def may_change(expected: str, **constraints: Any) -> Any:
-    """A field that a resume may find changed; training goes on with the new value and says so."""
+    """A field that a resume may find changed; training continues with the new value and says so."""
     return _declare("may_change", expected, constraints)
 
 

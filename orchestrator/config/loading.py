@@ -52,7 +52,7 @@ def as_job(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequen
 def as_data_job(
     config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()
 ) -> JobConfig:
-    """The same for whoever only reads its data: what that does not need may be left out, which is `run`,
+    """The same for a program that only reads its data: what it does not need may be left out, which is `run`,
     `model`, `train.lr`, and a stop where the data have no end.
     """
     if not isinstance(config, str | Path | Mapping):

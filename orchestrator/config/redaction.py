@@ -2,7 +2,7 @@
 of a key and by the look of a value.
 
 Pure. Whoever writes or shows something that a user typed applies it: the command in the journal's `attempt`,
-every view of a configuration (the page, `status`). It is not applied to what a run goes on from: the
+every view of a configuration (the page, `status`). It is not applied to what a run continues from: the
 configuration in the journal and in a point's config.json, which a resume compares and continues.
 
 It finds what it knows: a secret under a harmless name that looks like no key of a known service stays.

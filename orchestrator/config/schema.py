@@ -37,7 +37,7 @@ class ClusterConfig(Section):
         Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]],
         free("a whole number >= 1, or [min, max]"),
     ] = 1
-    """Workers; while some are missing the run goes on with the others. Or [min, max]: starts with min
+    """Workers; while some are missing the run continues with the others. Or [min, max]: starts with min
     workers, scales to max as nodes join, waits below min.
     """
     use_gpu: Annotated[bool, free("true or false")] = False

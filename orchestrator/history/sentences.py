@@ -142,7 +142,7 @@ def drained(course: str, hosts: Sequence[str], num_workers: int, grace_s: float,
         "leave": [f"without its {who} after this step; the others hold the whole state"],
         "save and leave": [takes, f"saving after this step, then without its {who}"],
         "save": [
-            f"{takes}, which may be too long: a resume point is begun, and training goes on",
+            f"{takes}, which may be too long: a resume point is begun, and training continues",
             "steps after the newest whole state are trained again when the node goes; save more often, or "
             "set resume.memory_every_steps",
         ],
@@ -173,7 +173,7 @@ def saves_fail(retry_s: float, most_s: float) -> str:
 def deletes_fail(point: str, reason: str, most_s: float) -> str:
     """The line for the first point that storage did not delete. It is tried at least every `most_s`."""
     return (
-        f"resume point {point} is not needed any more and cannot be deleted: {reason}. Training goes on; "
+        f"resume point {point} is not needed any more and cannot be deleted: {reason}. Training continues; "
         "older points stay, so that storage fills up. Let this process delete in run.storage: it tries again "
         f"at least every {most_s:g} s, and says when it works"
     )

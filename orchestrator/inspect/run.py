@@ -102,11 +102,12 @@ class Run:
     def verify(
         self, point: str | None = None, *, resume: bool = False, progress: Progress | None = None
     ) -> list[dict[str, Any]]:
-        """Every digest of one point, or of all; the document of `verify --json`. Several files are read at a
-        time; `progress` hears of each. What is found is left in storage as it goes on (see `findings`), and
-        damaged points are marked (see `checkpoint.points.quarantine`), as far as this process may write
-        there; with `resume`, points that an interrupted verification found whole are not read again. Raises
-        `RefusedError` for an unknown name, and for one that the run deletes while it is read.
+        """Compares every digest of one point, or of all. Returns the document of `verify --json`.
+
+        Reads several files at a time, and calls `progress` after each. Writes its findings into storage on
+        the way (see `findings`), and marks damaged points (see `checkpoint.points.quarantine`), if this
+        process may write there. With `resume`, points that an interrupted verification found whole are not
+        read again. Raises `RefusedError` for an unknown name, and for one that the run deletes meanwhile.
         """
         reading = Verifying(store=self._store, progress=progress or NoProgress())
         if point is not None:
@@ -305,9 +306,9 @@ class Run:
         return export(self.uri, self._store, out, point, dtype, say)
 
     def save(self, wait: bool = True, tell: Callable[[str], None] = unheard) -> Reply:
-        """Asks the launch that works on the run, wherever it is, for a resume point of all that it has
-        trained by now; waits until that is committed. It trains on. `tell` hears of a save that is given up
-        meanwhile: then the wait lasts until one succeeds or the run ends.
+        """Asks the launch that works on the run, wherever it is, for a resume point, and waits until it is
+        committed. Training continues. `tell` is called for a save that is given up: the wait then lasts until
+        one succeeds or the run ends.
 
         Raises `RefusedError` if none works on it.
         """
@@ -398,7 +399,7 @@ class Run:
             return self.status()
 
     def _interrupted(self) -> None:
-        """Whoever watched has stopped watching; the run goes on."""
+        """The watcher stopped. The run continues."""
 
     def wait(self, timeout_s: float | None = None) -> RunView:
         """Waits until nothing will change by itself any more, at most `timeout_s` seconds; the run then."""

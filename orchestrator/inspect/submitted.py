@@ -117,9 +117,9 @@ class Launch(Protocol):
 def submit(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> SubmittedRun:
     """Starts or continues the run in a process of its own on this machine, and returns at once.
 
-    The process goes on when this one ends; `orchestrator.open` finds the run again. Raises `ConfigError` for
-    a wrong configuration, and `RefusedError` for what `plan` refuses; what only the start itself can see is
-    raised by `wait`.
+    The process continues when this one ends. `orchestrator.open` finds the run again. Raises `ConfigError`
+    for a wrong configuration, and `RefusedError` for what `plan` refuses. `wait` raises what only the start
+    itself can see.
     """
     from orchestrator.launch.api import plan
 

@@ -370,9 +370,9 @@ def open_stream(
     files are kept as a run keeps them: files that come later are not read, those that are gone are named, and
     `data.refresh` has a list for each epoch. Without one the files must be those of the state.
 
-    The configuration may lack what data do not need: `run`, `model`, `train.lr`. The stops in `train` are not
-    looked at: it goes on to the end of the data. Raises `ConfigError`, `DataIdentityError` for a cursor or a
-    state of other data, `RefusedError` for a rank or a hold-out that there is not.
+    The configuration may lack what data do not need: `run`, `model`, `train.lr`. The stops in `train` are
+    ignored: the stream continues to the end of the data. Raises `ConfigError`, `DataIdentityError` for a cursor
+    or a state of other data, `RefusedError` for a rank or a hold-out that does not exist.
     """
     from orchestrator.data.loading.sample_stream import SampleStream
 

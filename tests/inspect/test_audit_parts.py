@@ -330,7 +330,7 @@ def test_an_interrupted_audit_says_how_far_it_came_and_claims_nothing_more(
             )
         assert str(caught.value) == (
             "interrupted: 7 of 24 steps, up to step 7, are those of the stream; nothing is claimed of the "
-            "others, nor of epochs; --steps 8: goes on"
+            "others, nor of epochs; --steps 8: continues"
         )
 
 

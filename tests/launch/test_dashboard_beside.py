@@ -70,7 +70,7 @@ def test_a_page_that_cannot_be_served_is_a_warning(
             said = shown.wait()
         assert said.startswith("warning: the dashboard was not started: ")
         assert why in said
-        assert "the run goes on without it" in said
+        assert "the run continues without it" in said
 
 
 def test_nothing_is_served_unless_it_is_asked_for(

@@ -104,7 +104,7 @@ def test_an_export_that_fails_is_said_and_the_next_is_made(store: RunStore, save
     assert said[0].startswith(
         f"warning: {name(1)} is not exported: resume point {name(1)}: parts.json has 2 bytes"
     )
-    assert said[0].endswith("Training goes on")
+    assert said[0].endswith("Training continues")
     assert find_exports(store.storage)[0] == [name(2)]
 
 

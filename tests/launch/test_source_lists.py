@@ -338,7 +338,7 @@ def test_a_source_that_is_taken_away_goes_on_where_it_was_when_it_comes_back(
     point = run.store.read_point("00000005-a0002-g0001")
     assert point.cursor.sources["a"] == place
     run.launch(1000, run.sources("b", "c", "a", weight=1), *once)
-    assert "source a comes back and goes on in epoch 0" in run.said
+    assert "source a comes back and continues in epoch 0" in run.said
     for number, name in enumerate("abc"):
         tokens = run.streams([1, 2, 3] if name != "c" else [3], number)
         assert split(tokens, encoded.end) == encoded(documents(name, 150)), name

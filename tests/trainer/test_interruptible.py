@@ -38,7 +38,7 @@ from tests.trainer.member import tiny_job
 from tests.trainer.sharded import CPU, train_steps, view_of
 
 LONG_S = 10 * WAIT_S
-GOES_ON = "the generation is over, and gloo goes on waiting"
+GOES_ON = "the generation is over, and gloo keeps waiting"
 LARGE = torch.ones(1 << 26, dtype=torch.uint8)  # more than all that lies in buffers of the system on its way
 
 Step = Callable[[], object]  # one that both ranks take together

@@ -221,7 +221,7 @@ class Commits:
         if not self._told_hang:
             self._told_hang = True
             text = (
-                f"{_unanswered(TELL_S)}. Training goes on; once it has not answered for "
+                f"{_unanswered(TELL_S)}. Training continues; once it has not answered for "
                 f"{self._storage_limit_s:g} s the run stops. Nothing that was committed is lost"
             )
             self._in_background(partial(self._listener.warned, text))
@@ -273,7 +273,7 @@ class Commits:
         if not isinstance(error, OrchestratorError):
             what = f"{type(action).__name__} failed: {type(error).__name__}: {error}"
             await self._listener.warned(
-                f"{what}. This is an error of ours; training goes on: please report it"
+                f"{what}. This is an error of ours; training continues: please report it"
             )
         return failure(action, error)
 

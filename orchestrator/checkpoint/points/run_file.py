@@ -49,7 +49,7 @@ class RunFile:
 def folder_on_nodes(storage: Storage) -> str:
     """Returns the name of the run's folder in node folders (`resume.node_folder`). The run must exist."""
     run = read_run(storage)
-    assert run is not None, "whoever writes parts has joined a run"
+    assert run is not None, "a process that writes parts has joined a run"
     return run_folder(run.name, run.id)
 
 

@@ -395,7 +395,7 @@ class Feeder:
             return Reopen(
                 generation=self._generation,
                 reason=f"sample {step.first_sample} is asked for, the feeder holds those from "
-                f"{run.steps.first_sample} on and goes on with {next_sample}",
+                f"{run.steps.first_sample} on and continues with {next_sample}",
             )
         return None
 

@@ -112,7 +112,7 @@ class Loader:
     """An iterator of a rank's batches to the end of the data; `SampleStream.batches` makes it.
 
     A thread reads, tokenizes, packs and collates `prefetch` steps ahead; what it raises, `next` raises.
-    `iter()` of it begins nowhere anew: it goes on. Not for several threads, and not for other processes (see
+    `iter()` returns the loader itself, at its position. Not thread-safe, and not for other processes (see
     `dataset`). `close` it, use it in a `with`, or forget it: the thread ends in each case.
     """
 
@@ -173,7 +173,7 @@ class Loader:
         return state_of(self._opened.spec, self._cursor, self._opened.restart)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on at exactly the next unread token of `state`, whatever the world size, the batch size and
+        """Continues at exactly the next unread token of `state`, whatever the world size, the batch size and
         the seq_len were when it was taken.
 
         Raises `DataIdentityError` with both values, and stands where it stood, if it is a state of other

@@ -93,8 +93,8 @@ def reading_of(config: JobConfig, at: Cursor | StreamState | None, keeps_lists: 
     if request is not None and at.restart is not None and request.repeats(at.restart):
         restart = at.restart
         notes = (
-            f"{request} is done: the stream that made the state began so, and this one goes on in its files; "
-            "to begin anew once more, open the state without the restart, and the state of that one with it",
+            f"{request} is already done: the stream that made the state began so, and this one continues in "
+            "its files; to restart again, open the state without the restart, and the state of that one with it",
         )
     elif request is not None:
         asked = frozenset(request.paths) & {source.name for source in before}

@@ -29,8 +29,8 @@ _ARGUMENT = "command.argument_value"
 class SampleStream:
     """An iterator of samples from a place on, in this process; `batches` makes a loader of it.
 
-    Samples have `index, source, input_ids, labels, document_ids, cursor`. `state_dict` is the place of the
-    next sample, whoever takes it. Not for several threads.
+    Samples have `index, source, input_ids, labels, document_ids, cursor`. `state_dict` returns the position
+    of the next sample. Not thread-safe.
     """
 
     def __init__(

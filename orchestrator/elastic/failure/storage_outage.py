@@ -18,7 +18,7 @@ STORAGE_LIMIT_S = 300.0
 class StorageTrouble:
     """When a storage failure began, and its reason. All times are seconds of one monotonic clock."""
 
-    def __init__(self, limit_s: float = STORAGE_LIMIT_S, meanwhile: str = "Training goes on") -> None:
+    def __init__(self, limit_s: float = STORAGE_LIMIT_S, meanwhile: str = "Training continues") -> None:
         """`meanwhile`: the state of the run, for reports to the user."""
         self._limit_s, self._meanwhile = limit_s, meanwhile
         self._since: float | None = None

@@ -180,7 +180,7 @@ class AuditRun:
         last = step_name(records, wanted.start + steps - 1)
         rest = ""
         if steps < len(wanted):
-            rest = f"; --steps {step_name(records, wanted.start + steps)}: goes on"
+            rest = f"; --steps {step_name(records, wanted.start + steps)}: continues"
         return (
             f"interrupted: {steps:,} of {len(wanted):,} steps, up to step {last}, are those of the stream; "
             f"nothing is claimed of the others, nor of epochs{rest}"

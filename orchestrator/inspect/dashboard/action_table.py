@@ -104,7 +104,7 @@ def _unpin_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
 
 
 def _goes_on(sight: Sight) -> str:
-    return "Training goes on. " if sight.summary["state"] in ALIVE else ""
+    return "Training continues. " if sight.summary["state"] in ALIVE else ""
 
 
 def _verify_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
@@ -164,7 +164,7 @@ def _rewind_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
     return [
         ("start", f"The next start continues from {asked.point}; nothing is started now."),
         ("branch", f"{steps(aside['steps'])} ({amount}) {are} set aside. Nothing is deleted."),
-        ("cursor", f"Training goes on after token {tokens:,} of the stream, with the data that followed it."),
+        ("cursor", f"Training continues after token {tokens:,} of the stream, with the data that follow it."),
     ]
 
 

@@ -59,7 +59,7 @@ class RewindPlan(PointPlan):
         """The plan as text: where it would go back to, what that sets aside, and how to continue."""
         lines = self.point_lines(f"{self.run}: would go back to {self.point}")
         if self.stands_there:
-            return [*lines, "  the run stands there already: nothing is to be done"]
+            return [*lines, "  the run is at this point already: nothing to do"]
         if self.steps_aside:
             steps = count(self.steps_aside, "step")
             span = f"{self.first_step_aside:,} to {self.last_step_aside:,}"

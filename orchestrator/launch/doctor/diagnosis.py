@@ -205,7 +205,7 @@ def _open_token(auth: AuthFacts, check: Check) -> Check:
         limit="0600",
         advice="; ".join(
             [
-                f"chmod 600 {auth.token}: whoever reads it can run anything on the cluster",
+                f"chmod 600 {auth.token}: anybody who can read it can run anything on the cluster",
                 *filter(None, [check.advice]),
             ]
         ),

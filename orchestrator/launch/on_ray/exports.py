@@ -149,7 +149,7 @@ class Exports:
         began = time.monotonic()
         if problem := self._in_a_process(name):
             if not self._cut_off:
-                self._say(f"warning: {name} is not exported: {problem}. Training goes on")
+                self._say(f"warning: {name} is not exported: {problem}. Training continues")
             return
         self._say(f"exported {EXPORTS}/{name} in {time.monotonic() - began:.1f} s")
 

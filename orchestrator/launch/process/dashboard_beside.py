@@ -66,7 +66,7 @@ def _announce(process: subprocess.Popen[str], progress: Progress) -> None:
 def _why(said: str) -> str:
     last = (said.strip().splitlines() or ["it ended without a word"])[-1]
     return (
-        f"the dashboard was not started: {last}; the run goes on without it. `orchestrator dashboard` "
+        f"the dashboard was not started: {last}; the run continues without it. `orchestrator dashboard` "
         "serves it from any machine that sees the storage"
     )
 

@@ -118,7 +118,7 @@ def decide_restart(
         if claim.attempt <= point.attempt and claim.attempt in path:
             return RestartDecision(
                 note=f"{request} is done: attempt {claim.attempt} began there with the files of that time, "
-                "and this start goes on in them; to begin anew once more, name the point after which: "
+                "and this start continues in them; to begin anew once more, name the point after which: "
                 f"resume.from={point.point_name}"
             )
     if not made or made[-1].parent in (point, None):
@@ -156,9 +156,9 @@ class SourceChange:
             "restarted": f"begins anew with {now}{before}, as epoch {self.epoch}; "
             "what is left of the epoch at hand is not trained",
             "added": f"comes in with {now}, as epoch {self.epoch}",
-            "removed": f"is taken away in epoch {self.epoch}; its place is kept, and it goes on from there "
+            "removed": f"is taken away in epoch {self.epoch}; its place is kept, and it continues from there "
             "if it comes back",
-            "back": f"comes back and goes on in epoch {self.epoch}, where it was taken away",
+            "back": f"comes back and continues in epoch {self.epoch}, where it was taken away",
             "refreshed": f"has its files listed anew for each epoch from epoch {self.epoch} on",
         }
         return f"source {self.source} {texts[self.change]}"

@@ -44,7 +44,7 @@ class Interruptible:
         wait((ended, self._cut), return_when=FIRST_COMPLETED)
         wait((ended,), timeout=GRACE_S)
         if not ended.done():
-            raise RuntimeError("the generation is over, and gloo goes on waiting")
+            raise RuntimeError("the generation is over, and gloo keeps waiting")
         return ended.result()
 
     def register(self) -> None:

@@ -298,7 +298,7 @@ def test_training_goes_on_is_said_only_of_a_run_that_trains(name: str) -> None:
     ended = replace(SIGHT, summary={**SUMMARY, "state": "stopped"})
     for sight, goes_on in ((SIGHT, True), (ended, False)):
         effects = planned(name, Asked(point=POINT), sight, SECRET, 0.0).effects
-        assert any("Training goes on" in text for _, text in effects) == goes_on
+        assert any("Training continues" in text for _, text in effects) == goes_on
 
 
 @pytest.mark.parametrize("name", ["rewind", "fork", "export"])
