@@ -442,3 +442,22 @@ def test_the_fields_of_a_stored_file_are_those_of_its_value(file: str) -> None:
     own = {"format"} if file == "points/…/cursor.json" else RESULTS.get(file, set())  # no field of its value
     stored = {field.name for kind in FIELDS[file] for field in fields(kind)} | own
     assert set(re.findall(r"`(\w+)`", stated)) == stored
+
+
+# private words of earlier texts; each marks a sentence to write anew
+FORBIDDEN = (
+    "whoever", "goes on", "is told", "are told", "stands there", "at the least", "by turns",
+    "comes to nothing", "hears of", "heeded",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("word", FORBIDDEN)
+def test_no_text_of_the_package_or_its_documents_has_a_private_word(word: str) -> None:
+    texts = [*(ROOT / "orchestrator").rglob("*.py"), ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in texts
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.search(rf"\b{word}\b", line)
+    ]
+    assert not found

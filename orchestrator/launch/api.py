@@ -371,8 +371,8 @@ def open_stream(
     `data.refresh` has a list for each epoch. Without one the files must be those of the state.
 
     The configuration may lack what data do not need: `run`, `model`, `train.lr`. The stops in `train` are
-    ignored: the stream continues to the end of the data. Raises `ConfigError`, `DataIdentityError` for a cursor
-    or a state of other data, `RefusedError` for a rank or a hold-out that does not exist.
+    ignored: the stream continues to the end of the data. Raises `ConfigError`, `DataIdentityError` for a
+    cursor or a state of other data, `RefusedError` for a rank or a hold-out that does not exist.
     """
     from orchestrator.data.loading.sample_stream import SampleStream
 

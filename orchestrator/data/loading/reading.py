@@ -94,7 +94,7 @@ def reading_of(config: JobConfig, at: Cursor | StreamState | None, keeps_lists: 
         restart = at.restart
         notes = (
             f"{request} is already done: the stream that made the state began so, and this one continues in "
-            "its files; to restart again, open the state without the restart, and the state of that one with it",
+            "its files; to restart again, open the state without the restart, and that one's state with it",
         )
     elif request is not None:
         asked = frozenset(request.paths) & {source.name for source in before}
