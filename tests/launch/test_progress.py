@@ -327,7 +327,7 @@ def test_the_version_names_what_a_report_of_a_bug_needs(capsys: pytest.CaptureFi
 INTERRUPTED = """
 import os, signal, sys, orchestrator.launch.api
 from orchestrator.cli import commands as cli
-from orchestrator.launch import stop_signals
+from orchestrator.launch.process import stop_signals
 
 def train(config, overrides):
     said = []

@@ -21,7 +21,7 @@ from tests.launch.test_replay import example  # noqa: F401  a fixture
 
 KILLED = """
 import os, signal, orchestrator
-from orchestrator.launch import replay_as_run
+from orchestrator.launch.replay import replay_as_run
 replay_as_run.train_until = lambda *job: os.kill(os.getpid(), signal.SIGKILL)
 orchestrator.open("example").replay(9, overrides=["cluster.num_workers=1"])
 """

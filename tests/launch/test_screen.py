@@ -27,7 +27,7 @@ PROGRAM = """
 import os, signal, sys
 import orchestrator.launch.api as api
 from orchestrator.cli import commands as cli
-from orchestrator.launch import stop_signals
+from orchestrator.launch.process import stop_signals
 from orchestrator.launch.process.progress import Progress
 from orchestrator.storage.files import Storage
 

@@ -11,14 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from traceback import FrameSummary
 
+import orchestrator
 from orchestrator.records.run_status import CODE, DATA, PEERS, Doing
 from orchestrator.trainer.interfaces.phases import ENDING, FEED_WAIT, PHASE_LIMITS_S, STEP
 
 LONG_PHASE_S = 1.0  # shorter phases are not reported
 AGAIN_S = 60.0
 QUIET_S = 3.0  # a member without a step for this long reports its activity
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_COLLECTIVES = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{_PACKAGE}trainer{os.sep}interruptible.py")
+_PACKAGE = os.path.dirname(os.path.abspath(orchestrator.__file__)) + os.sep
+_COLLECTIVES = (
+    f"{os.sep}torch{os.sep}distributed{os.sep}",
+    os.path.join(_PACKAGE, "trainer", "comm", "interruptible.py"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
