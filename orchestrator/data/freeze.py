@@ -1,6 +1,6 @@
 """A run's first start: reads the data as they are now, and makes all choices that are frozen afterwards.
 
-It writes nothing. `preparing` freezes the result.
+It writes nothing. `dataset` freezes the result.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The specification of a run's data as one frozen value: files, tokenizer, encoder, settings.
 
-A process needs nothing else to read the stream. `preparing.prepare_data` makes it.
+A process needs nothing else to read the stream. `dataset.prepare_data` makes it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Membership during a node drain: who is admitted, who may leave, and which save is awaited.
 
-`draining.py` decides when a node is left, and whether with a save. `parent_state.py` finds the newest state.
+`drain_state.py` decides when a node is left, and whether with a save. `state_selection.py` finds the newest
+state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Builds the next generation from its members and its parent state.
 
-It assigns ranks, the givers of each shard, and the memory point to keep. `candidates.py` chooses the members,
-`parent_state.py` the newest state.
+It assigns ranks, the givers of each shard, and the memory point to keep. `member_selection.py` chooses the
+members, `state_selection.py` the newest state.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Any process may read it. It manages lines, segments and the set of durable step 
 `history.claims.lineage` determines which records count in the end.
 
 Layout: `journal/a0003/000001.jsonl`, `000002.jsonl`, … for attempt 3 (`segments` has all names). Every line
-has `format` (`line_format`; not in older lines), `seq` (1, 2, … within the attempt), `time` (UTC, for
+has `format` (`journal_version`; not in older lines), `seq` (1, 2, … within the attempt), `time` (UTC, for
 display), `run`, `run_id`, `attempt` and `kind`, and `step` and `rank` where they apply. Kind `step`: the
 fields of `records.steps.StepRecord`, whose attempt may be an older one (members that outlived a coordinator
 bring records). Kind `generation`: the fields of `history.claims.claims.GenerationStart`. Any other kind is an

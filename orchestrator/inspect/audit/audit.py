@@ -171,7 +171,7 @@ def audit_history(
 
     Raises `DataIdentityError` for a step that differs in an attempt that was configured to continue with
     changed files (data rule 27), and before it reads anything for files of a list that are gone or changed
-    (`lists_there`).
+    (`require_lists`).
 
     `committed` are the names of the run's committed points, listed before `seen` was read: no point is
     committed before the records up to its step are durable, so these must be there.

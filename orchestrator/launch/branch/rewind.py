@@ -106,7 +106,7 @@ def rewind_plan(run: str, seen: Survey, found: Found, wanted: Wanted, ended: boo
 def look(store: RunStore, wanted: Wanted, run: str = "") -> RewindPlan:
     """The plan for the run in storage. The point's sizes and headers are compared.
 
-    Raises as `which_point.find` and `PinFiles.require_kept`.
+    Raises as `point_query.find` and `PinFiles.require_kept`.
     """
     return _look(store, wanted, run)[0]
 
@@ -140,7 +140,7 @@ def rewind(
     """Shows the plan to `agree`, and executes it if that returns True. Returns the plan, with its result.
 
     Raises `BusyError` while a launch is active on the run (watched as by a start, at most 10 s if an attempt
-    recorded no end), `RefusedError` and `ResumePointError` as `which_point.find`, and `RefusedError` if the
+    recorded no end), `RefusedError` and `ResumePointError` as `point_query.find`, and `RefusedError` if the
     run has changed since `agree` was called.
     """
     plan, ended = _look(store, wanted, run)  # first: an impossible request needs no watch

@@ -1,7 +1,7 @@
 """Checks whether a job fits where it would run: memory, CPUs, GPUs, disk and object store.
 
 This is the driver's side, which queries a connected cluster. `elastic.supervision.policy` and `capacity`
-define what is enough, for a job whose shape is known (`known_shape`). Importing it loads neither Ray nor
+define what is enough, for a job whose shape is known (`model_size`). Importing it loads neither Ray nor
 torch.
 """
 

@@ -46,10 +46,10 @@ class MemoryPoints:
     generation ends the generation, so that the next one has memory points again.
 
     Memory: four times the largest shard of the group, on the CPU. It is twice that shard if the neighbour is
-    on the same node, because the neighbour then lends its buffers (`lending`). A group of one makes no memory
-    points. Between `begin` and the end of its copy the state must not be written to; `writable` waits for
-    that. `faults` is called in threads at `memory_staged` and `neighbour_half_sent`, and at `sealed`, with
-    the copied step.
+    on the same node, because the neighbour then lends its buffers (`shared_buffers`). A group of one makes no
+    memory points. Between `begin` and the end of its copy the state must not be written to; `writable` waits
+    for that. `faults` is called in threads at `memory_staged` and `neighbour_half_sent`, and at `sealed`,
+    with the copied step.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class MemoryPoints:
             return self._slots.holdings
 
     def copy_of(self, key: StateKey, shard: int) -> list[Tensor]:
-        """See `state_sync.Copies`. A lent copy becomes this member's own.
+        """See `sync_state.Copies`. A lent copy becomes this member's own.
 
         Raises `GenerationEnded` if the owner has begun to overwrite it since `holdings` was called. An owner
         does that if it was in a group whose other members dropped out while it formed.
@@ -323,7 +323,7 @@ class MemoryPoints:
             self._link.send(header, memoryview(buffer.memory.numpy())[: header.num_bytes])  # type: ignore[arg-type]
 
     def room(self, header: CopyHeader) -> memoryview:
-        """See `neighbour.Receiver`: the old copy is removed from the list before its first byte is
+        """See `memory_replica.Receiver`: the old copy is removed from the list before its first byte is
         overwritten.
         """
         number = self._arriving(header)
@@ -334,7 +334,7 @@ class MemoryPoints:
         return memoryview(kept.numpy())  # type: ignore[arg-type]
 
     def lent(self, header: CopyHeader, copy: LentCopy) -> None:
-        """See `neighbour.Receiver`."""
+        """See `memory_replica.Receiver`."""
         self._keep(self._arriving(header), copy)
         self.arrived(header)
 
@@ -352,7 +352,7 @@ class MemoryPoints:
         return number
 
     def arrived(self, header: CopyHeader) -> None:
-        """See `neighbour.Receiver`."""
+        """See `memory_replica.Receiver`."""
         with self._lock:
             self._slots = self._slots.arrived(header.copy.key)
 

@@ -2,7 +2,7 @@
 
 A link sends this rank's copies to its keeper, and receives the copies that are kept here for another rank.
 There is one link per generation, with two threads. If both ranks are on one machine, only the location of the
-copy is sent: the copy is lent (`lending`).
+copy is sent: the copy is lent (`shared_buffers`).
 """
 
 from __future__ import annotations
