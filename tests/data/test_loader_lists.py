@@ -145,7 +145,7 @@ def test_every_state_after_a_restart_goes_on_exactly_with_the_same_settings(
         states.append(anew.state_dict())
     for at in range(0, len(states), 9):
         again = orchestrator.open_stream(config, states[at], RESTART)
-        assert "resume.data=restart is done" in again.notes[0]
+        assert "resume.data=restart is already done" in again.notes[0]
         is_the_same_stream(config, states[at], samples[at:], RESTART)
     is_the_same_stream(config, states[2], samples[2:], [])
     loader = orchestrator.open_stream(config, state, RESTART).batches()
