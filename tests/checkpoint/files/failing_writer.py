@@ -1,6 +1,6 @@
 """The writer of parts, as `orchestrator.checkpoint.writer.writer` is started, on storage that fails at one of
 its calls: `FAILING_CALL` is its number, `FAILING_HOW` a name of `How`, `FAILING_MARK` a file that is made
-first. A slow call says so into the named pipe `FAILING_STANDS`, and goes on when something comes out of
+first. A slow call writes into the named pipe `FAILING_STANDS`, and continues when it can read from
 `FAILING_GO`.
 """
 
