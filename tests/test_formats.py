@@ -31,6 +31,7 @@ from orchestrator.coordinator.attempt.resume_point_choice import choose_point
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.frozen import read_later
 from orchestrator.errors import ConfigError, LaterFormatError, OrchestratorError
+from orchestrator.history.claims.generation_files import read_starts
 from orchestrator.history.finding_files import FindingFiles
 from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.history.request_files import RequestFiles
@@ -94,6 +95,11 @@ SEALED = [
         row="pins/<point>.json",
         path=f"pins/{NEWEST}.json",
         read=lambda s: RunStore(s).read_hold(NEWEST),
+    ),
+    Sealed(
+        row="generations/a0003-g0001.json",
+        path="generations/a0003-g0001.json",
+        read=lambda s: read_starts(s, [(3, 1)], RUN_ID),
     ),
     Sealed(row="requests/<launch>/000001.json", path=f"requests/{LAUNCH}/000001.json", read=request),
     Sealed(row="findings/000001.json", path="findings/000001.json", read=finding),
@@ -307,10 +313,10 @@ def test_a_journal_is_read_without_numbers_and_refused_with_the_next_one(numbere
     for path in paths:
         path.write_bytes(path.read_bytes().replace(b'{"format":2,', b"{"))
     assert read_journal(numbered) == before
-    paths[1].write_bytes(paths[1].read_bytes().replace(b'{"seq"', b'{"format":3,"seq"'))
+    paths[1].write_bytes(paths[1].read_bytes().replace(b'{"seq"', b'{"format":4,"seq"'))
     run = orchestrator.open(numbered.root)
     for read in (run.records, run.list_points, run.audit, run.events, run.status):
-        with pytest.raises(OrchestratorError, match="a0002.* has format 3, this version reads 1, 2; use the"):
+        with pytest.raises(OrchestratorError, match="a0002.* has format 4, this version reads 1, 2, 3; use"):
             read()
 
 

@@ -174,7 +174,8 @@ def audit_lines(report: Mapping[str, Any]) -> list[str]:
         amounts = f"step {report['first_step']}: {amounts}"
     elif report["steps"]:
         amounts = f"steps {report['first_step']} to {report['last_step']}: {amounts}"
-    if report["exactly_once"] is None:
+    first = report["first_difference"]
+    if report["exactly_once"] is None and first is None:
         return ["nothing is trained yet, so there is nothing to compare"]
     not_shown = [f"not verified: {text}" for text in report["not_shown"]]
     left_out = left_out_lines(report["left_out_documents"])
@@ -191,7 +192,8 @@ def audit_lines(report: Mapping[str, Any]) -> list[str]:
             *_reference_lines(report["reference"]),
             *not_shown,
         ]
-    first = report["first_difference"]
+    if report["exactly_once"] is None:
+        return [f"{amounts}, NOT PROVEN: {first['reason']}", *not_shown]
     where = "" if first["step"] is None else f"step {first['step']}: "
     return [f"{amounts}, NOT exactly once", f"first difference: {where}{first['reason']}", *not_shown]
 

@@ -99,19 +99,21 @@ class Silence:
         self._every_s, self._last = look_every_s, now
         self._newest = process
         self._idle_s = 0.0  # counted since the process was seen at work
+        self._worked = False  # between the last two looks
 
     def look(self, now: float, process: ProcessLook | None = None) -> float:
         """Notes that the process is still silent. Returns `counted_s`."""
         passed_s, before = now - self._last, self._newest
         excused_s = max(0.0, passed_s - self._every_s)
-        worked = False
+        self._worked, is_first = False, before is None and process is not None
         if before is not None and process is not None:
             excused_s = max(excused_s, passed_s * starved_share(before, process))
-            worked = ran_s(before, process) > 0 or _wants_cpu(process)
+            self._worked = ran_s(before, process) > 0 or _wants_cpu(process)
         counted_s = max(0.0, passed_s - excused_s)
         self.lasts_s += passed_s
         self.counted_s += counted_s
-        self._idle_s = 0.0 if worked else self._idle_s + counted_s
+        # nobody has seen what it did before the first look
+        self._idle_s = 0.0 if self._worked or is_first else self._idle_s + counted_s
         self._last, self._newest = now, process
         return self.counted_s
 
@@ -120,7 +122,7 @@ class Silence:
         """Returns whether the process used CPU time between the last two looks, or waits for a CPU. False if
         the system does not tell.
         """
-        return self._newest is not None and not self._idle_s
+        return self._worked
 
     def stands_still(self, frozen_s: float, hung_s: float) -> bool:
         """Returns whether the process must be ended: it could run for the last `frozen_s` and did not, or

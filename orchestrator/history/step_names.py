@@ -74,8 +74,14 @@ def numbering_note(records: Steps, index: int) -> str | None:
 
 
 def _left_out(records: Steps, label: int) -> str | None:
-    """Why no step has this label, if counting anew skipped it."""
+    """Why no step has this label: its record is lost, or counting anew skipped it."""
     for before, after in pairwise(records):
+        same = (before.attempt, before.generation) == (after.attempt, after.generation)
+        if before.step < label < after.step and same:
+            return (
+                f"the record of step {label} is lost: the journal is damaged, and `orchestrator audit` names "
+                "the place"
+            )
         if before.step < label < after.step:
             return (
                 f"no step of the run's history has number {label}: step {before.step} (attempt "

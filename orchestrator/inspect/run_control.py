@@ -7,79 +7,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import orjson
-
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.errors import OrchestratorError, RefusedError
-from orchestrator.history.claims.segments import SegmentRef, journals, read_from, segments
+from orchestrator.errors import RefusedError
 from orchestrator.history.journal.event_kinds import EventKind
-from orchestrator.history.journal.journal_version import LaterLineError, require_known
+from orchestrator.history.journal.journal_lines import JournalLines, Line
 from orchestrator.history.request_files import RequestFiles
-from orchestrator.storage.files import Storage
-
-
-# Follows a run's journal: each new line once and in order.
-#
-# The cost does not grow with the journal.
-class JournalFollower:
-    """Reads the journal from its current end on. Not for several threads."""
-
-    def __init__(self, storage: Storage, attempt: int) -> None:
-        """`attempt`: the newest one. Lines of older ones are not followed. Raises `StorageError`."""
-        self._storage, self._attempt = storage, attempt
-        self._offsets: dict[str, int] = {}  # by segment: bytes that were read
-        self._read_out: set[str] = set()  # closed segments
-        self._seen: dict[int, int] = {}  # by attempt: the newest line's number
-        self.lines()
-
-    def lines(self) -> list[dict[str, Any]]:
-        """The complete lines since the last call.
-
-        A line that was written twice, because storage failed in between, occurs once. Raises `StorageError`,
-        and `LaterLineError` for a line of a later version. The next call continues at the same place.
-        """
-        found: list[dict[str, Any]] = []
-        for attempt in journals(self._storage):
-            if attempt < self._attempt:
-                continue
-            refs = segments(self._storage, attempt)
-            for ref in refs:
-                if ref.path in self._read_out:
-                    continue
-                found += self._read(ref)
-                if ref is not refs[-1]:  # it was closed before the next one was begun
-                    self._read_out.add(ref.path)
-        return found
-
-    def _read(self, ref: SegmentRef) -> list[dict[str, Any]]:
-        offset = self._offsets.get(ref.path, 0)
-        try:
-            data = read_from(self._storage, ref, offset)
-        except FileNotFoundError:
-            return []  # it existed a moment ago: the run is being deleted
-        complete = data[: data.rfind(b"\n") + 1]
-        lines = list(filter(None, (_parsed(ref.path, text) for text in complete.splitlines())))
-        self._offsets[ref.path] = offset + len(complete)
-        return [line for line in lines if self._is_new(ref.attempt, int(line["seq"]))]
-
-    def _is_new(self, attempt: int, seq: int) -> bool:
-        if seq <= self._seen.get(attempt, 0):
-            return False
-        self._seen[attempt] = seq
-        return True
-
-
-def _parsed(path: str, text: bytes) -> dict[str, Any] | None:
-    """None for a line that a failed write has torn: the next segment has it whole."""
-    try:
-        line = orjson.loads(text)
-        require_known(line, path)
-        return line if isinstance(line["seq"], int) else None
-    except LaterLineError:
-        raise
-    except (orjson.JSONDecodeError, OrchestratorError, AttributeError, KeyError):
-        return None
-
 
 LOOK_EVERY_S = 0.5
 QUIET_S = 10.0  # after this long without an answer, checks whether the run is alive
@@ -134,7 +66,8 @@ class Asking:
             )
         self._refuse_if_over(claim.number)
         self._launch, self._attempt = claim.launch, claim.number
-        self._journal = JournalFollower(store.storage, claim.number)
+        self._journal, self._unread = JournalLines(store.storage, first=claim.number), list[Line]()
+        self._new_lines()  # what came before the request is no answer
         run = store.read_run()
         self.request = RequestFiles(store.storage, claim.launch, run.id if run else "").ask(what)
 
@@ -150,7 +83,7 @@ class Asking:
         while True:
             # checked before the journal is read: the answer is written there before the end is
             over = self._why_over()
-            lines = self._journal.lines()
+            lines = self._new_lines()
             for fields in lines:
                 if fields["kind"] != EventKind.REQUEST_ANSWERED:
                     continue
@@ -172,6 +105,13 @@ class Asking:
                     )
                 asked_at = time.monotonic()
             time.sleep(LOOK_EVERY_S)
+
+    def _new_lines(self) -> list[Line]:
+        """The journal's lines since the last call that returned. Raises `StorageError`."""
+        for chunk in self._journal.new():
+            self._unread += [line for _, line in chunk.lines]
+        lines, self._unread = self._unread, []
+        return lines
 
     def _refuse_if_over(self, number: int) -> None:
         if end := self._store.read_end(number):

@@ -13,6 +13,7 @@ from orchestrator.checkpoint.commit.store_actions import COMMIT_SENT, VOTES_COMP
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import StorageError
 from orchestrator.history.claims.claim_files import RESUME, START
+from orchestrator.history.claims.generation_files import read_starts, sealed_ids
 from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.storage.files import Storage
 from tests.checkpoint.driver import Coordinator
@@ -103,6 +104,20 @@ def test_generations_that_follow_one_another_share_the_points_of_their_path(stor
     coordinator.save(key(13, generation=2))
     assert [committed for _, _, committed in coordinator.answers] == [True] * 4
     assert store.read_point(key(13, generation=2).point_name).commit.parent == key(12)
+
+
+def test_every_point_has_the_starts_of_its_generations_sealed(store) -> None:
+    driver = Coordinator(store)
+    driver.save(key(10))
+    assert sealed_ids(store.storage) == {(1, 1)}
+    for generation, parent in ((2, key(20)), (3, key(20)), (4, key(30, generation=3))):
+        driver.journal.generation(start(generation, parent))
+        driver.form(generation, parent)
+    for step in range(21, 41):
+        driver.journal.step(record(key(step, generation=3 if step <= 30 else 4)))
+    driver.save(key(40, generation=4))
+    assert sealed_ids(store.storage) == {(1, 1), (1, 3), (1, 4)}, "generation 2 leads to no point"
+    assert read_starts(store.storage, {(1, 3)}, "") == (start(3, key(20)),)
 
 
 def test_a_damaged_point_is_reported_once(store) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,12 @@ from orchestrator.coordinator.machine.requests import Answered
 from orchestrator.errors import RefusedError
 from orchestrator.history.claims.claim_files import RESTARTED, RESUME, START
 from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_lines import JournalLines
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.history.journal.line_format import line_bytes, parse_line
 from orchestrator.history.request_files import SAVE, STOP
 from orchestrator.inspect import run_control
-from orchestrator.inspect.run_control import Asking, JournalFollower
+from orchestrator.inspect.run_control import Asking
 from orchestrator.storage.files import Storage
 from tests.raising import raises
 
@@ -120,10 +123,21 @@ def test_who_waits_hears_that_another_launch_has_taken_over(store: RunStore) -> 
         Asking(store, SAVE).answer(after(2, lambda: store.claim(2, "bb", RESUME, "host")))
 
 
+class Follower:
+    """Everything that comes after it was made."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._lines = JournalLines(storage, first=1)
+        self.lines()
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [line for chunk in self._lines.new() for _, line in chunk.lines]
+
+
 def test_a_follower_gives_each_new_line_once_over_segments_and_attempts(store: RunStore) -> None:
     writer = journal(store, segment_bytes=400)
     answers(writer, *[DONE] * 5)
-    follower = JournalFollower(store.storage, 1)
+    follower = Follower(store.storage)
     assert follower.lines() == []
     seen = []
     for _ in range(10):
@@ -140,9 +154,10 @@ def test_a_follower_waits_for_the_rest_of_a_line_and_takes_a_line_that_was_writt
 ) -> None:
     answers(journal(store), DONE)
     path = tmp_path / "run" / "journal" / "a0001" / "000001.jsonl"
-    follower = JournalFollower(store.storage, 1)
-    line = path.read_bytes()
-    second, third = (line.replace(b'"seq":1', b'"seq":%d' % seq) for seq in (2, 3))
+    follower = Follower(store.storage)
+    line = parse_line(path.read_bytes()[:-1])
+    second, after = line_bytes(line.fields | {"seq": 2}, f"{line.sum:016x}")
+    third, _ = line_bytes(line.fields | {"seq": 3}, after)
     with path.open("ab") as file:
         file.write(second[:30])
     assert follower.lines() == []

@@ -65,7 +65,7 @@ class Attempt:
         self.store, self.number, self.run_id = runner.store, attempt.number, attempt.run_id
         storage = Storage(str(runner.folder), disk, no_sleep) if disk is not None else self.store.storage
         self.journal = JournalWriter(storage, self.number, segment_bytes=segment_bytes, run_id=self.run_id)
-        self._runner = runner
+        self._runner, self._parent = runner, attempt.parent
 
     def begin(self) -> None:
         """A generation of two workers of two, `a` and `b`."""
@@ -86,7 +86,8 @@ class Attempt:
                 reason="",
             )
             roster.came(replace(JOIN, member=member), 0.0)
-        self.journal.generation(replace(start(1, None, self.number), world_size=2, members=("a", "b")))
+        begun = start(1, self._parent, self.number)
+        self.journal.generation(replace(begun, world_size=2, members=("a", "b")))
         self.journal.event(
             EventKind.GROUP_FORMED, **encode(roster.formed(self.number, 1, ("a", "b"), 0, 0, 1.0))
         )

@@ -19,6 +19,7 @@ from orchestrator.cli.commands import main
 from orchestrator.errors import ConfigError, RefusedError, ResumePointError
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
+from orchestrator.history.journal.line_format import FIRST, line_bytes, parse_line
 from orchestrator.launch.replay import step_replay
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.model.build_model import loss_sum
@@ -120,11 +121,14 @@ def test_a_record_that_does_not_come_out_again_is_the_first_difference(
     trained_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (segment,) = (trained_here / "journal" / "a0003").iterdir()
-    records = [json.loads(line) for line in segment.read_text().splitlines()]
-    for record in records:
-        if record["kind"] == "step" and record["step"] == 9:
-            record["loss"] += 1e-9
-    segment.write_text("".join(json.dumps(record) + "\n" for record in records))
+    last, data = FIRST, b""
+    for text in segment.read_bytes().splitlines():
+        fields = parse_line(text).fields
+        if fields["kind"] == "step" and fields["step"] == 9:
+            fields["loss"] += 1e-9
+        line, last = line_bytes(fields, last)
+        data += line
+    segment.write_bytes(data)
     damage(trained_here, SAVED[2])
     with pytest.raises(SystemExit) as ended:
         main(["replay", str(trained_here), "--step", "10", "--json"])

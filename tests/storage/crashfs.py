@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 MANY = 6  # more unsynced names than this: prefixes of the changes instead of all subsets
+FEW = 3  # blocks of which every subset is lost; of more each one, and all
 FOLDER = None
 
 
@@ -230,7 +231,21 @@ class ModelDisk:
         if data == safe:
             return [data]
         prefixes = [data[:n] for n in range(len(safe), len(data), self.block)]
-        return [*prefixes, data, safe + b"\0" * (len(data) - len(safe))]
+        return [*prefixes, data, *self._with_holes(data, len(safe))]
+
+    def _with_holes(self, data: bytes, safe: int) -> Iterator[bytes]:
+        """The size is on the disk, and of the blocks that were not synced some are not: any, of a few."""
+        first = safe // self.block * self.block
+        blocks = [
+            (max(safe, at), min(at + self.block, len(data))) for at in range(first, len(data), self.block)
+        ]
+        sizes = range(1, len(blocks) + 1) if len(blocks) <= FEW else (1, len(blocks))
+        for size in sizes:
+            for lost in itertools.combinations(blocks, size):
+                left = bytearray(data)
+                for begin, end in lost:
+                    left[begin:end] = bytes(end - begin)
+                yield bytes(left)
 
     # ------------------------------------------------------------ inside
     def _open(self, node: Inode) -> int:

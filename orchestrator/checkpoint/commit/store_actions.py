@@ -30,6 +30,8 @@ from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import OrchestratorError, StorageError, text_of
 from orchestrator.faults import Hook, no_fault
+from orchestrator.history.claims.claims import GenerationId
+from orchestrator.history.claims.generation_files import seal_starts
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.json_form import encode
@@ -109,6 +111,7 @@ class PointCommitter:
         self._store, self._journal, self._attempt, self._run_id = store, journal, attempt, run_id
         self._config, self._rng, self._clock, self._fault = config, rng, clock, fault
         self._damages: list[Damage] = []
+        self._sealed: set[GenerationId] = set()
         self.last_loss: float | None = None  # the mean loss of the steps that led to the last point
         # the point that was committed last; its votes may not be answered yet
         self.last_point: Point | None = None
@@ -166,6 +169,7 @@ class PointCommitter:
 
     def _write(self, action: WriteCommit) -> Event:
         self._fault(VOTES_COMPLETE, action.key.step, -1)
+        self._seal_starts(action.key)
         save_s = self._clock() - action.started_s
         point = self._store.commit_point(
             action.votes, self._config, self._rng, action.parent, save_s, self._run_id
@@ -177,6 +181,13 @@ class PointCommitter:
         self.last_peaks = [vote.peak_memory_bytes for vote in sorted(action.votes, key=lambda v: v.rank)]
         self._fault(COMMIT_SENT, action.key.step, -1)
         return CommitWritten(key=action.key, mean_loss=self.last_loss)
+
+    def _seal_starts(self, key: StateKey) -> None:
+        """Makes the sealed copies of this attempt's generations that the point depends on (rule 2)."""
+        starts = [each for each in self._journal.starts_up_to(key) if each.id not in self._sealed]
+        if starts:
+            seal_starts(self._store.storage, starts, self._run_id)
+            self._sealed.update(start.id for start in starts)
 
     def _verify(self, action: VerifyPoint) -> Event:
         began = self._clock()

@@ -5,11 +5,13 @@ It reads no storage. The caller checks whether the files agree.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_lines import DamagedLines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,3 +46,17 @@ def point_fates(events: Iterable[tuple[str, Mapping[str, Any]]], inherited: Iter
         elif kind in (EventKind.DELETING_POINTS, EventKind.POINTS_DELETED):
             deleted.update(fields["points"])
     return Fates(kept=frozenset(committed - deleted), deleted=frozenset(deleted))
+
+
+def maybe_deleted(
+    names: Iterable[str], committed_at: Mapping[str, tuple[int, int]], damages: Iterable[DamagedLines]
+) -> frozenset[str]:
+    """Returns those of these points whose deletion may have been in a line of the journal that is lost.
+
+    A deletion is journalled after the commit. `committed_at` has the (attempt, line number) of each commit
+    that the journal has; another point may have been deleted anywhere.
+    """
+    newest = max(((each.attempt, each.last or sys.maxsize) for each in damages), default=None)
+    if newest is None:
+        return frozenset()
+    return frozenset(name for name in names if committed_at.get(name, (0, 0)) < newest)

@@ -134,7 +134,9 @@ def write_down_end(
         until_storage_works(journal.flush, limit_s, "Training is over", tell)
     finally:
         until_storage_works(
-            lambda: store.write_end(attempt.number, outcome, reason, attempt.run_id, by),
+            lambda: store.write_end(
+                attempt.number, outcome, reason, attempt.run_id, by, journal.num_durable
+            ),
             limit_s,
             "Training is over",
             tell,

@@ -40,12 +40,15 @@ from orchestrator.coordinator.attempt.survey import (
     Survey,
     decided,
     mean_losses,
+    older_journals,
     require_frozen,
     require_journals,
     saved_history,
+    seal_history,
     survey,
 )
 from orchestrator.errors import StorageError
+from orchestrator.history.claims.claim_files import UnreadableFile
 from orchestrator.history.claims.claims import ORIGIN, Claim, ClaimParent, Origin
 from orchestrator.history.journal.attempt_header import choice_in
 from orchestrator.history.journal.event_kinds import EventKind
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
     from orchestrator.data.spec import DataSpec
 
+_NAMED = 10  # damaged places of the journal that a start names
 
 def begin_launch(
     store: RunStore,
@@ -87,6 +91,7 @@ def begin_launch(
     from orchestrator.data.dataset import write_lists
 
     def choose(seen: Survey) -> tuple[Survey, _Chosen]:
+        seal_history(store, seen, run.id)
         seen = complete_a_save(store, seen, claim.number, run.id)
         require_frozen(seen, data)
         require_journals(store, seen)
@@ -116,6 +121,7 @@ def begin_launch(
         skip=skip,
         sources=here.reading.sources,
         restart=here.restart.request,
+        journals=older_journals(seen),
     )
     store.write_parent(parent)
     saved = saved_history(seen)
@@ -205,11 +211,20 @@ def _findings(
         damages=chosen.damages,
         verified_s=chosen.verified_s,
         lifted=chosen.lifted,
-        unreadable=seen.unreadable,
+        unreadable=(*seen.unreadable, *_damaged_files(seen)),
         leftovers=leftovers,
         lists=plan.lists,
         parallel=choice_in(seen.journal.events),
     )
+
+
+def _damaged_files(seen: Survey) -> list[UnreadableFile]:
+    """Returns the damaged places of the journal, for the user and the new attempt's journal."""
+    found = [UnreadableFile(path=each.where, reason=each.reason) for each in seen.damages]
+    if len(found) > _NAMED:
+        more = f"{len(found) - _NAMED} more places are not as they were written"
+        found[_NAMED:] = [UnreadableFile(path="journal", reason=more)]
+    return found
 
 
 def _choose(

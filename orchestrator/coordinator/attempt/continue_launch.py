@@ -13,7 +13,14 @@ from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.attempt.attempt import Attempt, EarlierCoordinator, StartFindings
 from orchestrator.coordinator.attempt.resume_point_choice import choose_point
-from orchestrator.coordinator.attempt.survey import Survey, decided, mean_losses, saved_history
+from orchestrator.coordinator.attempt.survey import (
+    Survey,
+    decided,
+    mean_losses,
+    older_journals,
+    saved_history,
+    seal_history,
+)
 from orchestrator.elastic.failure.failure_budget import Failure
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.errors import FencedError, ResumePointError
@@ -76,7 +83,9 @@ def _take_up(store: RunStore, first: Attempt, number: int) -> Attempt:
         skip=still_due(first.skip, first.parent, point.key if point else None),
         sources=first.sources,
         restart=first.restart if point is None or point.key == first.parent else None,
+        journals=older_journals(seen),
     )
+    seal_history(store, seen, first.run_id)
     store.write_parent(parent)
     saved = saved_history(seen)
     found = first.found.unreadable

@@ -5,19 +5,23 @@ Nothing is written. A start, a restarted coordinator and all readers of a run be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from orchestrator.checkpoint.points.point_status import Fates, point_fates
+from orchestrator.checkpoint.points.point_status import Fates, maybe_deleted, point_fates
 from orchestrator.checkpoint.points.points import Point, parse_point_name
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import DataIdentityError, LaterFormatError, ResumePointError, StorageError
-from orchestrator.history.claims.claim_files import UNREADABLE, UnreadableFile, unreadable_claim
-from orchestrator.history.claims.claims import ORIGIN, Claim, ClaimParent
+from orchestrator.history.claims.claim_files import UNREADABLE, AttemptEnd, UnreadableFile, unreadable_claim
+from orchestrator.history.claims.claims import ORIGIN, Claim, ClaimParent, GenerationId
+from orchestrator.history.claims.generation_files import read_starts, seal_starts, sealed_ids
 from orchestrator.history.claims.lineage import Lineage, effective_chain, effective_history, require_sound
+from orchestrator.history.claims.segments import journal_folder
 from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_lines import DamagedLines, with_cut_off
 from orchestrator.history.journal.journal_reader import Journal, JournalEvent, read_journal, read_outline
+from orchestrator.history.journal.line_format import DAMAGED
 from orchestrator.history.metrics.durable_steps import SavedHistory, saved_before
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume.manifests import SourceLists
@@ -42,7 +46,8 @@ class Survey:
     `foreign`: points with a name of the history that belong to another run.
     `encoders`: those that made the history (empty: only the run's first); `sources`: the lists it read
     (empty: those of the first start).
-    `unreadable`: the attempts' files that could not be used, for the user.
+    `unreadable`: the attempts' files that could not be used, for the user. `damages` of the journal are lines
+    that are lost, by attempt and number; of a generation that was lost with them the sealed copy counts.
     `fork`: of a fork, the claim with whose `origin` the history begins; its generation is among the
     journal's.
     `parents`: all claims' parent files.
@@ -61,6 +66,22 @@ class Survey:
     fork: ClaimParent | None = None
     sources: tuple[SourceLists, ...] = ()
     parents: tuple[ClaimParent, ...] = ()
+
+    @property
+    def damages(self) -> tuple[DamagedLines, ...]:
+        """The lines of the journal that are lost."""
+        return self.journal.damages
+
+    def require_steps(self, wanted: range) -> None:
+        """Raises `StorageError` if the record of a step right before or among these of the history is lost.
+
+        `wanted` are indices of `lineage.records`.
+        """
+        if any(hole in wanted for hole in self.lineage.holes):
+            places = "; ".join(map(str, self.damages)) or "the journal is damaged"
+            raise StorageError(
+                f"{self.lineage.gaps[0]}: {places}; restore the file from a copy", code=DAMAGED
+            )
 
 
 def survey(store: RunStore, with_steps: bool = True) -> Survey:
@@ -152,29 +173,32 @@ def _look(store: RunStore, with_steps: bool) -> Survey:
     contradictions.
     """
     claims, (parents, cut_off) = store.claims(), store.parents()
-    run_id = _require_own(store, claims)
+    run_id, sealed = _require_own(store, claims), sealed_ids(store.storage)
+    newest = max((parent.attempt for parent in parents), default=0)
+    least = least_lines(parents, store.read_end(newest) if newest else None)
     unreadable = (*(unreadable_claim(c.number) for c in claims if c.why == UNREADABLE), *cut_off)
     require_known(store.storage, unreadable)
+    journal = (read_journal if with_steps else read_outline)(store.storage, run_id)
+    journal = replace(journal, damages=with_cut_off(journal.damages, journal.num_lines, least))
+    journal = _with_sealed(store.storage, journal, sealed, run_id)
+    lost = {damage.attempt for damage in journal.damages}
     if with_steps:
-        journal = read_journal(store.storage, run_id)
-        lineage = effective_history(claims, parents, journal.generations, journal.records)
+        lineage = effective_history(claims, parents, journal.generations, journal.records, lost)
     else:
-        outline = read_outline(store.storage, run_id)
-        journal = Journal(
-            generations=outline.generations,
-            records=outline.last_records,
-            events=outline.events,
-            torn=outline.torn,
-        )
-        lineage = effective_chain(claims, parents, journal.generations)
+        lineage = effective_chain(claims, parents, journal.generations, lost)
     begins = [parent for parent in parents if parent.begins is not None]
     first = lineage.segments[0].start if lineage.segments else None
     journal = replace(journal, generations=(*filter(None, (p.begins for p in begins)), *journal.generations))
     there, foreign = store.names_and_foreign()
     fates = _fates(journal.events, parents).without(store.deletions())
     missing = fates.kept.difference(there)
-    missing -= deleted_now(store, missing)
-    newest = next((parent for parent in parents if parent.attempt == lineage.attempt), None)
+    committed_at = {
+        event.fields["point"]: (event.attempt, event.seq)
+        for event in journal.events
+        if event.kind == EventKind.POINT_COMMITTED
+    }
+    missing -= deleted_now(store, missing) | maybe_deleted(missing, committed_at, journal.damages)
+    held = next((parent for parent in parents if parent.attempt == lineage.attempt), None)
     return Survey(
         journal=journal,
         lineage=lineage,
@@ -184,12 +208,73 @@ def _look(store: RunStore, with_steps: bool) -> Survey:
         lost=_on_lineage(lineage, missing),
         foreign=_on_lineage(lineage, foreign),
         fates=fates,
-        encoders=newest.encoders if newest else (),
-        sources=newest.sources if newest else (),
+        encoders=held.encoders if held else (),
+        sources=held.sources if held else (),
         unreadable=unreadable,
         fork=next((parent for parent in begins if parent.begins == first), None),
         parents=tuple(parents),
     )
+
+
+def least_lines(parents: Iterable[ClaimParent], end: AttemptEnd | None) -> dict[int, int]:
+    """Returns how many lines the journals of attempts have at least, from the parent files and the end of the
+    newest attempt. Both must be read before the journal.
+    """
+    found = {end.attempt: end.lines} if end is not None else {}
+    for parent in parents:
+        for attempt, lines in parent.journals.items():
+            found[int(attempt)] = max(lines, found.get(int(attempt), 0))
+    return found
+
+
+def older_journals(seen: Survey) -> dict[str, int]:
+    """Returns `ClaimParent.journals` for a claim that continues this history: those since the last claim."""
+    since = seen.lineage.attempt or 0
+    return {str(attempt): lines for attempt, lines in seen.journal.num_lines.items() if attempt >= since}
+
+
+def _with_sealed(
+    storage: Storage, journal: Journal, sealed: frozenset[GenerationId], run_id: str | None
+) -> Journal:
+    """Adds the generations that the journal has lost. `sealed` was listed before it was read."""
+    lost = sealed - {start.id for start in journal.generations}
+    if not lost:
+        return journal
+    return replace(
+        journal,
+        generations=(*journal.generations, *read_starts(storage, lost, run_id)),
+        damages=with_lost_generations(journal.damages, lost),
+    )
+
+
+def with_lost_generations(
+    damages: Sequence[DamagedLines], lost: Iterable[GenerationId]
+) -> tuple[DamagedLines, ...]:
+    """Returns `damages`, and for attempts without any that the journal lacks the generations `lost`."""
+    named = {damage.attempt for damage in damages}
+    lacking = {attempt: generation for attempt, generation in sorted(lost, reverse=True)}
+    more = [
+        DamagedLines(
+            attempt=attempt,
+            first=1,
+            last=None,
+            path=journal_folder(attempt),
+            line=0,
+            reason=f"its generation {generation} is missing there",
+        )
+        for attempt, generation in lacking.items()
+        if attempt not in named
+    ]
+    return tuple(sorted((*damages, *more), key=lambda each: (each.attempt, each.first)))
+
+
+def seal_history(store: RunStore, seen: Survey, run_id: str) -> None:
+    """Makes the sealed copies of the generations on the history that have none (membership rule 2).
+
+    A claim does this before it writes what it inherits. Its own generations are sealed with its points.
+    Raises `StorageError`.
+    """
+    seal_starts(store.storage, (segment.start for segment in seen.lineage.segments), run_id)
 
 
 def _of_no_generation(seen: Survey) -> frozenset[str]:
@@ -247,9 +332,9 @@ def _on_lineage(lineage: Lineage, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def require_journals(store: RunStore, seen: Survey) -> None:
-    """Raises `ResumePointError` for points of generations that are in no journal.
+    """Raises `ResumePointError` for points of generations that are in no journal and have no sealed copy.
 
-    Each generation is durable there before its first point is saved (rule 2). The journal must thus have been
+    Each generation is durable in both before its first point is committed (rule 2). Both must thus have been
     damaged, and a start would lose what is in these points.
     """
     unknown = sorted(_of_no_generation(seen))

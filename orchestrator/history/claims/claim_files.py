@@ -39,7 +39,8 @@ class AttemptEnd:
     """How an attempt ended.
 
     `outcome` is done, stopped or failed. `reason` explains it. `ended` is a time for display, `run_id` is
-    that of run.json. `by` is the cause ("": not known, or written by an earlier version).
+    that of run.json. `by` is the cause ("": not known, or written by an earlier version). `lines` is the
+    least number of lines of the attempt's journal (0: not known).
     """
 
     attempt: int
@@ -48,6 +49,7 @@ class AttemptEnd:
     ended: str
     run_id: str = ""
     by: str = ""
+    lines: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,13 +214,21 @@ class ClaimFiles:
                 code="history.parent_exists",
             )
 
-    def write_end(self, number: int, outcome: str, reason: str, run_id: str = "", by: str = "") -> None:
+    def write_end(
+        self, number: int, outcome: str, reason: str, run_id: str = "", by: str = "", lines: int = 0
+    ) -> None:
         """Records that attempt `number` ended, so that the next start need not watch it.
 
-        A second call changes nothing. `by`: the cause.
+        A second call changes nothing. `by`: the cause. `lines`: of its journal that are durable.
         """
         end = AttemptEnd(
-            attempt=number, outcome=outcome, reason=reason, ended=now_text(), run_id=run_id, by=by
+            attempt=number,
+            outcome=outcome,
+            reason=reason,
+            ended=now_text(),
+            run_id=run_id,
+            by=by,
+            lines=lines,
         )
         self.storage.create(_end_path(number), seal(encode(end)))
 

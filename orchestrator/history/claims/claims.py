@@ -5,7 +5,8 @@ They are values. `lineage` makes a history of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from orchestrator.errors import OrchestratorError
 from orchestrator.planning.encoders import EncoderSpan
@@ -110,7 +111,8 @@ class ClaimParent:
     samples that are left out after the parent, by every generation that continues it. `sources` record which
     list of a source's files each epoch reads, including the parent's past (empty: those of the first start,
     in older claims). A cursor in a list before a source's newest start continues at that start
-    (`planning.resume.manifests.moved`). `restart` is the request for such a start.
+    (`planning.resume.manifests.moved`). `restart` is the request for such a start. `journals` has, for older
+    attempts, the least number of lines of their journals: so many were there before this claim.
 
     Raises `OrchestratorError` for a record that no history can contain: a parent that is not inherited or not
     of an older attempt, and a fork whose parent is not its origin.
@@ -126,6 +128,7 @@ class ClaimParent:
     skip: Skip | None = None
     sources: tuple[SourceLists, ...] = ()
     restart: RestartRequest | None = None
+    journals: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if why := self._contradiction():

@@ -6,12 +6,12 @@ clocks, step labels or the order in which things were found (membership rules 1,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.history.claims.claims import ORIGIN, Claim, ClaimParent, GenerationStart
+from orchestrator.history.claims.claims import ORIGIN, Claim, ClaimParent, GenerationId, GenerationStart
 from orchestrator.records.steps import StateKey, StepRecord
 
 __all__ = [
@@ -52,7 +52,8 @@ class Segment:
 class Lineage:
     """The effective history, oldest first. With `errors` it must not be used to resume or delete anything.
 
-    `gaps` name steps that belong to the history but have no record. `orphans` counts records off the history.
+    `gaps` name steps that belong to the history but have no record; `holes` are the indices of the records
+    after them. `orphans` counts records off the history.
     `attempts` are the claims on the chain, oldest first, with the names that each inherited.
     """
 
@@ -63,6 +64,7 @@ class Lineage:
     orphans: int
     gaps: tuple[str, ...]
     errors: tuple[str, ...]
+    holes: tuple[int, ...] = ()
 
     def on_lineage(self, key: StateKey) -> bool:
         """Whether a committed point with this key belongs to the history."""
@@ -89,6 +91,7 @@ def effective_history(
     parents: Iterable[ClaimParent],
     generations: Iterable[GenerationStart],
     records: Iterable[StepRecord],
+    lost: Collection[int] = (),
 ) -> Lineage:
     """The history as the chain of parents from the newest claim with a parent file back to the first state.
 
@@ -96,18 +99,34 @@ def effective_history(
     generation only the part at or before the branch to its child counts. Equal copies of a record count once.
     Unequal copies, a missing link, and a link that no correct writer makes are reported in `errors`, and the
     history then ends there.
+
+    `lost` are the attempts whose journals have lost lines. A generation that cannot be joined to the history
+    because the start of an older one is lost is no head: no point depends on it, for each point's generations
+    are sealed. It is reported in `gaps`.
     """
-    chain = _Chain(claims, parents, generations)
+    chain = _Chain(claims, parents, generations, lost)
     segments = chain.follow()
     by_key = _unique(records, chain.errors)
     segments = [_closed(s, by_key) for s in segments]
     history: list[StepRecord] = []
     gaps: list[str] = []
+    holes: list[int] = []
+    is_hole = False
     for previous, segment in zip([None, *segments], segments, strict=False):
         found = [by_key.get(_key(segment.start, step)) for step in segment.steps]
         gaps += _gaps(segment, found)
         chain.errors += discontinuity(segment.start, previous, by_key)
-        history += [record for record in found if record is not None]
+        for record in found:
+            if record is None:
+                is_hole = True
+                continue
+            if is_hole:
+                holes.append(len(history))
+            is_hole = False
+            history.append(record)
+    gaps += chain.unjoined
+    if is_hole or chain.unjoined:
+        holes.append(len(history))
     chain.errors += _backwards(history)
     return Lineage(
         attempt=chain.newest,
@@ -117,11 +136,15 @@ def effective_history(
         orphans=len(by_key) - len(history),
         gaps=tuple(gaps),
         errors=tuple(chain.errors),
+        holes=tuple(holes),
     )
 
 
 def effective_chain(
-    claims: Iterable[Claim], parents: Iterable[ClaimParent], generations: Iterable[GenerationStart]
+    claims: Iterable[Claim],
+    parents: Iterable[ClaimParent],
+    generations: Iterable[GenerationStart],
+    lost: Collection[int] = (),
 ) -> Lineage:
     """The effective history without its steps: its points, generations and attempts.
 
@@ -129,7 +152,7 @@ def effective_chain(
     `records`, `orphans` and `gaps` stay empty, and the open segment ends with its start. Errors that only
     step records show are not found: unequal copies, gaps, counts that decrease.
     """
-    chain = _Chain(claims, parents, generations)
+    chain = _Chain(claims, parents, generations, lost)
     segments = chain.follow()
     for previous, segment in zip([None, *segments], segments, strict=False):
         chain.errors += discontinuity(segment.start, previous, {})
@@ -148,9 +171,15 @@ class _Chain:
     """Claims and generations by number, and the walk along their parents."""
 
     def __init__(
-        self, claims: Iterable[Claim], parents: Iterable[ClaimParent], generations: Iterable[GenerationStart]
+        self,
+        claims: Iterable[Claim],
+        parents: Iterable[ClaimParent],
+        generations: Iterable[GenerationStart],
+        lost: Collection[int],
     ) -> None:
         self.errors: list[str] = []
+        self.unjoined: list[str] = []  # generations of the newest attempt without a known past
+        self._lost = lost
         self.claims = self._by(claims, lambda c: c.number, "claim")
         self.parents = self._by(parents, lambda p: p.attempt, "parent file of attempt")
         begins = [parent.begins for parent in self.parents.values() if parent.begins is not None]
@@ -192,7 +221,21 @@ class _Chain:
         """The segments, oldest first. An open one stops after its start, until its records are known."""
         if self.newest is None:
             return []
-        head = max((id_ for id_ in self.generations if id_[0] == self.newest), default=None)
+        for head in sorted((id_ for id_ in self.generations if id_[0] == self.newest), reverse=True):
+            segments, broken = self._walk(head)
+            if broken is None or broken[0].attempt not in self._lost:
+                break
+            self.unjoined.append(f"generation {head[1]} of attempt {head[0]} has no known past: {broken[1]}")
+        else:
+            segments, broken = self._walk(None)
+        self.errors += [broken[1]] if broken is not None else []
+        return segments[::-1]
+
+    def _walk(self, head: GenerationId | None) -> tuple[list[Segment], tuple[StateKey, str] | None]:
+        """The segments from `head` (None: from the newest claim's parent), newest first; and the state whose
+        generation is not known, with a sentence, if the walk ends at one.
+        """
+        assert self.newest is not None, "there is a claim with a parent file"
         segments: list[Segment] = []
         if head is not None:
             start = self.generations[head]
@@ -202,31 +245,33 @@ class _Chain:
             parent = self.parents[self.newest].parent
         while parent is not None:
             segment = self._segment(parent)
-            if segment is None:
-                break
+            if isinstance(segment, str):
+                return segments, (parent, segment)
             segments.append(segment)
             parent = self._parent_of(segment.start)
-        return segments[::-1]
+        return segments, None
 
     def claims_on(self, segments: Iterable[Segment]) -> list[ClaimParent]:
         """The parent files of the attempts on the chain, including the newest claim's, oldest first."""
         numbers = {self.newest, *(segment.start.attempt for segment in segments)}
         return [self.parents[number] for number in sorted(self.parents) if number in numbers]
 
-    def _segment(self, end: StateKey) -> Segment | None:
-        """The part of a generation up to the state `end`, at which its child branched off."""
+    def _segment(self, end: StateKey) -> Segment | str:
+        """The part of a generation up to the state `end`, at which its child branched off; or why there is
+        none.
+        """
         start = self.generations.get((end.attempt, end.generation))
         if start is not None and end.step >= start.step:
             return Segment(start=start, stop_step=end.step + 1, open=False)
         why = "has no start record in the journal" if start is None else f"began after step {start.step}"
-        self.errors.append(f"the state {end.point_name} is somebody's parent, but its generation {why}")
-        return None
+        return f"the state {end.point_name} is somebody's parent, but its generation {why}"
 
     def _parent_of(self, start: GenerationStart) -> StateKey | None:
         """The generation's parent, if a correct coordinator can have written it (else None, and an error)."""
         wrong = self._wrong_parent(start)
-        if wrong:
-            self.errors.append(f"generation {start.generation} of attempt {start.attempt} {wrong}")
+        text = f"generation {start.generation} of attempt {start.attempt} {wrong}"
+        if wrong and text not in self.errors:
+            self.errors.append(text)
         return None if wrong else start.parent
 
     def _wrong_parent(self, start: GenerationStart) -> str:

@@ -93,19 +93,14 @@ def segments(storage: Storage, attempt: int) -> list[SegmentRef]:
 def read_from(storage: Storage, ref: SegmentRef, offset: int = 0) -> bytes:
     """A segment's bytes from `offset` on, as many as there are now or were when it was listed.
 
-    Raises `FileNotFoundError` if the segment is missing, `StorageError` if one of its pieces is, or it cannot
-    be read.
+    A missing piece (`SegmentRef.gone`) is left out: a reader sees from the numbers of the lines what was in
+    it. Raises `FileNotFoundError` if the segment is missing, and `StorageError`.
     """
     if ref.num_bytes is not None and ref.num_bytes <= offset:
         return b""
     if not ref.pieces:
         return storage.read(ref.path, offset)
     for _ in range(_LOOKS):
-        if ref.gone:
-            raise StorageError(
-                f"{ref.gone[0]} is missing, although later pieces of the segment exist; restore it",
-                code="journal.missing_file",
-            )
         try:
             return _joined(storage, ref.pieces, offset)
         except FileNotFoundError:  # the segment was published meanwhile

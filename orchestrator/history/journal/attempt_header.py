@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
 from orchestrator.errors import OrchestratorError
 from orchestrator.history.claims.segments import journal_folder, read_first
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import JournalEvent
-from orchestrator.history.journal.journal_version import require_known_begin
+from orchestrator.history.journal.line_format import DamagedLineError, first_line, parse_line
 from orchestrator.json_form import decode
 from orchestrator.planning.state.parallel_choice import ParallelChoice
 from orchestrator.storage.files import Storage
@@ -20,7 +18,7 @@ _MARK = f'"kind":"{EventKind.ATTEMPT.value}"'.encode()
 
 
 def beginning_of(storage: Storage, attempt: int) -> dict[str, Any] | None:
-    """The fields of an attempt's event `attempt`; None if it has not begun.
+    """The fields of an attempt's event `attempt`; None if it has not begun, or if that line is damaged.
 
     Raises `StorageError`, also for the journal of a later version (`LaterLineError`).
     """
@@ -28,15 +26,15 @@ def beginning_of(storage: Storage, attempt: int) -> dict[str, Any] | None:
         data = read_first(storage, attempt)
     except FileNotFoundError:
         return None
-    require_known_begin(journal_folder(attempt), data)
-    for line in data.splitlines():
-        if _MARK in line:
+    first_line(data, journal_folder(attempt))
+    for text in data.split(b"\n"):
+        if _MARK in text:
             try:
-                fields = orjson.loads(line)
-            except orjson.JSONDecodeError:
-                return None  # it is being written
-            if fields.get("kind") == EventKind.ATTEMPT:
-                return dict(fields)
+                line = parse_line(text)
+            except DamagedLineError:
+                return None  # or it is being written
+            if line.fields["kind"] == EventKind.ATTEMPT:
+                return line.fields
     return None
 
 

@@ -4,8 +4,8 @@ Any process may read it. It manages lines, segments and the set of durable step 
 `history.claims.lineage` determines which records count in the end.
 
 Layout: `journal/a0003/000001.jsonl`, `000002.jsonl`, … for attempt 3 (`segments` has all names). Every line
-has `format` (`journal_version`; not in older lines), `seq` (1, 2, … within the attempt), `time` (UTC, for
-display), `run`, `run_id`, `attempt` and `kind`, and `step` and `rank` where they apply. Kind `step`: the
+has `format`, `prev` and `sum` (`line_format`), `seq` (1, 2, … within the attempt), `time` (UTC, for display),
+`run`, `run_id`, `attempt` and `kind`, and `step` and `rank` where they apply. Kind `step`: the
 fields of `records.steps.StepRecord`, whose attempt may be an older one (members that outlived a coordinator
 bring records). Kind `generation`: the fields of `history.claims.claims.GenerationStart`. Any other kind is an
 event (`history.journal.event_kinds`). A float that is not finite is a string ("nan", "inf", "-inf"). `run_id`
@@ -26,19 +26,18 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-import orjson
-
 from orchestrator.errors import TrainingError
 from orchestrator.history.claims.claims import GenerationStart
 from orchestrator.history.journal.event_kinds import EventKind
-from orchestrator.history.journal.journal_version import FORMAT
+from orchestrator.history.journal.line_format import FIRST, FORMAT, line_bytes
 from orchestrator.history.journal.segment_log import SEGMENT_BYTES, segment_log
 from orchestrator.json_form import encode
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.storage.files import Storage
 
 STEP, GENERATION = "step", "generation"
-OWN_FIELDS = ("format", "seq", "time", "run", "run_id", "kind")  # of every line, beside its attempt
+# of every line, beside its attempt and its checksums
+OWN_FIELDS = frozenset({"format", "seq", "time", "run", "run_id", "kind"})
 # Smaller steps of the wall clock are not reported: times in the journal are wrong by at most this much.
 JUMP_S = 1.0
 _TRIES = 5  # to read both clocks at one moment
@@ -49,12 +48,11 @@ _SHARED = ("consumed_samples", "consumed_tokens", "target_tokens", "loss", "lr",
 
 @dataclass(kw_only=True, slots=True)
 class _Chain:
-    """The durable records of one generation: all steps from `first` to `reached`, and later steps in
+    """The durable records of one generation: all steps from its start's to `reached`, and later steps in
     `beyond`.
     """
 
-    parent: StateKey | None
-    first: int
+    start: GenerationStart
     reached: int
     beyond: set[int] = field(default_factory=set)
 
@@ -114,7 +112,8 @@ class JournalWriter:
         self._pending_facts: list[StepRecord | GenerationStart] = []
         self._seen: OrderedDict[StateKey, StepRecord] = OrderedDict()
         self._chains: dict[int, _Chain] = {}
-        self._seq = 0
+        self._seq, self._sum = 0, FIRST  # of the line before
+        self.num_durable = 0  # lines that are surely in storage
         self._log = segment_log(storage, attempt, segment_bytes)
 
     def event(self, kind: EventKind, **fields: Any) -> None:
@@ -168,6 +167,7 @@ class JournalWriter:
         """
         with self._disk_lock:
             with self._lock:
+                last = self._seq
                 lines, self._pending = self._pending, []
                 facts, self._pending_facts = self._pending_facts, []
             try:
@@ -178,6 +178,7 @@ class JournalWriter:
                     self._pending_facts = [*facts, *self._pending_facts]
                 raise
             with self._lock:
+                self.num_durable = last
                 for fact in facts:
                     self._note_durable(fact)
                 return self._newest()
@@ -199,8 +200,18 @@ class JournalWriter:
                 chain = self._chains.get(at.generation)
                 if chain is None or chain.reached < at.step:
                     return False
-                at = chain.parent
+                at = chain.start.parent
             return at is not key
+
+    def starts_up_to(self, key: StateKey) -> list[GenerationStart]:
+        """The durable starts of this attempt's generations on the chain up to `key`, newest first."""
+        found: list[GenerationStart] = []
+        with self._lock:
+            at: StateKey | None = key
+            while at is not None and at.attempt == self._attempt and at.generation in self._chains:
+                found.append(self._chains[at.generation].start)
+                at = found[-1].parent
+        return found
 
     def mean_loss(self, key: StateKey, after: StateKey | None) -> float | None:
         """The mean loss of the steps from the state `after` (None: from this attempt's beginning) to `key`.
@@ -214,11 +225,11 @@ class JournalWriter:
             while at is not None and at.attempt == self._attempt and at.generation in self._chains:
                 chain, key = self._chains[at.generation], at
                 here = after is not None and (after.attempt, after.generation) == (at.attempt, at.generation)
-                first = max(chain.first, after.step) if here and after is not None else chain.first
+                first = max(chain.start.step, after.step) if here and after is not None else chain.start.step
                 keys = (dataclasses.replace(key, step=step) for step in range(first + 1, at.step + 1))
                 known = (self._seen[each].loss for each in keys if each in self._seen)
                 losses += [loss for loss in known if loss is not None]
-                at = None if here else chain.parent
+                at = None if here else chain.start.parent
         mean = math.fsum(losses) / len(losses) if losses else math.nan
         return mean if math.isfinite(mean) else None
 
@@ -273,13 +284,14 @@ class JournalWriter:
             **({"run_id": self._run_id} if self._run_id else {}),
             "attempt": self._attempt,
         }
-        self._pending.append(orjson.dumps({**line, "kind": kind, **fields}, option=orjson.OPT_APPEND_NEWLINE))
+        data, self._sum = line_bytes({**line, "kind": kind, **fields}, self._sum)
+        self._pending.append(data)
 
     def _note_durable(self, fact: StepRecord | GenerationStart) -> None:
         if fact.attempt != self._attempt:
             return
         if isinstance(fact, GenerationStart):
-            self._chains[fact.generation] = _Chain(parent=fact.parent, first=fact.step, reached=fact.step)
+            self._chains[fact.generation] = _Chain(start=fact, reached=fact.step)
         elif fact.generation in self._chains:
             self._chains[fact.generation].add(fact.step)
 

@@ -19,6 +19,7 @@ from orchestrator.data.sources.lists.manifest import Manifest
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError
 from orchestrator.history.claims.skips import SkipAt
+from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.step_names import find_steps, step_name
 from orchestrator.inspect.audit.audit_run import NOTHING_COMPARED, AuditRun, HowToAudit, StepsCompared
 from orchestrator.inspect.audit.history_parts import History, history_of
@@ -125,6 +126,7 @@ _SKIPPED = (
     "skipped on purpose after {2} by attempt {3} ({0.request}); epochs and documents count them as read"
 )
 _HOW = HowToAudit()
+_NAMED = 3  # damaged places of the journal that an audit names
 
 
 def audit(store: RunStore, uri: str, steps: str | None, how: HowToAudit) -> dict[str, Any]:
@@ -158,9 +160,11 @@ def audit_history(
 
     `steps` (`A:B`) limits the audit to these; it is read from the nearest cursor in the journal on. Audits of
     adjacent steps join, because a cursor that is passed is compared. `not_shown` lists what this audit leaves
-    open. If there is nothing to compare, `exactly_once` is None. `all_final`: no step that was audited may
-    still be replaced. `repeated_files` are those of which the run's frozen list has more than one path (older
-    versions made such lists): each token of the stream was trained once, their documents were not.
+    open. `exactly_once` is None if there is nothing to compare, or if lines of the journal that are needed
+    are lost: then `first_difference` says which, and nothing is shown of these steps. `all_final`: no step
+    that was audited may still be replaced. `repeated_files` are those of which the run's frozen list has more
+    than one path (older versions made such lists): each token of the stream was trained once, their documents
+    were not.
 
     `skipped_documents` counts, by source, the bad documents that the audited steps passed; None if there is a
     difference, or nothing to compare. `left_out_documents` counts those that transforms dropped (`filtered`)
@@ -188,8 +192,11 @@ def audit_history(
     repeated, texts = _repeated(spec)
     if wanted:
         not_shown += texts + _history_before(seen)
+    if not asked.lost:
+        beside = "no step that was audited lacks its line"
+        not_shown += [f"{damage} ({beside})" for damage in seen.damages[:_NAMED]]
     return {
-        "exactly_once": first is None if wanted or first else None,
+        "exactly_once": None if asked.lost or not (wanted or first) else first is None,
         **_amounts(seen, wanted, asked.points),
         "first_difference": first,
         "not_shown": not_shown,
@@ -203,12 +210,20 @@ def audit_history(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Asked:
-    """The requested steps with records, and what is known to be missing from the history."""
+    """The requested steps with records, and which lines of the journal about them are lost (None: none is).
+
+    `missing`: of the steps after the last record.
+    """
 
     wanted: range
     points: list[StateKey]
     gap: dict[str, Any] | None
     missing: dict[str, Any] | None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the journal lacks lines about these steps."""
+        return self.gap is not None or self.missing is not None
 
 
 def _asked(seen: Survey, steps: str | None, committed: Iterable[str]) -> _Asked:
@@ -217,13 +232,36 @@ def _asked(seen: Survey, steps: str | None, committed: Iterable[str]) -> _Asked:
     missing, reason = _missing_records(seen, points)
     all_steps: list[StepRecord | StateKey] = [*records, *missing]
     asked = range(len(all_steps)) if steps is None else find_steps(all_steps, steps)
-    gaps = seen.lineage.gaps if steps is None else ()
+    wanted = range(min(asked.start, len(records)), min(asked.stop, len(records)))
+    gap = _gap(seen, wanted, asked.stop + (steps is None))
     return _Asked(
-        wanted=range(min(asked.start, len(records)), min(asked.stop, len(records))),
+        wanted=wanted,
         points=points,
-        gap={"step": None, "reason": gaps[0]} if gaps else None,
+        gap={"step": None, "reason": gap} if gap else None,
         missing={"step": None, "reason": reason} if asked.stop > len(records) else None,
     )
+
+
+def _gap(seen: Survey, wanted: range, stop: int) -> str:
+    """Why nothing can be shown of these steps: a line about them is lost. Empty if none is.
+
+    `stop`: holes of the history from `wanted.start` to before this index concern them.
+    """
+    if any(wanted.start <= hole < stop for hole in seen.lineage.holes):
+        return _named_damages(seen, seen.lineage.gaps[0])
+    trained = {record.attempt for record in seen.lineage.records[wanted.start : wanted.stop]}
+    begun = {event.attempt for event in seen.journal.events if event.kind == EventKind.ATTEMPT}
+    if lacking := sorted(trained - begun):
+        return _named_damages(
+            seen, f"the journal does not say with which configuration attempt {lacking[0]} trained"
+        )
+    return ""
+
+
+def _named_damages(seen: Survey, reason: str) -> str:
+    places = "; ".join(map(str, seen.damages[:_NAMED]))
+    more = f"; and {len(seen.damages) - _NAMED} more places" if len(seen.damages) > _NAMED else ""
+    return f"{reason} ({places}{more})" if places else reason
 
 
 def _compared(
@@ -233,10 +271,12 @@ def _compared(
     difference.
     """
     wanted, found, first, not_shown = asked.wanted, NOTHING_COMPARED, asked.gap, list[str]()
+    if first is not None:
+        return found, first, not_shown
     history = history_of(spec, seen)
     require_lists(spec, history, wanted)
     with AuditRun(spec, history, wanted, how) as run:
-        if first is None and wanted:
+        if wanted:
             found = run.compare_steps()
             first = named(seen, found.difference) if found.difference is not None else None
         first = first or asked.missing

@@ -18,9 +18,8 @@ from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.checkpoint.points.run_file import RunFile
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.redaction import redacted_text
-from orchestrator.errors import OrchestratorError, StorageError, text_of
+from orchestrator.errors import OrchestratorError, text_of
 from orchestrator.history.claims.liveness import Busy, Free
-from orchestrator.history.journal.journal_version import DAMAGED
 from orchestrator.inspect.status.missing import missing_text
 from orchestrator.inspect.status.status_reader import read_newest
 from orchestrator.inspect.status.tail import Tail
@@ -111,10 +110,6 @@ class ListedRun:
         watched = {True: Busy(number=number), False: Free(number=number), None: None}[life.alive]
         facts, tail = read_newest(store, watched, life.limit_s, ROW_BYTES, self._begun)
         self._begun = tail.generation
-        if tail.damaged:
-            raise StorageError(
-                f"{tail.damaged} has a damaged line; restore the file", code=DAMAGED
-            )
         view = view_of(store.storage.root, facts, tail, datetime.now(UTC))
         end = store.read_end(number) if number else None
         return {

@@ -25,8 +25,8 @@ from orchestrator.inspect.dashboard.listed import ListedRun, unreadable_row
 from orchestrator.inspect.run import Run
 from orchestrator.inspect.status.missing import missing_text
 from orchestrator.inspect.status.status_reader import attributes_kept_s
+from orchestrator.inspect.views.facts.files import UnreadableError
 from orchestrator.inspect.views.facts.life import WATCH_S, LifeWatch
-from orchestrator.inspect.views.facts.lines import UnreadableError
 from orchestrator.inspect.views.lineage_graph import Fork
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.inspect.views.summary import sentence
@@ -102,7 +102,6 @@ class OpenRun:
                         "comes after that place cannot be trusted.",
                         more={
                             "file": error.file,
-                            "line": error.line or None,
                             "reason": error.reason,
                             "points": self.store.point_names()[-3:],
                             "missing_text": self._missing_text(error),

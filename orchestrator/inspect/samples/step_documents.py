@@ -140,6 +140,7 @@ def step_documents(spec: DataSpec, seen: Survey, step: str, text: bool) -> dict[
             f"{step!r} names {len(wanted)} steps; name one, e.g. 250 or a2:250", code="command.several_steps"
         )
     (index,) = wanted
+    seen.require_steps(wanted)
     walk = Walk(spec, seen, records, index, packer=TracingPacker, windows=TracingWindows)
     difference = next(walk.differences(wanted), None)
     name = step_name(records, index)

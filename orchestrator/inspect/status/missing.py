@@ -163,11 +163,13 @@ def missing_pieces(
     empty: Collection[int],
     is_trained: bool,
     wrong: Sequence[str] = (),
+    damaged: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """The paths that are gone or not as written, a few words each; empty if none is seen to be. `lost`:
     points without COMMIT (`lost_points`); `torn`: attempts whose parent file cannot be read; `empty`: whose
     journal lacks what was in it; `is_trained`: whether there is a step, so that the data were frozen;
-    `wrong`: files of the newest points that are missing or have another size (`newest_there`).
+    `wrong`: files of the newest points that are missing or have another size (`newest_there`); `damaged`:
+    places of the journal that are not as they were written.
     """
     of_points = {_attempt_of(name) for name in (*names.points, *lost)} - {ORIGIN}
     written = {number for number, found in names.segments.items() if found and number not in empty}
@@ -198,7 +200,7 @@ def missing_pieces(
             f"{ATTEMPTS}/" if unclaimed and not names.attempts else _few(unclaimed),
             _few(orphaned),
             f"{JOURNAL}/" if unbegun and not names.segments else _few(unbegun),
-            _few([*gaps, *names.pieces_gone]),
+            _few([*gaps, *names.pieces_gone, *damaged]),
             _few(points),
             _few(wrong),
             _few(frozen),

@@ -212,10 +212,12 @@ def _missing(
     points that this look has seen, so that it checks each only once.
     """
     there, names = store.point_names(before), read_names(store)
-    lost = lost_points(tail, names, parent, there)
+    # a deletion may have been in a damaged line
+    lost = frozenset[str]() if tail.damaged else lost_points(tail, names, parent, there)
     if lost:  # a running launch may have deleted them since
         lost -= point_fates(read_tail(store.storage).fates, ()).deleted | store.deletions()
-    return missing_pieces(names, lost, torn, newest_unwritten(tail, there), bool(tail.steps), wrong)
+    unwritten, damaged = newest_unwritten(tail, there), [tail.damaged] if tail.damaged else []
+    return missing_pieces(names, lost, torn, unwritten, bool(tail.steps), wrong, damaged)
 
 
 def _cursor(store: RunStore, point: str | None) -> Cursor | None:

@@ -1,26 +1,23 @@
 """The newest part of a run's journal: the last steps, the last group, the last fault, the last point.
 
 For a look at a run of any length: it reads at least the newest 16 MiB, where there are so many, and at most
-about twice that, decodes the lines that it shows, and checks nothing; proofs read the whole journal
-(`journal_reader`).
+about twice that, and checks only the lines that it shows; proofs read the whole journal (`journal_reader`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
 from orchestrator.errors import OrchestratorError, StorageError, UnsavedError
 from orchestrator.history import sentences
-from orchestrator.history.claims.segments import SegmentRef, journals, num_bytes, read_from, segments
+from orchestrator.history.claims.segments import read_from, segments
 from orchestrator.history.journal.event_kinds import EventKind
-from orchestrator.history.journal.journal_version import LaterLineError, require_known, require_known_begin
+from orchestrator.history.journal.journal_lines import lines_backwards
 from orchestrator.history.journal.journal_writer import GENERATION, OWN_FIELDS, STEP
+from orchestrator.history.journal.line_format import LaterLineError, parse_line
 from orchestrator.history.journal.segment_log import SEGMENT_BYTES
 from orchestrator.json_form import decode
 from orchestrator.records.run_status import GroupChange, GroupMember, Loss
@@ -132,30 +129,27 @@ def read_tail(
     may repeat a line in several segments; it is taken once. `most_bytes` is the most to read. Raises
     `StorageError`, and `LaterLineError` if a later version wrote what would be shown.
     """
-    newest, whole_from = _newest_segments(storage, most_bytes)
+    whole_from, lines = lines_backwards(
+        storage, LEAST_BYTES if most_bytes is None else most_bytes, may_exceed=most_bytes is None
+    )
     tail = Tail(whole_from=whole_from)
     oldest: dict[int, int] = {}  # the least line number taken, by attempt
-    for ref, line, is_last in _lines_backwards(storage, newest):
-        kind = _KIND.search(line)
-        if kind is None:
-            if line and not is_last:
-                tail.damaged = tail.damaged or ref.path
-            continue
-        name = kind.group(1).decode(errors="replace")
-        if name == STEP and len(tail.steps) >= STEPS:
+    for ref, text, is_last in lines:
+        kind = _KIND.search(text)
+        name = kind.group(1).decode(errors="replace") if kind is not None else ""
+        if not text or (name == STEP and len(tail.steps) >= STEPS):
             continue
         try:
-            fields = orjson.loads(line)
-            require_known(fields, ref.path)
-            if ref.attempt in oldest and fields["seq"] >= oldest[ref.attempt]:
+            line = parse_line(text)
+            if ref.attempt in oldest and line.seq >= oldest[ref.attempt]:
                 continue
-            if name != STEP or not set_aside(fields):
-                _take(tail, name, fields)
-            oldest[ref.attempt] = fields["seq"]
-            tail.wrote = tail.wrote or fields["time"]
-        except LaterLineError:
-            raise
-        except (orjson.JSONDecodeError, OrchestratorError, AttributeError, KeyError, TypeError):
+            if name != STEP or not set_aside(line.fields):
+                _take(tail, name, line.fields)
+            oldest[ref.attempt] = line.seq
+            tail.wrote = tail.wrote or line.fields["time"]
+        except LaterLineError as error:
+            raise LaterLineError(f"{ref.path} {error}") from error
+        except (OrchestratorError, AttributeError, KeyError, TypeError):
             if not is_last:
                 tail.damaged = tail.damaged or ref.path
     return tail
@@ -175,11 +169,12 @@ def newest_generation(storage: Storage, attempt: int) -> dict[str, Any] | None:
         if (at := content.rfind(wanted, 0, end)) < 0:
             continue
         try:
-            fields = orjson.loads(content[content.rfind(b"\n", 0, at) + 1 : content.find(b"\n", at)])
-        except orjson.JSONDecodeError:
+            line = parse_line(content[content.rfind(b"\n", 0, at) + 1 : content.find(b"\n", at)])
+        except LaterLineError as error:
+            raise LaterLineError(f"{ref.path} {error}") from error
+        except OrchestratorError:
             return None
-        require_known(fields, ref.path)
-        return dict(fields)
+        return line.fields
     return None
 
 
@@ -219,50 +214,3 @@ def _fault_of_loss(line: dict[str, Any]) -> list[dict[str, Any]]:
 def _change(line: dict[str, Any]) -> GroupChange:
     fields = {k: v for k, v in line.items() if k not in OWN_FIELDS}
     return decode(GroupChange, fields)
-
-
-def _newest_segments(storage: Storage, most: int | None) -> tuple[list[tuple[SegmentRef, int]], int]:
-    """The segments to read, newest first, each with its first byte, and the attempt from which on they are
-    complete (0: all).
-    """
-    newest: list[tuple[SegmentRef, int]] = []
-    found, enough = 0, LEAST_BYTES if most is None else most
-    for attempt in reversed(journals(storage)):
-        for ref in reversed(segments(storage, attempt)):
-            if found >= enough:
-                is_cut = bool(newest) and newest[-1][1] > 0
-                return newest, (newest[-1][0].attempt if is_cut else attempt) + 1
-            size = 0
-            with _there(ref):
-                size = num_bytes(storage, ref)
-            newest.append((ref, 0 if most is None else max(0, size - (most - found))))
-            found += size
-    return newest, newest[-1][0].attempt + 1 if newest and newest[-1][1] else 0
-
-
-def _lines_backwards(
-    storage: Storage, newest: Sequence[tuple[SegmentRef, int]]
-) -> Iterator[tuple[SegmentRef, bytes, bool]]:
-    """Yields every line, its segment, and whether it follows the last line feed there. Such a line may be
-    half written.
-    """
-    for ref, begin in newest:
-        with _there(ref):
-            content = read_from(storage, ref, begin)
-        if begin:
-            content = content[content.find(b"\n") + 1 :]
-        require_known_begin(ref.path, content)  # in another form, no line might be found below
-        is_last = True
-        for line in reversed(content.split(b"\n")):
-            yield ref, line, is_last
-            is_last = False
-
-
-@contextmanager
-def _there(ref: SegmentRef) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise StorageError(
-            f"{ref.path} vanished while it was read; read it again", code="run.changed_while_read"
-        ) from error

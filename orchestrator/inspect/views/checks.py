@@ -231,9 +231,9 @@ def _audit(facts: Facts, now: float) -> Iterator[Check]:
             "audit", NONE, "Audit", "not recorded", "", "no finding of an audit is kept with this run"
         )
         return
-    value, upto = "exactly once" if found["exactly_once"] else "differs", found["final_up_to_step"]
-    level = OK if found["exactly_once"] else BAD
-    yield _check("audit", level, "Audit", value, f"up to step {upto:,}", f"{span(now - found['t'])} ago")
+    proven, upto = found["exactly_once"], found["final_up_to_step"]
+    value, level = {True: ("exactly once", OK), False: ("differs", BAD), None: ("not proven", WARN)}[proven]
+    yield _check("audit", level, "Audit", value, f"up to step {upto or 0:,}", f"{span(now - found['t'])} ago")
 
 
 def _disk(s: dict[str, Any]) -> Iterator[Check]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrator.checkpoint.points.point_status import Fates, point_fates
+from orchestrator.checkpoint.points.point_status import Fates, maybe_deleted, point_fates
 from orchestrator.checkpoint.points.points import newest_first, parse_point_name
 from orchestrator.errors import RefusedError
 from orchestrator.history.claims.claims import ORIGIN, ClaimParent
@@ -118,7 +118,12 @@ def _fates(facts: Facts) -> Fates:
 
 def lost(facts: Facts) -> frozenset[str]:
     """Points that were committed and have no COMMIT, although nobody meant to delete them."""
-    return fates(facts).kept.difference(facts.files.points)
+    gone = fates(facts).kept.difference(facts.files.points)
+    if not gone or not facts.columns.damages:
+        return gone
+    events = facts.events(EventKind.POINT_COMMITTED)
+    committed_at = {event.fields["point"]: (event.attempt, event.seq) for event in events}
+    return gone - maybe_deleted(gone, committed_at, facts.columns.damages)
 
 
 def of_no_generation(facts: Facts) -> frozenset[str]:

@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.coordinator.attempt.survey import least_lines, with_lost_generations
 from orchestrator.errors import OrchestratorError, RefusedError, StorageError
+from orchestrator.history.claims.claims import GenerationId
+from orchestrator.history.claims.generation_files import read_starts, sealed_ids
 from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_lines import MIXED, JournalLines, with_cut_off
+from orchestrator.history.journal.line_format import LaterLineError
 from orchestrator.inspect.status.missing import (
     lost_points,
     missing_pieces,
@@ -41,9 +46,8 @@ from orchestrator.inspect.views import (
 from orchestrator.inspect.views.facts import effective_steps
 from orchestrator.inspect.views.facts.columns import Columns
 from orchestrator.inspect.views.facts.facts import Along, Facts
-from orchestrator.inspect.views.facts.files import RunFiles
+from orchestrator.inspect.views.facts.files import LaterError, RunFiles, UnreadableError
 from orchestrator.inspect.views.facts.life import WATCH_S, LifeWatch
-from orchestrator.inspect.views.facts.lines import JournalLines, UnreadableError
 
 # The missing parts of a run's folder, as `status` shows them (`monitor.missing`), from the views' data.
 #
@@ -65,7 +69,9 @@ def missing_now(facts: Facts, lost: frozenset[str]) -> tuple[str, ...]:
     torn = {number for number in facts.files.cut_off if number > begun}
     mine = on_history(facts.parent(begun), [name for name in there if name not in facts.files.marks])
     _, wrong = newest_there(mine, lambda name: facts.files.points[name].wrong)
-    return missing_pieces(names, lost, torn, newest_unwritten(tail, there), len(facts.columns) > 0, wrong)
+    damaged = dict.fromkeys(damage.where for damage in facts.columns.damages)
+    is_trained, unwritten = len(facts.columns) > 0, newest_unwritten(tail, there)
+    return missing_pieces(names, lost, torn, unwritten, is_trained, wrong, [*damaged])
 
 
 def _as_tail(facts: Facts) -> Tail:
@@ -75,6 +81,20 @@ def _as_tail(facts: Facts) -> Tail:
         generation={"attempt": newest} if newest else None,
         fates=[(event.kind, event.fields) for event in facts.events(*_FATES)],
     )
+
+
+def _read(columns: Columns, lines: JournalLines) -> None:
+    """Reads the new lines. Raises `UnreadableError` for a journal of a later version or of another run."""
+    try:
+        columns.refresh(lines)
+    except LaterLineError as error:
+        file, _, reason = str(error).partition(" ")
+        raise LaterError(file, reason, code=error.code) from error
+    except StorageError as error:
+        if error.code != MIXED:
+            raise
+        file, _, reason = str(error).partition(" ")
+        raise UnreadableError(file, f"it {reason}", code=MIXED) from error
 
 
 LOOKS = 5  # tries, until what is read of a running run fits together
@@ -94,6 +114,7 @@ class _Reading:
     lines: JournalLines | None = None
     shape: tuple[int, ...] = ()
     listed_at: float = float("-inf")  # when all folders were, for `facts.pieces`
+    unsealed: set[GenerationId] = field(default_factory=set)  # whose sealed copies were read
 
 
 class RunViews:
@@ -152,11 +173,15 @@ class RunViews:
             if reading.lines is None:
                 run_id = files.run.id if files.run is not None else None
                 reading.lines = JournalLines(self._store.storage, run_id)
-            columns.refresh(reading.lines)
+            sealed = sealed_ids(self._store.storage)
+            least = least_lines(files.parents.values(), files.ends.get(files.begun or 0))
+            _read(columns, reading.lines)
+            columns.damages = with_cut_off(columns.damages, reading.lines.num_lines, least)
+            self._add_sealed(reading, sealed)
             files.refresh_points()
             missing = points_table.lost(facts)
             if missing or points_table.of_no_generation(facts):  # the journal may say why by now
-                columns.refresh(reading.lines)
+                _read(columns, reading.lines)
             # what it says was committed since is not missed: the list of points is older
             missing &= points_table.lost(facts)
             now = self._monotonic()
@@ -174,11 +199,22 @@ class RunViews:
             code="run.changed_while_read",
         )
 
+    def _add_sealed(self, reading: _Reading, sealed: frozenset[GenerationId]) -> None:
+        """Adds the generations that the journal has lost. `sealed` was listed before it was read."""
+        columns = reading.columns
+        known = {generation.id for generation in columns.generations if generation.event is not None}
+        if lost := sealed - known - reading.unsealed:
+            run_id = reading.files.run.id if reading.files.run is not None else None
+            columns.add_starts(read_starts(self._store.storage, lost, run_id))
+            reading.unsealed |= lost  # one that cannot be read now is not tried again
+        columns.damages = with_lost_generations(columns.damages, reading.unsealed)
+
     def _take(self, reading: _Reading) -> bool:
         """Updates what is derived from the journal. Returns whether anything was new."""
         files, facts, columns = reading.files, reading.facts, reading.columns
         size = len(columns) + len(columns.events)
-        shape = files.attempts_seen, len(columns.generations), len(columns.kinds.get(EventKind.END, ()))
+        num_starts = len(columns.generations) + len(reading.unsealed)
+        shape = files.attempts_seen, num_starts, len(columns.kinds.get(EventKind.END, ()))
         points_seen = files.points_seen, points_table.seen(facts)
         is_new = (size, shape, points_seen) != (facts.size, reading.shape, facts.points_seen)
         if shape != reading.shape or not effective_steps.extend(columns, facts.path):
@@ -202,7 +238,7 @@ class RunViews:
             facts.path = effective_steps.build(reading.columns, claims, parents)
         except OrchestratorError as error:
             reason = f"the run's history contradicts itself: {error}"
-            raise UnreadableError("journal", 0, reason, code=error.code) from error
+            raise UnreadableError("journal", reason, code=error.code) from error
         facts.history = Along(reading.columns, facts.path.rows)
         facts.shape += 1
 
@@ -241,7 +277,7 @@ class RunViews:
     # ---------------------------------------------------------------------- views
     def summary(self, full: bool = True) -> Document:
         """The run at a glance; without `full` as in a list of runs. An unreadable run has its state, `error`
-        (file, line, reason) and the verdict only.
+        (file, reason) and the verdict only.
         """
         if self.unreadable is None and self._reading is None:
             self.refresh()
@@ -255,10 +291,10 @@ class RunViews:
             "uri": self._store.storage.root,
             "now": now,
             "state": UNREADABLE,
-            "reason": f"{error.file} line {error.line}" if error.line else error.file,
+            "reason": error.file,
             "since": None,
             "created": None,
-            "error": {"file": error.file, "line": error.line or None, "reason": error.reason},
+            "error": {"file": error.file, "reason": error.reason},
             "points_there": self._store.point_names()[-3:],
             "verdict": {"level": level(standing), "text": summary.sentence(verdict(standing))},
         }

@@ -21,7 +21,13 @@ from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.attempt.attempt_journal import note_beginning, write_down_end
 from orchestrator.coordinator.attempt.forking import point_info
 from orchestrator.coordinator.attempt.resume_point_choice import up_to
-from orchestrator.coordinator.attempt.survey import Survey, decided, require_journals, require_listed
+from orchestrator.coordinator.attempt.survey import (
+    Survey,
+    decided,
+    older_journals,
+    require_journals,
+    require_listed,
+)
 from orchestrator.errors import RefusedError, WantedPointError
 from orchestrator.history.claims.claim_files import REWIND
 from orchestrator.history.claims.claims import Claim, ClaimParent
@@ -203,6 +209,7 @@ def _begin(
         budgets=budgets_for(parse_config(nested(config)), info.budgets, info.cursor),
         encoders=info.encoders,
         sources=info.sources,
+        journals=older_journals(seen),
     )
     store.write_parent(parent)
     return Attempt.claimed(claim, parent, found.point, found.point.key.step, run.id), config

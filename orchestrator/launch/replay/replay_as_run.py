@@ -109,6 +109,9 @@ def _replayed(
     start = place(begin).tokens if begin else 0
     trained = [r for r in seen.lineage.records if start < r.consumed_tokens <= target.tokens]
     pairs = list(zip(history.records, trained, strict=False))
+    if history.seen.lineage.holes:  # the records of some steps are lost
+        known = {record.consumed_tokens: record for record in history.records}
+        pairs = [(known[r.consumed_tokens], r) for r in trained if r.consumed_tokens in known]
     differences = [found for pair in pairs if (found := difference(*pair)) is not None]
     expected = history.expected_digest()
     digest = point.commit.weights_digest

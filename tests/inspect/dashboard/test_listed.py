@@ -114,17 +114,20 @@ def foreign_line(run: Path) -> None:
     segment.write_bytes(b"\n".join(lines))
 
 
-@pytest.mark.parametrize("damage", [damaged_line, no_run_file, foreign_line])
+@pytest.mark.parametrize(
+    ("damage", "state"), [(damaged_line, "open"), (no_run_file, "unreadable"), (foreign_line, "open")]
+)
 def test_a_run_that_is_not_as_it_was_written_has_its_own_row(
-    run: Served, tmp_path: Path, damage: Callable[[Path], None]
+    run: Served, tmp_path: Path, damage: Callable[[Path], None], state: str
 ) -> None:
     for name in ("good", "bad"):
         shutil.copytree(run.storage / "made", tmp_path / name)
     damage(tmp_path / "bad")
     rows = {row["uri"].rpartition("/")[2]: row for row in client(tmp_path).get("/api/runs").json()["runs"]}
-    assert rows["bad"]["state"] == "unreadable"
-    assert rows["bad"]["reason"]
+    assert rows["bad"]["state"] == state
+    assert rows["bad"]["reason"] or "journal/" in rows["bad"]["missing_text"]
     assert rows["good"]["state"] in {"open", "gone"}
+    assert not rows["good"]["missing_text"]
 
 
 @pytest.mark.quick("5-/bad/run.json", "116-/bad/points", "5-/bad/attempts")

@@ -147,11 +147,11 @@ def test_a_run_that_cannot_be_read_any_more_ends_its_stream_with_the_reason(tmp_
         journal.close()
         (segment,) = (tmp_path / "made" / "journal").glob(f"a{journal._attempt:04d}/*.jsonl")
         segment.chmod(0o644)
-        segment.write_bytes(segment.read_bytes().replace(b'"seq":1', b'"sex":1'))
+        segment.write_bytes(b'{"format":9,"kind":"of a later version"}\n')
 
     events = heard(tmp_path, "", [damage, lambda: None])
     assert kinds(events) == ["summary", "error"]
-    assert events[-1]["data"]["error"]["code"] == "journal.damaged"
+    assert events[-1]["data"]["error"]["code"] == "storage.later_format"
 
 
 class Scene:

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.attempt.survey import survey
-from orchestrator.history.journal.journal_version import DAMAGED
+from orchestrator.errors import StorageError
+from orchestrator.history.journal.journal_lines import JournalLines
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.inspect.views.facts import effective_steps
 from orchestrator.inspect.views.facts.columns import Columns, read_columns
 from orchestrator.inspect.views.facts.effective_steps import HISTORY, LOST, REWOUND
-from orchestrator.inspect.views.facts.lines import JournalLines, UnreadableError
 from orchestrator.records.steps import StepRecord
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import key, no_sleep, record, start
@@ -163,60 +163,46 @@ def test_lines_that_stand_again_in_the_next_segment_are_taken_once() -> None:
     assert list(lines.new()) == []
 
 
+SEGMENT = "journal/a0001/000001.jsonl"
+
+
 @pytest.mark.parametrize(
-    ("texts", "where", "code", "values"),
+    ("texts", "where", "values"),
     [
-        (
-            [[line(1), line(3)]],
-            ("journal/a0001/000001.jsonl", 2),
-            DAMAGED,
-            ("number 2", "found 3"),
-        ),
-        ([[line(1), "{\n"]], ("journal/a0001/000001.jsonl", 2), DAMAGED, ("unexpected end",)),
-        (
-            [[line(1), line(2)], [line(2, point="other")]],
-            ("journal/a0001/000002.jsonl", 1),
-            DAMAGED,
-            ("differs", "line 2"),
-        ),
-        (
-            [[step_line(1, 1), step_line(2, 2, loss="many")]],
-            ("journal/a0001/000001.jsonl", 2),
-            DAMAGED,
-            ("loss is 'many'",),
-        ),
-        (
-            [[step_line(1, 1, consumed_tokens=1.5)]],
-            ("journal/a0001/000001.jsonl", 1),
-            DAMAGED,
-            ("consumed_tokens is 1.5",),
-        ),
-        ([[step_line(1, 1, digest="X")]], ("journal/a0001/000001.jsonl", 1), DAMAGED, ("digest is 'X'",)),
-        (
-            [[step_line(1, 1), step_line(2, 1, loss=9.0)]],
-            ("journal/a0001/000001.jsonl", 2),
-            "training.records_differ",
-            ("differ in loss", "step 1"),
-        ),
-        ([[line(1, run_id="b")]], ("journal/a0001/000001.jsonl", 0), "run.mixed_files", ("run b",)),
+        ([[line(1), line(3)]], f"{SEGMENT} line 2", ("number 2", "found 3")),
+        ([[line(1), "{\n"]], f"{SEGMENT} line 2", ("unexpected end",)),
+        ([[line(1), line(2)], [line(2, point="other")]], "journal/a0001/000002.jsonl line 1", ("another",)),
+        ([[step_line(1, 1), step_line(2, 2, loss="many")]], f"{SEGMENT} line 2", ("loss is 'many'",)),
+        ([[step_line(1, 1, consumed_tokens=1.5)]], f"{SEGMENT} line 1", ("consumed_tokens is 1.5",)),
+        ([[step_line(1, 1, digest="X")]], f"{SEGMENT} line 1", ("digest is 'X'",)),
+        ([[step_line(1, 1, time="noon"), step_line(2, 2)]], f"{SEGMENT} line 1", ("time is 'noon'",)),
+        ([[step_line(1, 1), step_line(2, 1, loss=9.0)]], f"{SEGMENT} line 2", ("differ in loss", "step 1")),
     ],
 )
 def test_what_is_no_line_of_the_journal_is_named_by_file_and_line(
-    texts: list[list[str]], where: tuple[str, int], code: str, values: tuple[str, ...]
+    texts: list[list[str]], where: str, values: tuple[str, ...]
 ) -> None:
     files = storage()
     for number, segment in enumerate(texts, start=1):
         lines_of(files, *segment, segment=number)
-    with raises(UnreadableError, code, *values) as found:
-        Columns().refresh(JournalLines(files, "" if "run_id" in texts[0][0] else None))
-    assert (found.value.file, found.value.line) == where
+    (damage,) = read_columns(files).damages
+    assert damage.where == where
+    for value in values:
+        assert value in damage.reason
+
+
+def test_a_segment_of_another_run_is_refused() -> None:
+    files = storage()
+    lines_of(files, line(1, run_id="b"))
+    with raises(StorageError, "run.mixed_files", SEGMENT, "run b"):
+        read_columns(files, "")
 
 
 def test_a_missing_segment_is_named() -> None:
     files = storage()
-    lines_of(files, line(1), segment=2)
-    with raises(UnreadableError, "journal.missing_file", "[2]", "1 to 1"):
-        read_columns(files)
+    lines_of(files, line(2), segment=2)
+    (damage,) = read_columns(files).damages
+    assert (damage.path, damage.first, damage.last) == (SEGMENT, 1, 1)
 
 
 def test_losses_that_are_no_numbers_and_copies_with_other_timings_are_read() -> None:

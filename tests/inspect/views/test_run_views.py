@@ -30,7 +30,7 @@ from orchestrator.inspect.run import Run
 from orchestrator.inspect.status.verifying import Verifying
 from orchestrator.inspect.views.goodput import PARTS, apportioned
 from orchestrator.inspect.views.incidents import happenings
-from orchestrator.inspect.views.run_views import AGAIN_S, RunViews
+from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import no_sleep
@@ -312,7 +312,9 @@ def test_a_run_before_its_first_attempt_is_starting(data: DataSpec) -> None:
 
 
 # ------------------------------------------------------------ what cannot be read
-def test_a_run_with_a_damaged_line_is_unreadable_until_it_is_restored(live: LiveRun, tmp_path: Path) -> None:
+def test_a_run_with_a_damaged_line_is_shown_without_it_and_the_line_is_named(
+    live: LiveRun, tmp_path: Path
+) -> None:
     for path, content in live.disk.files().items():
         target = tmp_path / path.removeprefix("/run").lstrip("/")
         if content is None:
@@ -323,18 +325,13 @@ def test_a_run_with_a_damaged_line_is_unreadable_until_it_is_restored(live: Live
     whole = segment.read_bytes()
     segment.write_bytes(whole.replace(b'"kind":"step"', b'"kind":"step', 1))
     number = whole[: whole.index(b'"kind":"step"')].count(b"\n") + 1
-    clock = Clock()
-    views = views_of(RunStore(Storage(str(tmp_path))), clock)
-    summary = views.summary()
-    assert summary["state"] == "unreadable"
-    assert (summary["error"]["file"], summary["error"]["line"]) == ("journal/a0001/000001.jsonl", number)
-    with raises(RefusedError, "journal.damaged", f"000001.jsonl line {number}"):
-        views.timeline()
+    store = RunStore(Storage(str(tmp_path)))
+    summary = views_of(store, Clock()).summary()
+    assert summary["missing"] == [f"journal/a0001/000001.jsonl line {number}"]
     segment.write_bytes(whole)
-    assert not views.refresh()
-    clock.s = AGAIN_S
-    assert views.refresh()
-    assert views.summary()["state"] == "open"
+    restored = views_of(store, Clock()).summary()
+    assert restored["missing"] == []
+    assert (summary["state"], summary["point"]) == (restored["state"], restored["point"])
 
 
 def test_storage_that_fails_is_told_and_the_next_look_goes_on(live: LiveRun) -> None:

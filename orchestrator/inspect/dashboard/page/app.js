@@ -416,7 +416,7 @@ document.addEventListener('alpine:init', () => {
 		packs() { return ['bestfit', 'pad'].includes(this.d.pack_mode); },
 		skipText() { const bad = this.d.sources.reduce((a, x) => a + (x.bad || 0), 0), all = this.d.sources.reduce((a, x) => a + (x.documents || 0), 0); return all ? int(bad) + ' of ' + int(all) + ' (' + (bad / all * 100).toFixed(4) + ' %), the run stops at ' + pct(this.d.max_bad_share, 0) : ''; },
 		leftOut() { const sum = k => this.d.sources.reduce((a, x) => a + (x[k] || 0), 0); return (sum('filtered') ? ' · ' + int(sum('filtered')) + ' dropped by transforms' : '') + (sum('held_out') ? ' · ' + int(sum('held_out')) + ' held out' : ''); },
-		auditText() { const a = this.d.audit; return a.exactly_once ? 'Every token was trained exactly once, up to step ' + int(a.final_up_to_step) + '.' : 'The history differs from the files.'; },
+		auditText() { const a = this.d.audit; return a.exactly_once ? 'Every token was trained exactly once, up to step ' + int(a.final_up_to_step) + '.' : a.exactly_once === null ? 'Not proven: lines of the journal are lost.' : 'The history differs from the files.'; },
 		auditMore() { const a = this.d.audit; return 'steps ' + a.first_step + ' to ' + int(a.last_step) + ', ' + int(a.samples) + ' samples, ' + count(a.tokens) + ' tokens, in ' + span(a.seconds); },
 	}));
 

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from operator import itemgetter
 from typing import Any
@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.history.claims.claims import GenerationId, GenerationStart
+from orchestrator.history.claims.claims import CONTRADICTION, GenerationId, GenerationStart
 from orchestrator.history.journal.event_kinds import EventKind
-from orchestrator.history.journal.journal_version import DAMAGED
+from orchestrator.history.journal.journal_lines import Chunk, DamagedLines, JournalLines, Line
 from orchestrator.history.journal.journal_writer import GENERATION, JUMP_S, STEP, check_copy
 from orchestrator.inspect.views.facts.arrays import Array, Growing
-from orchestrator.inspect.views.facts.lines import Chunk, JournalLines, Line, UnreadableError
 from orchestrator.json_form import decode
 from orchestrator.records.steps import StepRecord
 from orchestrator.storage.files import Storage
@@ -118,6 +117,8 @@ class Columns:
         self.of_attempt: dict[int, list[Event]] = {}
         self.attempts: dict[int, Written] = {}
         self.last_id: str = ""
+        self.damages: tuple[DamagedLines, ...] = ()  # the lines that are lost
+        self._wrong: list[DamagedLines] = []  # those that are no record of their kind
 
     def __len__(self) -> int:
         return len(self.steps["step"])
@@ -127,11 +128,18 @@ class Columns:
 
     def refresh(self, lines: JournalLines) -> bool:
         """Reads the new lines. Returns whether there were any. Raises as `JournalLines.new`."""
-        changed = False
+        changed, before = False, self.damages
         for chunk in lines.new():
             changed = True
             self._add(chunk)
-        return changed
+        self.damages = tuple(sorted((*lines.damages, *self._wrong), key=lambda d: (d.attempt, d.first)))
+        return changed or self.damages != before
+
+    def add_starts(self, starts: Iterable[GenerationStart]) -> None:
+        """Adds starts that the journal has lost, from their sealed copies."""
+        for start in starts:
+            known = self._generation(start.id)
+            known.start = known.start or start
 
     def rows(self, generation: int) -> Array:
         """The rows of a generation, by step."""
@@ -160,34 +168,54 @@ class Columns:
     # ---------------------------------------------------------------------- inside
     def _add(self, chunk: Chunk) -> None:
         steps: list[tuple[int, Line]] = []
+        chunk = self._with_times(chunk)
+        if not chunk.lines:
+            return
         times = self._times(chunk)
         at = list[int]()
         for place, (number, line) in enumerate(chunk.lines):
+            if line["kind"] == STEP:
+                steps.append((number, line))
+                at.append(place)
+                continue
             try:
-                if line["kind"] == STEP:
-                    steps.append((number, line))
-                    at.append(place)
-                else:
-                    self._add_event(chunk.attempt, line, float(times[place]))
+                self._add_event(chunk.attempt, line, float(times[place]))
             except (OrchestratorError, KeyError, TypeError, ValueError) as error:
                 reason = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
-                code = getattr(error, "code", None)
-                raise UnreadableError(chunk.path, number, reason, code=code) from error
-        if steps:
-            self._add_steps(chunk, steps, times[at])
+                self._note_wrong(chunk, number, line, reason)
+        self._add_steps(chunk, steps, times[at])
         written = self.attempts[chunk.attempt]
         written.last, written.seq = float(times[-1]), chunk.lines[-1][1]["seq"]
         newest = max(self.attempts)
         self.last_id = f"a{newest:04d}:{self.attempts[newest].seq}"
 
+    def _with_times(self, chunk: Chunk) -> Chunk:
+        """The lines that have a time; the others are damaged."""
+        try:
+            seconds(line["time"] for _, line in chunk.lines)
+        except (KeyError, TypeError, ValueError):
+            whole = list[tuple[int, Line]]()
+            for number, line in chunk.lines:
+                try:
+                    seconds([line["time"]])
+                    whole.append((number, line))
+                except (KeyError, TypeError, ValueError):
+                    self._note_wrong(chunk, number, line, f"its time is {line.get('time')!r}")
+            return replace(chunk, lines=whole)
+        return chunk
+
+    def _note_wrong(self, chunk: Chunk, number: int, line: Line, reason: str) -> None:
+        seq = line["seq"]
+        damage = DamagedLines(
+            attempt=chunk.attempt, first=seq, last=seq, path=chunk.path, line=number, reason=reason
+        )
+        self._wrong.append(damage)
+
     def _times(self, chunk: Chunk) -> Array:
         """The times of a chunk's lines, without the jumps of the clock; an attempt that is new begins with
         them.
         """
-        try:
-            clock = seconds(line["time"] for _, line in chunk.lines)
-        except (KeyError, TypeError, ValueError) as error:
-            raise UnreadableError(chunk.path, chunk.lines[0][0], f"a line has no time: {error}") from error
+        clock = seconds(line["time"] for _, line in chunk.lines)
         known = self.attempts.get(chunk.attempt)
         if known is None:
             ahead_s = min(0.0, float(clock[0]) - self._begins_after(chunk.attempt))
@@ -240,7 +268,7 @@ class Columns:
             known = self._generation(start.id)
             if known.start is not None and known.start != start:
                 raise OrchestratorError(
-                    f"two different starts of generation: {known.start} and {start}", code=DAMAGED
+                    f"two different starts of generation: {known.start} and {start}", code=CONTRADICTION
                 )
             known.start, known.event = start, known.event or event
             if known.last_tokens is None:
@@ -248,7 +276,7 @@ class Columns:
         elif line["attempt"] != attempt:
             raise OrchestratorError(
                 f"it is an event of attempt {line['attempt']} in the journal of attempt {attempt}",
-                code=DAMAGED,
+                code=CONTRADICTION,
             )
         self._keep(event)
 
@@ -260,8 +288,16 @@ class Columns:
         return self.generations[at]
 
     def _add_steps(self, chunk: Chunk, steps: list[tuple[int, Line]], times: Array) -> None:
-        path = chunk.path
-        fields = self._checked(path, steps)
+        if (fields := _step_fields(steps)) is None:
+            wrong = [_wrong(line) for _, line in steps]
+            for (number, line), reason in zip(steps, wrong, strict=True):
+                if reason:
+                    self._note_wrong(chunk, number, line, reason)
+            whole = [place for place, reason in enumerate(wrong) if not reason]
+            steps, times = [steps[place] for place in whole], times[whole]
+            fields = _step_fields(steps)
+        if not steps or fields is None:
+            return
         found = {
             name: np.array(fields[name], dtype=self.steps[name].array.dtype) for name in (*INTS, *FLOATS)
         }
@@ -282,7 +318,7 @@ class Columns:
             known = self._generation((int(ids[0, a]), int(ids[1, a])))
             piece = {name: column[a:b] for name, column in found.items()}
             if piece["step"][0] <= known.last_step:
-                new = self._not_known(path, known, steps[a:b], piece["step"])
+                new = self._not_known(chunk, known, steps[a:b], piece["step"])
                 piece = {name: column[new] for name, column in piece.items()}
             if len(piece["step"]):
                 self._append(known, piece)
@@ -311,7 +347,7 @@ class Columns:
             known.last_tokens = int(tokens[-1])
 
     def _not_known(
-        self, path: str, known: Generation, steps: list[tuple[int, Line]], labels: Array
+        self, chunk: Chunk, known: Generation, steps: list[tuple[int, Line]], labels: Array
     ) -> list[int]:
         """The steps that this generation does not have yet. A member that outlived a coordinator may bring a
         copy of a known step; a copy must not differ.
@@ -327,33 +363,25 @@ class Columns:
             try:
                 check_copy(self.record(row_of[label]), _record(line))
             except OrchestratorError as error:
-                raise UnreadableError(path, number, str(error), code=error.code) from error
+                self._note_wrong(chunk, number, line, str(error))
         return new
 
-    def _checked(self, path: str, steps: list[tuple[int, Line]]) -> dict[str, tuple[Any, ...]]:
-        """The fields of step lines by column, each of its type. Raises `UnreadableError` for the first line
-        that is none.
-        """
-        try:
-            columns = list(zip(*[_FIELDS(line) for _, line in steps], strict=True))
-            for name, kind, column in zip(_NAMES, _TYPES, columns, strict=True):
-                found = set(map(type, column)) - ({type(None)} if name == "loss" else set())
-                if found - ({float, int, str} if kind is float else {kind}):
-                    raise TypeError(name)
-                if (
-                    kind is float
-                    and str in found
-                    and not {c for c in column if type(c) is str} <= _NOT_FINITE
-                ):
-                    raise ValueError(name)
-            if not all(map(_DIGEST, columns[-2])):
-                raise ValueError("digest")
-        except (KeyError, TypeError, ValueError) as error:
-            for number, line in steps:
-                if reason := _wrong(line):
-                    raise UnreadableError(path, number, reason) from error
-            raise
-        return dict(zip(_NAMES, columns, strict=True))
+
+def _step_fields(steps: list[tuple[int, Line]]) -> dict[str, tuple[Any, ...]] | None:
+    """The fields of step lines by column; None if one is missing or of another type."""
+    try:
+        columns = list(zip(*[_FIELDS(line) for _, line in steps], strict=True))
+    except KeyError:
+        return None
+    for name, kind, column in zip(_NAMES, _TYPES, columns, strict=False):
+        found = set(map(type, column)) - ({type(None)} if name == "loss" else set())
+        if found - ({float, int, str} if kind is float else {kind}):
+            return None
+        if kind is float and str in found and not {c for c in column if type(c) is str} <= _NOT_FINITE:
+            return None
+    if columns and not all(map(_DIGEST, columns[-2])):
+        return None
+    return dict(zip(_NAMES, columns, strict=False))
 
 
 def read_columns(storage: Storage, run_id: str | None = None) -> Columns:

@@ -82,7 +82,7 @@ class Path:
 def build(columns: Columns, claims: Sequence[Claim], parents: Sequence[ClaimParent]) -> Path:
     """Builds the history of a journal. Raises `OrchestratorError` if it contradicts itself."""
     starts = [g.start for g in columns.generations if g.start is not None]
-    lineage = effective_chain(claims, parents, starts)
+    lineage = effective_chain(claims, parents, starts, {each.attempt for each in columns.damages})
     stops = {s.start.id: None if s.open else s.stop_step - 1 for s in lineage.segments}
     path = Path(lineage=lineage, stops=stops, size=len(columns))
     fates = _Fates(columns, stops, claims, parents)

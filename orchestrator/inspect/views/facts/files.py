@@ -15,15 +15,46 @@ from orchestrator.checkpoint.points.points import COMMIT, Commit
 from orchestrator.checkpoint.points.quarantine import Mark
 from orchestrator.checkpoint.points.run_file import RUN_FILE, RunFile
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.errors import OrchestratorError, OtherFormatError, ResumePointError, StorageError
+from orchestrator.errors import (
+    LaterFormatError,
+    OrchestratorError,
+    OtherFormatError,
+    ResumePointError,
+    StorageError,
+)
 from orchestrator.history import finding_files
 from orchestrator.history.claims.claim_files import UNREADABLE, AttemptEnd, UnreadableFile
 from orchestrator.history.claims.claims import Claim, ClaimParent
 from orchestrator.history.finding_files import Finding, FindingFiles
-from orchestrator.inspect.views.facts.lines import LaterError, UnreadableError
 from orchestrator.storage.at_once import at_once
 
 _NEWEST, _BY_TURNS = 2, 16  # points whose sizes are compared at each look
+
+
+class UnreadableError(OrchestratorError):
+    """A file differs from what was written, and without it nothing of the run can be shown.
+
+    `advice` is what to do, a sentence without its end.
+    """
+
+    advice = "Restore the file from a copy of the storage"
+
+    def __init__(self, file: str, reason: str, *, code: str) -> None:
+        super().__init__(reason, code=code)
+        self.file, self.reason = file, reason
+
+    def __str__(self) -> str:
+        return f"{self.file} is damaged: {self.reason}; restore the file"
+
+
+class LaterError(UnreadableError):
+    """Another version wrote the file. Nothing is damaged, and restoring it does not help."""
+
+    code = LaterFormatError.code
+    advice = "Use the version of orchestrator that wrote it"
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.reason}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -155,16 +186,15 @@ class RunFiles:
             return self.store.read_run()
         except OtherFormatError as error:
             reason = str(error).removeprefix(f"{self.store.storage.root}/{RUN_FILE} ")
-            raise LaterError(RUN_FILE, 0, reason, code=error.code) from error
+            raise LaterError(RUN_FILE, reason, code=error.code) from error
         except ResumePointError as error:
-            raise UnreadableError(RUN_FILE, 0, str(error), code=error.code) from error
+            raise UnreadableError(RUN_FILE, str(error), code=error.code) from error
 
     def _own(self, claim: Claim) -> Claim:
         run = self.run
         if run is not None and claim.why != UNREADABLE and claim.run_id != run.id:
             raise UnreadableError(
                 f"attempts/{claim.number:04d}.json",
-                0,
                 f"it belongs to run {claim.run_id or 'without an id'}, run.json says "
                 f"{run.id or 'without an id'}: the folder has files of two runs",
                 code="run.mixed_files",
