@@ -41,7 +41,12 @@ FENCE = re.compile(r"^((?:<!--.*?-->\n)*)```(sh|python)\n(.*?)^```$", re.MULTILI
 # the run that how-tos begin with is made once: this block then finds a copy of it, done
 COMMON_RUN = "orchestrator train configs/small.yaml train.max_steps=60\n"
 # run by tests/test_docs_alone.py, beside those on the Ray cluster: nothing in them needs one
-ALONE = ("docs/howto/mix-sources.md", "docs/howto/own-loop.md", "docs/howto/transforms.md")
+ALONE = (
+    "docs/howto/formats.md",
+    "docs/howto/mix-sources.md",
+    "docs/howto/own-loop.md",
+    "docs/howto/transforms.md",
+)
 # what the blocks that no test can run here begin with
 NOT_RUN = {
     "README.md": ["make quickstart"],

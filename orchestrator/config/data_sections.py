@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from importlib.metadata import entry_points
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from orchestrator.config.declaring import NAME, FunctionName, Section, free, may_change, one_of, same
+from orchestrator.config.declaring import FUNCTION, NAME, FunctionName, Section, free, may_change, same
 
-FormatName = Literal[
+FORMAT_NAMES: tuple[str, ...] = (
     "jsonl",
     "lines",
     "text",
@@ -21,10 +22,19 @@ FormatName = Literal[
     "mds",
     "cbor",
     "python",
-]
-FORMAT_NAMES: tuple[str, ...] = get_args(FormatName)
+)
+# Formats of this package, of an installed one (an entry point of `orchestrator.formats`), or a class.
+FormatName = Annotated[str, Field(pattern=f"{NAME}|{FUNCTION}")]
 # The text of a token, never a word that may be meant for true or false.
 TokenText = Annotated[str, Field(pattern="[^A-Za-z]")]
+
+
+def known_format(name: str) -> str:
+    """Returns the name. Raises `ValueError` if it is no format; a user's class is not imported."""
+    installed = () if ":" in name else (entry.name for entry in entry_points(group="orchestrator.formats"))
+    if name not in FORMAT_NAMES and ":" not in name and name not in installed:
+        raise ValueError(f"there is no format {name}")
+    return name
 
 
 class SourceConfig(Section):
@@ -36,7 +46,11 @@ class SourceConfig(Section):
     """File, folder or glob, or a list of them, relative to the current directory; of format `python` the
     `package.module:function` that returns the records.
     """
-    format: Annotated[FormatName, same(one_of(FORMAT_NAMES))]
+    format: Annotated[
+        FormatName,
+        AfterValidator(known_format),
+        same(f"{', '.join(FORMAT_NAMES)}, an installed package's, or package.module:Format"),
+    ]
     """What the files are: a document is a record, in `lines` a line, in `text` a file; `python`: no files."""
     content: Annotated[Literal["text", "chat", "prompt"], same("text, chat or prompt")] = "text"
     """What a record holds: a text, the messages of a chat, or a prompt with its completion."""

@@ -39,10 +39,11 @@ class CodeProcessError(OrchestratorError):
 
 
 def names_code(config: JobConfig) -> bool:
-    """Whether a job's data need the user's code: transforms, or a source that is Python code."""
+    """Whether a job's data need the user's code: transforms, a source that is Python code, or a format."""
     from orchestrator.data.common.settings import transforms_of
 
-    return any(transforms_of(config).values()) or any(s.format == "python" for s in config.data.sources)
+    formats = (source.format for source in config.data.sources)
+    return any(transforms_of(config).values()) or any(map(_is_code, formats))
 
 
 def reads_without_code(config: JobConfig, storage: Storage) -> bool:
@@ -60,11 +61,16 @@ def reads_without_code(config: JobConfig, storage: Storage) -> bool:
 
 def needs_code(spec: DataSpec) -> bool:
     """`names_code` for prepared data."""
-    from orchestrator.data.sources.formats import format_of
-
     plans = [plan for of in spec.lists.values() for plan in of.values()]
-    is_code = any(not format_of(plan.manifest.format).has_files for plan in plans)
+    is_code = any(_is_code(plan.manifest.format) for plan in plans)
     return is_code or any(spec.settings.transforms.values())
+
+
+def _is_code(format_: str) -> bool:
+    """Whether reading files of this format runs user code."""
+    from orchestrator.data.sources.formats import is_builtin
+
+    return format_ == "python" or not is_builtin(format_)
 
 
 def call(runs_code: bool, function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:

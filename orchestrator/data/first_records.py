@@ -12,7 +12,6 @@ from itertools import islice
 
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources.access.input_file import open_input
-from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.readers import naming_damage
 from orchestrator.data.sources.records.content import (
@@ -159,7 +158,7 @@ def _require_transform_fields(plan: SourcePlan) -> None:
     """
     manifest, seen = plan.manifest, 0
     first: tuple[int, str] | None = None  # of the checked records: its file, and its place there
-    form, lacks = format_of(manifest.format), manifest.content.transform_fields
+    form, lacks = manifest.form, manifest.content.transform_fields
     if form.says_fields or not lacks:
         return
     num_files = min(NUM_FILES, len(manifest.files))
@@ -191,7 +190,7 @@ def _read_first(
     manifest = plan.manifest
     row, path = manifest.files[number], manifest.path(number)
     with naming_damage(path), open_input(manifest.base, row.path) as file:
-        for where, attempt in format_of(manifest.format).first_records(file, row, content):
+        for where, attempt in manifest.form.first_records(file, row, content):
             try:
                 yield where, attempt()
             except BadRecordError as error:
@@ -200,7 +199,7 @@ def _read_first(
 
 def _check(plan: SourcePlan) -> None:
     manifest, seen = plan.manifest, 0
-    form = format_of(manifest.format)
+    form = manifest.form
     bad: str | None = None
     wrong: str | None = None
     code: str | None = None

@@ -22,6 +22,7 @@ from orchestrator.data.common.settings import (
 from orchestrator.data.frozen import RULES, DataRecord, FrozenData
 from orchestrator.data.source_notes import notes_of, shared_files
 from orchestrator.data.source_refresh import Found, listed_as
+from orchestrator.data.sources.formats import user_format
 from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.lists.manifest import Manifest
 from orchestrator.data.sources.records.content import BadRecordError
@@ -182,9 +183,16 @@ def identity_of(
 
 
 def find_transforms(config: JobConfig) -> dict[str, TransformRef]:
-    """All sources' transforms by name, with their current code. Raises `ConfigError` if an import fails."""
+    """All sources' transforms and own formats by name, with their current code.
+
+    Raises `ConfigError` if an import fails.
+    """
     names = dict.fromkeys(name for of in transforms_of(config).values() for name in of)
-    return {name: find_transform(name) for name in names}
+    found = {name: find_transform(name) for name in names}
+    for source in config.data.sources:
+        if (own := user_format(source.format)) is not None:
+            found[source.format] = TransformRef(name=source.format, source=own.code)
+    return found
 
 
 def reads_chats(config: JobConfig) -> bool:

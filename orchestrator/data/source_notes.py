@@ -8,7 +8,6 @@ from itertools import combinations
 
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.packing.bin_packing import few_packs
-from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.lists.file_parts import Cut
 from orchestrator.data.sources.lists.fragments import (
     DECODED_RATIO,
@@ -56,7 +55,7 @@ def shared_files(plans: Sequence[SourcePlan]) -> tuple[str, ...]:
 
 def _index_notes(plan: SourcePlan) -> tuple[str, ...]:
     """Notes on an index beside the files whose counts may be wrong."""
-    form, manifest = format_of(plan.manifest.format), plan.manifest
+    form, manifest = plan.manifest.form, plan.manifest
     if not form.has_index:
         return ()
     num_rows = sum(sum(row.group_rows) for row in manifest.files)
@@ -68,7 +67,7 @@ def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]
     large = num_window_shuffled(plan, settings.window_bytes)
     if not large:
         return ()
-    streamed = format_of(plan.manifest.format).cut is Cut.STREAM
+    streamed = plan.manifest.cut is Cut.STREAM
     what = "are never cut," if streamed else "are compressed, or have row groups,"
     return (
         f"{large} of {len(plan.manifest.files)} files of source {plan.source} {what} in blocks that decode "

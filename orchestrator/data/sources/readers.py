@@ -14,7 +14,6 @@ import numpy as np
 from orchestrator.data.sources.access.compressed import DAMAGE, damage_code
 from orchestrator.data.sources.access.input_file import InputFile, open_input
 from orchestrator.data.sources.access.records_in_memory import Records
-from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.lists.file_parts import Cut, FilePart
 from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.lists.manifest import require_unchanged
@@ -97,7 +96,7 @@ def read_files(plan: SourcePlan, accept_changed: bool = False, files: range | No
     number = 0
     for index in range(len(plan.manifest.files)) if files is None else files:
         path, row = plan.manifest.path(index), plan.manifest.files[index]
-        has_units = format_of(plan.manifest.format).cut is Cut.UNITS
+        has_units = plan.manifest.cut is Cut.UNITS
         with naming_damage(path, plan.source), open_input(plan.manifest.base, row.path) as file:
             if not accept_changed:
                 require_unchanged(row, path, file, plan.source)
@@ -145,7 +144,7 @@ def _counted(parts: Iterator[Part], plan: SourcePlan, where: FilePart) -> Iterat
         return
     expected = plan.manifest.files[where.file].group_rows[where.group]
     if num != expected:
-        unit = format_of(plan.manifest.format).unit
+        unit = plan.manifest.unit
         raise DataError(
             f"{plan.manifest.path(where.file)}: its index gives {expected} {unit}s for part {where.group}, "
             f"and {num} are there; replace the file",
@@ -158,7 +157,7 @@ def _parts(
 ) -> Iterator[Part]:
     """The records of `where`, the first of which has `number`."""
     manifest = plan.manifest
-    form, row = format_of(manifest.format), manifest.files[where.file]
+    form, row = manifest.form, manifest.files[where.file]
     for line, records, place in form.read(file, row, where, manifest.content, whole):
         yield Part(
             fragment=fragment,

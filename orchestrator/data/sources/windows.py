@@ -15,7 +15,6 @@ import numpy as np
 from orchestrator.data.common.process_limits import process_limits
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES
-from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.readers import Part, read_fragment
 from orchestrator.data.sources.records.content import (
@@ -63,7 +62,7 @@ class OrderedWindow:
         self._limits = process_limits()
         self._require_room(plan)
         self._order = window_order(runs, settings.seed, plan.source, epoch, settings.shuffle)
-        self._format = format_of(plan.manifest.format)
+        self._format = plan.manifest.form
         self._parse = self._format.parser(plan.manifest.content)
         self._holdout_bound = holdout_bound(settings.holdout.get(plan.source, 0))
         self._holdout_keys = dict[int, int]()  # by file

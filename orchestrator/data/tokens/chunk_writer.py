@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.data.common.settings import StreamSettings
-from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.lists.manifest import Manifest
 from orchestrator.data.tokens.encoder import Encoder, UnencodableTextError
 from orchestrator.data.tokens.loss_mask import MaskedPiece
@@ -200,7 +199,7 @@ class ChunkWriter:
             encoded = self.encoder.encode(self._texts) if self._texts else _NOTHING
         except UnencodableTextError as error:
             *_, file, place = table[table[:, _FIELDS.index("kind")] == PIECE][error.index].tolist()
-            unit = format_of(self._manifest.format).unit
+            unit = self._manifest.unit
             where = f"{self._manifest.path(file)}: {unit} {place}"
             raise unencodable(where, error) from error
         batch = _Batch(table, encoded, self._masked, self._reasons, self._settings)

@@ -15,7 +15,6 @@ import numpy as np
 from orchestrator.coordinator.attempt.survey import Survey
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources.access.compressed import COMPRESSED
-from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.lists.manifest import Manifest
 from orchestrator.data.sources.records.line_numbers import line_numbers
 from orchestrator.data.spec import DataSpec
@@ -194,7 +193,7 @@ def _document(manifest: Manifest, stretch: Stretch) -> dict[str, Any]:
     first, num = stretch.first_token, stretch.num_tokens
     return {
         "file": manifest.path(stretch.file),
-        "unit": format_of(manifest.format).unit,
+        "unit": manifest.unit,
         "place": stretch.place,
         "line": _line(manifest, stretch),
         "output": stretch.output,

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.cluster.job_server import STOP_WAIT, JobServer, JobStatus
 from orchestrator.config.loading import load_config
-from orchestrator.data.sources.formats import format_of
 from orchestrator.errors import BusyError, ConfigError
 from orchestrator.launch.start.run_preparation import run_storage
 from orchestrator.storage.buckets import is_uri
@@ -116,7 +115,7 @@ def _not_in_the_copy(job: JobConfig, config: Path, folder: Path) -> Iterable[str
     """
     named = [("CONFIG", str(config)), ("model.pretrained", job.model.pretrained or "")]
     for source in job.data.sources:
-        if not format_of(source.format).has_files:
+        if source.format == "python":
             continue
         paths = (source.path,) if isinstance(source.path, str) else source.path
         named += [(f"data.sources: {source.name}", path) for path in paths]

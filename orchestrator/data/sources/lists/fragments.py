@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.data.sources.access.compressed import COMPRESSED
-from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.lists.file_parts import Cut, FilePart
 from orchestrator.data.sources.lists.manifest import Manifest, from_parquet
 from orchestrator.errors import DataIdentityError, OrchestratorError, StorageError
@@ -256,7 +255,7 @@ def _run_ends(sizes: Int64Array, alone: npt.NDArray[np.bool_], fragment_bytes: i
 
 def is_plain(manifest: Manifest, part: FilePart) -> bool:
     """Whether the part can be read from any byte on, or is one record."""
-    streamed = part.group is not None or format_of(manifest.format).cut is Cut.STREAM
+    streamed = part.group is not None or manifest.cut is Cut.STREAM
     return not (streamed or _is_compressed(manifest, part.file))
 
 
@@ -274,7 +273,7 @@ def _is_compressed(manifest: Manifest, file: int) -> bool:
 
 
 def _has_units(manifest: Manifest) -> bool:
-    return format_of(manifest.format).cut is Cut.UNITS
+    return manifest.cut is Cut.UNITS
 
 
 def num_window_shuffled(plan: SourcePlan, window_bytes: int) -> int:
@@ -289,7 +288,7 @@ def num_window_shuffled(plan: SourcePlan, window_bytes: int) -> int:
         of_group = np.repeat(np.arange(len(files)), np.diff(files.group_ends))
         return len(np.unique(of_group[np.repeat(large, per_block)[: plan.num_fragments]]))
     compressed = files.paths_end(COMPRESSED)
-    streamed = format_of(plan.manifest.format).cut is Cut.STREAM
+    streamed = plan.manifest.cut is Cut.STREAM
     packed = compressed | streamed
     if not packed.any():
         return 0
@@ -315,7 +314,7 @@ def _cut(size: Int64Array, part: Int64Array, num: Int64Array) -> Int64Array:
 def _num_fragments(manifest: Manifest, fragment_bytes: int) -> Int64Array:
     """(num_files,) fragments of each file, if it were alone."""
     files = manifest.files
-    cut = format_of(manifest.format).cut
+    cut = manifest.cut
     if cut is Cut.UNITS:
         return np.diff(files.group_ends)
     if cut is not Cut.RANGES:

@@ -19,7 +19,7 @@ import xxhash
 from orchestrator.data.sources.access.code_records import CodeRecords
 from orchestrator.data.sources.access.in_threads import in_threads
 from orchestrator.data.sources.access.input_file import InputFile, open_input
-from orchestrator.data.sources.formats import format_of
+from orchestrator.data.sources.formats import Format, UserFormat, format_of, recorded_format, user_format
 from orchestrator.data.sources.lists.file_parts import Cut
 from orchestrator.data.sources.lists.file_rows import VERSION, FileRow, Files
 from orchestrator.data.sources.lists.listing import Listing, list_files, require_regular
@@ -35,12 +35,14 @@ _NAMED = 5
 _FACTS = ("source", "base", "format")
 # Metadata of lists of chats whose values have the types that templates need (`Content.as_stored` is false).
 _CHAT_VALUES, _TYPED = "chat_values", "typed"
+_USER_FORMAT = "user_format"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """The frozen list of a source's files, sorted by the bytes of their paths. `base` is an absolute
-    folder.
+    """The frozen list of a source's files, sorted by the bytes of their paths. `base` is an absolute folder.
+
+    `user_format` is None for a format of this package.
     """
 
     source: str
@@ -48,6 +50,22 @@ class Manifest:
     format: str
     content: Content = Content()
     files: Files
+    user_format: UserFormat | None = None
+
+    @property
+    def form(self) -> Format:
+        """The format, with the code that the list was made with. Raises as `formats.recorded_format`."""
+        return recorded_format(self.format, self.user_format)
+
+    @property
+    def cut(self) -> Cut:
+        """How its files are cut. Imports no user code."""
+        return Cut(self.user_format.cut) if self.user_format is not None else format_of(self.format).cut
+
+    @property
+    def unit(self) -> str:
+        """What a place in its files counts. Imports no user code."""
+        return self.user_format.unit if self.user_format is not None else format_of(self.format).unit
 
     @property
     def digest(self) -> str:
@@ -104,7 +122,14 @@ def freeze_listed(name: str, listing: Listing, format_: str, content: Content) -
         for folder, names in listing.names_by_folder().items():
             in_folder = {inner: by_name[name] for inner, name in names.items()}
             format_of(format_).check_index(folder, in_folder)
-    return Manifest(source=name, base=listing.base, format=format_, content=content, files=files)
+    return Manifest(
+        source=name,
+        base=listing.base,
+        format=format_,
+        content=content,
+        files=files,
+        user_format=user_format(format_),
+    )
 
 
 def _listed(listing: Listing) -> Files | None:
@@ -232,6 +257,8 @@ def to_parquet(manifest: Manifest, more: Mapping[str, str] = MappingProxyType({}
         facts["content"] = _content_text(manifest.content)
     if manifest.content.kind == "chat" and not manifest.content.as_stored:
         facts[_CHAT_VALUES] = _TYPED
+    if manifest.user_format is not None:
+        facts[_USER_FORMAT] = orjson.dumps(manifest.user_format.to_json()).decode()
     out = io.BytesIO()
     encodings = {"path": "DELTA_BYTE_ARRAY"}  # sorted paths share their beginnings
     encodings |= dict.fromkeys(("bytes", "mtime_ns"), "DELTA_BINARY_PACKED")
@@ -271,7 +298,10 @@ def from_parquet(data: bytes, where: str) -> Manifest:
                 code="storage.later_format",
             )
         fields = {name: facts[name] for name in _FACTS}
-        manifest = Manifest(files=Files.of_table(table), content=_content(facts), **fields)
+        made_by = UserFormat.from_json(orjson.loads(facts[_USER_FORMAT])) if _USER_FORMAT in facts else None
+        manifest = Manifest(
+            files=Files.of_table(table), content=_content(facts), user_format=made_by, **fields
+        )
     except DataIdentityError as error:
         raise DataIdentityError(
             f"{where}: the run's manifest cannot be read: {error}", code=error.code

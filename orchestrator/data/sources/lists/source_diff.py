@@ -20,7 +20,6 @@ from orchestrator.data.sources.access.in_threads import in_threads
 from orchestrator.data.sources.access.input_file import open_input
 from orchestrator.data.sources.access.matches import real_file
 from orchestrator.data.sources.access.object_stores import is_remote
-from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.lists.file_facts import QUICK_STAT_S
 from orchestrator.data.sources.lists.file_rows import FileRow
 from orchestrator.data.sources.lists.listing import Listing, list_files, patterns_in, same_files
@@ -117,7 +116,7 @@ def _look(manifest: Manifest, row: FileRow) -> tuple[FileRow | None, str | None]
     if found is None:
         return row, None
     now = file_row(manifest.base, manifest.format, manifest.content, row.path)
-    if lost := format_of(manifest.format).lost(row, now):
+    if lost := manifest.form.lost(row, now):
         return None, f"{path}: {lost}"
     return now, f"{path}: {found}"
 
@@ -144,7 +143,7 @@ def compare_files(
     at = frozen.base if same_revisions(asked, paths) else ""  # another revision is resolved
     listing = list_files(source.name, source.path, frozen.format, at)
     manifest = replace(frozen, base=listing.base)
-    if not (format_of(frozen.format).has_files or frozen.files.same_paths(listing.names)):
+    if not (frozen.form.has_files or frozen.files.same_paths(listing.names)):
         raise DataIdentityError(
             f"data.sources {frozen.source}: the run was started with path {', '.join(frozen.files.paths)}, "
             f"but the job has {', '.join(listing.names)}; restore the path, or {restart_text(frozen.source)}",

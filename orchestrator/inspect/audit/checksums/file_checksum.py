@@ -14,7 +14,6 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources.access.records_in_memory import Lines, Values
-from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.lists.manifest import Manifest
 from orchestrator.data.sources.readers import Part, read_files
@@ -78,7 +77,7 @@ class _PlainTexts:
         source, content = plan.source, plan.manifest.content
         chosen = settings.holdout.get(source) or settings.transforms.get(source) or settings.held_out
         self._all = content.kind == "text" and not chosen
-        form = format_of(plan.manifest.format)
+        form = plan.manifest.form
         self._parse, self._drops_bom = form.parser(content), form.drops_bom
         self._sums, self._piece_bytes = sums, settings.piece_bytes
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.data.sources.formats import format_of
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.encoder import TOKENIZERS, difference_text, installed_version
 from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
@@ -165,7 +164,7 @@ def reference_report(
     others, known = list[str](), 0
     for one in documents.values():
         manifest = spec.plan_of(one.source, one.at[0]).manifest
-        path, place = manifest.path(one.file), f"{format_of(manifest.format).unit} {one.place}"
+        path, place = manifest.path(one.file), f"{manifest.unit} {one.place}"
         # a line names the file as its path was then
         named = re.compile(
             rf"{re.escape(path.rpartition('/')[2])}.*{place}\b.*{re.escape(one.encoder)}: ", re.DOTALL
