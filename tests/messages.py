@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import orchestrator
@@ -110,8 +111,13 @@ def _text(node: ast.expr) -> str:
     return "{" + ast.unparse(node) + "}"
 
 
-def messages() -> Iterator[Message]:
+@cache
+def messages() -> tuple[Message, ...]:
     """Every construction of an error of ours."""
+    return tuple(_messages())
+
+
+def _messages() -> Iterator[Message]:
     trees = sources()
     classes, everywhere = error_classes(trees), constants(trees.values())
     for path, tree in trees.items():
