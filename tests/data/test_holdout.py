@@ -111,15 +111,15 @@ def test_epochs_and_seeds_hold_out_the_same_records(tmp_path: Path, tiny_config:
 
 
 @pytest.mark.quick("92")
-@pytest.mark.parametrize("every", [23, 92])
+@pytest.mark.parametrize("stride", [23, 92])
 def test_what_is_held_out_is_counted_where_the_cursor_passes_it(
-    tmp_path: Path, tiny_config: Make, every: int
+    tmp_path: Path, tiny_config: Make, stride: int
 ) -> None:
     write_corpus(tmp_path / "data", [*some_texts(60), "end", "end", "end"], "jsonl")
     config = job(tiny_config, tmp_path / "data", holdout=0.3, num_epochs=3)
     spec = spec_of(config)
     whole = samples(spec, 37)
-    for at in range(0, len(whole), every):
+    for at in range(0, len(whole), stride):
         rest = samples(spec, 37, decode(Cursor, encode(whole[at].cursor)))
         assert plain(rest) == plain(whole[at + 1 :])
         assert [s.cursor for s in rest] == [s.cursor for s in whole[at + 1 :]]
