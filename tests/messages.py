@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import orchestrator
@@ -38,12 +39,17 @@ def _name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def error_classes(trees: dict[Path, ast.Module]) -> dict[str, str | None]:
+def of_interest(tree: ast.Module) -> list[ast.AST]:
+    """Classes, imports and calls, in one pass: the pass over all nodes takes most of the time."""
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.ImportFrom | ast.Call)]
+
+
+def error_classes(nodes: dict[Path, list[ast.AST]], trees: dict[Path, ast.Module]) -> dict[str, str | None]:
     """The code of each class of ours, its own or inherited. None: its errors get their codes one by one."""
     bases: dict[str, list[str]] = {}
     own: dict[str, ast.expr] = {}
-    for tree in trees.values():
-        for node in ast.walk(tree):
+    for of_file in nodes.values():
+        for node in of_file:
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = [_name(base) for base in node.bases]
                 for line in node.body if node.name != BASE else ():
@@ -76,10 +82,10 @@ def constants(trees: Iterable[ast.Module]) -> dict[str, str]:
     return {name: next(iter(texts)) for name, texts in found.items() if len(texts) == 1}
 
 
-def imported(tree: ast.Module, trees: dict[Path, ast.Module]) -> dict[str, str]:
+def imported(nodes: list[ast.AST], trees: dict[Path, ast.Module]) -> dict[str, str]:
     """The constants that a module imports from others."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("orchestrator."):
             path = PACKAGE.joinpath(*node.module.split(".")[1:]).with_suffix(".py")
             if path in trees:
@@ -110,13 +116,19 @@ def _text(node: ast.expr) -> str:
     return "{" + ast.unparse(node) + "}"
 
 
-def messages() -> Iterator[Message]:
+@cache
+def messages() -> tuple[Message, ...]:
     """Every construction of an error of ours."""
+    return tuple(_messages())
+
+
+def _messages() -> Iterator[Message]:
     trees = sources()
-    classes, everywhere = error_classes(trees), constants(trees.values())
+    nodes = {path: of_interest(tree) for path, tree in trees.items()}
+    classes, everywhere = error_classes(nodes, trees), constants(trees.values())
     for path, tree in trees.items():
-        values = everywhere | imported(tree, trees) | constants([tree])
-        for node in ast.walk(tree):
+        values = everywhere | imported(nodes[path], trees) | constants([tree])
+        for node in nodes[path]:
             if isinstance(node, ast.Call) and _name(node.func) in classes:
                 kind = _name(node.func)
                 given = [keyword.value for keyword in node.keywords if keyword.arg == "code"]

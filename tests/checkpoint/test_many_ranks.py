@@ -65,6 +65,7 @@ def disk_with_parts() -> ModelDisk:
     )
 
 
+@pytest.mark.quick("hsdp")
 @pytest.mark.parametrize(
     "layout", [layout_of(NUM_RANKS, None), layout_of(NUM_RANKS, 8)], ids=["fsdp", "hsdp"]
 )

@@ -165,4 +165,4 @@ def test_a_late_repeat_of_giving_back_does_not_take_away_what_was_pinned_after_i
 
 
 def test_the_search_catches_holds_that_take_one_name_again() -> None:
-    assert set(lost(NotNumbered, repeats=1)) != set()
+    assert any(lost(NotNumbered, repeats=1))

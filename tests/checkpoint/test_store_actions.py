@@ -190,10 +190,12 @@ def check_promises(store: RunStore, acknowledged: set[int]) -> None:
     assert not acknowledged or names[-1] >= key(max(acknowledged)).point_name
 
 
-def test_a_single_disk_failure_anywhere_is_tried_again_or_gives_the_save_up() -> None:
+@pytest.mark.quick("9")
+@pytest.mark.parametrize("every", [3, 9])
+def test_a_single_disk_failure_anywhere_is_tried_again_or_gives_the_save_up(every: int) -> None:
     calls, undisturbed, runs = run_on_failing_disk(10**9, 0)[2], 0, 0
     assert calls > 200
-    for first in range(1, calls + 1, 3):
+    for first in range(1, calls + 1, every):
         store, acknowledged, _ = run_on_failing_disk(first, 1)
         check_promises(store, acknowledged)
         undisturbed, runs = undisturbed + (acknowledged == {10, 20, 30}), runs + 1
@@ -201,9 +203,11 @@ def test_a_single_disk_failure_anywhere_is_tried_again_or_gives_the_save_up() ->
     assert undisturbed > 0.9 * runs
 
 
-def test_a_disk_that_fails_for_good_anywhere_leaves_every_acknowledged_point_whole() -> None:
+@pytest.mark.quick("15")
+@pytest.mark.parametrize("every", [5, 15])
+def test_a_disk_that_fails_for_good_anywhere_leaves_every_acknowledged_point_whole(every: int) -> None:
     calls = run_on_failing_disk(10**9, 0)[2]
-    for first in range(1, calls + 1, 5):
+    for first in range(1, calls + 1, every):
         store, acknowledged, _ = run_on_failing_disk(first, 10**9)
         check_promises(store, acknowledged)
 

@@ -25,6 +25,7 @@ from orchestrator.data.sources.records.plain_arrays import plain_array, plain_ty
 from orchestrator.errors import ConfigError, DataError
 from tests.data.test_formats import planned, read_straight
 from tests.data.test_transform_fields import straight
+from tests.num_examples import examples
 from tests.raising import raises
 
 TEXTS = [None, "", "a", "é日本" * 9, "a", "a long text that no view holds itself"]
@@ -160,7 +161,7 @@ def values_of(kind: pa.DataType) -> st.SearchStrategy[Any]:
 KINDS = st.recursive(st.sampled_from([*LEAVES, pa.int8()]), nested, max_leaves=4)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=examples(50, chaos=150), suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(data=st.data())
 def test_any_nesting_has_the_same_values_in_plain_layouts(data: st.DataObject) -> None:
     kind = data.draw(KINDS)

@@ -36,6 +36,7 @@ from tests.data.test_chat import (
     metaspace,
     saved,
 )
+from tests.num_examples import examples
 from tests.raising import raises
 
 # Each template, and the same with what the assistant writes marked in it.
@@ -137,7 +138,7 @@ PARTS += ["\U0001f600", "1 2", "<|im", "<", "[INST ", "user", "assistant\n", "mo
 TEXT = st.lists(st.sampled_from(PARTS), max_size=8).map("".join)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(60, chaos=250), deadline=None)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     template=st.sampled_from(sorted(TWINS)),

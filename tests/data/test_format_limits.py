@@ -167,6 +167,7 @@ def read_a_bomb(plan: SourcePlan) -> None:
             ordered.document(len(ordered) - 1)
 
 
+@pytest.mark.quick("jsonl-.bz2", "jsonl-.xz", "lines-.gz", "csv-.gz", "webdataset-.gz")
 @pytest.mark.parametrize(
     # zstd may give 64 MiB at once: see test_memory
     ("form", "press"),
@@ -197,6 +198,7 @@ def read_one(plan: SourcePlan, num_characters: int) -> None:
     assert len(str(found)) == num_characters
 
 
+@pytest.mark.quick("jsonl-104857600")
 @pytest.mark.parametrize(("form", "num_bytes"), [("jsonl", 100 * MB), ("text", 200 * MB)])
 def test_a_document_of_a_hundred_megabytes_and_more_is_one_document(
     form: str, num_bytes: int, tmp_path: Path
@@ -330,6 +332,7 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
 
 
 # a damaged footer of a Parquet file can end pyarrow's process
+@pytest.mark.quick("jsonl", "tsv", "arrow", "webdataset", "mds", "cbor")
 @pytest.mark.parametrize("form", [form for form in (*WRITERS, "hf_dataset") if form != "parquet"])
 def test_whatever_is_damaged_the_errors_are_ours(form: str, tmp_path: Path) -> None:
     records = [{"text": f"text {i}", "messages": [{"role": "user", "content": f"q {i}"}]} for i in range(12)]

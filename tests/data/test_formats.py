@@ -38,6 +38,7 @@ from orchestrator.errors import ConfigError, DataError
 from tests.data import format_writers
 from tests.data.format_writers import PRESS, Record, write_files
 from tests.data.making import job, plain, samples, spec_of
+from tests.num_examples import examples
 from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
@@ -433,7 +434,11 @@ def test_a_header_may_begin_with_a_byte_order_mark_and_rows_may_be_blank(tmp_pat
 FIELD = st.text(alphabet='a",\t\r\né', max_size=6)
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=examples(25, chaos=80),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None,
+)
 @given(rows=st.lists(st.tuples(FIELD, FIELD), max_size=6), piece=st.integers(1, 40), tabs=st.booleans())
 def test_any_rows_that_pythons_csv_writes_come_out(
     rows: list[tuple[str, str]], piece: int, tabs: bool
@@ -453,7 +458,11 @@ def test_any_rows_that_pythons_csv_writes_come_out(
     assert at == len(data)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=examples(15, chaos=40),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None,
+)
 @given(
     texts=st.lists(st.text(max_size=12), max_size=12),
     press=st.sampled_from(list(PRESS)),
@@ -473,7 +482,11 @@ def test_any_texts_come_out_of_jsonl_in_order_wherever_files_are_cut(
     assert {origin for origin, _ in read(plan, sizes[1], "block")} == {o for o, _ in read_straight(plan)}
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=examples(20, chaos=60),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None,
+)
 @given(
     data=st.text(alphabet="a \r\né\ufeff\u2028\0", max_size=40),
     press=st.sampled_from(list(PRESS)),

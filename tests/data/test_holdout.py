@@ -82,6 +82,7 @@ def test_a_larger_share_holds_out_the_same_records_and_more(share: float, more: 
     assert holdout_bound(0.0) == 0
 
 
+@pytest.mark.quick("jsonl-concat", "jsonl.gz-pad", "parquet-bestfit", "text-pad", "lines-concat")
 @pytest.mark.parametrize("mode", ["concat", "bestfit", "pad"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_trained_and_what_is_held_out_are_apart_and_together_all(
@@ -109,12 +110,16 @@ def test_epochs_and_seeds_hold_out_the_same_records(tmp_path: Path, tiny_config:
     assert texts_of(three.held_out()) == texts_of(other.held_out())
 
 
-def test_what_is_held_out_is_counted_where_the_cursor_passes_it(tmp_path: Path, tiny_config: Make) -> None:
+@pytest.mark.quick("92")
+@pytest.mark.parametrize("stride", [23, 92])
+def test_what_is_held_out_is_counted_where_the_cursor_passes_it(
+    tmp_path: Path, tiny_config: Make, stride: int
+) -> None:
     write_corpus(tmp_path / "data", [*some_texts(60), "end", "end", "end"], "jsonl")
     config = job(tiny_config, tmp_path / "data", holdout=0.3, num_epochs=3)
     spec = spec_of(config)
     whole = samples(spec, 37)
-    for at in range(0, len(whole), 23):
+    for at in range(0, len(whole), stride):
         rest = samples(spec, 37, decode(Cursor, encode(whole[at].cursor)))
         assert plain(rest) == plain(whole[at + 1 :])
         assert [s.cursor for s in rest] == [s.cursor for s in whole[at + 1 :]]

@@ -80,6 +80,7 @@ def test_every_line_of_a_large_file_is_read_whole_and_at_its_place(
     assert by_place(list(read_files(plan))) == placed
 
 
+@pytest.mark.quick("1048575", "1048576", "1048577")
 @pytest.mark.parametrize("size", [READ_BYTES - 1, READ_BYTES, READ_BYTES + 1, 3 * READ_BYTES])
 def test_a_line_that_ends_at_a_buffers_border_is_read_whole(size: int, tmp_path: Path) -> None:
     lines = [numbered(size - 1), b"x", numbered(size), b"", b"y"]

@@ -72,6 +72,7 @@ def close(opened: list[Loader]) -> None:
 
 
 # ------------------------------------------------------------------------------------- what a rank gets
+@pytest.mark.quick("1-False", "3-True", "5-False")
 @pytest.mark.parametrize("micro_batches", [False, True])
 @pytest.mark.parametrize("world_size", [1, 3, 5])
 def test_the_ranks_batches_are_together_the_samples_of_the_stream(

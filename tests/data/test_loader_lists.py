@@ -131,8 +131,10 @@ def test_a_state_is_opened_with_its_sources_anew(config: dict[str, Any], data: P
     assert found == encoded(documents("a", 60) + documents("new", 20)), "one epoch from the restart on"
 
 
+@pytest.mark.quick("36")
+@pytest.mark.parametrize("every", [9, 36])
 def test_every_state_after_a_restart_goes_on_exactly_with_the_same_settings(
-    config: dict[str, Any], data: Path
+    config: dict[str, Any], data: Path, every: int
 ) -> None:
     stream = orchestrator.open_stream(config)
     list(islice(stream, 3))
@@ -143,7 +145,7 @@ def test_every_state_after_a_restart_goes_on_exactly_with_the_same_settings(
     for sample in anew:
         samples.append(sample)
         states.append(anew.state_dict())
-    for at in range(0, len(states), 9):
+    for at in range(0, len(states), every):
         again = orchestrator.open_stream(config, states[at], RESTART)
         assert "resume.data=restart is already done" in again.notes[0]
         is_the_same_stream(config, states[at], samples[at:], RESTART)
@@ -287,8 +289,10 @@ def test_refreshed_lists_need_a_folder(config: dict[str, Any], tmp_path: Path) -
     assert re.search(r"a@\d+e1.parquet", str(caught.value))
 
 
+@pytest.mark.quick("92")
+@pytest.mark.parametrize("every", [23, 92])
 def test_each_epoch_has_the_files_of_its_time_and_every_state_goes_on_in_them(
-    config: dict[str, Any], data: Path, tmp_path: Path, encoded: Any
+    config: dict[str, Any], data: Path, tmp_path: Path, encoded: Any, every: int
 ) -> None:
     kept = {"frozen_dir": tmp_path / "lists"}
     stream = orchestrator.open_stream(config, overrides=REFRESH, **kept)
@@ -305,7 +309,7 @@ def test_each_epoch_has_the_files_of_its_time_and_every_state_goes_on_in_them(
     # a file comes when the first token of the next epoch is read: that epoch has its list by then
     expected = documents("a", 60) * 4 + documents("new0", 9) * 2 + documents("new1", 9)
     assert whole(samples, end_of(encoded)) == encoded(expected)
-    for at in range(0, len(states), 23):
+    for at in range(0, len(states), every):
         is_the_same_stream(config, states[at], samples[at:], REFRESH, **kept)
 
 

@@ -36,6 +36,7 @@ from orchestrator.data.sources.lists.manifest import Manifest, freeze, from_parq
 from orchestrator.data.sources.lists.source_diff import changes_since
 from orchestrator.errors import DataIdentityError
 from orchestrator.storage.files import Storage
+from tests.num_examples import examples
 from tests.raising import raises
 
 
@@ -153,7 +154,7 @@ def lists(draw: Any) -> tuple[Manifest, list[FileRow]]:
 
 
 @pytest.mark.chaos
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40, chaos=150), deadline=None)
 @given(lists(), st.sampled_from([1, 100, 1000]), st.integers(1, 5000))
 def test_columns_are_cut_as_rows_were(
     made: tuple[Manifest, list[FileRow]], fragment_bytes: int, window_bytes: int
@@ -168,7 +169,7 @@ def test_columns_are_cut_as_rows_were(
     assert num_window_shuffled(plan, window_bytes) == window_shuffled_rows(plan, rows, window_bytes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, chaos=60), deadline=None)
 @given(lists())
 def test_lists_that_were_stored_as_rows_open_with_the_same_digest(
     made: tuple[Manifest, list[FileRow]],
@@ -182,7 +183,7 @@ def test_lists_that_were_stored_as_rows_open_with_the_same_digest(
         assert again.digest == manifest.digest
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(30, chaos=100), deadline=None)
 @given(st.lists(st.text('a/"\\\x1f\x7fé\u2028', max_size=5), max_size=14), st.integers(0, 1 << 62))
 def test_any_names_give_the_digest_of_their_rows(paths: list[str], size: int) -> None:
     rows = [FileRow(path=p, bytes=size >> i, mtime_ns=i, probe=f"{i:016x}") for i, p in enumerate(paths)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.data.feed.inflight_budget import Admission, Flight, chunk_bytes
@@ -23,6 +23,7 @@ from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import ConfigError
 from tests.conftest import TinyConfig
 from tests.data.making import job, some_texts, spec_of, write_corpus
+from tests.num_examples import examples
 from tests.raising import raises
 
 GIB = 1 << 30
@@ -219,6 +220,7 @@ class Line:
 SIZES = st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=6), min_size=1, max_size=6)
 
 
+@settings(max_examples=examples(20, chaos=100))
 @given(slots=SIZES, data=st.data())
 def test_chunks_never_take_more_than_their_share_and_all_of_them_come(
     slots: list[list[int]], data: st.DataObject

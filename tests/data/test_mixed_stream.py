@@ -36,6 +36,7 @@ from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.storage.files import Storage
 from tests.data.making import plain, some_texts, spec_of, write_corpus
+from tests.num_examples import examples
 from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
@@ -102,10 +103,18 @@ MIXTURES: list[tuple[list[dict[str, Any]], dict[str, Any], bool]] = [
 ]
 
 
-@pytest.mark.quick("sources1-data1-True", "sources2-data2-False")
-@pytest.mark.parametrize(("sources", "data", "stops"), MIXTURES)
+@pytest.mark.quick("sources4-data4-True-12", "sources5-data5-False-12")
+@pytest.mark.parametrize(
+    ("sources", "data", "stops", "every"),
+    [*((*mixture, 3) for mixture in MIXTURES), *((*mixture, 12) for mixture in MIXTURES[1:3])],
+)
 def test_a_mixture_gives_the_samples_of_the_reference_and_the_same_from_every_cursor_on(
-    tmp_path: Path, tiny_config: Make, sources: list[dict[str, Any]], data: dict[str, Any], stops: bool
+    tmp_path: Path,
+    tiny_config: Make,
+    sources: list[dict[str, Any]],
+    data: dict[str, Any],
+    stops: bool,
+    every: int,
 ) -> None:
     spec = spec_of(mixed_job(tiny_config, tmp_path, sources, **data))
     found = list(open_samples(spec, Cursor(), SEQ_LEN))
@@ -113,7 +122,7 @@ def test_a_mixture_gives_the_samples_of_the_reference_and_the_same_from_every_cu
     assert [s.index for s in found] == list(range(len(found)))
     assert {s.source for s in found} == set(spec.mixture.weights if spec.mixture else ())
     cursors = [s.cursor for s in found]
-    for at in range(0, len(found), 3):
+    for at in range(0, len(found), every):
         rest = list(open_samples(spec, cursors[at], SEQ_LEN))
         assert plain(rest) == plain(found[at + 1 :]), f"after sample {at}"
         assert [s.cursor for s in rest] == cursors[at + 1 :]
@@ -224,7 +233,7 @@ def stream_of(sizes: dict[str, int], weights: dict[str, int], on_end: str, by: s
 SIZES = st.lists(st.integers(2, 40), min_size=2, max_size=4)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40, chaos=150), deadline=None)
 @given(
     sizes=SIZES,
     weights=st.lists(st.integers(1, 9), min_size=4, max_size=4),

@@ -37,6 +37,7 @@ from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 from tests.data.making import plain, some_texts, spec_of, write_corpus
+from tests.num_examples import examples
 from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
@@ -232,7 +233,7 @@ def documents(windows: list[list[tuple[int, str]]]) -> list[Documents]:
     return made
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(30, chaos=120), deadline=None)
 @given(
     windows=WINDOWS,
     mode=st.sampled_from(["bestfit", "pad"]),
@@ -284,7 +285,7 @@ def test_a_packs_documents_stand_in_their_order_and_packs_in_an_order_of_their_o
     assert pack_order(3, 3, 1, 7, "web", 2, "none").tolist() == [0, 1, 2]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(30, chaos=100), deadline=None)
 @given(sizes=st.lists(st.integers(1, 30), max_size=60))
 def test_best_fit_decreasing_takes_the_fullest_pack_that_has_room(sizes: list[int]) -> None:
     packs: list[list[int]] = []
@@ -304,7 +305,7 @@ def lengths_of_a_crawl(seed: int, num: int, seq_len: int) -> list[int]:
     return np.clip(drawn, 2, seq_len + 1).tolist()
 
 
-@pytest.mark.quick("1-2048", "2-4096")
+@pytest.mark.quick("1-2048")
 @pytest.mark.parametrize("seq_len", [2048, 4096])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_windows_of_realistic_lengths_are_filled_to_98_percent_and_more(seed: int, seq_len: int) -> None:

@@ -400,8 +400,10 @@ def search_all(sources: dict[str, Source], num_tokenizers: int, accidents: int, 
     return len(seen)
 
 
-def test_each_source_is_delivered_whole_and_in_order_and_nothing_waits_for_ever() -> None:
-    search(range(HISTORIES))
+@pytest.mark.quick("some")
+@pytest.mark.parametrize("seeds", [range(300), range(300, HISTORIES)], ids=["some", "more"])
+def test_each_source_is_delivered_whole_and_in_order_and_nothing_waits_for_ever(seeds: range) -> None:
+    search(seeds)
 
 
 def test_lists_that_come_late_are_waited_for_in_every_order_of_things() -> None:
@@ -423,7 +425,7 @@ def test_while_a_source_waits_for_its_list_no_other_is_read_ahead_of_it() -> Non
     world.check_end()
 
 
-@pytest.mark.quick("real0-guess0-1-False", "real5-guess5-0-True")
+@pytest.mark.quick("real0-guess0-1-False", "real7-guess7-0-True")
 @pytest.mark.parametrize(
     ("real", "guess", "accidents", "move"),
     [
@@ -434,6 +436,7 @@ def test_while_a_source_waits_for_its_list_no_other_is_read_ahead_of_it() -> Non
         ((3,), (2,), 0, False),
         ((2,), (1,), 0, True),
         ((1,), (2,), 0, True),
+        ((1,), (1,), 0, True),
     ],
 )
 def test_in_small_bounds_every_order_of_things_is_tried(

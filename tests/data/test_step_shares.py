@@ -8,7 +8,7 @@ import pickle
 from itertools import accumulate
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.data.feed.replay import ReplayBuffer
@@ -17,6 +17,7 @@ from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.errors import FeedError
 from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
+from tests.num_examples import examples
 from tests.raising import raises
 
 SEQ_LEN = 6
@@ -77,6 +78,7 @@ def step_of(of: list[Run], seed: int = 0) -> StepSamples:
     return StepSamples(step, dict(enumerate(of)), numbers, cursor, False, ())
 
 
+@settings(max_examples=examples(20, chaos=100))
 @given(st.lists(runs(), min_size=1, max_size=3), st.integers(0, 99), st.data())
 def test_a_share_becomes_the_slice_after_its_way_to_the_rank(
     of: list[Run], seed: int, data: st.DataObject

@@ -38,6 +38,9 @@ def made(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
+@pytest.mark.quick(
+    "jsonl-block", "jsonl.gz-none", "jsonl.zst-block", "parquet-none", "text-block", "lines-none"
+)
 @pytest.mark.parametrize("shuffle", ["block", "none"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_format_gives_the_samples_of_the_reference(
@@ -73,14 +76,14 @@ def test_a_real_corpus_with_default_sizes_gives_the_samples_of_the_reference(
     assert plain(list(orchestrator.open_stream(config))) == expected(config, spec, 256)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.zst", "parquet"])
+@pytest.mark.quick("jsonl-7", "jsonl.zst-7", "parquet-7")
+@pytest.mark.parametrize(("kind", "every"), [("jsonl", 1), ("jsonl", 7), ("jsonl.zst", 7), ("parquet", 7)])
 def test_a_stream_opened_at_any_samples_cursor_goes_on_exactly(
-    kind: str, tmp_path: Path, tiny_config: Make
+    kind: str, every: int, tmp_path: Path, tiny_config: Make
 ) -> None:
     write_corpus(tmp_path / "data", [*some_texts(12), "y z\n" * 200], kind)
     spec = spec_of(job(tiny_config, tmp_path / "data", kind, num_epochs=2))
     whole = samples(spec, 100)
-    every = 1 if kind == "jsonl" else 7
     for at in range(0, len(whole), every):
         cursor = decode(Cursor, encode(whole[at].cursor))
         rest = samples(spec, 100, cursor)
@@ -254,14 +257,14 @@ def test_a_document_changed_in_an_earlier_piece_is_refused_with_both_digests(
     assert samples(changed, 50, without_earlier(cursor)), "the piece at hand alone has not changed"
 
 
-@pytest.mark.quick("10")
-@pytest.mark.parametrize("chunk_tokens", [10, 1 << 20])
+@pytest.mark.quick("10-28")
+@pytest.mark.parametrize(("chunk_tokens", "every"), [(10, 7), (10, 28), (1 << 20, 7)])
 def test_cursors_without_that_digest_are_read_and_agree_with_those_that_have_it(
-    chunk_tokens: int, made: Path, tiny_config: Make
+    chunk_tokens: int, every: int, made: Path, tiny_config: Make
 ) -> None:
     spec = spec_of(job(tiny_config, made), chunk_tokens=chunk_tokens)
     whole = samples(spec, 50)
-    for cursor in inside_later_pieces(spec)[::7]:
+    for cursor in inside_later_pieces(spec)[::every]:
         old, rest = without_earlier(cursor), whole[cursor.consumed_samples :]
         assert old != cursor
         assert old.agrees_with(cursor)

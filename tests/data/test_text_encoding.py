@@ -91,6 +91,7 @@ def test_zero_bytes_elsewhere_stay_text(data: bytes) -> None:
 
 
 # ------------------------------------------------------------------------------------------ in every format
+@pytest.mark.quick("jsonl-", "lines-.gz", "text-.zst", "csv-.bz2", "tsv-.xz", "text-", "jsonl-.zst")
 @pytest.mark.parametrize("suffix", COMPRESSIONS)
 @pytest.mark.parametrize("form", WRITERS)
 def test_a_file_in_another_encoding_stops_with_its_name(

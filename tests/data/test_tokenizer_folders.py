@@ -29,6 +29,7 @@ from orchestrator.planning.resume.identity import compare
 from orchestrator.storage.files import Storage
 from tests.data.test_chat import CHATML, LLAMA_3, byte_level, metaspace
 from tests.data.test_chat_templates import with_legacy_prefix
+from tests.num_examples import examples
 
 Files = dict[str, Any]
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHATML}
@@ -255,6 +256,46 @@ def require_texts(name: str, theirs: Any, facts: TokenizerFacts, texts: list[str
             assert encoder.encode([text])[0].tolist() == expected, (encoder.choice.name, text)
 
 
+@pytest.mark.quick(
+    "named tokens as added tokens",
+    "named tokens as objects",
+    "named tokens that are new",
+    "named tokens of the vocabulary",
+    "named tokens null",
+    "extra special tokens",
+    "added_tokens_decoder",
+    "added_tokens_decoder with other flags",
+    "added_tokens.json",
+    "added_tokens.json with holes",
+    "special_tokens_map.json",
+    "special_tokens_map.json beside a decoder",
+    "added tokens with holes",
+    "a special token with a hole",
+    "a vocabulary with holes",
+    "lstrip",
+    "rstrip",
+    "single words",
+    "normalized, nothing normalizes",
+    "normalized",
+    "lower case",
+    "a prefix of each text",
+    "a legacy prefix",
+    "class of Llama, spaces",
+    "class of Llama, flags",
+    "class of Qwen",
+    "class of GPT-2",
+    "class that nobody knows",
+    "class by another model",
+    "code beside a known class",
+    "code of its own",
+    "special tokens split",
+    "a file of another template alone",
+    "no template",
+    "usual",
+    "class of Gemma",
+    "a vocabulary with holes and more tokens",
+)
+# In `make test` each folder is tried here or with chats below.
 @pytest.mark.parametrize("kind", sorted(FOLDERS))
 def test_ids_are_transformers_or_the_folder_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     name = saved(tmp_path / "t", FOLDERS[kind])
@@ -292,6 +333,33 @@ REFUSED_FOR_CHATS = {
 }
 
 
+@pytest.mark.quick(
+    "tokenizer.json alone",
+    "usual",
+    "further special tokens",
+    "named extra tokens",
+    "added_tokens_decoder with holes",
+    "a vocabulary with holes and more tokens",
+    "both strip",
+    "special single words",
+    "normalized with a prefix",
+    "tokens that overlap",
+    "tokens inside of others",
+    "a prefix of the first text",
+    "flags for BOS and EOS",
+    "class of Llama, bytes",
+    "class of Gemma",
+    "class of Cohere",
+    "class by the model",
+    "code of its own",
+    "special tokens split",
+    "templates in a list",
+    "templates in a list without default",
+    "template in a file",
+    "templates in files",
+    "an empty template",
+    "a file with CRLF",
+)
 @pytest.mark.parametrize("kind", sorted(FOLDERS))
 def test_chats_are_transformers_or_the_folder_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     name = saved(tmp_path / "t", FOLDERS[kind])
@@ -333,7 +401,7 @@ BASES: dict[str, Callable[[], Tokenizer]] = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(15, chaos=60), deadline=None)
 @given(
     base=st.sampled_from(sorted(BASES)),
     tokens=st.lists(TOKEN, max_size=4, unique_by=lambda each: each["content"]),
@@ -386,11 +454,15 @@ def test_a_folder_that_transformers_reads_as_it_is_written_is_frozen_as_it_is(tm
         assert RESOLVED not in files, kind
 
 
-def test_the_short_way_says_what_transformers_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.quick("4")
+@pytest.mark.parametrize("every", [1, 4])
+def test_the_short_way_says_what_transformers_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
     """Of the folders that are not loaded by transformers, for nothing in them can change what they mean."""
     import orchestrator.data.tokens.resolved as module
 
-    found = {kind: _fetched(tmp_path / kind, FOLDERS[kind]) for kind in sorted(FOLDERS)}
+    found = {kind: _fetched(tmp_path / kind, FOLDERS[kind]) for kind in sorted(FOLDERS)[::every]}
     short = {kind: files for kind, files in found.items() if RESOLVED not in files}
     monkeypatch.setattr(module, "_is_plain", lambda *_: False)
     assert len(short) >= 5

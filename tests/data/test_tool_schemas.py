@@ -18,6 +18,7 @@ from orchestrator.data.sources.records.content import WrongChatValueError
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from tests.data.test_chat import CHATML, TOOLS, Chat, byte_level, saved
 from tests.data.test_chat_values import CODE, conversation, in_function, text
+from tests.num_examples import examples
 
 LOOPS = (
     "{% macro shown(s) %}{% if s is mapping %}{% if s.required is not boolean %}"
@@ -108,7 +109,7 @@ MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "
 FIELDS = ("parameters", "input_schema", "return")
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(20, chaos=100), suppress_health_check=[HealthCheck.too_slow])
 @given(tree=PARAMETERS, data=st.data())
 def test_a_schema_is_itself_and_so_is_one_written_as_json_text(chat: Chat, tree: Slot, data: Any) -> None:
     schema = written(tree)

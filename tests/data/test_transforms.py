@@ -39,6 +39,7 @@ from tests.data.test_chat import CHATML_TAGGED, chat
 from tests.data.test_chat_chunks import chunks as chat_chunks
 from tests.data.test_chat_chunks import entries
 from tests.data.test_chat_chunks import spec as chat_spec
+from tests.num_examples import examples
 from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
@@ -179,7 +180,11 @@ COMMANDS = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(10, chaos=30),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(commands=COMMANDS, seq_len=st.integers(3, 60), epochs=st.integers(1, 2), data=st.data())
 def test_whatever_transforms_do_the_stream_is_the_references_and_the_same_from_any_cursor(
     tmp_path_factory: pytest.TempPathFactory,

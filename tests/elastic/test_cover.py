@@ -19,6 +19,7 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import HeldShard, JoinRequest, Source
 from orchestrator.records.steps import StateKey
 from tests.elastic.test_rendezvous import form, key, rendezvous, request, started
+from tests.num_examples import examples
 
 KEY = key(1, 7)
 PRESENT = st.lists(
@@ -38,7 +39,7 @@ def among(held, members):
     return newest_complete([h for h in held if h.member in members], None)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100, chaos=300))
 @given(PRESENT, st.integers(1, 4), st.permutations("abcdef"), st.integers(0, 6))
 def test_a_cover_is_complete_small_and_takes_from_the_second_choice_only_what_the_first_lacks(
     present, num_shards, order, num_first
@@ -70,7 +71,7 @@ def slow_cover(needed, *choices):
     return tuple(chosen)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100, chaos=300))
 @given(PRESENT, st.integers(1, 4), st.permutations("abcdef"), st.integers(0, 6), st.integers(0, 2))
 def test_a_cover_takes_who_adds_most_and_of_equal_ones_who_comes_first(
     present, num_shards, order, num_first, num_absent

@@ -21,6 +21,7 @@ from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.membership import Source
 from orchestrator.records.steps import StateKey
 from tests.elastic.test_rendezvous import key, request
+from tests.num_examples import examples
 
 Rule = Callable[[Iterable[Holding], StateKey | None], CompleteState | None]
 KEYS = [StateKey(attempt=a, generation=g, step=s) for a, g, s in product((1, 2), (1, 2), range(3))]
@@ -78,7 +79,7 @@ def check(held_by_all, floor, rule: Rule = held_shards.newest_complete):
         assert order == sorted(order), "copies come before what is live"
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(100, chaos=500))
 @given(held(), FLOORS)
 def test_the_newest_complete_state_is_that_of_the_naive_rule(held_by_all, floor):
     check(held_by_all, floor)
@@ -168,7 +169,7 @@ def before_shards(requests, point):
     return best, None
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(100, chaos=500))
 @given(st.lists(st.one_of(st.none(), st.sampled_from(KEYS)), max_size=5), FLOORS)
 def test_with_replicate_the_parent_is_the_greatest_key_as_it_was_before_shards(states, newest):
     requests = [request(member, state) for member, state in zip("abcde", states, strict=False)]
@@ -178,7 +179,7 @@ def test_with_replicate_the_parent_is_the_greatest_key_as_it_was_before_shards(s
     assert selection.newest(requests) == before_shards(requests, selection.point)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(100, chaos=500))
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 3)), min_size=1, max_size=5), FLOORS)
 def test_with_replicate_prepared_steps_change_no_choice(members, newest):
     """A member's prepared step is the next of its state; it is the parent only where another is there

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from orchestrator.elastic.supervision.node_snapshot import NodesSeen
 from orchestrator.elastic.supervision.policy import Facts, GroupFacts, NodeFacts, StartGroup, decide
 from tests.elastic.test_policy import LIMITS, node
+from tests.num_examples import examples
 
 HEAD, SPOT = node("head", 4, head=True), node("spot", 4)
 
@@ -57,7 +58,7 @@ def test_where_a_group_has_ended_the_next_one_is_started_after_a_later_look() ->
     assert started(seen.looked((HEAD, SPOT), 0.5, 0.6), "head") == {"spot"}
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(100, chaos=500))
 @given(
     st.lists(st.sampled_from(["look", "drain", "forget", "die", "end", "act"]), max_size=30),
     st.floats(0.0, 1.0),

@@ -147,7 +147,7 @@ LAST_SAVES = Rules(
 TWO_SHARDS = replace(SHARDED, num_members=2, cuts_off=False)
 
 
-@pytest.mark.quick("three shards, one loss")
+@pytest.mark.quick("three shards, one loss, one step", "three shards, one loss, nobody cut off")
 @pytest.mark.parametrize(
     ("rules", "at_least"),
     [
@@ -159,7 +159,9 @@ TWO_SHARDS = replace(SHARDED, num_members=2, cuts_off=False)
         (Rules(power_losses=True, generations=2, faults=2), 25_000),
         (LAST_SAVES, 4_000),
         pytest.param(replace(LAST_SAVES, num_members=3), 50_000, marks=pytest.mark.chaos),
-        (replace(SHARDED, faults=1), 10_000),
+        (replace(SHARDED, faults=1, steps=1), 2_500),
+        (replace(SHARDED, faults=1, cuts_off=False), 3_000),
+        pytest.param(replace(SHARDED, faults=1), 10_000, marks=pytest.mark.chaos),
         pytest.param(SHARDED, 150_000, marks=pytest.mark.chaos),
         pytest.param(replace(SHARDED, num_members=2, saves=True), 50_000, marks=pytest.mark.chaos),
         pytest.param(replace(SHARDED, saves=True, faults=1), 40_000, marks=pytest.mark.chaos),
@@ -173,6 +175,8 @@ TWO_SHARDS = replace(SHARDED, num_members=2, cuts_off=False)
         "hosts without power",
         "last saves of two",
         "last saves of three",
+        "three shards, one loss, one step",
+        "three shards, one loss, nobody cut off",
         "three shards, one loss",
         "three shards, two losses",
         "two shards, saved",

@@ -169,6 +169,16 @@ READERS: list[Callable[[Run], Any]] = [
 ]
 
 
+@pytest.mark.quick(
+    "0001.json-list_points",
+    "0001.json-<lambda>",
+    "0001.parent.json-verify",
+    "0001.parent.json-config",
+    "000001.jsonl-records",
+    "000001.jsonl-<lambda>",
+    "/COMMIT-verify",
+    "/COMMIT-list_points",
+)
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("path", ["0001.json", "0001.parent.json", "000001.jsonl", "/COMMIT"])
 def test_a_coordinator_that_restarts_between_two_looks_is_no_contradiction(

@@ -143,8 +143,10 @@ def pruning_is_cut_off(run: Runner, number: int, monkeypatch: pytest.MonkeyPatch
     return False
 
 
+@pytest.mark.quick("3")
+@pytest.mark.parametrize("every", [1, 3])
 def test_after_a_kill_anywhere_the_same_command_goes_on(
-    rewound: tuple[Runner, list[str], list[str]], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    rewound: tuple[Runner, list[str], list[str]], tmp_path: Any, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     runner, history, orphans = rewound  # noqa: F811
     number, was_cut_off = 0, True
@@ -156,7 +158,7 @@ def test_after_a_kill_anywhere_the_same_command_goes_on(
         assert found <= {*orphans}
         assert [row["name"] for row in Run(copy.folder).list_points()] == history
         assert sorted(path.name for path in (copy.folder / "points").iterdir()) == sorted(history)
-        number += 1
+        number += every
     assert number > 10
 
 

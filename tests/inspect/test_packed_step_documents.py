@@ -142,6 +142,7 @@ def test_a_packed_runs_documents_are_named_after_a_skip(tmp_path: Path, tiny_con
     ), "the step after the skip begins with the sample after what was skipped"
 
 
+@pytest.mark.quick("bestfit")
 @pytest.mark.parametrize("mode", ["bestfit", "pad"])
 def test_packed_chats_and_prompts_are_those_of_their_records(
     tmp_path: Path, tiny_config: Make, mode: str

@@ -24,6 +24,7 @@ from orchestrator.records.cursor import Cursor, SourceCursor
 from tests.data.making import some_texts, write_corpus
 from tests.data.test_packing import WINDOWS, chunks_of, documents, draw_all, settings_of
 from tests.inspect.test_audit import TrainedRun
+from tests.num_examples import examples
 from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
@@ -42,6 +43,7 @@ def packed_run(folder: Path, make: Make, mode: str, long_document: str, sources:
     return TrainedRun(make({"data.sources": listed, **small, **pack, **on_end}))
 
 
+@pytest.mark.quick("bestfit-split", "bestfit-skip")
 @pytest.mark.parametrize(
     ("mode", "long_document"), [("bestfit", "split"), ("pad", "split"), ("bestfit", "skip")]
 )
@@ -185,7 +187,7 @@ def endless(windows: Any, cuts: int, at: SourceCursor) -> Iterator[TokenChunk]:
         first = 0
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(25, chaos=80), deadline=None)
 @given(
     windows=WINDOWS,
     mode=st.sampled_from(["bestfit", "pad"]),

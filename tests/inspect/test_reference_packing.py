@@ -33,6 +33,7 @@ from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor, SourceCursor
 from tests.conftest import TinyConfig
 from tests.data.making import expected, job, plain, samples, some_texts, spec_of, write_corpus
+from tests.num_examples import examples
 from tests.raising import raises
 
 SEQ_LEN = 37
@@ -74,6 +75,7 @@ def test_the_audit_imports_nothing_of_the_trainers_packer(module) -> None:
     assert not found & packing
 
 
+@pytest.mark.quick("jsonl.gz", "parquet", "text")
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "text", "lines"])
 def test_it_gives_the_samples_of_the_reference_and_the_trainers_cursors_at_every_place(
     tmp_path: Path, tiny_config: TinyConfig, kind: str
@@ -216,7 +218,7 @@ def hand_made(
     )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(50, chaos=200), deadline=None)
 @given(BLOCKS, st.lists(st.tuples(st.integers(1, 7), st.integers(1, 20)), min_size=1, max_size=5))
 def test_both_packers_agree_on_chunks_of_any_kind(blocks, shapes) -> None:
     chunks = [chunk for epoch in range(3) for chunk in epoch_chunks(blocks, epoch)]

@@ -56,6 +56,7 @@ def log_of(folder: Path) -> str:
     return file.read_text()
 
 
+@pytest.mark.quick("both-stopped-0", "stderr-failed-1", "stdout-failed-1")
 @pytest.mark.parametrize(("outcome", "code"), [("stopped", 0), ("failed", 1)])
 @pytest.mark.parametrize("gone", ["both", "stderr", "stdout"])
 def test_a_reader_that_is_gone_when_ctrl_c_comes_costs_neither_the_stop_nor_the_exit_code(

@@ -446,6 +446,7 @@ def test_several_sources_are_skipped_by_the_points_weights_and_go_on_by_the_jobs
     assert (skipped["first_index"], skipped["samples"]) == (24, 16)
 
 
+@pytest.mark.quick("bestfit")
 def test_packs_of_several_sources_are_skipped_and_the_audit_follows(packed: SkippingRun) -> None:
     weights = ("data.sources.0.weight=0.1", "data.sources.1.weight=0.6")
     packed.launch(6)
@@ -484,6 +485,7 @@ def one_pack_too_few_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_skipping, "draw_past", wrong)
 
 
+@pytest.mark.quick("bestfit-the_skipped_are_trained", "pad-one_pack_too_few_is_passed")
 @pytest.mark.parametrize("plant", [the_skipped_are_trained, one_pack_too_few_is_passed])
 def test_packs_that_come_again_after_a_skip_are_found(
     packed: SkippingRun, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]

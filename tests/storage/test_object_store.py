@@ -64,6 +64,20 @@ def test_a_create_that_meets_a_fault_has_won_and_a_second_one_has_not(
     assert content(store, "claim") == b"mine"
 
 
+@pytest.mark.quick(
+    "True-500-1",
+    "True-503-1",
+    "True-reset-1",
+    "True-500 after-1",
+    "True-reset after-1",
+    "True-501-1",
+    "False-500-2",
+    "False-503-2",
+    "False-reset-2",
+    "False-500 after-2",
+    "False-reset after-2",
+    "False-501-2",
+)
 @pytest.mark.parametrize("first", [1, 2])
 @pytest.mark.parametrize("fault", [*FAULTS, "501"])
 @pytest.mark.parametrize("refuses", [True, False])

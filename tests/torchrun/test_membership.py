@@ -184,6 +184,7 @@ def with_a_full_disk(tmp_path: Path, failing: int, full: str, **changes: Any) ->
     return [(tmp_path / f"outcome-{rank}").read_text() for rank in range(2)]
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_part_that_cannot_be_written_gives_that_save_up_and_the_group_trains_on(tmp_path, failing):
     ends = with_a_full_disk(tmp_path, failing, "00000003-")
@@ -212,6 +213,7 @@ def torchrun(folder: Path, world_size: int, stop_at: int | None = None) -> list[
     return [(folder / f"outcome-{rank}").read_text() for rank in range(world_size)]
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_static_group_trains_saves_and_reports_to_its_recorder(tmp_path, world_size):
     ends = torchrun(tmp_path, world_size)

@@ -111,6 +111,7 @@ def examine_nested(kind: str) -> None:
     assert torch.allclose(packed, alone, atol=1e-3), float((packed - alone).abs().max())
 
 
+@pytest.mark.quick("gemma3")
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4_unified"])
 def test_windows_of_a_nested_configuration_are_used(kind: str) -> None:
     examine_nested(kind)

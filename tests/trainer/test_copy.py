@@ -92,6 +92,7 @@ def test_a_member_without_the_newest_state_receives_the_whole_state(tmp_path: Pa
     assert source[2] == receiver[2] == trained_state().digest()
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("changed", [0, 1])
 def test_a_member_whose_copy_has_one_other_bit_stays_blank_and_says_so(tmp_path: Path, changed: int) -> None:
     source, receiver = copied(tmp_path, changed)

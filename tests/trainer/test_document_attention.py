@@ -126,6 +126,15 @@ MODELS = [
 ]
 
 
+@pytest.mark.quick(
+    "llama-sdpa",
+    "gpt2-eager",
+    "mistral-window",
+    "gemma2-windows",
+    "llama4-chunks",
+    "gemma3-nested-windows",
+    "factory",
+)
 @pytest.mark.parametrize("made", MODELS)
 def test_the_logits_of_a_packed_document_are_those_of_the_document_alone(made) -> None:
     model = made()

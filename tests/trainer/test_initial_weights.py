@@ -109,7 +109,10 @@ def test_several_files_with_an_index_serve_as_well(tmp_path: Path) -> None:
     assert_first_weights(ModelConfig(pretrained=where), "float32")
 
 
-@pytest.mark.parametrize("model", [{"config": TIED}, {"config": MIXTRAL}, FACTORY], ids=str)
+@pytest.mark.quick("float32-tied", "pure_bf16-experts", "pure_bf16-factory")
+@pytest.mark.parametrize(
+    "model", [{"config": TIED}, {"config": MIXTRAL}, FACTORY], ids=["tied", "experts", "factory"]
+)
 @pytest.mark.parametrize("precision", ["float32", "pure_bf16"])
 def test_rows_of_a_point_are_those_of_its_weights(
     tmp_path: Path, model: dict[str, Any], precision: str
@@ -144,6 +147,7 @@ def as_integers(path: Path) -> None:
     save_file({**tensors, "model.norm.weight": torch.ones(16, dtype=torch.int8)}, path, {"format": "pt"})
 
 
+@pytest.mark.quick("experts", "renamed", "untied")
 @pytest.mark.parametrize(
     ("shape", "change"),
     [(MIXTRAL, None), (GPT2, renamed), (TIED, untied), (LLAMA, as_integers)],

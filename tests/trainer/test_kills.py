@@ -48,7 +48,7 @@ def let_in(group: Members, name: str, plan: Plan | None = None, held: str = "b")
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("victim", ["a", "c"])
-@pytest.mark.quick("a-summary_received", "c-applied")
+@pytest.mark.quick("a-summary_received")
 def test_survivors_of_a_kill_go_on_and_a_newcomer_joins_them(tmp_path, unbroken, place, victim):
     plans = {victim: Plan(kill=(place, 4)), "b": Plan(hold=("step_begin", 6))}
     with members(tmp_path, ["a", "b", "c"], plans) as group:

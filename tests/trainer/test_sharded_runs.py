@@ -90,6 +90,7 @@ def test_where_each_shard_is_held_twice_no_step_is_lost_with_a_member(tmp_path, 
     assert losses(launch) == pytest.approx(losses(alone), rel=1e-5)
 
 
+@pytest.mark.chaos  # test_sharded_kills.py has a newcomer in `make test`
 def test_a_member_that_joins_a_sharded_group_gets_its_rows_from_the_others(tmp_path, alone):
     plans = {"m0": Plan(hold=("applied", 2))}
     with members(tmp_path, ["m0", "m1"], plans, job=job_of(SHARD)) as group:

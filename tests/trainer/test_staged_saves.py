@@ -67,7 +67,7 @@ def test_a_step_waits_for_the_copy_of_the_state_that_it_changes(tmp_path, unbrok
     assert_same_training(launch, unbroken)
 
 
-@pytest.mark.quick("save_part_written-c", "staging_begun-a")
+@pytest.mark.quick("save_part_written-c")
 @pytest.mark.parametrize("victim", ["a", "c"])
 @pytest.mark.parametrize("place", PLACES)
 def test_who_dies_in_a_save_costs_that_save_alone(tmp_path, unbroken, place, victim):

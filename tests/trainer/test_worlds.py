@@ -86,6 +86,7 @@ def test_a_budget_that_is_reached_already_ends_at_once_without_a_save(tmp_path):
     assert {reason for _, reason in again.finished.values()} == {"done"}
 
 
+@pytest.mark.quick("invariant")
 @pytest.mark.parametrize("numerics", ["invariant", "fast"])
 def test_the_end_of_the_data_is_a_smaller_step_in_which_some_members_have_no_sample(tmp_path, numerics):
     feed = FormulaFeed(total_tokens=SHORT_TAIL)
@@ -162,6 +163,11 @@ def test_a_wished_stop_saves_and_leaves(tmp_path):
     assert 2 <= key.step < 1000
 
 
+@pytest.mark.quick(
+    "feed0-job0-the samples trained have digest",
+    "feed1-job1-trained 96 target tokens, the feed announced 97",
+    "feed3-job3-on 1 of 2 ranks",
+)
 @pytest.mark.parametrize(
     ("feed", "job", "message"),
     [
