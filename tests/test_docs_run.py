@@ -42,6 +42,7 @@ FENCE = re.compile(r"^((?:<!--.*?-->\n)*)```(sh|python)\n(.*?)^```$", re.MULTILI
 COMMON_RUN = "orchestrator train configs/small.yaml train.max_steps=60\n"
 # run by tests/test_docs_alone.py, beside those on the Ray cluster: nothing in them needs one
 ALONE = (
+    "docs/howto/cards.md",
     "docs/howto/formats.md",
     "docs/howto/mix-sources.md",
     "docs/howto/own-loop.md",

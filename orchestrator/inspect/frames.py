@@ -112,6 +112,12 @@ SAMPLES: Table = {
     "ends": ("", "the document's last token is here"),
     "text": ("", "these tokens decoded; missing if it was not asked for"),
 }
+CARDS: Table = {
+    "card": ("", "its name"),
+    "title": ("", "its head on the page"),
+    "column": ("", "of its rows"),
+    "meaning": ("", "of the column"),
+}
 TABLES: Mapping[str, Table] = {
     "steps": STEPS,
     "points": POINTS,
@@ -119,6 +125,7 @@ TABLES: Mapping[str, Table] = {
     "events": EVENTS,
     "sources": SOURCES,
     "samples": SAMPLES,
+    "cards": CARDS,
 }
 # whole numbers in every table: pandas' Int64, which has a missing value
 WHOLE = frozenset(

@@ -75,7 +75,7 @@ def add_views(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
 
 
 def add_records(app: FastAPI, runs: Runs) -> None:
-    """Adds the routes of a run's records: attempts, sources, goodput, events."""
+    """Adds the routes of a run's records: attempts, sources, cards, goodput, events."""
 
     @app.get("/api/runs/{run}/attempts")
     def attempts(
@@ -93,6 +93,16 @@ def add_records(app: FastAPI, runs: Runs) -> None:
     def sources(run: RunName) -> Response:
         with runs.open(run).readable() as views:
             return shown(views.sources())
+
+    @app.get("/api/runs/{run}/cards")
+    def cards(run: RunName) -> Response:
+        with runs.open(run).readable() as views:
+            return shown({"cards": views.cards()})
+
+    @app.get("/api/runs/{run}/cards/{card}")
+    def card(run: RunName, card: Annotated[str, InPath(max_length=60)]) -> Response:
+        with runs.open(run).readable() as views, named():
+            return shown(views.card(card))
 
     @app.get("/api/runs/{run}/goodput")
     def goodput(run: RunName) -> Response:

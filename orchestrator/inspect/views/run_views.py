@@ -33,6 +33,7 @@ from orchestrator.inspect.status.missing import (
 from orchestrator.inspect.status.tail import Tail
 from orchestrator.inspect.status.verdict import UNREADABLE, Standing, level, verdict
 from orchestrator.inspect.views import (
+    cards,
     events,
     goodput,
     lineage_graph,
@@ -351,6 +352,14 @@ class RunViews:
     def sources(self) -> Document:
         """The trained data, by source."""
         return sources.sources(self._facts)
+
+    def cards(self) -> list[Document]:
+        """Every card with its rows (`inspect.views.cards`)."""
+        return [cards.card_document(card, self._facts, self._now()) for card in cards.all_cards()]
+
+    def card(self, name: str) -> Document:
+        """One card with its rows. Raises `RefusedError` if there is none of this name."""
+        return cards.card_document(cards.card_named(name), self._facts, self._now())
 
     def goodput(self) -> Document:
         """How the run's time was spent."""

@@ -34,6 +34,8 @@ ROUTES = (
     "/attempts?routine=1",
     "/sources",
     "/goodput",
+    "/cards",
+    "/cards/groups",
     "/events?level=fault,change,point,data,routine&limit=500",
     "/events/{event}",
     "/plan",

@@ -37,6 +37,7 @@ VIEWS = {
     "/charts": ".uplot canvas",
     "/data": ".sharecell",
     "/goodput": ".stack i",
+    "/cards": "[data-card=groups] td",
     "/events": ".vt-row",
     "/plan": ".lay",
 }

@@ -114,7 +114,7 @@ document.addEventListener('alpine:init', () => {
 	}));
 
 	// ------------------------------------------------------------ one run
-	const TABS = [['overview', 'Overview'], ['points', 'Resume points'], ['lineage', 'Lineage'], ['charts', 'Charts'], ['data', 'Data'], ['goodput', 'Goodput'], ['events', 'Events'], ['plan', 'What if']];
+	const TABS = [['overview', 'Overview'], ['points', 'Resume points'], ['lineage', 'Lineage'], ['charts', 'Charts'], ['data', 'Data'], ['goodput', 'Goodput'], ['cards', 'Tables'], ['events', 'Events'], ['plan', 'What if']];
 	Alpine.data('runPage', () => ({
 		run: null, failure: null, drawer: null, doing: null, typing: 0, unstream: null, off: null, opener: null,
 		init() { this.reload(); listen(this, { runkey: e => this.runKey(e.detail) }); this.$watch('params.point', v => this.fromParams()); this.$watch('params.event', v => this.fromParams()); },
@@ -418,6 +418,20 @@ document.addEventListener('alpine:init', () => {
 		leftOut() { const sum = k => this.d.sources.reduce((a, x) => a + (x[k] || 0), 0); return (sum('filtered') ? ' · ' + int(sum('filtered')) + ' dropped by transforms' : '') + (sum('held_out') ? ' · ' + int(sum('held_out')) + ' held out' : ''); },
 		auditText() { const a = this.d.audit; return a.exactly_once ? 'Every token was trained exactly once, up to step ' + int(a.final_up_to_step) + '.' : a.exactly_once === null ? 'Not proven: lines of the journal are lost.' : 'The history differs from the files.'; },
 		auditMore() { const a = this.d.audit; return 'steps ' + a.first_step + ' to ' + int(a.last_step) + ', ' + int(a.samples) + ' samples, ' + count(a.tokens) + ' tokens, in ' + span(a.seconds); },
+	}));
+
+	// ------------------------------------------------------------ cards: declared in inspect/views/cards.py
+	const CELLS = { number: int, count, seconds: span, bytes: f.bytes, share: pct };
+	Alpine.data('cardsTab', () => ({
+		cards: null,
+		async init() { try { this.cards = (await this.get('/cards')).cards; } catch (e) { this.say(e.message); } },
+		isNumber(column) { return column.kind !== 'text' && column.kind !== 'time'; },
+		cell(column, value) {
+			if (value == null) return '–';
+			if (column.kind === 'time') return when(value, this.now());
+			return (CELLS[column.kind] || String)(value);
+		},
+		hint(column, value) { return column.kind === 'time' ? full(value) : column.kind === 'count' ? int(value) : ''; },
 	}));
 
 	// ------------------------------------------------------------ goodput
