@@ -17,10 +17,18 @@ from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.disk import AppendHandle, Disk
 from orchestrator.storage.local_store import LocalStore
 from orchestrator.storage.store import AppendingStore, Listed, Pieces, Readable, Store, Traits
-from orchestrator.storage.store_kinds import store_at
+from orchestrator.storage.store_kinds import installed_scheme, store_at
 
 READ_BYTES = 8 << 20
 _FIRST_BYTES = 64 << 10  # most files are documents that fit, and memory for 8 MiB takes longer than they do
+
+
+def _scheme(location: str) -> str:
+    """What kind of store a location has; the buckets' schemes are one kind."""
+    if not is_uri(location):
+        return ""
+    scheme = location.partition("://")[0]
+    return "bucket" if installed_scheme(location) is None else scheme
 
 
 class Storage:
@@ -102,9 +110,9 @@ class Storage:
     def beside(self, root: str) -> Storage:
         """Another folder of the same disk, or prefix of a bucket, accessed in the same way.
 
-        If one is a folder and the other is in a bucket, it is opened as by `open_storage`. Raises as that.
+        If it is of another kind than this one, it is opened as by `open_storage`. Raises as that.
         """
-        if is_uri(root) == is_uri(self.root):
+        if _scheme(root) == _scheme(self.root):
             return Storage.on(self._store.beside(root))
         return Storage.on(store_at(root, time.sleep))
 

@@ -12,12 +12,12 @@ from pathlib import PurePath
 
 from orchestrator.storage.buckets import split_bucket
 from orchestrator.storage.files import Storage
-from orchestrator.storage.store_kinds import store_at
+from orchestrator.storage.store_kinds import installed_scheme, store_at
 
 
 def is_bucket(location: str) -> bool:
-    """Whether this names a bucket, or a prefix in one, not a folder."""
-    return split_bucket(location) is not None
+    """Whether this names a bucket, a prefix in one, or a place of an installed scheme; not a folder."""
+    return split_bucket(location) is not None or installed_scheme(location) is not None
 
 
 def open_storage(location: str, *, sleep: Callable[[float], None] = time.sleep) -> Storage:

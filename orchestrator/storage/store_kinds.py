@@ -1,15 +1,25 @@
-"""Selects the kind of store for a location: a folder on a disk, or a prefix of a bucket."""
+"""Selects the kind of store for a location: a disk, a bucket, or what an installed package adds.
+
+An installed package adds a scheme by an entry point of the group `orchestrator.storage`: its name is the
+scheme, and its object is called with a URI and a function that sleeps, and returns a `Store`.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.storage.buckets import AZURE, SCHEMES, is_uri
 from orchestrator.storage.local_store import LocalStore
 from orchestrator.storage.store import Store
 
+GROUP = "orchestrator.storage"
+_NEEDED = (
+    *("root", "traits", "beside", "within", "put", "sync", "read", "facts", "list", "delete"),
+    "delete_folder",
+)
 _QUERY = re.compile(r"\?[^/=]*=")
 
 
@@ -20,10 +30,40 @@ def store_at(location: str, sleep: Callable[[float], None]) -> Store:
     """
     if not is_uri(location):
         return LocalStore(location, None, sleep)
+    if (installed := installed_scheme(location)) is not None:
+        return _installed(installed, location, sleep)
     require_plain(location)
     from orchestrator.storage.object_store import ObjectStore
 
     return ObjectStore(location, sleep)
+
+
+def installed_scheme(location: str) -> EntryPoint | None:
+    """The entry point of a location's scheme; None if no installed package adds it. Imports nothing."""
+    scheme, separator, _ = location.partition("://")
+    if not separator or scheme in SCHEMES:
+        return None
+    return next((entry for entry in entry_points(group=GROUP) if entry.name == scheme), None)
+
+
+def _installed(entry: EntryPoint, location: str, sleep: Callable[[float], None]) -> Store:
+    try:
+        store: Store = entry.load()(location, sleep)
+    except OrchestratorError:
+        raise
+    except Exception as error:  # another package's code may raise anything
+        raise ConfigError(
+            f"the storage {entry.name}:// ({entry.value}) cannot be opened: {type(error).__name__}: {error}; "
+            "correct or uninstall the package that adds it",
+            code="user_code.storage_failed",
+        ) from error
+    if lacking := [name for name in _NEEDED if not hasattr(store, name)]:
+        raise ConfigError(
+            f"the storage {entry.name}:// ({entry.value}) is no orchestrator.storage.store.Store: it has no "
+            f"{', '.join(lacking)}",
+            code="user_code.no_storage",
+        )
+    return store
 
 
 def require_plain(uri: str, *, pattern: bool = False) -> None:
