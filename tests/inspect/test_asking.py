@@ -156,7 +156,7 @@ def test_a_follower_waits_for_the_rest_of_a_line_and_takes_a_line_that_was_writt
     path = tmp_path / "run" / "journal" / "a0001" / "000001.jsonl"
     follower = Follower(store.storage)
     line = parse_line(path.read_bytes()[:-1])
-    second, after = line_bytes(line.fields | {"seq": 2}, f"{line.sum:016x}")
+    second, after = line_bytes(line.fields | {"seq": 2}, line.sum)
     third, _ = line_bytes(line.fields | {"seq": 3}, after)
     with path.open("ab") as file:
         file.write(second[:30])

@@ -99,6 +99,7 @@ class _AttemptLines:
         self.gone: tuple[str, ...] = ()  # the missing pieces of the segment that is read
         self.torn = ""  # the newest segment that ends in the middle of a line which is in no later one
         self._sums = array("Q")  # by sequence number - 1; 0: the line is lost
+        self._newest = FIRST  # the checksum of the line before the next one; empty: it is lost
         self._lost: list[DamagedLines] = []  # where lines were skipped
         self._wrong: list[DamagedLines] = []  # what else is not as it was written
         self._bad: tuple[str, int, str] | None = None  # the first damaged text after the newest line
@@ -132,8 +133,12 @@ class _AttemptLines:
                 continue
             except LaterLineError as error:
                 raise LaterLineError(f"{place.path} line {place.number} {error}") from error
-            if self._is_new(line, place):
-                yield place.number, line.fields
+            fields, seq, found, prev = line
+            if prev == self._newest and seq == len(self._sums) + 1:  # nearly always
+                self._take(found)
+                yield place.number, fields
+            elif self._is_new(line, place):
+                yield place.number, fields
 
     def add_rest(self, place: _Place, rest: bytes) -> Iterator[tuple[int, Line]]:
         """What follows the last line feed: a part of a line, or a whole one whose line feed is damaged."""
@@ -151,7 +156,6 @@ class _AttemptLines:
         at = len(self._sums)
         if line.seq <= at:
             return self._is_brought_again(line, place)
-        before = self._sums[-1] if at else int(FIRST, 16)
         if line.prev is None and line.seq > at + _MOST_MISSING:
             why = f"its number is {line.seq}, expected {at + 1}"
             self._bad = self._bad or (place.path, place.number, why)
@@ -164,13 +168,15 @@ class _AttemptLines:
             )
             self._lost.append(self._damage(at + 1, line.seq - 1, path, number, reason))
             self._sums.extend([0] * (line.seq - 1 - at))
-        elif line.prev is not None and (before or not at) and line.prev != f"{before:016x}":
+        elif line.prev is not None and self._newest and line.prev != self._newest:
             continued = f"it continues a line with the checksum {line.prev}"
-            self._note_wrong(line, place, f"{continued}, the line before it has {before:016x}")
-        self._bad = None
-        self._sums.append(line.sum)
-        self.torn = ""
+            self._note_wrong(line, place, f"{continued}, the line before it has {self._newest}")
+        self._take(line.sum)
         return True
+
+    def _take(self, found: str) -> None:
+        self._bad, self.torn, self._newest = None, "", found
+        self._sums.append(int(found, 16))
 
     def _why_missing(self) -> tuple[str, int, str] | None:
         if self.gone:
@@ -179,10 +185,10 @@ class _AttemptLines:
 
     def _is_brought_again(self, line: ParsedLine, place: _Place) -> bool:
         """Whether a line that was passed is new after all: it was damaged in the segment before."""
-        known = self._sums[line.seq - 1]
+        known, found = self._sums[line.seq - 1], int(line.sum, 16)
         if not known:
-            self._sums[line.seq - 1] = line.sum
-        elif known != line.sum:
+            self._sums[line.seq - 1] = found
+        elif known != found:
             self._note_wrong(line, place, f"line number {line.seq} of the attempt was another one before")
         return not known
 

@@ -8,23 +8,21 @@ and decodes only the newest of each generation. Both leave out the lines that ar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from orchestrator.cluster.machine import Process
 from orchestrator.errors import OrchestratorError, StorageError, TrainingError
 from orchestrator.history.claims.claims import CONTRADICTION, GenerationId, GenerationStart
 from orchestrator.history.claims.segments import journal_folder, read_first
-from orchestrator.history.journal.journal_lines import DamagedLines, JournalLines, Line
+from orchestrator.history.journal.journal_lines import Chunk, DamagedLines, JournalLines, Line
 from orchestrator.history.journal.journal_writer import GENERATION, OWN_FIELDS, STEP, check_copy
 from orchestrator.history.journal.line_format import LaterLineError, first_line
 from orchestrator.json_form import decode
 from orchestrator.records.steps import StepRecord
 from orchestrator.storage.files import Storage
 
-_NO_RECORD = (OrchestratorError, AttributeError, KeyError, TypeError, ValueError)
 _FLOATS = tuple(f.name for f in dataclasses.fields(StepRecord) if str(f.type).startswith("float"))
 _OPTIONAL = ("run_id", "format", "metrics", "documents")  # of a step's line, and in no `StepRecord`
 
@@ -33,6 +31,7 @@ class _ContradictionError(Exception):
     """Two whole lines that cannot both be true."""
 
 
+_FAILED = (OrchestratorError, _ContradictionError, AttributeError, KeyError, TypeError, ValueError)
 Place = tuple[str, int, int]  # of a line: its file, its number there, and the attempt whose journal it is
 
 
@@ -94,9 +93,17 @@ class _Outline:
         lines = JournalLines(storage, run_id)
         for chunk in lines.new():
             for number, line in chunk.lines:
-                self.add((chunk.path, number, chunk.attempt), line)
-        for at, line in self._last.values():
-            self._checked(at, line["seq"], partial(self._add_newest, line))
+                seq = line["seq"]
+                try:
+                    self._add(chunk, number, line)
+                except _FAILED as error:
+                    self._note((chunk.path, number, chunk.attempt), seq, error)
+        for place, line in self._last.values():
+            seq = line["seq"]
+            try:
+                self.add_record(_step(line))
+            except _FAILED as error:
+                self._note(place, seq, error)
         damages = sorted((*lines.damages, *self.damages), key=lambda each: (each.attempt, each.first))
         return Journal(
             generations=tuple(self.generations.values()),
@@ -107,20 +114,18 @@ class _Outline:
             num_lines=lines.num_lines,
         )
 
-    def add(self, at: Place, line: Line) -> None:
+    def _add(self, chunk: Chunk, number: int, line: Line) -> None:
         kind = line["kind"]
         if kind == STEP:
-            self._checked(at, line["seq"], partial(self.add_step, at, line))
+            self.add_step(chunk, number, line)
         else:
-            self._checked(at, line["seq"], partial(self._add_other, kind, line))
+            self._add_other(kind, line)
 
-    def add_step(self, at: Place, line: Line) -> None:
+    def add_step(self, chunk: Chunk, number: int, line: Line) -> None:
         generation = line["attempt"], line["generation"]
-        if generation not in self._last or line["step"] > self._last[generation][1]["step"]:
-            self._last[generation] = at, line
-
-    def _add_newest(self, line: Line) -> None:
-        self.add_record(_step(line))
+        known = self._last.get(generation)
+        if known is None or line["step"] > known[1]["step"]:
+            self._last[generation] = (chunk.path, number, chunk.attempt), line
 
     def add_record(self, record: StepRecord) -> None:
         known = self.records.setdefault((record.attempt, record.generation, record.step), record)
@@ -141,29 +146,26 @@ class _Outline:
             attempt = fields.pop("attempt")
             self.events.append(JournalEvent(attempt=attempt, seq=seq, time=time, kind=kind, fields=fields))
 
-    def _checked(self, at: Place, seq: int, take: Callable[[], None]) -> None:
-        """Takes a line. One that is no record of its kind is damaged. Raises `StorageError` for one that
-        contradicts an earlier one: both are as they were written, so no one can say which is true (rule 2).
+    def _note(self, place: Place, seq: int, error: Exception) -> None:
+        """Notes a line that is no record of its kind. Raises `StorageError` for one that contradicts an
+        earlier one: both are as they were written, so no one can say which is true (rule 2).
         """
-        path, number, attempt = at
-        try:
-            take()
-        except (_ContradictionError, TrainingError) as error:
+        path, number, attempt = place
+        if isinstance(error, _ContradictionError | TrainingError):
             raise StorageError(
                 f"{path} line {number} contradicts an earlier line: {error}; restore journal/ from a copy",
                 code=CONTRADICTION,
             ) from error
-        except _NO_RECORD as error:
-            reason = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
-            self.damages.append(
-                DamagedLines(attempt=attempt, first=seq, last=seq, path=path, line=number, reason=reason)
-            )
+        reason = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
+        self.damages.append(
+            DamagedLines(attempt=attempt, first=seq, last=seq, path=path, line=number, reason=reason)
+        )
 
 
 class _Whole(_Outline):
     """Collects all step records."""
 
-    def add_step(self, at: Place, line: Line) -> None:
+    def add_step(self, chunk: Chunk, number: int, line: Line) -> None:
         self.add_record(_step(line))
 
 

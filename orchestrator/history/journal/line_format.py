@@ -11,8 +11,7 @@ Lines of formats 1 and 2 have no checksum: they count as whole if they are JSON.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import xxhash
@@ -39,16 +38,15 @@ class DamagedLineError(OrchestratorError):
     code = DAMAGED
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedLine:
+class ParsedLine(NamedTuple):
     """A line that is as it was written.
 
-    `sum` is its checksum, also for a line without the field. `prev` is None for such a line.
+    `sum` is its checksum (16 hex digits), also for a line without the field. `prev` is None for such a line.
     """
 
     fields: dict[str, Any]
     seq: int
-    sum: int
+    sum: str
     prev: str | None
 
 
@@ -59,7 +57,7 @@ def line_bytes(fields: dict[str, Any], prev: str) -> tuple[bytes, str]:
     the first of them, and without `prev` and `sum`.
     """
     text = orjson.dumps({**fields, "prev": prev})
-    found = f"{xxhash.xxh3_64_intdigest(text[:-1]):016x}"
+    found = xxhash.xxh3_64_hexdigest(text[:-1])
     return b"%b%b%b\"}\n" % (text[:-1], _KEY, found.encode()), found
 
 
@@ -69,9 +67,9 @@ def parse_line(text: bytes) -> ParsedLine:
     Raises `DamagedLineError`, and `LaterLineError` (its text names no file) for a line of a later format.
     """
     has_sum = text[-_TAIL:-18] == _KEY
-    found = xxhash.xxh3_64_intdigest(text[:-_TAIL] if has_sum else text)
-    if has_sum and text[-18:] != b'%016x"}' % found:
-        raise DamagedLineError(f"its checksum is {found:016x}, the line says {_shown(text[-18:-2])}")
+    found = xxhash.xxh3_64_hexdigest(text[:-_TAIL] if has_sum else text)
+    if has_sum and text[-18:] != found.encode() + b'"}':
+        raise DamagedLineError(f"its checksum is {found}, the line says {_shown(text[-18:-2])}")
     try:
         fields = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -79,10 +77,8 @@ def parse_line(text: bytes) -> ParsedLine:
     if type(fields) is not dict:
         raise DamagedLineError("it is no JSON object")
     number = fields.get("format", 1)
-    if number != FORMAT or type(number) is not int:
+    if number != FORMAT or type(number) is not int or not has_sum:
         _require_known(number, has_sum)
-    elif not has_sum:
-        raise DamagedLineError(f"it has format {FORMAT}, but does not end with its checksum")
     seq = fields.get("seq")
     if type(seq) is not int or seq < 1 or type(fields.get("kind")) is not str:
         raise DamagedLineError(f"its fields are seq {seq!r} and kind {fields.get('kind')!r}")
@@ -91,7 +87,9 @@ def parse_line(text: bytes) -> ParsedLine:
 
 
 def _require_known(number: Any, has_sum: bool) -> None:
-    """Checks the number of a line that is not of this format."""
+    """Checks the number of a line that is not of this format, or has no checksum."""
+    if number == FORMAT and type(number) is int:
+        raise DamagedLineError(f"it has format {FORMAT}, but does not end with its checksum")
     if type(number) is not int or number < 1:
         raise DamagedLineError(f"its format is {number!r}")
     if number in WITHOUT_SUMS and has_sum:
