@@ -20,7 +20,7 @@ quickstart: $(STAMP)
 
 # in three processes, on two cores too: one has the tests on Ray, and these often wait
 test: $(TOOLS) browser
-	$(BIN)/python -m pytest -m "not chaos" -n 3 --dist loadscope --no-loadscope-reorder --durations=10
+	$(BIN)/python -m pytest -m "not chaos" -n 3 --dist loadgroup --no-loadscope-reorder --durations=10
 
 check: $(TOOLS)
 	$(BIN)/ruff check .
@@ -37,7 +37,7 @@ browser:
 	} || echo "no chromium is here, and none could be installed: the tests of the page skip"
 
 chaos: $(TOOLS)
-	$(BIN)/python -m pytest -m chaos -n 2 --dist loadscope --no-loadscope-reorder
+	$(BIN)/python -m pytest -m chaos -n 2 --dist loadgroup --no-loadscope-reorder
 	$(BIN)/python -m pytest -q -m "not chaos and not system" -n 2 --hypothesis-profile=random \
 		$$(grep -l "^from hypothesis import .*given" -r tests --include="test_*.py")
 

@@ -42,6 +42,7 @@ TOKENIZER_VOCAB = 1000
 CORPUS_FILES = 3
 CORPUS_BYTES = 1_500_000
 WARM = "ORCHESTRATOR_TESTS_WARM_PYTHON"
+RAY = "ray"  # the group of tests that use the session's Ray cluster
 
 TinyConfig = Callable[..., dict[str, Any]]
 
@@ -49,63 +50,6 @@ TinyConfig = Callable[..., dict[str, Any]]
 # A shell without job control starts `make test &` with SIGINT ignored: nothing here could be interrupted.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-# the tests that use the session's Ray cluster
-ON_RAY = {
-    "tests/data/test_feeder.py",
-    "tests/data/test_feeder_memory.py",
-    "tests/system/test_campaign.py",
-    "tests/system/test_driver.py",
-    "tests/system/test_faults.py",
-    "tests/system/test_kills.py",
-    "tests/system/test_mixture.py",
-    "tests/system/test_new_data.py",
-    "tests/system/test_node_folders.py",
-    "tests/system/test_notebook.py",
-    "tests/system/test_refusals.py",
-    "tests/system/test_replayed.py",
-    "tests/system/test_runs_in_buckets.py",
-    "tests/system/test_shapes.py",
-    "tests/system/test_sharded.py",
-    "tests/test_docs_run.py",
-    "tests/system/test_submitted.py",
-}
-
-
-# the tests that start processes by tests/forked.py: together they need its server once
-FORKED = {
-    "tests/data/test_format_limits.py",
-    "tests/data/test_memory.py",
-    "tests/history/test_killed_writer.py",
-    "tests/launch/test_replay.py",
-    "tests/inspect/dashboard/test_page.py",
-    "tests/inspect/views/test_parts.py",
-    "tests/storage/test_failing.py",
-    "tests/storage/test_large_content.py",
-    "tests/storage/test_reaching_buckets.py",
-    "tests/system/test_failing_servers.py",
-    "tests/system/test_torchrun.py",
-    "tests/test_examples.py",
-    "tests/torchrun/test_devices.py",
-    "tests/torchrun/test_membership.py",
-    "tests/trainer/test_copy.py",
-    "tests/trainer/test_drained.py",
-    "tests/trainer/test_initial_weights.py",
-    "tests/trainer/test_killed_writers.py",
-    "tests/trainer/test_kills.py",
-    "tests/trainer/test_kills_anywhere.py",
-    "tests/trainer/test_power_loss.py",
-    "tests/trainer/test_precision.py",
-    "tests/trainer/test_read_back.py",
-    "tests/trainer/test_reformings.py",
-    "tests/trainer/test_sharded.py",
-    "tests/trainer/test_sharded_kills.py",
-    "tests/trainer/test_sharded_runs.py",
-    "tests/trainer/test_shared_loading.py",
-    "tests/trainer/test_staged_saves.py",
-    "tests/trainer/test_worlds.py",
-}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -121,21 +65,6 @@ def _file(nodeid: str) -> str:
     return nodeid.partition("::")[0]
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """For several processes (`-n 2`): the tests of a file stay together, all those on the Ray cluster, and
-    all those with forked processes.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = _file(nodeid)
-            return "ray" if file in ON_RAY else "forked" if file in FORKED else file
-
-    return ByFile(config, log)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """The tests' imports."""
@@ -145,15 +74,26 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest reads `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In several processes what takes longest begins first."""
+    """The tests of a group go to one process (`--dist loadgroup`), in several processes the slow ones first.
+
+    The groups: `ray` uses the session's Ray cluster, `forked` starts processes by tests/forked.py, whose
+    server they need once, and every other file is one.
+    """
     _leave_to_chaos(items, whole_files="::" not in "".join(config.args))
     for item in items:
         if item.get_closest_marker("system") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
         if "head" in getattr(item, "fixturenames", ()):
-            assert _file(item.nodeid) in ON_RAY, f"{item.nodeid} uses the Ray cluster: add its file to ON_RAY"
+            assert _group(item) == RAY, f"{item.nodeid} uses the Ray cluster: mark it xdist_group({RAY!r})"
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(_file(item.nodeid)))
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda i: (_file(i.nodeid) not in ON_RAY, i.get_closest_marker("system") is None))
+        items.sort(key=lambda i: (_group(i) != RAY, i.get_closest_marker("system") is None))
+
+
+def _group(item: pytest.Item) -> str:
+    mark = item.get_closest_marker("xdist_group")
+    return str(mark.args[0]) if mark is not None else _file(item.nodeid)
 
 
 def _leave_to_chaos(items: list[pytest.Item], *, whole_files: bool) -> None:

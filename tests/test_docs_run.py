@@ -33,7 +33,7 @@ from orchestrator.json_form import encode
 from tests.conftest import TOKENIZER_VOCAB
 from tests.small_configs import write_small_configs
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("ray")]
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 240.0
 FENCE = re.compile(r"^((?:<!--.*?-->\n)*)```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

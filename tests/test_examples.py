@@ -35,6 +35,8 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal, unseal
 from tests.torchrun.ranks import Ranks
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "tests" / "examples"
 NUMBERED = EXAMPLES / "numbered"

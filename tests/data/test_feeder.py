@@ -46,7 +46,7 @@ from tests.conftest import TinyConfig
 from tests.data.making import job, some_texts, write_corpus
 from tests.raising import check_error, raises
 
-pytestmark = [pytest.mark.system, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("cluster"), pytest.mark.xdist_group("ray")]
 
 SEQ_LEN, MICRO = 32, 2
 STEP_TOKENS = 8192  # large steps: the tests pass through many slots in few steps

@@ -21,7 +21,7 @@ from tests.conftest import TinyConfig
 from tests.data.test_feeder import assert_stream, feeder, train, view
 from tests.raising import raises
 
-pytestmark = [pytest.mark.system, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("cluster"), pytest.mark.xdist_group("ray")]
 SEQ_LEN = 32
 
 

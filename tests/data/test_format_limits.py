@@ -33,6 +33,8 @@ from tests.data.test_formats import planned, read, read_straight
 from tests.raising import check_error, raises
 from tests.traced import traced
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 MB = 1 << 20
 PRESSED = [press for press in PRESS if press]
 RECORDS = [{"text": f"text number {i} " * (i % 7)} for i in range(40)]

@@ -40,6 +40,8 @@ from orchestrator.records.cursor import Cursor
 from tests.data.making import job, plain, samples, spec_of
 from tests.traced import traced
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 Make = Callable[..., dict[str, Any]]
 MB = 1_000_000
 

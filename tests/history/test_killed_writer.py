@@ -21,6 +21,8 @@ from orchestrator.storage.open import open_storage
 from tests.forked import FORKED
 from tests.storage.servers import CLOUD, Fault, Proxy, new_bucket, no_fault, proxy_before, reach
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 LINES = 8
 SEGMENT_BYTES = 500  # about three lines
 LIMIT_S = 60.0

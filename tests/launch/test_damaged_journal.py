@@ -21,6 +21,7 @@ from orchestrator.coordinator.attempt.survey import Survey, survey
 from orchestrator.history.claims import generation_files
 from orchestrator.history.claims.generation_files import seal_starts
 from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.inspect.run import Run
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import key, record, start, write_vote
@@ -79,12 +80,14 @@ def require_usable(runner: Runner, point: str) -> Survey:
     assert (seen.points, seen.lost) == ((point,), ()), "the deleted points are not missed"
     plan = runner.plan()
     assert (plan.action, plan.point) == ("resume", point)
+    assert bool(seen.damages) == any("nothing that a start needs is lost" in note for note in plan.notes)
     rows = orchestrator.open(runner.folder).list_points()
     assert [(row["name"], row["on_lineage"], row["healthy"]) for row in rows] == [(point, True, None)]
     views = RunViews(runner.store)
     views.refresh()
     assert views.unreadable is None
     assert bool(seen.damages) == any("journal" in piece for piece in views.summary()["missing"])
+    assert bool(seen.damages) == Run(runner.folder).status(0).is_broken
     return seen
 
 

@@ -26,6 +26,8 @@ from orchestrator.trainer.model.build_model import loss_sum
 from tests.raising import raises
 from tests.torchrun.ranks import Ranks
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "format2"
 LIMIT_S = 240.0
 SAVED = ["00000006-a0002-g0001", "00000008-a0003-g0001", "00000010-a0003-g0001"]

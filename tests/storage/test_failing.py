@@ -28,6 +28,8 @@ from tests.storage.failing import LIMIT_S, FailingAppendingStore, FailingStore, 
 from tests.storage.model_store import ModelBucket, ModelStore
 from tests.storage.servers import moto, new_bucket, reach
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 KINDS = ("local", "bucket")
 IN_PROCESS = (How.RAISES, How.RAISES_AFTER, How.TORN, How.FULL)
 

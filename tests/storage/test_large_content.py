@@ -15,6 +15,8 @@ from orchestrator.storage.open import open_storage
 from tests.forked import FORKED
 from tests.storage.servers import moto, new_bucket, reach
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 PIECE = 4 << 20
 NUM_PIECES = 40
 # the parts under way to a bucket (4 of 8 MiB, and the one that is filled), and what the allocator keeps

@@ -27,6 +27,8 @@ from tests.raising import raises
 from tests.storage.an_attempt import an_attempt
 from tests.storage.servers import Fault, Proxy, new_bucket, reach
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 SECRETS = {
     "AWS_ACCESS_KEY_ID": "AKIAQWERTYUIOPASDFGH",
     "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG+bPxRfi==",

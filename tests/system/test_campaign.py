@@ -12,7 +12,7 @@ from ray._private.state import actors
 from orchestrator.cluster import ray_inventory
 from tests.system.harness import Job, assert_same_training, assert_survivors_stayed, log_text, spawn
 
-pytestmark = [pytest.mark.system, pytest.mark.chaos]
+pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.xdist_group("ray")]
 
 PLACES = ("step_begin", "gradient_done", "summary_received", "applied")
 

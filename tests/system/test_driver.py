@@ -18,7 +18,7 @@ from orchestrator.inspect.run_control import Reply
 from orchestrator.storage.files import Storage
 from tests.system.harness import LIMIT_S, Job, assert_exactly_once, assert_same_training, when_step
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("ray")]
 ENDLESS = {"train__max_steps": 100_000, "data__num_epochs": 100}
 ROOT = Path(__file__).resolve().parents[2]
 

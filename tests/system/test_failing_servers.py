@@ -24,7 +24,7 @@ from tests.storage.servers import CLOUD, Fault, Proxy, Rule, moto, new_bucket, n
 from tests.system.harness import LIMIT_S
 from tests.torchrun.ranks import Ranks
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("forked")]
 Make = Callable[[Mapping[str, Any]], dict[str, Any]]
 PASSING: tuple[Fault, ...] = ("500", "503", "reset", "cut", "500 after", "reset after")
 BURST = range(90, 105)  # more than the library repeats one request, and fewer than a call does in all

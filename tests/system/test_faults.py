@@ -14,7 +14,7 @@ from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.storage.files import Storage
 from tests.system.harness import LIMIT_S, Job, assert_same_training, spawn, when_struck
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("ray")]
 Unbroken = tuple[str, list[float]]
 
 

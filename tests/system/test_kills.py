@@ -30,7 +30,7 @@ from tests.system.harness import (
     when_said,
 )
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("ray")]
 ADDRESS = r"[\d.]+"
 
 

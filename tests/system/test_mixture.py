@@ -22,7 +22,7 @@ from tests.data.making import some_texts, write_corpus
 from tests.data.test_transforms import HERE, told_texts
 from tests.system.harness import Job
 
-pytestmark = [pytest.mark.system, pytest.mark.chaos]
+pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.xdist_group("ray")]
 
 
 def sources(folder: Path, weights: tuple[float, ...]) -> list[dict[str, Any]]:

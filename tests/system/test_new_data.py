@@ -10,7 +10,7 @@ import pytest
 from tests.system.harness import Job, feeder_pid, log_text, sigkill, when_step
 from tests.system.new_data import assert_lists_were_followed, first_settings, second_settings
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("ray")]
 
 
 @pytest.mark.chaos

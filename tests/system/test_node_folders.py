@@ -15,7 +15,7 @@ from tests.conftest import only_what_a_launch_needs, python_is
 from tests.system.harness import Job, assert_same_training, log_text
 from tests.torchrun.ranks import ranks
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("ray")]
 DISK = "NODE_DISK_OF_THE_TEST"  # each node has another one
 KEY: dict[str, Any] = {"resume__node_folder": f"${DISK}/points", "cluster__cpus_per_worker": 2}
 

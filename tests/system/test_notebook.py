@@ -12,7 +12,7 @@ import pytest
 
 from tests.small_configs import write_small_configs
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("ray")]
 ROOT = Path(__file__).resolve().parents[2]
 
 

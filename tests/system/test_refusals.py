@@ -25,7 +25,7 @@ from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.files import Storage
 from tests.system.harness import Job, assert_exactly_once, log_text
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("ray")]
 LIMIT_S = 200.0  # on a busy machine
 
 

@@ -16,7 +16,7 @@ from orchestrator.history.request_files import asker
 from orchestrator.storage.files import Storage
 from tests.system.harness import Job
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("ray")]
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format2"
 
 

@@ -28,7 +28,7 @@ from tests.system.conftest import LLAMA
 from tests.system.harness import LIMIT_S, ROOT
 from tests.torchrun.ranks import Ranks
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("ray")]
 SECRET = "hunter2-and-more"
 Make = Callable[[Mapping[str, Any]], dict[str, Any]]
 

@@ -13,7 +13,7 @@ from orchestrator.errors import RefusedError
 from orchestrator.storage.files import Storage
 from tests.system.harness import Job, assert_exactly_once
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture

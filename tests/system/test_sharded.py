@@ -13,7 +13,7 @@ from tests.inspect.lost_steps import assert_views_count_each_lost_step_once
 from tests.system.harness import Job, assert_exactly_once, assert_survivors_stayed
 from tests.torchrun.ranks import ranks
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("ray")]
 HSDP = {"shard": 2, "replicate": 1}
 
 

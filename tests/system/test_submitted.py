@@ -13,7 +13,7 @@ import orchestrator
 from orchestrator.inspect.submitted import SubmittedRun
 from tests.system.harness import LIMIT_S, Job, assert_exactly_once, when_step
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("ray")]
 
 
 @pytest.mark.chaos

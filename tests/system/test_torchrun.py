@@ -34,7 +34,7 @@ from tests.system.new_data import (
 )
 from tests.torchrun.ranks import Ranks, ranks
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1500), pytest.mark.xdist_group("forked")]
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600.0  # of one group, its restarts included
 

@@ -14,6 +14,8 @@ from orchestrator.inspect.run import Run
 from tests.devices import GPU
 from tests.torchrun.ranks import ranks
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 LIMIT_S = 300.0
 
 

@@ -34,6 +34,8 @@ from tests.trainer.feed import FormulaFeed
 from tests.trainer.launch import WAIT_S
 from tests.trainer.member import tiny_job
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 BLANK = MemberState(
     key=None, cursor=None, leaves=None, prepared=None, saving=None, records=(), reason="start"
 )

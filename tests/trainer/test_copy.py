@@ -23,6 +23,8 @@ from tests.ports import free_ports
 from tests.trainer.launch import WAIT_S
 from tests.trainer.member import tiny_job
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 PARENT, STALE = (StateKey(attempt=1, generation=1, step=step) for step in (4, 3))
 CPU = torch.device("cpu")
 

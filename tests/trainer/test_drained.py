@@ -21,6 +21,8 @@ from tests.trainer.test_sharded_kills import (  # noqa: F401  fixtures
     job_of,
 )
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 
 def drained_at_5(
     folder: Path, sharded: bool, plans: dict[str, Plan] | None = None, memory: int | None = None

@@ -31,6 +31,8 @@ from tests.raising import raises
 from tests.trainer.member import tiny_job
 from tests.trainer.sharded import formed, on_ranks, view_of
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 TIED = {**LLAMA, "tie_word_embeddings": True}
 MIXTRAL = {"model_type": "mixtral", **SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}
 GPT2 = {"model_type": "gpt2", "vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}

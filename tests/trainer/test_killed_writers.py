@@ -20,6 +20,8 @@ from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
 from tests.trainer.test_kills import killed
 from tests.trainer.test_staged_saves import writers
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 REPLICATE, SHARD = "replicate", "shard"
 SECOND = "00000004-a0001-g0001"
 END = 6

@@ -13,6 +13,8 @@ from tests.elastic.in_process import Driver
 from tests.trainer.launch import SETTINGS, Launch
 from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 END = 8
 PLACES = ("step_begin", "gradient_done", "summary_received", "applied")
 

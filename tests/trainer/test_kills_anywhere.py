@@ -40,6 +40,8 @@ from tests.trainer.test_sharded_kills import (  # noqa: F401  fixtures
     segments_of,
 )
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 LAYOUTS = {"replicate": REPLICATE, "fsdp2": SHARD, "hsdp": HSDP}
 DDP = "ddp"  # replicate, with fast numerics
 WHOLE = ("replicate", DDP)  # each rank has all of the state

@@ -16,6 +16,8 @@ from tests.trainer.launch import WAIT_S, Launch
 from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
 from tests.trainer.test_kills import assert_same_training, killed, let_in
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 # no collective's own time-out ends within a test: who goes on was called off
 PATIENT = dataclasses.replace(tiny_job(), collective_limit_s=10 * WAIT_S)
 # a step that is like those before it is given up soon

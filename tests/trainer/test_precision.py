@@ -12,6 +12,8 @@ from tests.trainer.launch import Launch
 from tests.trainer.member import run_to_end, tiny_job
 from tests.trainer.test_worlds import trained
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 CPU = torch.device("cpu")
 BF16 = tiny_job(train__precision="bf16")
 

@@ -20,6 +20,8 @@ from orchestrator.trainer.loading.loading import digest_of, load, sum_of
 from orchestrator.trainer.state.train_state import TrainState
 from tests.trainer.member import Plan, members, tiny_job
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 REPLICATE, SHARD, HSDP = "replicate", "shard", {"shard": 2, "replicate": 2}
 # at the first save: a later one may wait until that is decided, and come at another step
 SAVES = ("staging_begun", "staged", "save_part_written")

@@ -16,6 +16,8 @@ from orchestrator.trainer.state.sharded_state import ShardedState
 from tests.trainer.member import tiny_job
 from tests.trainer.sharded import CPU, Trained, alone, formed, on_ranks, trained_in_group, view_of
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 
 def reform_often(rank: int, store: TCPStore, times: int) -> list[tuple[int, int, int]]:
     """After each generation: groups of it that live, file descriptors, objects of torch.distributed."""

@@ -21,6 +21,8 @@ from tests.trainer.architectures import tiny
 from tests.trainer.member import tiny_job
 from tests.trainer.sharded import Odd, Trained, alone, first_weights, in_each_layout, on_ranks, refused_step
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 # (world size, number of shards): replicate, FSDP2, HSDP; later ones after earlier ones in the same processes
 LAYOUTS = [(1, None), (2, 1), (3, None), (4, 1), (4, 2), (4, None), (2, None), (3, 2), (2, 2)]
 SHARDED = [layout for layout in LAYOUTS if layout[1] != 1]

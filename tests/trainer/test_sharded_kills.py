@@ -18,6 +18,8 @@ from orchestrator.trainer.interfaces.job import TrainJob
 from tests.trainer.launch import Launch
 from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 REPLICATE, SHARD, HSDP = "replicate", "shard", {"shard": 2, "replicate": 2}
 BF16 = {"train__precision": "bf16"}
 END = 8

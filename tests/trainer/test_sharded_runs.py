@@ -14,6 +14,8 @@ from orchestrator.trainer.interfaces.job import TrainJob
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members, run_to_end, tiny_job
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 SHARD, HSDP = "shard", {"shard": 2, "replicate": 2}
 
 

@@ -26,6 +26,8 @@ from tests.trainer.sharded import formed, on_ranks, view_of
 from tests.trainer.test_kills import killed
 from tests.trainer.test_loading import KEY, items_of, save, whole_tensors
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 POINT = KEY.point_name
 SAVED = [layout_of(1, 1), layout_of(3, 1), layout_of(4, 2)]
 LOADED = [layout_of(2, 1), layout_of(4, 1), layout_of(4, 2), layout_of(3, None)]

@@ -14,6 +14,8 @@ from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members, run_to_end, tiny_job
 from tests.trainer.test_kills import END, assert_same_training, killed
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 PLACES = ("staging_begun", "staged", "save_part_written")
 EVERY_2, EVERY_4 = tiny_job(resume__every_steps=2), tiny_job(resume__every_steps=4)
 

@@ -17,6 +17,8 @@ from tests.trainer.feed import FormulaFeed
 from tests.trainer.launch import Launch
 from tests.trainer.member import Plan, members, run_to_end, tiny_job
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 SHARDS = {"train__parallel": "shard", "train__numerics": "fast"}
 SHORT_TAIL = 12 * 8 * 2 + 3 * 8 + 5  # tokens: two whole steps, then 3 whole samples and one of 5 tokens
 

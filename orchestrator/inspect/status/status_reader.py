@@ -216,7 +216,8 @@ def _missing(
     lost = frozenset[str]() if tail.damaged else lost_points(tail, names, parent, there)
     if lost:  # a running launch may have deleted them since
         lost -= point_fates(read_tail(store.storage).fates, ()).deleted | store.deletions()
-    unwritten, damaged = newest_unwritten(tail, there), [tail.damaged] if tail.damaged else []
+    damaged = [tail.damaged] if tail.damaged else []
+    unwritten = frozenset[int]() if damaged else newest_unwritten(tail, there)
     return missing_pieces(names, lost, torn, unwritten, bool(tail.steps), wrong, damaged)
 
 

@@ -60,6 +60,8 @@ _BY_SIZES = (
     "sizes and headers of the point's files are right; the workers compare the digests of what they load"
 )
 
+_NAMED = 3  # damaged places of the journal that a plan names
+
 
 def look_before_start(
     store: RunStore,
@@ -184,11 +186,14 @@ def _notes(
         notes.append(said_of_files(store, point))
     # checked twice: the steps are durable before the point is, but the point may have come after the journal
     # was read
-    if point is not None and not has_its_steps(seen, point) and not has_its_steps(survey(store), point):
+    if point is not None and not has_its_steps(seen, point):
+        seen = survey(store)
+    if point is not None and not has_its_steps(seen, point):
         notes.append(
-            f"warning: the journal lacks records of steps before {point.name}: the run can go on, but "
+            f"warning: the journal lacks records of steps before {point.name}: the run can continue, but "
             "`orchestrator audit` cannot prove what these steps were trained on; restore journal/"
         )
+    notes += [f"warning: {damage}; nothing that a start needs is lost" for damage in seen.damages[:_NAMED]]
     return notes
 
 

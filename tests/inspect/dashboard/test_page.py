@@ -29,7 +29,10 @@ from tests.launch.test_skip import SkippingRun, survey_newest
 from tests.system.harness import LIMIT_S, Job
 from tests.torchrun.ranks import ranks
 
-pytestmark = [pytest.mark.browser, pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [
+    *(pytest.mark.browser, pytest.mark.system, pytest.mark.timeout(900)),
+    pytest.mark.xdist_group("forked"),
+]
 VIEWS = {
     "": ".tl canvas",
     "/points": ".vt-row",

@@ -53,6 +53,8 @@ from tests.inspect.test_status import JOIN
 from tests.storage.crashfs import ModelDisk
 from tests.traced import traced
 
+pytestmark = pytest.mark.xdist_group("forked")
+
 
 @pytest.fixture(scope="module")
 def job(tiny_config: Any) -> JobConfig:
