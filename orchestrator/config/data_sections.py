@@ -49,7 +49,10 @@ class SourceConfig(Section):
     format: Annotated[
         FormatName,
         AfterValidator(known_format),
-        same(f"{', '.join(FORMAT_NAMES)}, an installed package's, or package.module:Format"),
+        same(
+            f"{', '.join(FORMAT_NAMES)}, package.module:Format, or the name of an installed package's format "
+            "(an entry point of orchestrator.formats)"
+        ),
     ]
     """What the files are: a document is a record, in `lines` a line, in `text` a file; `python`: no files."""
     content: Annotated[Literal["text", "chat", "prompt"], same("text, chat or prompt")] = "text"

@@ -1,8 +1,8 @@
 """Runs functions that call user code in a child process.
 
 A command or a notebook that plans, starts or audits a run uses `call` for functions that run
-`data.transforms` or a `format: python` source. The user's modules are then imported in a child process, never
-in the caller's. `trainer.dry_run.model_dry_run` does the same for `model.factory`.
+`data.transforms`, a `format: python` source or a user's format. The user's modules are then imported in a
+child process, never in the caller's. `trainer.dry_run.model_dry_run` does the same for `model.factory`.
 
 `python -m orchestrator.data.code_process IN OUT` is the child. It reads the call from one pipe (inherited
 file descriptors) and writes the answer into the other.

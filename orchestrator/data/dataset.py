@@ -191,13 +191,27 @@ def num_frozen_files(storage: Storage, source: str, version: str) -> int | None:
     return None if found is None else len(found.files)
 
 
-def write_lists(storage: Storage, spec: DataSpec) -> None:
+def write_lists(storage: Storage, spec: DataSpec) -> DataSpec:
     """Freezes the lists of a run that are not frozen yet, exactly as `prepare_data` read them.
 
-    A list that another process froze first stays.
+    A list that another process froze first stays. Returns the spec, whose plans of these lists now pickle as
+    the lists' names.
     """
     for found in spec.unwritten:
         write_later(storage, found)
+
+    def written(plan: SourcePlan) -> SourcePlan:
+        for found in spec.unwritten:
+            if (plan.source, plan.manifest.digest) == (found.manifest.source, found.manifest.digest):
+                path = manifest_path(plan.source, found.version)
+                return frozen_at(plan, storage, path, found.fragment_bytes, found.window_bytes)
+        return plan
+
+    lists = {
+        name: {version: written(plan) for version, plan in plans.items()}
+        for name, plans in spec.lists.items()
+    }
+    return replace(spec, plans=tuple(map(written, spec.plans)), lists=lists, unwritten=())
 
 
 def _tokenizer_at(storage: Storage) -> str:
@@ -264,7 +278,10 @@ def _from_frozen(
             bases[there.manifest.base] = manifest.base
             now.append(as_it_is)
             notes += said
-        plans.append(later_plan(storage, there, bases.get(there.manifest.base)))
+        plan = later_plan(storage, there, bases.get(there.manifest.base))
+        # one that no process can read yet pickles with its files
+        is_written = not any(there is each for each in unwritten)
+        plans.append(plan if is_written else replace(plan, reference=None))
         lists[source.name] = {version: plans[-1]}
         if of.begun_with != version:
             begun = _frozen_list(storage, frozen, source.name, of.begun_with)

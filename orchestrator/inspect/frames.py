@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas as pd
 
+    from orchestrator.inspect.views.cards import Column
     from orchestrator.inspect.views.facts.columns import Columns
     from orchestrator.inspect.views.facts.effective_steps import Path
 
@@ -116,6 +117,7 @@ CARDS: Table = {
     "card": ("", "its name"),
     "title": ("", "its head on the page"),
     "column": ("", "of its rows"),
+    "unit": ("", "of the column"),
     "meaning": ("", "of the column"),
 }
 TABLES: Mapping[str, Table] = {
@@ -152,6 +154,23 @@ def frame(table: Table, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
         if unit == "UTC":
             made[name] = _times(made[name])
     return _whole(made)
+
+
+def card_frame(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """The rows of a card, each column by its kind: whole numbers as `Int64`, times as UTC, others as
+    `Float64`.
+    """
+    import pandas as pd
+
+    kinds = {"text": "object", "number": "Int64", "count": "Int64", "bytes": "Int64"}
+    found = {}
+    for column in columns:
+        values = [row[column.name] for row in rows]
+        if column.kind == "time":
+            found[column.name] = _times(pd.Series(values, dtype="Float64"))
+        else:
+            found[column.name] = pd.Series(values, dtype=kinds.get(column.kind, "Float64"))
+    return pd.DataFrame(found)
 
 
 def steps_frame(columns: Columns, path: Path) -> pd.DataFrame:

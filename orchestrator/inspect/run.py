@@ -349,22 +349,28 @@ class Run:
         return frames.frame(frames.ATTEMPTS, map(frames.attempt_row, reversed(rows)))
 
     def card(self, name: str = "") -> pd.DataFrame:
-        """A card of the page, by name: a row for each of its lines, and a column for each of its own, with
-        its unit. Without a name: the cards there are, with their columns and what these mean.
+        """A card of the page, by name: a row for each of its lines, and its columns. Without a name: the
+        cards there are, with their columns, the units of these and what they mean.
 
-        Raises `RefusedError` if there is no such card.
+        Raises `RefusedError` if there is no such card, `CardError` if its function fails.
         """
-        from orchestrator.inspect.views.cards import all_cards, card_named
+        from orchestrator.inspect.views.cards import Card, all_cards, card_named
 
         if not name:
             rows = [
-                {"card": card.name, "title": card.title, "column": each.name, "meaning": each.meaning}
+                {
+                    "card": card.name,
+                    "title": card.title,
+                    "column": each.name,
+                    "unit": each.unit,
+                    "meaning": each.meaning,
+                }
                 for card in all_cards()
+                if isinstance(card, Card)
                 for each in card.columns
             ]
             return frames.frame(frames.CARDS, rows)
-        table = {column.name: (column.unit, column.meaning) for column in card_named(name).columns}
-        return frames.frame(table, self._views().card(name)["rows"])
+        return frames.card_frame(card_named(name).columns, self._views().card(name)["rows"])
 
     def events(self) -> pd.DataFrame:
         """What the journal tells besides steps, oldest first. Columns: `inspect.frames.EVENTS`."""

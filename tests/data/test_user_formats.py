@@ -19,15 +19,18 @@ from orchestrator.data.code_process import names_code
 from orchestrator.data.common.user_code import reading_only
 from orchestrator.data.sources import formats
 from orchestrator.data.sources.formats import format_of
+from orchestrator.data.sources.lists.fragments import plan_source
 from orchestrator.data.sources.lists.listing import list_files
 from orchestrator.data.sources.lists.manifest import freeze_listed, from_parquet, to_parquet
-from orchestrator.data.sources.records.content import Content
+from orchestrator.data.sources.readers import read_files
+from orchestrator.data.sources.records.content import BadRecordError, Content
 from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataIdentityError, RefusedError
 from orchestrator.launch.start import run_preparation
 from orchestrator.storage.files import Storage
 from tests.conftest import TinyConfig
 from tests.data.making import plain as as_lists
 from tests.data.making import samples
+from tests.launch.test_start import Runner
 from tests.raising import raises
 
 MODULE = '''
@@ -195,3 +198,92 @@ def test_a_package_adds_a_format_by_an_entry_point(
     assert spec.plans[0].manifest.format == "blocks"
     assert list(samples(spec, 64))
     assert len(records) == 60
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        ("    cut = Cut.RANGES\n", "cut is"),
+        ('    suffixes = [".x"]\n', "write a tuple"),
+    ],
+)
+def test_attributes_that_a_format_cannot_have_are_refused_when_it_is_loaded(
+    module: Path, body: str, value: str
+) -> None:
+    module.write_text(
+        "from orchestrator import RecordFormat\nfrom orchestrator.data.sources.formats import Cut\n\n\n"
+        f"class Odd(RecordFormat):\n{body}\n    def records(self, file):\n        yield {{}}\n"
+    )
+    with raises(ConfigError, "user_code.import_failed", value):
+        format_of("own_format:Odd")
+
+
+@pytest.mark.parametrize(
+    ("body", "values"),
+    [
+        ("yield {'text': 'a'}; open('/not/there')", ("after record 1", "FileNotFoundError", "/not/there")),
+        ("raise EOFError('mine'); yield", ("after record 0", "EOFError: mine")),
+        ("yield {'text': 'a'}; file.seek(0)", ("after record 1", "not seekable")),
+        ("raise SystemExit(3); yield", ("SystemExit",)),
+        ("return None", ("must yield the records",)),
+        ("raise BadDocument('no'); yield", ("; yield BadDocument",)),
+    ],
+)
+def test_a_fault_of_the_class_is_not_taken_for_one_of_the_file(
+    module: Path, tmp_path: Path, body: str, values: tuple[str, ...]
+) -> None:
+    module.write_text(
+        "from orchestrator import BadDocument, RecordFormat\n\n\n"
+        f"class Odd(RecordFormat):\n    def records(self, file):\n        {body}\n"
+    )
+    (tmp_path / "a.records").write_bytes(b"x")
+    with raises(DataError, "user_code.format_failed", "a.records", *values):
+        read_all(tmp_path / "a.records", "own_format:Odd")
+
+
+def test_a_cut_off_file_is_a_fault_of_the_file(module: Path, tmp_path: Path) -> None:
+    lines = b"".join(b'{"text": "%d"}\n' % number for number in range(5000))
+    (tmp_path / "a.records.gz").write_bytes(gzip.compress(lines)[:-20])
+    with raises(DataError, "data.damaged_file", "a.records.gz"):
+        read_all(tmp_path / "a.records.gz", NAME)
+
+
+@pytest.mark.parametrize("value", ["float('nan')", "{1}", "{2: 3}", "object()", "'\\udcff'"])
+def test_values_that_json_does_not_have_make_a_record_bad(module: Path, tmp_path: Path, value: str) -> None:
+    module.write_text(
+        "from orchestrator import RecordFormat\n\n\n"
+        "class Odd(RecordFormat):\n"
+        f"    def records(self, file):\n        yield {{'text': 'a', 'more': {value}}}\n"
+    )
+    (tmp_path / "a.records").write_bytes(b"x")
+    if value == "{2: 3}":
+        read_all(tmp_path / "a.records", "own_format:Odd")  # json makes texts of inner names
+        return
+    with pytest.raises(BadRecordError, match="JSON values"):
+        read_all(tmp_path / "a.records", "own_format:Odd")
+
+
+def read_all(path: Path, name: str) -> list[object]:
+    """Every document of a file, as the tokenizers read it."""
+    content = Content()
+    manifest = freeze_listed("own", list_files("own", str(path), name), name, content)
+    parse = manifest.form.parser(content)
+    plan = plan_source(manifest, 1 << 20, 1 << 20)
+    return [parse(record) for part in read_files(plan) for record in part.records]
+
+
+def test_sources_with_code_are_planned_anew_in_another_process(
+    module: Path, tmp_path: Path, tiny_config: TinyConfig
+) -> None:
+    write_records(tmp_path)
+    source = {"name": "own", "path": str(tmp_path / "own"), "format": NAME}
+    runner = Runner(tiny_config({"data.sources": [source], "train.max_steps": 1000}))
+    runner.launch()
+    with (tmp_path / "own" / "0.records").open("ab") as file:
+        file.write(b'{"text": "one more"}\n')
+    anew = {"resume": {"restart_sources": ["own"]}}
+    plan = runner.plan(**anew)
+    assert plan.action == "resume"
+    assert not (runner.folder / "manifest" / "own@1.parquet").exists()
+    runner.launch(**anew)
+    assert [path.name for path in (runner.folder / "manifest").glob("own@*")]

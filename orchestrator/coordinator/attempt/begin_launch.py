@@ -109,7 +109,7 @@ def begin_launch(
     point, skip = _after_skip(config, data, plan, chosen.point, asked, drawn)
     point = here.moved(point)
     if data.unwritten:  # before the claim records that they are read
-        write_lists(here.storage, data)
+        data = write_lists(here.storage, data)
     parent = ClaimParent(
         attempt=claim.number,
         parent=point.key if point else None,

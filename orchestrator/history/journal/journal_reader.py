@@ -97,13 +97,13 @@ class _Outline:
                 try:
                     self._add(chunk, number, line)
                 except _FAILED as error:
-                    self._note((chunk.path, number, chunk.attempt), seq, error)
+                    self._set_aside((chunk.path, number, chunk.attempt), seq, error)
         for place, line in self._last.values():
             seq = line["seq"]
             try:
                 self.add_record(_step(line))
             except _FAILED as error:
-                self._note(place, seq, error)
+                self._set_aside(place, seq, error)
         damages = sorted((*lines.damages, *self.damages), key=lambda each: (each.attempt, each.first))
         return Journal(
             generations=tuple(self.generations.values()),
@@ -146,7 +146,7 @@ class _Outline:
             attempt = fields.pop("attempt")
             self.events.append(JournalEvent(attempt=attempt, seq=seq, time=time, kind=kind, fields=fields))
 
-    def _note(self, place: Place, seq: int, error: Exception) -> None:
+    def _set_aside(self, place: Place, seq: int, error: Exception) -> None:
         """Notes a line that is no record of its kind. Raises `StorageError` for one that contradicts an
         earlier one: both are as they were written, so no one can say which is true (rule 2).
         """

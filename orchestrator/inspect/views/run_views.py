@@ -355,7 +355,7 @@ class RunViews:
 
     def cards(self) -> list[Document]:
         """Every card with its rows (`inspect.views.cards`)."""
-        return [cards.card_document(card, self._facts, self._now()) for card in cards.all_cards()]
+        return cards.card_documents(self._facts, self._now())
 
     def card(self, name: str) -> Document:
         """One card with its rows. Raises `RefusedError` if there is none of this name."""

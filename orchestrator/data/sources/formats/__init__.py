@@ -60,7 +60,13 @@ def user_name(name: str) -> str:
     """
     if ":" in name:
         return name
-    found = [entry.value for entry in entry_points(group=GROUP) if entry.name == name]
+    found = sorted({entry.value for entry in entry_points(group=GROUP) if entry.name == name})
+    if len(found) > 1:
+        raise ConfigError(
+            f"format {name} is added by several installed packages: {', '.join(found)}; uninstall all but "
+            "one, or name the class itself",
+            code="user_code.several_formats",
+        )
     if not found:
         raise ConfigError(
             f"no installed package has the format {name} (an entry point of the group {GROUP}); install it "
@@ -99,8 +105,8 @@ def recorded_format(name: str, recorded: UserFormat | None) -> Format:
     found = _loaded(name)
     if found.identity != recorded.code:
         raise DataIdentityError(
-            f"format {name} had {recorded.code} when its files were listed, and has {found.identity} on this "
-            "machine; restore the module: the formats of a run cannot change",
+            f"format {name} had {recorded.code} when its files were listed, and has {found.identity} here; "
+            "restore the module, or start a new run (another run.name) with the changed one",
             code="resume.changed_format",
         )
     return _made(found, name)

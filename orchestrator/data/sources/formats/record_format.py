@@ -6,6 +6,7 @@ A file is read from its first byte to its last, in bounded memory, as those of `
 from __future__ import annotations
 
 import io
+import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -44,13 +45,21 @@ class RecordFormat(Format):
     counts_records = True
     unit = "record"
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Raises `TypeError` for attributes that a format of its own cannot have."""
+        super().__init_subclass__(**more)
+        if cls.cut is not Cut.STREAM:
+            raise TypeError(f"{cls.__name__}.cut is {cls.cut!r}: files of a RecordFormat are read as streams")
+        if not isinstance(cls.suffixes, tuple) or not all(isinstance(each, str) for each in cls.suffixes):
+            raise TypeError(f'{cls.__name__}.suffixes is {cls.suffixes!r}; write a tuple, e.g. (".blocks",)')
+
     @abstractmethod
     def records(self, file: BinaryIO) -> Iterator[Mapping[str, Any] | BadDocument]:
         """The records of one file in file order, each a dict of JSON values.
 
-        `file` is the decompressed file, from its first byte on; it cannot be rewound. Yield
+        `file` is the decompressed file, from its first byte on; it has neither `seek` nor `tell`. Yield
         `BadDocument("reason")` for a record that is none (`data.on_bad_document` decides about it). Any
-        exception stops the run with the file's name.
+        exception, also about a file that is cut off, stops the run with the file's name.
         """
 
     def read(
@@ -80,15 +89,21 @@ class RecordFormat(Format):
         return document
 
     def _records(self, file: InputFile, row: FileRow) -> Iterator[Mapping[str, Any] | BadDocument]:
-        decompressed = io.BufferedReader(_Pieces(decoded(file, row.path, row.bytes)))
+        pieces, num = _Pieces(decoded(file, row.path, row.bytes)), 0
         try:
-            yield from self.records(decompressed)
-        except DAMAGE:
-            raise
-        except Exception as error:  # a user's code may raise anything
+            found = self.records(io.BufferedReader(pieces))
+            if found is None:
+                raise TypeError("records returned None; it must yield the records")
+            for record in found:
+                num += 1
+                yield record
+        except (Exception, SystemExit) as error:  # a user's code may raise anything
+            if pieces.is_damaged and isinstance(error, DAMAGE):
+                raise  # the file itself cannot be read
+            how = "yield" if isinstance(error, BadDocument) else "correct the format, or yield"
             raise DataError(
-                f"{file.name}: format {self.name} failed: {type(error).__name__}: {error}; correct the "
-                "format, or yield BadDocument for a record that is none",
+                f"{file.name}: format {self.name} failed after record {num}: {type(error).__name__}: "
+                f"{error}; {how} BadDocument for a record that is none",
                 code="user_code.format_failed",
             ) from error
 
@@ -98,6 +113,7 @@ class _Pieces(io.RawIOBase):
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces, self._left = pieces, memoryview(b"")
+        self.is_damaged = False
 
     def readable(self) -> bool:
         return True
@@ -105,7 +121,11 @@ class _Pieces(io.RawIOBase):
     def readinto(self, buffer: Buffer) -> int:
         into = memoryview(buffer)
         while not self._left:
-            piece = next(self._pieces, None)
+            try:
+                piece = next(self._pieces, None)
+            except BaseException:
+                self.is_damaged = True
+                raise
             if piece is None:
                 return 0
             self._left = memoryview(piece)
@@ -118,13 +138,15 @@ class _Pieces(io.RawIOBase):
 def _kept(record: Mapping[str, Any] | BadDocument) -> bytes:
     """The record as it is held until it is used."""
     if isinstance(record, BadDocument):
-        return _BAD + str(record).encode()
+        return _BAD + str(record).encode(errors="backslashreplace")
     if not isinstance(record, Mapping):
         return _BAD + f"a {type(record).__name__}, a dict is expected".encode()
+    if odd := [name for name in record if not isinstance(name, str)]:
+        return _BAD + f"it has the field {odd[0]!r}; names of fields are texts".encode()
     try:
-        kept = orjson.dumps(dict(record))
-    except TypeError as error:
-        return _BAD + f"it is no dict of JSON values: {error}".encode()
+        kept = json.dumps(dict(record), ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        return _BAD + f"it is no dict of JSON values: {error}".encode(errors="backslashreplace")
     if len(kept) > MAX_RECORD_BYTES:
         return _BAD + f"it has {len(kept):,} bytes as JSON, more than {MAX_RECORD_BYTES:,}".encode()
     return kept

@@ -80,7 +80,7 @@ document.addEventListener('alpine:init', () => {
 			if (document.querySelector('dialog[open]')) return;
 			if (e.key === '?') this.help(); else if (e.key === 't') this.toggleTheme(); else if (e.key === 'u') this.toggleZone(); else if (e.key === 'r') location.hash = '#/';
 			else if (e.key === '/') { const box = document.querySelector('[data-find]'); if (box) { box.focus(); e.preventDefault(); } }
-			else if (this.view === 'run' && /^[1-8]$/.test(e.key)) location.hash = this.link(TABS[e.key - 1][0]).slice(1);
+			else if (this.view === 'run' && /^[1-9]$/.test(e.key)) location.hash = this.link(TABS[e.key - 1][0]).slice(1);
 			else dispatchEvent(new CustomEvent('runkey', { detail: e.key }));
 		},
 		levelClass(l) { return { ok: 'ok', warn: 'warn', bad: 'fault', idle: 'muted', none: 'faint' }[l]; },
@@ -114,7 +114,7 @@ document.addEventListener('alpine:init', () => {
 	}));
 
 	// ------------------------------------------------------------ one run
-	const TABS = [['overview', 'Overview'], ['points', 'Resume points'], ['lineage', 'Lineage'], ['charts', 'Charts'], ['data', 'Data'], ['goodput', 'Goodput'], ['cards', 'Tables'], ['events', 'Events'], ['plan', 'What if']];
+	const TABS = [['overview', 'Overview'], ['points', 'Resume points'], ['lineage', 'Lineage'], ['charts', 'Charts'], ['data', 'Data'], ['goodput', 'Goodput'], ['events', 'Events'], ['plan', 'What if'], ['cards', 'Tables']];
 	Alpine.data('runPage', () => ({
 		run: null, failure: null, drawer: null, doing: null, typing: 0, unstream: null, off: null, opener: null,
 		init() { this.reload(); listen(this, { runkey: e => this.runKey(e.detail) }); this.$watch('params.point', v => this.fromParams()); this.$watch('params.event', v => this.fromParams()); },
@@ -421,7 +421,7 @@ document.addEventListener('alpine:init', () => {
 	}));
 
 	// ------------------------------------------------------------ cards: declared in inspect/views/cards.py
-	const CELLS = { number: int, count, seconds: span, bytes: f.bytes, share: pct };
+	const CELLS = { number: int, decimal: f.short, count, seconds: span, bytes: f.bytes, share: pct };
 	Alpine.data('cardsTab', () => ({
 		cards: null,
 		async init() { try { this.cards = (await this.get('/cards')).cards; } catch (e) { this.say(e.message); } },
