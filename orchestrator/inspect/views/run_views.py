@@ -115,6 +115,8 @@ class _Reading:
     lines: JournalLines | None = None
     shape: tuple[int, ...] = ()
     listed_at: float = float("-inf")  # when all folders were, for `facts.pieces`
+    looks: int = 0
+    num_damages: int = 0  # lines that were damaged when all was read
     unsealed: set[GenerationId] = field(default_factory=set)  # whose sealed copies were read
 
 
@@ -152,6 +154,7 @@ class RunViews:
             return False
         try:
             changed = self._look()
+            changed |= self._look_again_at_damages()
         except UnreadableError as error:
             was, self.unreadable = self.unreadable, error
             self._reading, self._failed_at = None, self._monotonic()
@@ -164,6 +167,20 @@ class RunViews:
     def last_id(self) -> str:
         """The newest line's place in the journal, `a0200:17`; empty before the first."""
         return self._reading.columns.last_id if self._reading is not None else ""
+
+    def _look_again_at_damages(self) -> bool:
+        """Reads everything once more if lines seem damaged that were not read in the first look: a mount may
+        show a page of a growing file as zeros for a moment.
+        """
+        reading = self._reading
+        assert reading is not None, "it was read just now"
+        reading.looks += 1
+        if reading.looks == 1 or len(reading.columns.damages) <= reading.num_damages:
+            reading.num_damages = len(reading.columns.damages)
+            return False
+        self._reading = None
+        changed = self._look()
+        return self._look_again_at_damages() | changed
 
     def _look(self) -> bool:
         reading = self._reading = self._reading or self._begin()

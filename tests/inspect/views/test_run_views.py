@@ -24,6 +24,8 @@ from orchestrator.coordinator.attempt.begin_launch import begin_launch
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import RefusedError, StorageError
+from orchestrator.history.claims.claim_files import START
+from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.inspect.run import Run
@@ -33,7 +35,7 @@ from orchestrator.inspect.views.incidents import happenings
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.files import Storage
-from tests.checkpoint.samples import no_sleep
+from tests.checkpoint.samples import key, no_sleep, record, start
 from tests.history.histories import MOVES, play
 from tests.inspect import live_run
 from tests.inspect.live_run import LiveRun
@@ -332,6 +334,35 @@ def test_a_run_with_a_damaged_line_is_shown_without_it_and_the_line_is_named(
     restored = views_of(store, Clock()).summary()
     assert restored["missing"] == []
     assert (summary["state"], summary["point"]) == (restored["state"], restored["point"])
+
+
+def test_a_page_that_a_mount_shows_as_zeros_for_a_moment_is_read_again(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    RunStore(storage).claim(1, "aaaa", START, "host")
+    RunStore(storage).write_parent(ClaimParent(attempt=1, parent=None))
+    journal = JournalWriter(storage, 1)
+    journal.generation(start(1, None))
+    journal.flush()
+    views = views_of(RunStore(storage), Clock())
+    views.refresh()
+    for step in (1, 2, 3):
+        journal.step(record(key(step)))
+    journal.flush()
+    segment = tmp_path / "journal/a0001/000001.jsonl"
+    whole = segment.read_bytes()
+    first, second, *others = whole.splitlines(keepends=True)
+    real = Storage.read
+
+    def with_zeros(self: Storage, path: str, offset: int = 0) -> bytes:
+        if path.endswith(".jsonl") and offset:
+            return bytes(len(second) - 1) + b"\n" + b"".join(others)
+        return real(self, path, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Storage, "read", with_zeros)
+        assert views.refresh()
+    assert views.facts.columns.damages == ()
+    assert len(views.facts.columns) == 3
 
 
 def test_storage_that_fails_is_told_and_the_next_look_goes_on(live: LiveRun) -> None:
