@@ -17,7 +17,7 @@ def pin(
     why: Annotated[str, typer.Option("--why", help="a note for people who see the pin")] = "",
     json: Json = False,
 ) -> None:
-    """Keep a resume point: neither retention nor --prune deletes it until it is unpinned."""
+    """Keep a resume point until it is unpinned. Neither retention nor --prune deletes it."""
     from orchestrator.history.request_files import asker
     from orchestrator.inspect.run import open_run
 
@@ -27,7 +27,7 @@ def pin(
 
 @app.command()
 def unpin(run: RunUri, point: PointName, json: Json = False) -> None:
-    """Give a pin back: the point may be deleted again."""
+    """Give a pin back. The point may be deleted again."""
     from orchestrator.inspect.run import open_run
 
     opened = open_run(run)
@@ -42,8 +42,8 @@ NoWait = Annotated[bool, typer.Option("--no-wait", help="ask, and do not wait fo
 
 @app.command()
 def save(run: RunUri, no_wait: NoWait = False, json: Json = False) -> None:
-    """Ask the running launch for a resume point now; it trains on. Works from any machine that sees the run's
-    storage.
+    """Ask the running launch for a resume point. It continues to train. Works from any machine that sees the
+    run's storage.
     """
     from orchestrator.inspect.run import open_run
 
@@ -59,7 +59,7 @@ def stop(
     no_wait: NoWait = False,
     json: Json = False,
 ) -> None:
-    """Ask the running launch to save and stop; the command that started it continues it later. Works from any
+    """Ask the running launch to save and stop. The command that started it continues it later. Works from any
     machine that sees the run's storage.
     """
     from orchestrator.inspect.run import open_run

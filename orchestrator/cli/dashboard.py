@@ -25,7 +25,7 @@ def dashboard(
     open_page: Annotated[bool, typer.Option("--open", help="open the page in a browser")] = False,
     until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
 ) -> None:
-    """Serve a page that shows the runs of a folder, alive or not, and acts on them; prints its link."""
+    """Serve a page that shows and steers runs. Prints its link. Shows every run of a folder, alive or not."""
     from orchestrator.inspect.dashboard.auth import is_loopback
     from orchestrator.inspect.dashboard.serve import serve
 

@@ -23,8 +23,8 @@ def doctor(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Look for what would stop or spoil a run: versions, Ray's token and health checks, storage, clock,
-    shared memory, open files, CPUs, memory, GPUs. Says what to set, and why. Run it on every machine.
+    """Look for what would stop or spoil a run. Checks versions, Ray's token and health checks, storage,
+    clock, shared memory, open files, CPUs, memory, GPUs. Says what to set, and why. Run it on every machine.
     """
     from orchestrator.launch.doctor import diagnosis as judge
     from orchestrator.launch.doctor.facts import collect

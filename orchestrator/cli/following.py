@@ -13,9 +13,7 @@ from orchestrator.terminal_text import visible
 
 @app.command()
 def watch(run: RunUri, json: Json = False) -> None:
-    """Show where the run stands, kept up to date until it has ended (`status --watch`). --json: a line each
-    time.
-    """
+    """Show where the run stands until it ends. The same as `status --watch`. --json: a line each time."""
     from orchestrator.inspect.display import show
     from orchestrator.inspect.run import open_run
 
@@ -36,7 +34,7 @@ def logs(
         bool, typer.Option("--follow", "-f", help="go on as it grows, until the run has ended")
     ] = False,
 ) -> None:
-    """Print the newest log file of the run's folder: what a launch said, and what Ray said at length."""
+    """Print the newest log file of the run. It has what a launch said, and what Ray said at length."""
     from orchestrator.inspect.run import open_run
 
     for text in open_run(run).logs(follow):

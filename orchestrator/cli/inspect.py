@@ -45,7 +45,7 @@ def points(
     ] = False,
     json: Json = False,
 ) -> None:
-    """List the run's resume points: where each stands, whether it belongs to the history, whether it is
+    """List the run's resume points. Shows where each stands, whether it belongs to the history, whether it is
     pinned, and whether its files have their sizes (with --verify: their digests).
     """
     from orchestrator.inspect.run import open_run
@@ -95,7 +95,7 @@ def verify(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Read every byte of the resume points and compare the digests; names each damaged file."""
+    """Compare every byte of the resume points. Names each file whose digest differs."""
     from orchestrator.cli.verify_progress import shown
     from orchestrator.inspect.run import open_run
 
@@ -144,8 +144,8 @@ def audit(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Recompute the token stream from the files and compare it, step by step, with what the journal says was
-    trained.
+    """Prove what the run was trained on. Recomputes the token stream from the files and compares it, step by
+    step, with what the journal says was trained.
     """
     from orchestrator.cli.audit_progress import shown
     from orchestrator.inspect.run import open_run
@@ -175,7 +175,7 @@ def samples(
     text: Annotated[bool, typer.Option("--text", help="also show the documents' tokens as text")] = False,
     json: Json = False,
 ) -> None:
-    """Say which documents a step was trained on: for each sample the files, lines or rows, and which tokens
+    """Say which documents a step was trained on. For each sample: the files, lines or rows, and which tokens
     of each document. Recomputed from the files and compared with what the journal says was trained.
     """
     from orchestrator.inspect.run import open_run
@@ -199,8 +199,8 @@ def status(
         bool, typer.Option("--watch", help="again and again, until the run has ended; --json: a line each")
     ] = False,
 ) -> None:
-    """Say whether the run is alive, where it stands, how many workers it has, what went wrong last, and when
-    it will be done. Reads storage only.
+    """Say whether the run is alive. Also where it stands, how many workers it has, what went wrong last, and
+    when it will be done. Reads storage only.
     """
     from orchestrator.inspect.run import open_run
 

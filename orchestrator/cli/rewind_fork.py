@@ -58,7 +58,7 @@ def rewind(
     yes: Yes = False,
     json: Json = False,
 ) -> None:
-    """Go back to an older resume point: the next start continues from there. Shows what that sets aside, and
+    """Go back to an older resume point. The next start continues from there. Shows what that sets aside, and
     asks. Nothing is deleted, and no launch may be at work on the run.
     """
     from orchestrator.inspect.run import open_run
@@ -83,8 +83,8 @@ def fork(
     yes: Yes = False,
     json: Json = False,
 ) -> None:
-    """Make a new run that begins with a resume point of another one. Shows the plan, and asks. The other run
-    stays as it is, also while a launch works on it; its point is pinned there.
+    """Make a new run from another run's point. Shows the plan, and asks. The other run stays as it is, also
+    while a launch works on it; its point is pinned there.
     """
     from orchestrator.inspect.run import open_run
 

@@ -43,8 +43,8 @@ def submit(
     no_wait: Annotated[bool, typer.Option("--no-wait", help="submit, and do not wait for the end")] = False,
     json: Json = False,
 ) -> None:
-    """Start the run, or continue it, as a job of a Ray cluster; the same command does both. It
-    gets a copy of the current folder. What it prints is shown until it ends; Ctrl-C leaves it running.
+    """Start or continue the run as a Ray job. It gets a copy of the current folder. What it prints is shown
+    until it ends; Ctrl-C leaves it running.
     """
     import secrets
 

@@ -36,7 +36,7 @@ def train(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Start the run, or continue it where it stands; the same command does both."""
+    """Start or continue the run. The same command does both."""
     if dry_run:
         from orchestrator.launch.api import dry_run as rehearse
 
@@ -66,7 +66,7 @@ def train(
 
 @app.command()
 def plan(config: Config, overrides: Overrides = None, json: Json = False) -> None:
-    """Say what `train` would do with this configuration, without Ray, torch or a GPU."""
+    """Say what `train` would do. Needs no Ray, torch or GPU, and writes nothing."""
     from orchestrator.launch.api import plan as look_ahead
 
     print_plan(look_ahead(config, overrides or []), json)
@@ -81,7 +81,9 @@ def sample_corpus(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Make a real corpus (jsonl) and an 8k byte-level BPE tokenizer from text that is on this machine."""
+    """Make a small corpus and a tokenizer. They are of text on this machine: jsonl files, and a byte-level
+    BPE of 8,192 tokens.
+    """
     from orchestrator.data.sample_corpus import build_sample_corpus
 
     report = build_sample_corpus(out, source)

@@ -33,8 +33,8 @@ def export(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write a resume point's weights, configuration and tokenizer as a folder that
-    transformers.AutoModelForCausalLM.from_pretrained opens; of a model.factory plain safetensors.
+    """Write a point's weights for transformers. The folder has the weights, configuration and tokenizer, and
+    AutoModelForCausalLM.from_pretrained opens it; of a model.factory it has plain safetensors.
     """
     from orchestrator.checkpoint.points.points import parse_point_name
     from orchestrator.inspect.run import open_run
@@ -71,9 +71,9 @@ def replay(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Train up to any step once more, from the newest resume point at or before it, and compare losses, data
-    and weights with what the run recorded, to the last bit. One worker, in this process; with cluster.* or
-    --to-point a launch on Ray. The run is only read; a fork pins its point there.
+    """Train up to a step once more and compare. Begins at the newest resume point at or before it, and
+    compares losses, data and weights with what the run recorded, to the last bit. One worker, in this
+    process; with cluster.* or --to-point a launch on Ray. The run is only read; a fork pins its point there.
     """
     from orchestrator.inspect.run import open_run
 
