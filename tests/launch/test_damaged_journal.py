@@ -18,6 +18,7 @@ from orchestrator.checkpoint.commit.store_actions import note_committed
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.attempt.attempt_journal import note_beginning
 from orchestrator.coordinator.attempt.survey import Survey, survey
+from orchestrator.errors import OrchestratorError
 from orchestrator.history.claims import generation_files
 from orchestrator.history.claims.generation_files import seal_starts
 from orchestrator.history.journal.event_kinds import EventKind
@@ -210,3 +211,35 @@ def test_an_audit_proves_nothing_of_steps_whose_lines_are_lost_and_names_them(
     assert not _asked(seen, "1:10", ()).lost
     assert _asked(seen, "10:13", ()).lost
     assert replace(asked, gap=None).lost is False
+
+
+@pytest.mark.parametrize("flips", [120, 2000])
+@pytest.mark.quick("120")
+def test_no_flipped_bit_of_any_file_changes_in_silence_what_a_start_would_do(
+    whole: Runner, tmp_path: Path, flips: int
+) -> None:
+    """Files of points have their own campaign (tests/checkpoint/test_random_damage.py)."""
+    runner = whole.copied(tmp_path)
+    folder = runner.folder
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size]
+    paths = [path for path in paths if path.relative_to(folder).parts[0] != "points"]
+    good, plan = history(survey(runner.store)), runner.plan()
+    chance = random.Random(3)
+    outcomes = set()
+    for _ in range(flips):
+        path = chance.choice(paths)
+        data = path.read_bytes()
+        bad = bytearray(data)
+        bad[chance.randrange(len(bad))] ^= 1 << chance.randrange(8)
+        path.write_bytes(bad)
+        refused, outcome = "", "refused"
+        try:
+            seen, now = survey(runner.store), runner.plan()
+            outcome = "no difference" if (history(seen), now) == (good, plan) else "silent"
+            outcome = "named" if seen.damages or seen.unreadable else outcome
+        except OrchestratorError as error:
+            refused = str(error)
+        assert not refused or any(part in refused for part in path.relative_to(folder).parts), refused
+        outcomes.add(outcome)
+        path.write_bytes(data)
+    assert outcomes == {"refused", "named", "no difference"}
