@@ -127,7 +127,6 @@ TABLES: Mapping[str, Table] = {
     "events": EVENTS,
     "sources": SOURCES,
     "samples": SAMPLES,
-    "cards": CARDS,
 }
 # whole numbers in every table: pandas' Int64, which has a missing value
 WHOLE = frozenset(

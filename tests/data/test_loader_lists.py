@@ -478,7 +478,7 @@ def test_a_restart_that_every_state_begins_once_more_is_caught(
     """The fault: what was carried out is not remembered."""
     monkeypatch.setattr(reading.RestartRequest, "repeats", lambda *_: False)
     with pytest.raises((AssertionError, OrchestratorError)):
-        test_every_state_after_a_restart_goes_on_exactly_with_the_same_settings(config, data)
+        test_every_state_after_a_restart_goes_on_exactly_with_the_same_settings(config, data, 9)
 
 
 def test_lists_that_each_opening_makes_for_itself_are_caught(

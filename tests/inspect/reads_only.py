@@ -134,7 +134,7 @@ def ask_every_get() -> list[str]:
         points = client.get(f"/api/runs/{name}/points").json()["rows"]
         event = client.get(f"/api/runs/{name}/events?limit=1").json()["rows"][0]["id"]
         for path in gets:
-            asked = path.format(run=name, point=points[0]["name"], event=event, number="0")
+            asked = path.format(run=name, point=points[0]["name"], event=event, number="0", card="groups")
             for query in ("", f"?num_workers=3&point={points[0]['name']}") if "plan" in path else ("",):
                 answer = client.get(asked + query)
                 assert answer.status_code in {200, 404, 422}, (asked, answer.text)
