@@ -95,11 +95,11 @@ class _AttemptLines:
 
     def __init__(self, attempt: int) -> None:
         self.attempt = attempt
-        self.read: list[_Place] = []
+        self.read: list[_Place] = []  # by segment; also those that are missing
         self.gone: tuple[str, ...] = ()  # the missing pieces of the segment that is read
         self.torn = ""  # the newest segment that ends in the middle of a line which is in no later one
         self._sums = array("Q")  # by sequence number - 1; 0: the line is lost
-        self._newest = FIRST  # the checksum of the line before the next one; empty: it is lost
+        self._newest = FIRST  # the checksum of the newest line
         self._lost: list[DamagedLines] = []  # where lines were skipped
         self._wrong: list[DamagedLines] = []  # what else is not as it was written
         self._bad: tuple[str, int, str] | None = None  # the first damaged text after the newest line
@@ -168,7 +168,7 @@ class _AttemptLines:
             )
             self._lost.append(self._damage(at + 1, line.seq - 1, path, number, reason))
             self._sums.extend([0] * (line.seq - 1 - at))
-        elif line.prev is not None and self._newest and line.prev != self._newest:
+        elif line.prev is not None and line.prev != self._newest:
             continued = f"it continues a line with the checksum {line.prev}"
             self._note_wrong(line, place, f"{continued}, the line before it has {self._newest}")
         self._take(line.sum)
@@ -245,7 +245,7 @@ class JournalLines:
             for ref in refs:
                 if ref.path <= newest:
                     continue
-                for missing in range(_number(attempt) + 1, ref.number):
+                for missing in range(len(attempt.read) + 1, ref.number):
                     attempt.note_missing(segment_path(number, missing), "it is missing")
                     attempt.read.append(_Place(path=segment_path(number, missing)))
                 attempt.read.append(_Place(path=ref.path))
@@ -307,11 +307,6 @@ class JournalLines:
                 "decided from it; move those of the other run away",
                 code=MIXED,
             )
-
-
-def _number(attempt: _AttemptLines) -> int:
-    """The number of the newest segment that was read or is missing."""
-    return len(attempt.read)
 
 
 def lines_backwards(
