@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from orchestrator.checkpoint.points.sealed_votes import keep_vote, read_votes
 from orchestrator.errors import ElasticError, FencedError, StorageError
 from orchestrator.launch.on_ray import remote_membership
 from orchestrator.launch.on_ray.generation_watch import GenerationEnd
-from orchestrator.launch.on_ray.remote_membership import Place, RemoteMembership, UnansweredError
+from orchestrator.launch.on_ray.remote_membership import Place, RemoteMembership, UnansweredError, frame_of
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import (
     ControlRequests,
@@ -367,3 +369,21 @@ def test_a_member_that_waits_for_its_peers_tries_their_ports_and_names_who_is_no
     mine.join(BLANK)
     wait_until(lambda: any(a[-1].unreached == (1,) for name, a in line.calls if name == "doing"))
     over.set()
+
+
+def test_a_threads_frame_is_taken_while_no_garbage_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a collection runs may give way to a thread that begins: both wait for ever (CPython 106883)."""
+    real, collecting = sys._current_frames, list[bool]()
+
+    def frames() -> dict[int, Any]:
+        collecting.append(gc.isenabled())
+        return real()
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+    frame = frame_of(threading.get_ident())
+    assert frame is not None
+    assert frame.f_code.co_name == "frames"
+    assert collecting
+    assert not any(collecting)
+    assert gc.isenabled()
+    assert frame_of(-1) is None

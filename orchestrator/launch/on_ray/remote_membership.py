@@ -5,6 +5,7 @@ Each call is repeated with fresh arguments until it is answered. `Calls` transpo
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, Protocol
 
 from orchestrator.cluster.starvation import ProcessLook, Silence, look_at_process, starved_s
@@ -116,6 +118,23 @@ class _Undecided:
     world_size: int
     progress: Callable[[], int]
     said: int
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """The frame that a thread of this process is in, by its id; None if it has ended.
+
+    No garbage is collected meanwhile. CPython before 3.11.9 holds a lock while it makes the frames; what a
+    collection runs then may give way to a thread that begins and waits for that lock, and the process stands
+    still for ever (github.com/python/cpython/issues/106883).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if was_enabled:
+            gc.enable()
+
 
 
 class RemoteMembership:
@@ -452,7 +471,7 @@ class RemoteMembership:
 
     def _say_doing(self, phase: str, since_s: float) -> None:
         """Reports the activity of a loop that has finished no step for long."""
-        frame = sys._current_frames().get(self._loop)
+        frame = frame_of(self._loop)
         what = doing(phase, traceback.extract_stack(frame) if frame is not None else (), since_s)
         if what.kind == CODE and since_s > _LOG_STACK_S and self._logged != self._phase:
             self._logged = self._phase
