@@ -323,7 +323,7 @@ def _frozen_tokenizer(
     if facts.digest != record.tokenizer_digest:
         raise DataIdentityError(
             f"the run's copy of its tokenizer in {_tokenizer_at(storage)} was made with digest "
-            f"{record.tokenizer_digest}, as manifest/data.json says, and has {facts.digest}; restore these "
+            f"{record.tokenizer_digest} (in manifest/data.json) and has {facts.digest}; restore these "
             "files, or manifest/data.json",
             code=DAMAGED,
         )
