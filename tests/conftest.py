@@ -91,6 +91,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda i: (_group(i) != RAY, i.get_closest_marker("system") is None))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fails if xdist has not taken the groups over: the tests would spread, each process with its own Ray."""
+    if getattr(session.config.option, "loadgroup", False):
+        spread = [item.nodeid for item in session.items if not item.nodeid.endswith(f"@{_group(item)}")]
+        assert not spread, f"xdist does not group these (another version of pytest?): {spread[:3]}"
+
+
 def _group(item: pytest.Item) -> str:
     mark = item.get_closest_marker("xdist_group")
     return str(mark.args[0]) if mark is not None else _file(item.nodeid)

@@ -96,6 +96,7 @@ def ended_by_signals() -> Iterator[None]:
     def end(number: int, _: object) -> None:
         raise _noted(_before_training(number))
 
+    _forget()
     with _handled({signal.SIGTERM: end, signal.SIGHUP: end, signal.SIGUSR1: lambda *_: None}):
         try:
             yield
@@ -105,8 +106,12 @@ def ended_by_signals() -> Iterator[None]:
                 raise _First.error from last
             raise
         finally:
-            # the process may live on, for example a notebook's
-            _Grace.until, _First.error = math.inf, None
+            _forget()
+
+
+def _forget() -> None:
+    """Forgets the signals of an earlier launch: one process, such as a notebook's, may launch several times."""
+    _Grace.until, _First.error = math.inf, None
 
 
 def _before_training(number: int) -> SignalledError:
