@@ -132,7 +132,7 @@ def test_a_run_that_trains_is_running_with_its_workers_its_speed_and_when_it_is_
     tokens = count(record(key(100)).consumed_tokens)
     assert view.verdict == (
         "running: step 100 of 1,000, 2 of 2 workers. "
-        f"If everything died now, 100 steps ({tokens} tokens) would be trained again"
+        f"If everything died now, 100 steps ({tokens} tokens, 50 s of work) would be trained again"
     )
     per_step = record(key(2)).consumed_tokens - record(key(1)).consumed_tokens
     assert view.tokens_per_s == per_step / 0.5
@@ -247,7 +247,9 @@ def test_a_resumed_run_says_what_would_be_lost_before_it_has_a_point_of_its_own_
         attempt.steps(label + done, label + done, consumed_tokens=trained)
     with attempt.alive():
         view = run_of(runner).status(LONG_S)
-    assert view.verdict.endswith("If everything died now, 3 steps (768 tokens) would be trained again")
+    assert view.verdict.endswith(
+        "If everything died now, 3 steps (768 tokens, 1.5 s of work) would be trained again"
+    )
 
 
 def test_an_attempt_that_has_not_formed_a_group_is_starting_and_still_shows_where_the_run_stands(

@@ -158,7 +158,8 @@ def test_the_versions_are_those_of_the_package_and_of_its_tests() -> None:
     needed = dict(
         re.fullmatch(r"([\w.-]+)(?:\[.*\])?(.*)", text).groups() for text in project["dependencies"]
     )  # type: ignore[union-attr]
-    tested = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()[1:])
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    tested = dict(line.split("==") for line in lines if not line.startswith("#"))
     assert {name: (needed[name], tested[name]) for name in VERSIONS} == VERSIONS
 
 

@@ -24,7 +24,7 @@ from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.request_files import STOP, RequestFiles
-from orchestrator.inspect.status.status_reader import as_proven, read_newest
+from orchestrator.inspect.status.status_reader import SnapshotReader, as_proven
 from orchestrator.inspect.status.verdict import GONE, OPEN, STARTING
 from orchestrator.inspect.status.view import view_of
 from orchestrator.launch.doctor.mount_check import attributes_age_s, mount_of
@@ -242,8 +242,8 @@ def test_status_calls_no_run_dead_whose_files_this_machine_does_not_ask_for(
             heartbeat.beat()
 
     watched = here.watch_busy(10.0, lambda: passed, wait)
-    facts, tail = read_newest(here, watched, 10.0)
-    view = view_of("run", as_proven(facts, kept_s), tail, written + timedelta(minutes=5))
+    snapshot = SnapshotReader(store=here).read(watched, 10.0, 10.0)
+    view = view_of("run", as_proven(snapshot, kept_s), written + timedelta(minutes=5))
     if client is NfsClient:
         assert (view.alive, view.state) == ((True, STARTING) if lives else (False, GONE))
         assert ("5 min" in view.verdict) == (not lives), "since the last line, as on the page"

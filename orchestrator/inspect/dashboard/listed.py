@@ -9,36 +9,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
-from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.checkpoint.points.run_file import RunFile
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.redaction import redacted_text
 from orchestrator.errors import OrchestratorError, text_of
 from orchestrator.history.claims.liveness import Busy, Free
-from orchestrator.inspect.status.missing import missing_text
-from orchestrator.inspect.status.status_reader import read_newest
-from orchestrator.inspect.status.tail import Tail
-from orchestrator.inspect.status.verdict import (
-    GONE,
-    NEW,
-    OPEN,
-    OVER,
-    STARTING,
-    UNREADABLE,
-    WAITING,
-    Risk,
-    there_text,
-)
-from orchestrator.inspect.status.view import RunView, at_risk, view_of
+from orchestrator.inspect.status.status_reader import SnapshotReader
+from orchestrator.inspect.status.verdict import UNREADABLE
 from orchestrator.inspect.views.facts.facts import stamp
 from orchestrator.inspect.views.facts.life import Life, LifeWatch
 from orchestrator.inspect.views.lineage_graph import Fork
-from orchestrator.inspect.views.summary import sentence
+from orchestrator.inspect.views.summary import row
 
 ROW_BYTES = 1 << 20  # of a journal: some thousand steps
 ANEW_S = 60.0  # a row of a run in which nothing changes is read again after so long
@@ -62,7 +47,9 @@ class ListedRun:
     _row: Row = field(default_factory=dict)
     _run: RunFile | None = None
     _life: Life = field(default_factory=Life)
-    _begun: Row | None = None  # the line of the newest generation
+
+    def __post_init__(self) -> None:
+        self._reader = SnapshotReader(store=self.store, most_bytes=ROW_BYTES)
 
     def row(self) -> Row:
         """The run's row, or the reason why it cannot be read. Never raises."""
@@ -108,29 +95,10 @@ class ListedRun:
         store = self.store
         number = max(store.claim_numbers(), default=0)
         watched = {True: Busy(number=number), False: Free(number=number), None: None}[life.alive]
-        facts, tail = read_newest(store, watched, life.limit_s, ROW_BYTES, self._begun)
-        self._begun = tail.generation
-        view = view_of(store.storage.root, facts, tail, datetime.now(UTC))
-        end = store.read_end(number) if number else None
-        return {
-            "name": run.name if run is not None else self.name,
+        at = self._reader.read(watched, life.watched_s, life.limit_s)
+        return row(run.name if run is not None else self.name, at, self.clock()) | {
             "uri": store.storage.root,
-            "state": STARTING if view.state == NEW else view.state,
-            "reason": redacted_text(_why(view, tail, life)),
-            "since": stamp(end.ended) if end is not None else None,
             "created": stamp(run.created) if run is not None else None,
-            "missing": list(view.missing),
-            "missing_text": sentence(missing_text(view.missing)) if view.missing else "",
-            "attempt": view.attempt,
-            "generation": tail.generation["generation"] if tail.generation is not None else 0,
-            "world_size": view.workers or 0,
-            "world_wanted": [view.workers_wanted] * 2 if view.workers_wanted else None,
-            "last_sign": stamp(tail.wrote) if tail.wrote is not None else None,
-            "alive": view.alive,
-            **_progress(view, facts.stop_tokens),
-            "risk": _risk(at_risk(facts, tail), tail.steps),
-            "point": _point(view),
-            "points": {"total": view.num_points},
         }
 
     def _unreadable(self, why: str) -> Row:
@@ -146,62 +114,3 @@ def unreadable_row(name: str, uri: str, why: str, now: float) -> Row:
     error = {"file": None, "line": None, "reason": reason}
     row = {"name": name, "uri": uri, "now": now, "state": UNREADABLE, "reason": reason, "error": error}
     return {**row, "since": None, "created": None}
-
-
-def _why(view: RunView, tail: Tail, life: Life) -> str:
-    """Why the run is in its state."""
-    if view.state == NEW:
-        return "no attempt has begun"
-    if view.state == WAITING and tail.waiting is not None:
-        return there_text(tail.waiting["there"], tail.waiting["needed"])
-    if view.state in OVER and view.state != GONE:
-        return view.reason
-    watched = f"no end is written; watched for {life.watched_s:.0f} of {life.limit_s:.0f} s so far"
-    return {
-        GONE: "no end is written, and nothing has been written since",
-        OPEN: watched,
-        STARTING: "workers are being started",
-    }.get(view.state, "")
-
-
-def _progress(view: RunView, stop_tokens: int | None) -> Row:
-    total, share = view.total_steps, None
-    if stop_tokens:
-        share = min(1.0, view.consumed_tokens / stop_tokens)
-    elif total:
-        share = min(1.0, (view.step or 0) / total)
-    return {
-        "last_step": {
-            "t": stamp(view.last_step_at) if view.last_step_at is not None else None,
-            "step": view.step or 0,
-            "loss": view.loss,
-        },
-        "progress": {
-            "step": view.step or 0,
-            "max_step": total,
-            "tokens": view.consumed_tokens,
-            "samples": view.consumed_samples,
-            "share": share,
-            "eta_s": view.eta_s,
-        },
-        "speed": {"tokens_per_s": view.tokens_per_s},
-    }
-
-
-def _risk(risk: Risk | None, steps: Sequence[Row]) -> Row | None:
-    """What is at risk. `steps`: the newest that were read, newest first; older ones are assumed to be as
-    fast.
-    """
-    if risk is None:
-        return None
-    newest = [float(step["step_s"]) for step in steps[: risk.steps]]
-    seconds = sum(newest) / len(newest) * risk.steps if newest else 0.0
-    return {"tokens": risk.tokens, "steps": risk.steps, "seconds": round(seconds, 1)}
-
-
-def _point(view: RunView) -> Row | None:
-    key = parse_point_name(view.newest_point) if view.newest_point is not None else None
-    if key is None:
-        return None
-    at = stamp(view.newest_point_at) if view.newest_point_at is not None else None
-    return {"name": view.newest_point, "step": key.step, "t": at}

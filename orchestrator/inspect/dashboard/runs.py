@@ -23,8 +23,8 @@ from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.inspect.dashboard.answers import UNANSWERABLE, Problem, RouteError, not_found
 from orchestrator.inspect.dashboard.listed import ListedRun, unreadable_row
 from orchestrator.inspect.run import Run
-from orchestrator.inspect.status.missing import missing_text
 from orchestrator.inspect.status.status_reader import attributes_kept_s
+from orchestrator.inspect.status.verdict import missing_text
 from orchestrator.inspect.views.facts.files import UnreadableError
 from orchestrator.inspect.views.facts.life import WATCH_S, LifeWatch
 from orchestrator.inspect.views.lineage_graph import Fork

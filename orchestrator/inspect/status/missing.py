@@ -209,14 +209,6 @@ def missing_pieces(
     )
 
 
-def missing_text(missing: Sequence[str]) -> str:
-    """The sentence of a look about missing paths, and the commands that check more."""
-    listed = ", ".join(missing)
-    return (
-        f"missing or damaged in its folder: {listed}; `orchestrator plan CONFIG` says what a start would do"
-    )
-
-
 def _attempt_of(point: str) -> int:
     key = parse_point_name(point)
     return key.attempt if key is not None else 0

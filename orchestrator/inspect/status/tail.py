@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from orchestrator.errors import OrchestratorError, StorageError, UnsavedError
@@ -19,6 +20,7 @@ from orchestrator.history.journal.journal_lines import lines_backwards
 from orchestrator.history.journal.journal_writer import GENERATION, OWN_FIELDS, STEP
 from orchestrator.history.journal.line_format import LaterLineError, parse_line
 from orchestrator.history.journal.segment_log import SEGMENT_BYTES
+from orchestrator.inspect.status.snapshot import RECENT_STEPS, Fault
 from orchestrator.json_form import decode
 from orchestrator.records.run_status import GroupChange, GroupMember, Loss
 from orchestrator.storage.files import Storage
@@ -26,7 +28,6 @@ from orchestrator.storage.files import Storage
 # Least size of the read segments. Normally that is about two full ones, but failed writes may have left small
 # or empty ones.
 LEAST_BYTES = SEGMENT_BYTES
-STEPS = 50  # that speed is computed from
 _KIND = re.compile(rb'"kind":"([^"]*)"')
 LOST = (EventKind.MEMBER_DEAD, EventKind.LEFT_OUT, EventKind.MEMBER_FAILED)  # each names the `member`
 _FAULTS = (
@@ -40,14 +41,6 @@ _FAULTS = (
     EventKind.COORDINATOR_DIED,
     EventKind.MACHINE_REFUSED,
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Said:
-    """A sentence about an event, and its time (UTC, by the writer's clock)."""
-
-    text: str
-    time: str
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,12 +68,12 @@ class Tail:
     damaged: str = ""
 
     @property
-    def fault(self) -> Said | None:
+    def fault(self) -> Fault | None:
         """The newest fault."""
         if not self.faults:
             return None
         line = self.faults[0]
-        return Said(text=self._sentence(line), time=line["time"])
+        return Fault(text=self._sentence(line), t=datetime.fromisoformat(line["time"]).timestamp())
 
     def _sentence(self, line: dict[str, Any]) -> str:
         kind = line["kind"]
@@ -137,7 +130,7 @@ def read_tail(
     for ref, text, is_last in lines:
         kind = _KIND.search(text)
         name = kind.group(1).decode(errors="replace") if kind is not None else ""
-        if not text or (name == STEP and len(tail.steps) >= STEPS):
+        if not text or (name == STEP and len(tail.steps) >= RECENT_STEPS):
             continue
         try:
             line = parse_line(text)

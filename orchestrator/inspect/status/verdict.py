@@ -5,10 +5,10 @@ Pure: facts in, words out. `level` is the urgency: ok, warn, bad, or idle (nothi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.history import sentences
-from orchestrator.inspect.status.missing import missing_text
 from orchestrator.text import count, span, steps
 
 # the states of a run; `open`: it has not ended, and it was not watched long enough to tell if it is alive
@@ -75,6 +75,14 @@ def verdict(at: Standing) -> str:
     if at.concerns and at.state in (RUNNING, WAITING):
         text += f". Look at: {', '.join(at.concerns)}"
     return text + (f"; {missing_text(at.missing)}" if at.missing else "")
+
+
+def missing_text(missing: Sequence[str]) -> str:
+    """The sentence of a look about missing paths, and the commands that check more."""
+    listed = ", ".join(missing)
+    return (
+        f"missing or damaged in its folder: {listed}; `orchestrator plan CONFIG` says what a start would do"
+    )
 
 
 def silence_s(watched_s: float, last: float | None, now: float) -> float:

@@ -9,27 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.config.redaction import redacted, redacted_text
-from orchestrator.history.claims.claim_files import RESUME
-from orchestrator.history.journal.event_kinds import EventKind
-from orchestrator.inspect.status.missing import missing_text
-from orchestrator.inspect.status.verdict import (
-    GONE,
-    OPEN,
-    RUNNING,
-    STARTING,
-    WAITING,
-    Risk,
-    Standing,
-    level,
-    silence_s,
-    there_text,
-    verdict,
-)
+from orchestrator.inspect.status.snapshot import RunSnapshot
+from orchestrator.inspect.status.verdict import NEW, STARTING, Standing, level, missing_text, verdict
 from orchestrator.inspect.views import goodput
 from orchestrator.inspect.views.checks import BAD, WARN, checks
-from orchestrator.inspect.views.facts.facts import Facts, mean_loss, short, stamp
-from orchestrator.inspect.views.incidents import brief, happenings, waiting_now
+from orchestrator.inspect.views.facts.facts import Facts, mean_loss, short
+from orchestrator.inspect.views.incidents import brief, happenings
 from orchestrator.inspect.views.points_table import (
     DAMAGED,
     DIGESTS,
@@ -39,7 +26,7 @@ from orchestrator.inspect.views.points_table import (
     newest_healthy,
     table,
 )
-from orchestrator.planning.batches import remaining
+from orchestrator.inspect.views.run_snapshot import run_snapshot
 
 RECENT = 9
 SPEED_STEPS = 200
@@ -54,119 +41,74 @@ Row = dict[str, Any]
 
 
 def summary(facts: Facts, now: float, full: bool = True) -> Row:
-    """The document; without `full` as in the list of runs."""
-    state, reason, since = standing(facts)
-    out: Row = {
-        "name": facts.name,
-        "uri": facts.uri,
-        "now": now,
-        "state": state,
-        "reason": reason,
-        "since": since,
-        "created": facts.created,
-        "missing": list(facts.pieces),
-        "missing_text": sentence(missing_text(facts.pieces)) if facts.pieces else "",
-    }
-    out |= _group(facts, state) | _progress(facts, state)
-    point = newest_healthy(facts)
-    out["risk"] = _risk(facts, point, out)
+    """The document of a run's page; without `full` its part that does not need the whole history."""
+    at = run_snapshot(facts)
+    out = row(facts.name, at, now) | {"uri": facts.uri, "created": facts.created}
+    config = facts.config(facts.files.begun)
+    wanted, point = config.get("cluster.num_workers"), newest_healthy(facts)
+    out["world_wanted"] = [wanted, wanted] if isinstance(wanted, int) else wanted
+    out["world_since"] = facts.head.t if facts.head is not None else None
+    out["speed"] |= _speed(facts)
+    out["risk"] |= _risk(facts, at, config.get("resume.every_steps"))
     out["point"] = _point(facts, point)
     out["points"] = _points(facts)
     out["goodput"] = _goodput(facts)
     out["loss"] = _loss(facts)
     if full:
-        out |= _more(facts, out, now)
+        out |= _more(facts, at, out, now)
     return out
 
 
-def standing(facts: Facts) -> tuple[str, str, float | None]:
-    """(state, why, since). The state of a run without an end is from the watch: `open` while it is too short,
-    because no other machine's clock is used.
-    """
-    newest = facts.files.newest
-    if newest is None:
-        return STARTING, "no attempt has begun", facts.created
-    end = facts.end_of(newest)
-    if end is not None:
-        return end.outcome, redacted_text(end.reason), end.t
-    last = facts.life.last_sign or facts.wrote(newest) or facts.created
-    if facts.life.alive is False:
-        return GONE, "no end is written, and nothing has been written since", last
-    if facts.life.alive is None:
-        watched = (
-            f"no end is written; watched for {facts.life.watched_s:.0f} of {facts.life.limit_s:.0f} s so far"
-        )
-        return OPEN, watched, last
-    if facts.head is None or facts.files.begun != newest:  # or it has claimed, and continues nothing yet
-        claimed = stamp(facts.files.claims[newest].created)
-        return STARTING, "workers are being started", facts.began(newest) or claimed or facts.created
-    waits = waiting_now(facts)
-    if waits is not None:
-        return WAITING, there_text(waits["there"], waits["needed"]), waits["t"]
-    return RUNNING, "", facts.began(newest)
-
-
-def _group(facts: Facts, state: str) -> Row:
-    head, newest = facts.head, facts.files.newest
-    config = facts.config(facts.files.begun)
-    wanted = config.get("cluster.num_workers")
-    world = head.start.world_size if head is not None and head.start is not None else 0
-    waits = waiting_now(facts) if state == WAITING else None
-    if waits is not None:
-        world = waits["there"]
-    alive, ended = state in (RUNNING, WAITING, STARTING, OPEN), facts.end_of(newest) is not None
+def row(name: str, at: RunSnapshot, now: float) -> Row:
+    """What the list of runs and a run's page show of a snapshot."""
+    step, begun, left, risk = at.step, at.generation, at.left, at.risk
+    key = parse_point_name(at.point) if at.point is not None else None
+    position = step or begun
+    tokens = position.consumed_tokens if position else 0
+    total = tokens + left.tokens if left is not None else None
     return {
-        "attempt": newest,
-        "generation": head.id[1] if head is not None else 0,
-        "world_size": world if alive else 0,
-        "world_wanted": [wanted, wanted] if isinstance(wanted, int) else wanted,
-        "world_since": head.t if head is not None else None,
-        "last_sign": (None if ended else facts.life.last_sign) or facts.wrote(newest),
-        "alive": False if ended else facts.life.alive,
+        "name": name,
+        "now": now,
+        "state": STARTING if at.state == NEW else at.state,
+        "reason": redacted_text(at.why),
+        "since": at.since,
+        "missing": list(at.missing),
+        "missing_text": sentence(missing_text(at.missing)) if at.missing else "",
+        "attempt": at.number,
+        "generation": begun.generation if begun is not None and begun.attempt == at.number else 0,
+        "world_size": at.workers or 0,
+        "world_wanted": [at.wanted] * 2 if at.wanted else None,
+        "last_sign": at.last_sign,
+        "alive": at.alive,
+        "last_step": {
+            "t": step.t if step else None,
+            "step": position.step if position else 0,
+            "loss": short(step.loss) if step else None,
+        },
+        "progress": {
+            "step": position.step if position else 0,
+            "max_step": at.total_steps,
+            "tokens": tokens,
+            "total_tokens": total,
+            "samples": position.consumed_samples if position else 0,
+            "share": tokens / total if total else None,
+            "eta_s": at.eta_s,
+        },
+        "speed": {"tokens_per_s": short(at.tokens_per_s)},
+        "risk": risk and {"tokens": risk.tokens, "steps": risk.steps, "seconds": risk.seconds},
+        "point": key and {"name": at.point, "step": key.step, "t": at.point_t},
+        "points": {"total": at.num_points},
     }
 
 
-def _progress(facts: Facts, state: str) -> Row:
-    history, config = facts.history, facts.config(facts.files.begun)
-    size, parent = len(history), facts.parent(facts.files.begun)
-    last = slice(max(0, size - SPEED_STEPS), None)
+def _speed(facts: Facts) -> Row:
+    history = facts.history
+    last = slice(max(0, len(history) - SPEED_STEPS), None)
     seconds = float(history["step_s"][last].sum())
-    speed = float(history["width"][last].sum()) / seconds if seconds > 0 else 0.0
-    begin, budgets = facts.begin, parent.budgets if parent is not None else None
-    batch, seq_len = config.get("train.global_batch_size", 1), config.get("pack.seq_len", 1)
-    samples = begin.consumed_samples if begin is not None else 0
-    if begin is not None:
-        batch, seq_len = begin.global_batch_size, begin.seq_len
-    if size:
-        samples = int(history["consumed_samples"][-1])
-    left = None
-    if budgets is not None:
-        stops = budgets.stop_tokens, budgets.stop_samples
-        left = remaining(samples, facts.tokens, batch, seq_len, *stops)
-    step, total = facts.step or 0, None if left is None else facts.tokens + left.tokens
-    alive = state in (RUNNING, WAITING, STARTING, OPEN)
+    waited = float(history["data_wait_s"][last].sum())
     return {
-        "last_step": {
-            "t": float(history["t"][-1]) if size else None,
-            "step": step,
-            "loss": short(float(history["loss"][-1])) if size else None,
-        },
-        "progress": {
-            "step": step,
-            "max_step": step + left.steps if left is not None else None,
-            "tokens": facts.tokens,
-            "total_tokens": total,
-            "samples": samples,
-            "share": facts.tokens / total if total else None,
-            "eta_s": left.tokens / speed if left is not None and speed and alive else None,
-        },
-        "speed": {
-            "tokens_per_s": short(speed) if size else None,
-            "step_s": short(_upper_median(history["step_s"][last])) if size else None,
-            "data_wait_share": short(float(history["data_wait_s"][last].sum()) / seconds)
-            if seconds > 0
-            else None,
-        },
+        "step_s": short(_upper_median(history["step_s"][last])) if len(history) else None,
+        "data_wait_share": short(waited / seconds) if seconds > 0 else None,
     }
 
 
@@ -174,19 +116,15 @@ def _upper_median(values: Any) -> float:
     return float(np.sort(values)[len(values) // 2])
 
 
-def _risk(facts: Facts, point: Row | None, out: Row) -> Row:
-    every = facts.config(facts.files.begun).get("resume.every_steps")
-    saved = (point["consumed_tokens"] or 0) if point is not None else 0
-    at, alive = facts.index_after(saved), out["state"] in (RUNNING, WAITING, STARTING, OPEN)
-    step, head = out["progress"]["step"], facts.head
+def _risk(facts: Facts, at: RunSnapshot, every: int | None) -> Row:
+    head, step, copies = facts.head, facts.step or 0, None
+    if head is not None and at.is_live:
+        copies = getattr(head.start, "copies", None) or head.said("copies")
     return {
-        "tokens": max(0, facts.tokens - saved),
-        "steps": len(facts.history) - at,
-        "seconds": round(float(facts.history["step_s"][at:].sum()), 1),
         "every_steps": every,
-        "next_in_steps": every - step % every if every and alive else None,
+        "next_in_steps": every - step % every if every and at.is_live else None,
         # only from the journal: who holds a whole state depends on the numerics and on who is loading
-        "copies": (getattr(head.start, "copies", None) or head.said("copies")) if head and alive else None,
+        "copies": copies,
     }
 
 
@@ -249,7 +187,7 @@ def _loss(facts: Facts) -> Row:
     }
 
 
-def _more(facts: Facts, out: Row, now: float) -> Row:
+def _more(facts: Facts, snapshot: RunSnapshot, out: Row, now: float) -> Row:
     """Adds the fields of one run's page."""
     config = facts.config(facts.files.begun)
     commanded = facts.commanded()
@@ -262,7 +200,7 @@ def _more(facts: Facts, out: Row, now: float) -> Row:
         "files": {"free_bytes": free_bytes(facts.uri)},
     }
     more["checks"] = checks(facts, {**out, **more}, now)
-    at = _standing(facts, out, more["checks"], now)
+    at = _standing(snapshot, more["checks"], now)
     more["verdict"] = {"level": level(at), "text": sentence(verdict(at))}
     more["recent"] = [brief(entry) for entry in told[-RECENT:][::-1]]
     more["last_fault"] = brief(faults[-1]) if faults else None
@@ -274,42 +212,10 @@ def _more(facts: Facts, out: Row, now: float) -> Row:
     return more
 
 
-def _standing(facts: Facts, out: Row, checked: list[Row], now: float) -> Standing:
+def _standing(at: RunSnapshot, checked: list[Row], now: float) -> Standing:
     concerns = sorted((c for c in checked if c["level"] in (BAD, WARN)), key=lambda c: c["level"] != BAD)
-    wanted, risk = out["world_wanted"], out["risk"]
-    since, newest = out["since"], facts.files.newest
-    resumes = newest is not None and facts.files.claims[newest].why == RESUME
-    at_risk = Risk(steps=risk["steps"], tokens=risk["tokens"], seconds=risk["seconds"])
-    return Standing(
-        state=out["state"],
-        attempt=out["attempt"],
-        reason=out["reason"],
-        step=facts.step,
-        total_steps=out["progress"]["max_step"],
-        workers=out["world_size"],
-        workers_wanted=wanted[1] if wanted else None,
-        there=out["reason"] if out["state"] == WAITING else "",
-        silent_s=silence_s(facts.life.watched_s, since, now),
-        point=out["point"]["name"] if out["point"] else None,
-        has_no_point=not facts.events(EventKind.POINT_COMMITTED),
-        risk=(_left_behind(facts) or at_risk) if resumes and out["state"] == STARTING else at_risk,
-        resumes=resumes,
-        missing=facts.pieces,
-        concerns=tuple(f"{c['label'].lower()} ({c['value']})" for c in concerns),
-        is_bad=any(c["level"] == BAD for c in concerns),
-    )
-
-
-def _left_behind(facts: Facts) -> Risk | None:
-    """The trained steps that the newest attempt does not continue. None: there are none, or that is not
-    recorded yet.
-    """
-    pieces = facts.path.dropped(facts.files.newest or 0)
-    if not pieces:
-        return None
-    rows, columns = np.concatenate([piece.rows for piece in pieces]), facts.columns
-    seconds = round(float(columns["step_s"][rows].sum()), 1)
-    return Risk(steps=len(rows), tokens=int(columns["width"][rows].sum()), seconds=seconds)
+    texts = [f"{c['label'].lower()} ({c['value']})" for c in concerns]
+    return at.standing(now, concerns=texts, is_bad=any(c["level"] == BAD for c in concerns))
 
 
 def sentence(text: str) -> str:

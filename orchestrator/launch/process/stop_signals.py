@@ -110,7 +110,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Forgets the signals of an earlier launch: one process, such as a notebook's, may launch several times."""
+    """Forgets the signals of an earlier launch: a notebook's process, for example, launches several times."""
     _Grace.until, _First.error = math.inf, None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -29,9 +30,11 @@ from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.inspect.run import Run
+from orchestrator.inspect.status.status_reader import SnapshotReader
 from orchestrator.inspect.status.verifying import Verifying
 from orchestrator.inspect.views.goodput import PARTS, apportioned
 from orchestrator.inspect.views.incidents import happenings
+from orchestrator.inspect.views.run_snapshot import run_snapshot
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.files import Storage
@@ -140,6 +143,28 @@ def test_who_follows_a_run_shows_what_one_shows_who_reads_it_anew(
     healthy = {row["name"] for row in shown["points"]["rows"] if row["state"] == "healthy"}
     assert healthy == set(seen.points)
     assert shown["points"]["counts"]["damaged"] == len(seen.lost)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_status_and_the_page_know_the_same_of_a_run(job: JobConfig, data: DataSpec, seed: int) -> None:
+    """`status` reads the newest part of the journal, the page all of it. They word faults differently. Steps
+    that a crash took are shown by `status` until the next attempt has trained.
+    """
+    random = Random(seed)
+    run = LiveRun(ModelDisk(), job, data, keep_latest=random.choice([1, 2, 3]))
+    run.launch()
+    num_compared = 0
+    for _ in range(60):
+        run.anything(random)
+        page = run_snapshot(views_of(run.store).facts)
+        status = SnapshotReader(store=run.store).read(None, 0.0, page.watch_s)
+        assert (status.number, status.point, status.missing) == (page.number, page.point, page.missing)
+        if page.step is not None and page.step.attempt == page.number:
+            if status.point_t is None or page.cursor is None:  # its commit is in no journal
+                page = replace(page, point_t=status.point_t, cursor=status.cursor)
+            assert replace(page, fault=None) == replace(status, fault=None)
+            num_compared += 1
+    assert num_compared
 
 
 @settings(max_examples=100)
