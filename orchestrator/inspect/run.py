@@ -82,7 +82,9 @@ class Run:
         does, which makes `healthy` True or False.
         """
         reading = Verifying(store=self._store, progress=progress or NoProgress()) if verify else None
-        return standing(self._store, lambda seen: point_rows(self._store, seen, reading))
+        return standing(
+            self._store, lambda seen: [row.to_json() for row in point_rows(self._store, seen, reading)]
+        )
 
     def tree(self, rows: list[dict[str, Any]] | None = None) -> list[str]:
         """The run's lineage as lines: attempts, world sizes, points, rewinds, forks; see

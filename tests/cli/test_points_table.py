@@ -92,13 +92,17 @@ def test_a_flipped_byte_leaves_the_table_readable_and_its_reason_stands_below(
     assert line.startswith(f"{NEWEST}: damaged: state/{file.name} ")
 
 
-def test_what_is_not_known_of_a_point_is_a_dash(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_a_lost_point_the_journal_is_shown_and_what_is_not_known_is_a_dash(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, _ = shown(run, capsys)
     (run / "points" / THIRD / "COMMIT").unlink()
     shutil.rmtree(run / "points" / NEWEST)
     rows, below = shown(run, capsys)
-    unknown = ("samples", "tokens", "world", "batch", "seq_len", "MiB", "save_s", "weights")
+    written = ("samples", "tokens", "world", "batch", "seq_len", "MiB", "save_s")
     for name in (THIRD, NEWEST):
-        assert [rows[name][column] for column in unknown] == ["-"] * len(unknown)
+        assert [rows[name][column] for column in written] == [before[name][column] for column in written]
+        assert rows[name]["weights"] == "-"
         assert rows[name]["state"] == "damaged"
     assert below == [
         f"{THIRD}: damaged: COMMIT is missing",

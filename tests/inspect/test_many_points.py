@@ -142,8 +142,8 @@ def test_the_rows_of_points_are_those_of_a_folder_damaged_ones_too(many: Runner)
     weights = many.folder / "points" / key(7).point_name / "state" / "00001-of-00002.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     there, asked = in_a_bucket(many)
-    rows = standing(there, lambda seen: point_rows(there, seen))
-    expected = standing(many.store, lambda seen: point_rows(many.store, seen))
+    rows = standing(there, lambda seen: [row.to_json() for row in point_rows(there, seen)])
+    expected = standing(many.store, lambda seen: [row.to_json() for row in point_rows(many.store, seen)])
     assert rows == expected
     assert [row["step"] for row in rows] == [*range(1, NUM_POINTS + 1)]
     assert [row["step"] for row in rows if row["healthy"] is False] == [7]

@@ -18,9 +18,9 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.redaction import redacted_text
 from orchestrator.errors import OrchestratorError, text_of
 from orchestrator.history.claims.liveness import Busy, Free
+from orchestrator.inspect.status.point_row import stamp
 from orchestrator.inspect.status.status_reader import SnapshotReader
 from orchestrator.inspect.status.verdict import UNREADABLE
-from orchestrator.inspect.views.facts.facts import stamp
 from orchestrator.inspect.views.facts.life import Life, LifeWatch
 from orchestrator.inspect.views.lineage_graph import Fork
 from orchestrator.inspect.views.summary import row

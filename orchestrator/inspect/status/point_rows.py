@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from orchestrator.checkpoint.export.export_files import export_states
-from orchestrator.checkpoint.points.pins import Hold
 from orchestrator.checkpoint.points.points import Point, newest_first, parse_point_name
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.points.verify import point_path
 from orchestrator.coordinator.attempt.survey import LOOKS, Survey, deleted_now, moved_on, survey
 from orchestrator.errors import RefusedError
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import JournalEvent
+from orchestrator.inspect.status.point_row import (
+    DIGESTS,
+    SIZES,
+    Checked,
+    PointRow,
+    SavedAs,
+    pin_json,
+    point_row,
+    stamp,
+)
 from orchestrator.inspect.status.verifying import Verifying
+from orchestrator.json_form import encode
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.points import DamagedPointError
 from orchestrator.storage.at_once import at_once
-
-Rows = list[dict[str, Any]]
-# fields that are unknown for a damaged point
-_UNKNOWN = (
-    "consumed_samples",
-    "consumed_tokens",
-    "target_tokens",
-    "world_size",
-    "global_batch_size",
-    "seq_len",
-    "num_shards",
-    "num_replicas",
-)
 
 
 def names_of(store: RunStore, seen: Survey) -> list[str]:
@@ -40,7 +40,7 @@ def names_of(store: RunStore, seen: Survey) -> list[str]:
     return newest_first({*seen.committed, *seen.lost, *rest})[::-1]
 
 
-def standing(store: RunStore, read: Callable[[Survey], Rows]) -> Rows:
+def standing(store: RunStore, read: Callable[[Survey], list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The rows from `read` for points that still exist afterwards. Reads again if the run has deleted all
     meanwhile.
     """
@@ -51,7 +51,7 @@ def standing(store: RunStore, read: Callable[[Survey], Rows]) -> Rows:
     raise moved_on(store)
 
 
-def not_deleted(store: RunStore, rows: Rows) -> Rows:
+def not_deleted(store: RunStore, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows without points that are incomplete because the run deleted them during the read."""
     unfit = [row["name"] for row in rows if row["healthy"] is False or row["away"]]
     gone = deleted_now(store, unfit)
@@ -76,42 +76,52 @@ def verified_point(store: RunStore, uri: str, point: str, reading: Verifying) ->
     )
 
 
-def point_rows(store: RunStore, seen: Survey, reading: Verifying | None = None) -> Rows:
-    """A row for each point: the document of `points --json`.
+def point_rows(store: RunStore, seen: Survey, reading: Verifying | None = None) -> list[PointRow]:
+    """A row for each point.
 
     It compares documents and sizes, so `healthy` is None for a point without a fault; with `reading` it reads
     every byte, too. From afar it reads several points at a time.
     """
     names = names_of(store, seen)
     read = {row["name"]: row for row in reading.rows(names)} if reading is not None else {}
-    pins, exports = store.pins(), export_states(store.storage)
-    rows = at_once(store.storage, partial(_row, store, seen, pins, read), names)
-    marked = store.quarantined()
-    return [{**row, "quarantined": row["name"] in marked, "export": exports.get(row["name"])} for row in rows]
+    commits = {e.fields["point"]: e for e in seen.journal.events if e.kind == EventKind.POINT_COMMITTED}
+    rows = at_once(store.storage, partial(_row, store, seen, commits, read), names)
+    held = seen.parents[-1].parent if seen.parents else None
+    exports, pins, marks = export_states(store.storage), store.pins(), store.quarantined()
+    return [
+        replace(
+            row,
+            held=held is not None and held.point_name == row.name,
+            export=exports.get(row.name),
+            pin=pin_json(pins.get(row.name)),
+            quarantined=row.name in marks,
+        )
+        for row in rows
+    ]
 
 
 def _row(
     store: RunStore,
     seen: Survey,
-    pins: Mapping[str, Hold],
+    commits: Mapping[str, JournalEvent],
     read: Mapping[str, Mapping[str, Any]],
     name: str,
-) -> dict[str, Any]:
-    key = parse_point_name(name)
+) -> PointRow:
+    key, event = parse_point_name(name), commits.get(name)
     assert key is not None, "point_names gives names of points"
-    row: dict[str, Any] = {
-        "name": name,
-        "attempt": key.attempt,
-        "generation": key.generation,
-        "step": key.step,
-    }
     point, layout, wrong = _look(store, name, read.get(name))
     away = "" if wrong else _away(store, point, read.get(name))
-    on_lineage = seen.lineage.on_lineage(key)
-    pin = {f: getattr(pins[name], f) for f in ("by", "reason", "created")} if name in pins else None
-    healthy = False if wrong else None if away or name not in read else True
-    row |= {**_contents(point, layout), "healthy": healthy, "reason": wrong or away}
-    return row | {"on_lineage": on_lineage, "pin": pin, "away": away, "nodes": _nodes(point)}
+    started = (start for start in seen.journal.generations if start.id == (key.attempt, key.generation))
+    saved = SavedAs(
+        commit=point.commit if point is not None else None,
+        cursor=encode(point.cursor) if point is not None else event.fields["cursor"] if event else {},
+        event=event.fields if event is not None else None,
+        t=stamp(event.time) if event is not None else None,
+        start=next(started, None),
+        layout=layout,
+    )
+    found = Checked(wrong=wrong, away=away, checked=DIGESTS if name in read else SIZES)
+    return point_row(name, saved, found, seen.lineage.why_orphan(key), None, None)
 
 
 def _look(
@@ -139,37 +149,3 @@ def _away(store: RunStore, point: Point | None, read: Mapping[str, Any] | None) 
         return ""
     paths = (point_path(point.name, entry.path) for entry in point.commit.files)
     return next(filter(None, map(store.storage.away, paths)), "")
-
-
-def _nodes(point: Point | None) -> list[str]:
-    """The nodes whose disks hold its parts, for people; empty if they lie beside COMMIT."""
-    return [str(each.node) for each in point.commit.nodes] if point is not None else []
-
-
-def _contents(point: Point | None, layout: Layout | None) -> dict[str, Any]:
-    """The content of a point, and the result of its save; unknown for a damaged one."""
-    if point is None or layout is None:
-        return {
-            **dict.fromkeys(_UNKNOWN),
-            "bytes": 0,
-            "save_blocked_s": 0.0,
-            "save_s": 0.0,
-            "parent": None,
-            "weights_digest": "",
-        }
-    commit, cursor = point.commit, point.cursor
-    return {
-        "consumed_samples": cursor.consumed_samples,
-        "consumed_tokens": cursor.consumed_tokens,
-        "target_tokens": cursor.target_tokens,
-        "world_size": commit.world_size,
-        "global_batch_size": point.config["train.global_batch_size"],
-        "seq_len": point.config["pack.seq_len"],
-        "num_shards": layout.num_shards,
-        "num_replicas": layout.num_replicas,
-        "bytes": point.num_bytes,
-        "save_blocked_s": commit.save_blocked_s,
-        "save_s": commit.save_s,
-        "parent": commit.parent.point_name if commit.parent else None,
-        "weights_digest": commit.weights_digest,
-    }

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from orchestrator.inspect.status.point_row import DAMAGED, DIGESTS
 from orchestrator.inspect.status.verdict import DONE, FAILED, RUNNING, STARTING, STOPPED, WAITING
 from orchestrator.inspect.views import sources
 from orchestrator.inspect.views.facts.facts import Facts
 from orchestrator.inspect.views.incidents import happenings
-from orchestrator.inspect.views.points_table import DAMAGED, DIGESTS, table
+from orchestrator.inspect.views.points_table import table
 from orchestrator.text import span
 
 OK, WARN, BAD, NONE = "ok", "warn", "bad", "none"
@@ -155,9 +156,9 @@ def _last_save(facts: Facts, s: dict[str, Any], now: float) -> Iterator[Check]:
 
 def _damaged(facts: Facts, now: float) -> Iterator[Check]:
     rows = table(facts)
-    read = [row["checked_at"] for row in rows if row["checked"] == DIGESTS and row["checked_at"]]
-    damaged = [row for row in rows if row["state"] == DAMAGED]
-    here = [row for row in damaged if not row["orphan_why"]]
+    read = [row.checked_at for row in rows if row.checked == DIGESTS and row.checked_at]
+    damaged = [row for row in rows if row.state == DAMAGED]
+    here = [row for row in damaged if row.on_lineage]
     found = (
         f"{len(here)} on the history"
         if here

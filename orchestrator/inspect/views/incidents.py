@@ -21,9 +21,10 @@ from orchestrator.history import sentences
 from orchestrator.history.claims.claim_files import FORK, RESTARTED, RESUME, REWIND
 from orchestrator.history.claims.claims import GenerationId
 from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.inspect.status.point_row import stamp
 from orchestrator.inspect.views.abandoned_steps import left_behind
 from orchestrator.inspect.views.facts.columns import Event, Generation
-from orchestrator.inspect.views.facts.facts import DRAIN, Facts, stamp
+from orchestrator.inspect.views.facts.facts import DRAIN, Facts
 from orchestrator.inspect.views.points_table import by_name
 from orchestrator.json_form import decode
 from orchestrator.records.run_status import GroupChange
@@ -184,7 +185,7 @@ def _by_command(facts: Facts) -> list[Entry]:
         row = by_name(facts).get(parent.parent.point_name)
         entry: Entry = {
             "t": facts.began(number) or stamp(claim.created) or 0.0, "kind": claim.why, "attempt": number,
-            "generation": None, "step": parent.parent.step, "tokens": row and row["consumed_tokens"],
+            "generation": None, "step": parent.parent.step, "tokens": row and row.consumed_tokens,
             "lost_steps": 0, "lost_tokens": 0,
         }  # fmt: skip
         if claim.why == FORK:

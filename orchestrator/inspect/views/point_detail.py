@@ -14,16 +14,9 @@ from orchestrator.config.field_rules import field_rules
 from orchestrator.config.redaction import redacted
 from orchestrator.config.stored import in_todays_fields
 from orchestrator.errors import RefusedError, ResumePointError, StorageError
+from orchestrator.inspect.status.point_row import DAMAGED, HEALTHY, ORPHAN, PointRow
 from orchestrator.inspect.views.facts.facts import Facts, mean_loss, short
-from orchestrator.inspect.views.points_table import (
-    DAMAGED,
-    HEALTHY,
-    ORPHAN,
-    by_name,
-    inherited,
-    newest_healthy,
-    table,
-)
+from orchestrator.inspect.views.points_table import by_name, inherited, newest_healthy, table
 from orchestrator.json_form import encode
 from orchestrator.planning.resume.differences import differences as planned_differences
 
@@ -41,15 +34,15 @@ def point(facts: Facts, name: str, now: float) -> dict[str, Any]:
     there = facts.files.points.get(name)
     commit = there.commit if there is not None else None
     held, before = _read(facts, name), _before(facts, row)
-    old = _read(facts, before["name"]) if before is not None else None
+    old = _read(facts, before.name) if before is not None else None
     return {
-        "point": row,
+        "point": row.to_json(),
         "now": now,
-        "newest": newest is not None and newest["name"] == name,
+        "newest": newest is not None and newest.name == name,
         "forked_from": _forked_from(facts, name),
         **_cost(facts, row),
         "cursor": encode(held.cursor) if held is not None else None,
-        "before": before["name"] if before is not None else None,
+        "before": before.name if before is not None else None,
         "differences": differences(old.config, held.config) if old is not None and held is not None else [],
         "optimizer_steps": commit.optimizer_steps if commit is not None else None,
         "weights_digest": commit.weights_digest if commit is not None else None,
@@ -103,40 +96,40 @@ def _read(facts: Facts, name: str) -> Point | None:
         return None  # damaged; its row has the reason, or will at the next look
 
 
-def _before(facts: Facts, row: Row) -> Row | None:
+def _before(facts: Facts, row: PointRow) -> PointRow | None:
     """The point it is compared with: the healthy one before it. For a damaged point, any one before it."""
-    wanted = {HEALTHY} if row["state"] == HEALTHY else {HEALTHY, DAMAGED, ORPHAN}
-    rows = [r for r in table(facts) if r["state"] in wanted]
-    at = next(i for i, r in enumerate(rows) if r["name"] == row["name"])
+    wanted = {HEALTHY} if row.state == HEALTHY else {HEALTHY, DAMAGED, ORPHAN}
+    rows = [r for r in table(facts) if r.state in wanted]
+    at = next(i for i, r in enumerate(rows) if r.name == row.name)
     return rows[at - 1] if at else None
 
 
-def _cost(facts: Facts, row: Row) -> Row:
+def _cost(facts: Facts, row: PointRow) -> Row:
     """What going back there sets aside, and the loss there; None for a point off the history."""
-    if row["state"] != HEALTHY or row["consumed_tokens"] is None:
+    if row.state != HEALTHY or row.consumed_tokens is None:
         return {"aside": None, "loss": None}
-    at = facts.index_after(row["consumed_tokens"])
+    at = facts.index_after(row.consumed_tokens)
     near = facts.history["loss"][max(0, at - NEAR) : at]
     aside = {
         "steps": len(facts.history) - at,
-        "tokens": max(0, facts.tokens - row["consumed_tokens"]),
+        "tokens": max(0, facts.tokens - row.consumed_tokens),
         "seconds": round(float(facts.history["step_s"][at:].sum()), 1),
     }
     return {"aside": aside, "loss": short(mean_loss(near))}
 
 
-def _files(facts: Facts, name: str, row: Row) -> list[Row]:
+def _files(facts: Facts, name: str, row: PointRow) -> list[Row]:
     there = facts.files.points.get(name)
     commit, wrong = (there.commit, there.wrong) if there is not None else (None, {})
-    told = dict(part.split(" ", 1) for part in row["reason"].split("; ") if " " in part)
-    problems = {**told, **wrong} if row["state"] == DAMAGED else wrong
+    told = dict(part.split(" ", 1) for part in row.reason.split("; ") if " " in part)
+    problems = {**told, **wrong} if row.state == DAMAGED else wrong
     entries = commit.files if commit is not None else ()
     return [{**encode(entry), "problem": problems.get(entry.path)} for entry in entries]
 
 
-def _commands(facts: Facts, row: Row) -> dict[str, str]:
+def _commands(facts: Facts, row: PointRow) -> dict[str, str]:
     """Commands for a terminal that do the same. CONFIG stands for an unrecorded configuration file."""
-    uri, name = shlex.quote(facts.uri), row["name"]
+    uri, name = shlex.quote(facts.uri), row.name
     commanded = facts.commanded()
     train = commanded[1] if commanded else f"orchestrator train CONFIG run.name={shlex.quote(facts.name)}"
     fork = shlex.quote(f"{facts.uri}-fork")
@@ -144,6 +137,6 @@ def _commands(facts: Facts, row: Row) -> dict[str, str]:
         "resume": train,
         "rewind": f"orchestrator rewind {uri} --to {name}",
         "fork": f"orchestrator fork {uri} {fork} --at {name}",
-        "export": f"orchestrator export {uri} {name} exports/{shlex.quote(facts.name)}-{row['step']}",
+        "export": f"orchestrator export {uri} {name} exports/{shlex.quote(facts.name)}-{row.step}",
         "verify": f"orchestrator verify {uri} {name}",
     }

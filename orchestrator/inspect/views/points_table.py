@@ -7,6 +7,7 @@ point is read for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from orchestrator.checkpoint.points.point_status import Fates, maybe_deleted, point_fates
@@ -15,14 +16,24 @@ from orchestrator.errors import RefusedError
 from orchestrator.history.claims.claims import ORIGIN, ClaimParent
 from orchestrator.history.finding_files import VERIFY
 from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.inspect.status.point_row import (
+    DAMAGED,
+    HEALTHY,
+    ORPHAN,
+    SIZES,
+    Checked,
+    PointRow,
+    SavedAs,
+    point_row,
+    stamp,
+)
 from orchestrator.inspect.views.facts.columns import Event
-from orchestrator.inspect.views.facts.facts import Facts, stamp
+from orchestrator.inspect.views.facts.facts import Facts
 from orchestrator.inspect.views.facts.files import PointFacts
 from orchestrator.records.steps import StateKey
 
-HEALTHY, DAMAGED, ORPHAN, PINNED, ALL = "healthy", "damaged", "orphan", "pinned", "all"
+PINNED, ALL = "pinned", "all"
 STATES = (ALL, HEALTHY, PINNED, DAMAGED, ORPHAN)
-SIZES, DIGESTS = "sizes", "digests"
 LIMIT = 500
 _KINDS = (
     EventKind.POINT_COMMITTED,
@@ -36,13 +47,13 @@ _COUNTS = ("consumed_samples", "consumed_tokens", "target_tokens")
 
 Row = dict[str, Any]
 
-SORTS: Mapping[str, Callable[[Row], Any]] = {
-    "step": lambda row: (row["attempt"], row["generation"], row["step"]),
-    "t": lambda row: row["t"] or 0.0,
-    "tokens": lambda row: row["consumed_tokens"] or 0,
-    "bytes": lambda row: row["bytes"],
-    "save_s": lambda row: row["save_s"] or 0.0,
-    "save_blocked_s": lambda row: row["save_blocked_s"] or 0.0,
+SORTS: Mapping[str, Callable[[PointRow], Any]] = {
+    "step": lambda row: (row.attempt, row.generation, row.step),
+    "t": lambda row: row.t or 0.0,
+    "tokens": lambda row: row.consumed_tokens or 0,
+    "bytes": lambda row: row.bytes,
+    "save_s": lambda row: row.save_s or 0.0,
+    "save_blocked_s": lambda row: row.save_blocked_s or 0.0,
 }
 
 
@@ -61,7 +72,7 @@ def points(
             code="command.unknown_order",
         )
     rows = table(facts)
-    found = [row for row in rows if _is(row, state) and q in row["name"]]
+    found = [row for row in rows if _is(row, state) and q in row.name]
     found.sort(key=SORTS[sort.lstrip("-")], reverse=sort.startswith("-"))
     offset = max(0, offset)
     return {
@@ -69,24 +80,24 @@ def points(
         "offset": offset,
         "counts": {each: sum(_is(row, each) for row in rows) for each in STATES},
         "head_tokens": facts.tokens,
-        "rows": found[offset : offset + max(0, min(LIMIT, limit))],
+        "rows": [row.to_json() for row in found[offset : offset + max(0, min(LIMIT, limit))]],
     }
 
 
-def table(facts: Facts) -> list[Row]:
+def table(facts: Facts) -> list[PointRow]:
     """All points except deleted ones, oldest first."""
     return facts.kept("points", (facts.shape, facts.points_seen), lambda: _table(facts))
 
 
-def by_name(facts: Facts) -> dict[str, Row]:
+def by_name(facts: Facts) -> dict[str, PointRow]:
     """The rows of `table` by name."""
     key = facts.shape, facts.points_seen
-    return facts.kept("points by name", key, lambda: {row["name"]: row for row in table(facts)})
+    return facts.kept("points by name", key, lambda: {row.name: row for row in table(facts)})
 
 
-def newest_healthy(facts: Facts) -> Row | None:
+def newest_healthy(facts: Facts) -> PointRow | None:
     """The newest point of the history that is whole: a start would continue from it."""
-    return next((row for row in reversed(table(facts)) if row["state"] == HEALTHY), None)
+    return next((row for row in reversed(table(facts)) if row.state == HEALTHY), None)
 
 
 def deleted(facts: Facts) -> list[Row]:
@@ -132,13 +143,13 @@ def of_no_generation(facts: Facts) -> frozenset[str]:
     return frozenset(n for n, k in keys.items() if k and (k.attempt, k.generation) not in facts.columns.index)
 
 
-def _is(row: Row, state: str) -> bool:
+def _is(row: PointRow, state: str) -> bool:
     if state == PINNED:
-        return bool(row["pinned"])
-    return state in (ALL, row["state"])
+        return row.pin is not None
+    return state in (ALL, row.state)
 
 
-def _table(facts: Facts) -> list[Row]:
+def _table(facts: Facts) -> list[PointRow]:
     committed = {event.fields["point"]: event for event in facts.events(EventKind.POINT_COMMITTED)}
     findings = _findings(facts)
     held = facts.parent(facts.files.begun)
@@ -147,8 +158,8 @@ def _table(facts: Facts) -> list[Row]:
     rows = []
     for name in newest_first({*names, *gone})[::-1]:
         row = _row(facts, name, facts.files.points.get(name), committed.get(name), findings.get(name))
-        row["held"] = held is not None and held.parent is not None and held.parent.point_name == name
-        rows.append(row)
+        is_held = held is not None and held.parent is not None and held.parent.point_name == name
+        rows.append(replace(row, held=is_held))
     return rows
 
 
@@ -160,15 +171,17 @@ def _is_missed(facts: Facts, name: str) -> bool:
     return key is not None and (name in facts.files.leftovers or not facts.path.why_orphan(key))
 
 
-def _row(facts: Facts, name: str, there: PointFacts | None, event: Event | None, finding: Row | None) -> Row:
+def _row(
+    facts: Facts, name: str, there: PointFacts | None, event: Event | None, finding: Row | None
+) -> PointRow:
     key = parse_point_name(name)
     assert key is not None, "only names of points are listed"
     commit = there.commit if there is not None else None
     at = facts.columns.index.get((key.attempt, key.generation))
     begun = inherited(facts, key)
-    start = facts.columns.generations[at].start if at is not None else begun and begun.begins
-    cursor = event.fields["cursor"] if event is not None else _cursor(facts, name, there)
-    num_bytes = sum(entry.bytes for entry in commit.files) if commit is not None else 0
+    start = begun.begins if begun is not None else None
+    if at is not None:
+        start = facts.columns.generations[at].start
     wrong = dict(there.wrong) if there is not None else {"COMMIT": "is missing"}
     if finding is not None:
         wrong = {**finding["wrong"], **wrong}
@@ -179,42 +192,20 @@ def _row(facts: Facts, name: str, there: PointFacts | None, event: Event | None,
     run = facts.files.run
     if commit is not None and run is not None and commit.run_id != run.id:
         orphan_why = f"it belongs to run {commit.run_id or 'without an id'}"
-    away = there.away if there is not None and not wrong else ""
-    checked = finding["checked"] if finding is not None else SIZES
-    hold = facts.files.pins.get(name)
-    pin = hold and {"by": hold.by, "reason": hold.reason, "created": hold.created, "t": stamp(hold.created)}
-    return {
-        "name": name,
-        "attempt": key.attempt,
-        "generation": key.generation,
-        "step": key.step,
-        "t": event.t if event is not None else _time_of(facts, key),
-        "consumed_samples": cursor.get("consumed_samples"),
-        "consumed_tokens": cursor.get("consumed_tokens"),
-        "target_tokens": cursor.get("target_tokens"),
-        "world_size": commit.world_size if commit else start.world_size if start else None,
-        "global_batch_size": start.global_batch_size if start else None,
-        "seq_len": start.seq_len if start else None,
-        "bytes": num_bytes or (event.fields["bytes"] if event is not None else 0),
-        "save_s": commit.save_s if commit else event.fields["save_s"] if event else None,
-        "save_blocked_s": commit.save_blocked_s if commit else None,
-        "parent": commit.parent.point_name if commit and commit.parent else None,
-        "weights_digest": commit.weights_digest if commit else "",
-        "healthy": False if wrong else True if checked == DIGESTS and not away else None,
-        "away": away,
-        "reason": away or "; ".join(f"{file} {reason}".strip() for file, reason in wrong.items()),
-        "on_lineage": not orphan_why,
-        "orphan_why": orphan_why,
-        "state": DAMAGED if wrong else ORPHAN if orphan_why else HEALTHY,
-        "quarantined": mark and {"by": mark.by, "created": mark.created, "t": stamp(mark.created)},
-        "pinned": pin is not None,
-        "pin": pin,
-        "held": False,
-        "checked": checked,
-        "checked_at": finding["t"] if finding is not None else None,
-        # of each rank's process, if it was recorded
-        "peak_memory_bytes": (event.fields.get("peak_memory_bytes") or None) if event is not None else None,
-    }
+    saved = SavedAs(
+        commit=commit,
+        cursor=event.fields["cursor"] if event is not None else _cursor(facts, name, there),
+        event=event.fields if event is not None else None,
+        t=event.t if event is not None else _time_of(facts, key),
+        start=start,
+    )
+    found = Checked(
+        wrong="; ".join(f"{file} {reason}".strip() for file, reason in wrong.items()),
+        away=there.away if there is not None else "",
+        checked=finding["checked"] if finding is not None else SIZES,
+        t=finding["t"] if finding is not None else None,
+    )
+    return point_row(name, saved, found, orphan_why, facts.files.pins.get(name), mark)
 
 
 def _cursor(facts: Facts, name: str, there: PointFacts | None) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from orchestrator.history.claims.claim_files import RESUME
 from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.inspect.status.point_row import stamp
 from orchestrator.inspect.status.snapshot import (
     RECENT_STEPS,
     Fault,
@@ -20,7 +21,7 @@ from orchestrator.inspect.status.snapshot import (
 )
 from orchestrator.inspect.status.tail import LOST
 from orchestrator.inspect.status.verdict import GONE, OPEN, STARTING, WAITING, Risk
-from orchestrator.inspect.views.facts.facts import Facts, stamp
+from orchestrator.inspect.views.facts.facts import Facts
 from orchestrator.inspect.views.incidents import happenings, waiting_now
 from orchestrator.inspect.views.points_table import newest_healthy
 from orchestrator.json_form import decode
@@ -46,9 +47,9 @@ def run_snapshot(facts: Facts) -> RunSnapshot:
         alive=False if end is not None else life.alive,
         watched_s=life.watched_s,
         watch_s=life.limit_s,
-        point=point["name"] if point is not None else None,
-        point_t=point["t"] if point is not None else None,
-        cursor=_cursor(facts, point["name"]) if point is not None else None,
+        point=point.name if point is not None else None,
+        point_t=point.t if point is not None else None,
+        cursor=_cursor(facts, point.name) if point is not None else None,
         num_points=len(files.points),
         has_no_point=not inherited and all(e.attempt != files.begun for e in committed),
         quarantined=tuple(name for name in files.points if name in files.marks),
@@ -57,7 +58,7 @@ def run_snapshot(facts: Facts) -> RunSnapshot:
         wanted=(formed[-1].fields.get("wanted") or None) if formed else None,
         shortage=Shortage(there=waits["there"], needed=waits["needed"], t=waits["t"]) if waits else None,
         tokens_per_s=_tokens_per_s(facts),
-        risk=_risk(facts, (point["consumed_tokens"] or 0) if point is not None else 0),
+        risk=_risk(facts, (point.consumed_tokens or 0) if point is not None else 0),
         fault=Fault(text=faults[-1]["text"], t=faults[-1]["t"]) if faults else None,
         last_sign=(None if end is not None else life.last_sign) or facts.wrote(number) or facts.created,
         missing=facts.pieces,

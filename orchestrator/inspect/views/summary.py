@@ -11,21 +11,14 @@ import numpy as np
 
 from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.config.redaction import redacted, redacted_text
+from orchestrator.inspect.status.point_row import DAMAGED, DIGESTS, HEALTHY, ORPHAN, PointRow
 from orchestrator.inspect.status.snapshot import RunSnapshot
 from orchestrator.inspect.status.verdict import NEW, STARTING, Standing, level, missing_text, verdict
 from orchestrator.inspect.views import goodput
 from orchestrator.inspect.views.checks import BAD, WARN, checks
 from orchestrator.inspect.views.facts.facts import Facts, mean_loss, short
 from orchestrator.inspect.views.incidents import brief, happenings
-from orchestrator.inspect.views.points_table import (
-    DAMAGED,
-    DIGESTS,
-    HEALTHY,
-    ORPHAN,
-    deleted,
-    newest_healthy,
-    table,
-)
+from orchestrator.inspect.views.points_table import deleted, newest_healthy, table
 from orchestrator.inspect.views.run_snapshot import run_snapshot
 
 RECENT = 9
@@ -128,7 +121,7 @@ def _risk(facts: Facts, at: RunSnapshot, every: int | None) -> Row:
     }
 
 
-def _point(facts: Facts, point: Row | None) -> Row | None:
+def _point(facts: Facts, point: PointRow | None) -> Row | None:
     if point is None:
         return None
     shown = (
@@ -142,20 +135,21 @@ def _point(facts: Facts, point: Row | None) -> Row | None:
         "attempt",
         "generation",
     )
-    read = [r["checked_at"] for r in table(facts) if r["state"] == HEALTHY and r["checked"] == DIGESTS]
-    return {name: point[name] for name in shown} | {"checked_newest": max(filter(None, read), default=None)}
+    read = [r.checked_at for r in table(facts) if r.state == HEALTHY and r.checked == DIGESTS]
+    newest = max(filter(None, read), default=None)
+    return {name: getattr(point, name) for name in shown} | {"checked_newest": newest}
 
 
 def _points(facts: Facts) -> Row:
     rows = table(facts)
     return {
-        "healthy": sum(row["state"] == HEALTHY for row in rows),
-        "pinned": sum(row["pinned"] for row in rows),
-        "damaged": sum(row["state"] == DAMAGED for row in rows),
-        "orphan": sum(row["state"] == ORPHAN for row in rows),
+        "healthy": sum(row.state == HEALTHY for row in rows),
+        "pinned": sum(row.pin is not None for row in rows),
+        "damaged": sum(row.state == DAMAGED for row in rows),
+        "orphan": sum(row.state == ORPHAN for row in rows),
         "deleted": len(facts.kept("deleted", (facts.shape, facts.points_seen), lambda: deleted(facts))),
         "total": len(rows),
-        "bytes": sum(row["bytes"] for row in rows),
+        "bytes": sum(row.bytes for row in rows),
     }
 
 

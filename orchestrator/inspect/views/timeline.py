@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from orchestrator.inspect.status.point_row import DAMAGED, DIGESTS, HEALTHY, ORPHAN
 from orchestrator.inspect.views.facts.effective_steps import Piece
 from orchestrator.inspect.views.facts.facts import Facts
 from orchestrator.inspect.views.incidents import happenings
-from orchestrator.inspect.views.points_table import DAMAGED, DIGESTS, HEALTHY, ORPHAN, deleted, table
+from orchestrator.inspect.views.points_table import deleted, table
 
 SEGMENTS = ("attempt", "generation", "t0", "t1", "k0", "k1", "s0", "s1", "world", "fate", "by")
 ATTEMPTS = ("attempt", "why", "t0", "t1", "outcome", "on_history", "then_off")
@@ -134,15 +135,15 @@ def _attempts(facts: Facts) -> list[list[Any]]:
 def _points(facts: Facts) -> list[list[Any]]:
     rows = [
         [
-            row["name"],
-            round(row["t"], 1),
-            row["consumed_tokens"],
-            row["step"],
-            PINNED if row["pinned"] and row["state"] == HEALTHY else CODES[row["state"]],
-            int(row["checked"] == DIGESTS),
+            point.name,
+            round(point.t, 1),
+            point.consumed_tokens,
+            point.step,
+            PINNED if point.pin is not None and point.state == HEALTHY else CODES[point.state],
+            int(point.checked == DIGESTS),
         ]
-        for row in table(facts)
-        if row["consumed_tokens"] is not None and row["t"] is not None
+        for point in table(facts)
+        if point.consumed_tokens is not None and point.t is not None
     ]
     rows += [
         [row["name"], round(row["t"], 1), row["consumed_tokens"], row["step"], DELETED, 0]

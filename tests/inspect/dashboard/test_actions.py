@@ -135,7 +135,7 @@ def test_a_pins_command_has_the_reason_that_was_typed() -> None:
 def test_verifying_says_that_a_mark_is_made_or_lifted() -> None:
     (_, made) = planned("verify", Asked(point=POINT), SIGHT, SECRET, 0.0).effects[-1]
     assert "If a byte is wrong, the point is marked as damaged" in made
-    marked = {**DETAIL, "point": {**DETAIL["point"], "quarantined": {"by": "ann"}}}
+    marked = {**DETAIL, "point": {**DETAIL["point"], "quarantined": True, "mark": {"by": "ann"}}}
     of_marked = replace(SIGHT, detail=marked)
     (_, lifted) = planned("verify", Asked(point=POINT), of_marked, SECRET, 0.0).effects[-1]
     assert "the mark is lifted if every byte is right" in lifted

@@ -9,7 +9,7 @@ export function drawPoint(d, app) {
 	const p = d.point, now = d.now, out = [];
 	const can = kind => app.can(kind), act = (kind, label, name, cls) => h('button', { class: 'btn ' + (cls || ''), onclick: () => app.act(kind, p.name) }, icon(name, 's'), label);
 	const state = [];
-	if (p.state === 'damaged') state.push(h('div', { class: 'banner' }, icon('damaged', 'fault'), h('div', {}, h('h2', {}, 'Damaged'), h('p', {}, p.reason), p.quarantined && h('p', { class: 'muted' }, `Quarantined by ${p.quarantined.by || 'somebody'}, ${past(p.quarantined.t, now)}. Verify lifts that when every byte is right again.`), h('p', { class: 'muted' }, 'A start names it and takes the newest whole point before it.'))));
+	if (p.state === 'damaged') state.push(h('div', { class: 'banner' }, icon('damaged', 'fault'), h('div', {}, h('h2', {}, 'Damaged'), h('p', {}, p.reason), p.quarantined && h('p', { class: 'muted' }, `Quarantined by ${p.mark.by || 'somebody'}, ${past(p.mark.t, now)}. Verify lifts that when every byte is right again.`), h('p', { class: 'muted' }, 'A start names it and takes the newest whole point before it.'))));
 	if (p.away) state.push(h('div', { class: 'banner warn' }, icon('sizes', 'muted'), h('div', {}, h('h2', {}, 'Out of reach from here'), h('p', {}, p.away))));
 	if (p.orphan_why) state.push(h('div', { class: 'banner warn' }, icon('orphan', 'muted'), h('div', {}, h('h2', {}, 'Not on the history'), h('p', {}, p.orphan_why[0].toUpperCase() + p.orphan_why.slice(1) + '.'), h('p', { class: 'muted' }, 'It is kept for the record. This run never resumes it' + (p.state === 'damaged' ? '.' : '; a fork can.')))));
 	out.push(h('section', {}, ...state, h('div', { class: 'row wrap acts' },

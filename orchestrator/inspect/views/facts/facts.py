@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy as np
 from orchestrator.history.claims.claim_files import FORK, REWIND
 from orchestrator.history.claims.claims import ClaimParent, GenerationStart
 from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.inspect.status.point_row import stamp
 from orchestrator.inspect.views.facts.arrays import Array, Growing, Pyramid
 from orchestrator.inspect.views.facts.columns import Columns, Event, Generation
 from orchestrator.inspect.views.facts.effective_steps import Path
@@ -219,14 +219,6 @@ class Facts:
         origin.
         """
         return self.path.lineage.segments[-1].start if self.path.lineage.segments else None
-
-
-def stamp(text: str) -> float | None:
-    """A time of a sealed file as seconds since 1970; None if it is no time."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None
 
 
 def short(value: float | None, digits: int = 5) -> float | None:
