@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from orchestrator.cli.shared import say
-from orchestrator.inspect.audit.audit_progress import AuditProgress, NoAuditProgress
+from orchestrator.inspect.audit.audit_run import AuditProgress, NoAuditProgress
 
 EVERY_S = 10.0  # between two lines
 _MANY = 1e6

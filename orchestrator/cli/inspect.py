@@ -209,7 +209,7 @@ def status(
         if json:
             print_json(seen.to_json(), lines=watch)
         else:
-            from orchestrator.inspect.status.view_text import status_lines
+            from orchestrator.inspect.status.view import status_lines
 
             if watch and sys.stdout.isatty():
                 sys.stdout.write("\x1b[H\x1b[J")  # replaces the look before it

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from orchestrator.config.schema import JobConfig
-    from orchestrator.inspect.audit.audit_progress import AuditProgress
+    from orchestrator.inspect.audit.audit_run import AuditProgress
     from orchestrator.inspect.planned import Planned
     from orchestrator.inspect.views.run_views import RunViews
     from orchestrator.launch.branch.fork import ForkPlan
@@ -387,7 +387,7 @@ class Run:
         """Curves of the history over `step`, `tokens` or `time`, a panel per metric (default: loss); a
         matplotlib figure. Needs the extra `notebook`.
         """
-        from orchestrator.inspect.plots import plot
+        from orchestrator.inspect.display import plot
 
         return plot(self.steps(), metrics or ("loss",), x, self.uri)
 
@@ -449,7 +449,7 @@ class Run:
         return Planned(plan=api.plan_job(config, runs_code=False), config=config)
 
     def _repr_html_(self) -> str:
-        from orchestrator.inspect.status.view_text import status_html
+        from orchestrator.inspect.status.view import status_html
 
         return status_html(self._view(0.0, not_watched))
 
@@ -496,8 +496,7 @@ class Run:
         with them), or this machine lacks an encoder: then nothing can be said.
         """
         from orchestrator.inspect.audit.audit import audit
-        from orchestrator.inspect.audit.audit_progress import NoAuditProgress
-        from orchestrator.inspect.audit.audit_run import HowToAudit
+        from orchestrator.inspect.audit.audit_run import HowToAudit, NoAuditProgress
 
         if processes is not None and processes < 1:
             raise RefusedError(
@@ -509,13 +508,13 @@ class Run:
     def list_samples(self, step: str | int, text: bool = False) -> dict[str, Any]:
         """Which documents a step of the history was trained on, sample by sample; `step` is named as
         everywhere (`250`, `a2:250`). With `text`, their tokens decoded by the run's own tokenizer. The
-        document of `samples --json`; see `inspect.samples.step_documents.step_documents`.
+        document of `samples --json`; see `inspect.step_documents.step_documents`.
 
         Reads the files from the nearest cursor in the journal on. Raises as `audit` does.
         """
         from orchestrator.data.code_process import call, needs_code
         from orchestrator.inspect.audit.run_data import trained_data
-        from orchestrator.inspect.samples.step_documents import step_documents
+        from orchestrator.inspect.step_documents import step_documents
 
         seen = survey(self._store)
         spec = trained_data(self._store, self.uri, seen)
@@ -525,7 +524,7 @@ class Run:
         """The same as a row for each document of each sample. Columns: `inspect.frames.SAMPLES`. Raises
         `DataIdentityError` if these are not the samples that the journal says were trained.
         """
-        from orchestrator.inspect.samples.step_documents import sample_rows
+        from orchestrator.inspect.step_documents import sample_rows
 
         found = self.list_samples(step, text)
         if not found["matches"]:

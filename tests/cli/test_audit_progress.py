@@ -12,7 +12,7 @@ import pytest
 from orchestrator.cli import audit_progress
 from orchestrator.cli.audit_progress import _Lines, shown
 from orchestrator.cli.commands import main
-from orchestrator.inspect.audit.audit_progress import NoAuditProgress
+from orchestrator.inspect.audit.audit_run import NoAuditProgress
 from tests.launch.test_replay import example  # noqa: F401  a fixture
 
 

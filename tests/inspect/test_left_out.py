@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.errors import DataError
 from orchestrator.inspect.run import open_run
-from orchestrator.inspect.status.view_text import status_lines
+from orchestrator.inspect.status.view import status_lines
 from orchestrator.inspect.views.run_views import RunViews
 from tests.data.making import some_texts, write_corpus
 from tests.launch.test_skip import SkippingRun, survey_newest

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer
 import orchestrator
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.packing.samples import open_samples
+from orchestrator.inspect import step_documents
 from orchestrator.inspect.audit.reference import reference_windows
 from orchestrator.inspect.audit.run_data import trained_data
-from orchestrator.inspect.samples import step_documents
-from orchestrator.inspect.samples.step_documents import TracingWindows
+from orchestrator.inspect.step_documents import TracingWindows
 from orchestrator.records.cursor import Cursor
 from tests.data.making import some_texts, write_corpus
 from tests.data.test_chat import CHATML_TAGGED, byte_level, saved

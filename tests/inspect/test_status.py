@@ -23,8 +23,8 @@ from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.inspect import run as history
 from orchestrator.inspect.run import Run
-from orchestrator.inspect.status import tail, verdict, view_text
-from orchestrator.inspect.status.view_text import status_lines
+from orchestrator.inspect.status import tail, verdict, view
+from orchestrator.inspect.status.view import status_lines
 from orchestrator.json_form import encode
 from orchestrator.records.membership import JoinRequest
 from orchestrator.storage.disk import OsDisk
@@ -349,7 +349,7 @@ def test_a_frame_says_by_one_clock_for_how_long_no_step_came_and_not_that_of_a_s
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(history, "WATCH_S", LONG_S)
-    for module in (verdict, view_text):
+    for module in (verdict, view):
         monkeypatch.setattr(module, "STILL_S", 1e-6)
     attempt = Attempt(runner)
     attempt.begin()

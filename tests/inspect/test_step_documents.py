@@ -18,7 +18,7 @@ import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.cli.tables import samples_lines
 from orchestrator.errors import DataIdentityError, RefusedError
-from orchestrator.inspect.samples.tracing_packer import TracingPacker
+from orchestrator.inspect.step_documents import TracingPacker
 from orchestrator.records.cursor import Cursor, SourceCursor
 from tests.data.making import job, some_texts, spec_of, write_corpus
 from tests.inspect.test_audit import TrainedRun

@@ -1,7 +1,8 @@
 """The processes of an audit: distributes tasks, and returns the results in the tasks' order.
 
 The distribution does not affect the results. A process that dies, or an error in one, is raised and never
-taken for a result.
+taken for a result. `ProcessPoolExecutor` is not used, because it imports the caller's main script in each
+process: a script that calls `Run.audit` without a guard would run again.
 """
 
 from __future__ import annotations
@@ -10,17 +11,29 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
+from threading import Thread
 from types import TracebackType
 from typing import Any
 
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError
-from orchestrator.inspect.audit.audit_tasks import Failed, Found, Progressed, Task, carry_out, ends_all
+from orchestrator.inspect.audit.audit_tasks import (
+    Failed,
+    Found,
+    Message,
+    Progressed,
+    Task,
+    carry_out,
+    ends_all,
+)
 
-WORKER = "orchestrator.inspect.audit.audit_worker"
+WORKER = f"from {__name__} import run_worker; run_worker()"
 Advanced = Callable[[int, int, int], None]
 """(number of the task, additional steps or files, their positions or bytes)"""
 
@@ -136,7 +149,7 @@ class _Worker:
         # the child searches this process's path and the current folder
         places = [*(path for path in sys.path if path), os.getcwd()]
         self._process = subprocess.Popen(  # noqa: S603  this Python, and a module of ours
-            [sys.executable, "-P", "-m", WORKER, str(their_tasks), str(their_answers)],
+            [sys.executable, "-P", "-c", WORKER, str(their_tasks), str(their_answers)],
             stdin=subprocess.DEVNULL,
             pass_fds=(their_tasks, their_answers),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
@@ -183,3 +196,60 @@ def _how_it_ended(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was killed ({signal.Signals(-code).name})"
+
+
+TELL_EVERY_S = 0.2
+
+
+class _Teller:
+    """Reports progress, not too often."""
+
+    def __init__(self, out: Connection[Any, Any]) -> None:
+        self._out, self._told = out, time.monotonic()
+        self._times = self._num = 0
+
+    def done(self, num: int) -> None:
+        self._times, self._num = self._times + 1, self._num + num
+        if time.monotonic() - self._told >= TELL_EVERY_S:
+            self.tell()
+
+    def tell(self) -> None:
+        if self._times:
+            self._out.send(Progressed(times=self._times, num=self._num))
+        self._times, self._num, self._told = 0, 0, time.monotonic()
+
+
+def _answer(spec: DataSpec, task: Task, out: Connection[Any, Any]) -> None:
+    teller = _Teller(out)
+    try:
+        found: Message = carry_out(spec, task, teller.done)
+    except OrchestratorError as error:
+        found = Failed(error=error, text=str(error))
+    except Exception:  # noqa: BLE001  the parent reports it
+        found = Failed(error=None, text=traceback.format_exc())
+    teller.tell()
+    out.send(found)
+
+
+def _listen(asked: Connection[Any, Any], queue: SimpleQueue[Any]) -> None:
+    """Ends the process when the task pipe is closed."""
+    try:
+        while True:
+            queue.put(asked.recv())
+    except EOFError:
+        os._exit(0)
+
+
+def run_worker() -> None:
+    """Runs a process of an audit; `sys.argv` has two inherited file descriptors.
+
+    It reads the run's data and then tasks from one pipe, and writes the results into the other. It ends when
+    the task pipe is closed, even in the middle of a task: then its parent is gone.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of a terminal; the parent decides
+    asked, out = (Connection(int(number)) for number in sys.argv[1:3])
+    queue: SimpleQueue[Any] = SimpleQueue()
+    Thread(target=_listen, args=(asked, queue), daemon=True).start()
+    spec = queue.get()
+    while True:
+        _answer(spec, queue.get(), out)

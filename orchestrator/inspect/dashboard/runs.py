@@ -16,24 +16,117 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.checkpoint.node_local.node_storage import with_nodes
-from orchestrator.checkpoint.points.run_file import RUN_FILE
+from orchestrator.checkpoint.points.run_file import RUN_FILE, RunFile
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.declaring import NAME
-from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.config.redaction import redacted_text
+from orchestrator.errors import OrchestratorError, StorageError, text_of
+from orchestrator.history.claims.liveness import Busy, Free
 from orchestrator.inspect.dashboard.answers import UNANSWERABLE, Problem, RouteError, not_found
-from orchestrator.inspect.dashboard.listed import ListedRun, unreadable_row
 from orchestrator.inspect.run import Run
-from orchestrator.inspect.status.status_reader import attributes_kept_s
-from orchestrator.inspect.status.verdict import missing_text
+from orchestrator.inspect.status.point_rows import stamp
+from orchestrator.inspect.status.status_reader import SnapshotReader, attributes_kept_s
+from orchestrator.inspect.status.verdict import UNREADABLE, missing_text
+from orchestrator.inspect.views.facts.facts import WATCH_S, Life, LifeWatch
 from orchestrator.inspect.views.facts.files import UnreadableError
-from orchestrator.inspect.views.facts.life import WATCH_S, LifeWatch
 from orchestrator.inspect.views.lineage_graph import Fork
 from orchestrator.inspect.views.run_views import RunViews
-from orchestrator.inspect.views.summary import sentence
+from orchestrator.inspect.views.summary import row, sentence
 from orchestrator.storage.at_once import at_once
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import join, split
 from orchestrator.storage.tries import problem_code
+
+ROW_BYTES = 1 << 20  # of a journal: some thousand steps
+ANEW_S = 60.0  # a row of a run in which nothing changes is read again after so long
+SEEN_FOLDERS = ("attempts", "points", "quarantine", "journal", "manifest")
+
+Row = dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class ListedRun:
+    """One run's row. Safe to use from threads."""
+
+    name: str
+    store: RunStore
+    life: LifeWatch
+    clock: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _seen: Any = None
+    _read_at: float = float("-inf")
+    _row: Row = field(default_factory=dict)
+    _run: RunFile | None = None
+    _life: Life = field(default_factory=Life)
+
+    def __post_init__(self) -> None:
+        self._reader = SnapshotReader(store=self.store, most_bytes=ROW_BYTES)
+
+    def row(self) -> Row:
+        """The run's row, or the reason why it cannot be read. Never raises."""
+        with self._lock:
+            try:
+                row = self._current()
+            except OrchestratorError as error:
+                row = self._unreadable(str(error))
+            except Exception as error:  # noqa: BLE001  a fault in one run must not hide the others
+                row = self._unreadable(f"it cannot be shown: {text_of(error)}")
+            return {**row, "now": self.clock()}
+
+    def fork(self) -> Fork | None:
+        """The run and point that it is a fork of; None if it is no fork, or that cannot be read."""
+        try:
+            run = self._run_file()
+        except OrchestratorError:
+            return None
+        if run is None or run.forked_from is None:
+            return None
+        return Fork(run=self.name, of=run.forked_from.run_id, point=run.forked_from.point)
+
+    def _run_file(self) -> RunFile | None:
+        if self._run is None:
+            self._run = self.store.read_run()
+        return self._run
+
+    def _current(self) -> Row:
+        store = self.store
+        run, number = self._run_file(), max(store.claim_numbers(), default=0)
+        end = store.read_end(number) if number else None
+        over = number == 0 or end is not None
+        signs = b"" if over else store.signs_of_life(number)
+        life = self._life = self.life.look(number, over, signs)
+        seen = (life.alive, signs, [store.storage.list(folder) for folder in SEEN_FOLDERS])
+        if seen != self._seen or self.monotonic() - self._read_at >= ANEW_S:
+            self._row = self._read(run, life)
+            self._seen, self._read_at = seen, self.monotonic()
+        told = {"last_sign": life.last_sign} if end is None and life.last_sign is not None else {}
+        return {**self._row, **told}
+
+    def _read(self, run: RunFile | None, life: Life) -> Row:
+        store = self.store
+        number = max(store.claim_numbers(), default=0)
+        watched = {True: Busy(number=number), False: Free(number=number), None: None}[life.alive]
+        at = self._reader.read(watched, life.watched_s, life.limit_s)
+        return row(run.name if run is not None else self.name, at, self.clock()) | {
+            "uri": store.storage.root,
+            "created": stamp(run.created) if run is not None else None,
+        }
+
+    def _unreadable(self, why: str) -> Row:
+        self._seen = None
+        row = unreadable_row(self.name, self.store.storage.root, why, self.clock())
+        created = stamp(self._run.created) if self._run is not None else None
+        return {**row, "created": created, "alive": self._life.alive}
+
+
+def unreadable_row(name: str, uri: str, why: str, now: float) -> Row:
+    """The row of a run that cannot be read."""
+    reason = redacted_text(why)
+    error = {"file": None, "line": None, "reason": reason}
+    row = {"name": name, "uri": uri, "now": now, "state": UNREADABLE, "reason": reason, "error": error}
+    return {**row, "since": None, "created": None}
+
 
 REFRESH_S = 0.5  # a run is not read anew more often than this
 MOST_KEPT = 16  # runs whose journals are kept in memory, the last requested ones

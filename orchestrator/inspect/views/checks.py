@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from orchestrator.inspect.status.point_row import DAMAGED, DIGESTS
+from orchestrator.inspect.status.point_rows import DAMAGED, DIGESTS
 from orchestrator.inspect.status.verdict import DONE, FAILED, RUNNING, STARTING, STOPPED, WAITING
 from orchestrator.inspect.views import sources
 from orchestrator.inspect.views.facts.facts import Facts

@@ -21,7 +21,7 @@ from orchestrator.history import sentences
 from orchestrator.history.claims.claim_files import FORK, RESTARTED, RESUME, REWIND
 from orchestrator.history.claims.claims import GenerationId
 from orchestrator.history.journal.event_kinds import EventKind
-from orchestrator.inspect.status.point_row import stamp
+from orchestrator.inspect.status.point_rows import stamp
 from orchestrator.inspect.views.abandoned_steps import left_behind
 from orchestrator.inspect.views.facts.columns import Event, Generation
 from orchestrator.inspect.views.facts.facts import DRAIN, Facts

@@ -9,7 +9,7 @@ import numpy as np
 
 from orchestrator.history.claims.claim_files import RESUME
 from orchestrator.history.journal.event_kinds import EventKind
-from orchestrator.inspect.status.point_row import stamp
+from orchestrator.inspect.status.point_rows import stamp
 from orchestrator.inspect.status.snapshot import (
     RECENT_STEPS,
     Fault,

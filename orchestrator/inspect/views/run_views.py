@@ -37,7 +37,6 @@ from orchestrator.inspect.views import (
     events,
     goodput,
     lineage_graph,
-    point_detail,
     points_table,
     series,
     sources,
@@ -46,9 +45,8 @@ from orchestrator.inspect.views import (
 )
 from orchestrator.inspect.views.facts import effective_steps
 from orchestrator.inspect.views.facts.columns import Columns
-from orchestrator.inspect.views.facts.facts import Along, Facts
+from orchestrator.inspect.views.facts.facts import WATCH_S, Along, Facts, LifeWatch
 from orchestrator.inspect.views.facts.files import LaterError, RunFiles, UnreadableError
-from orchestrator.inspect.views.facts.life import WATCH_S, LifeWatch
 
 # The missing parts of a run's folder, as `status` shows them (`monitor.missing`), from the views' data.
 #
@@ -344,7 +342,7 @@ class RunViews:
         if name in facts.files.points and facts.files.compare(name):
             facts.files.points_seen += 1
             self.refresh()  # it may have been deleted just now
-        return point_detail.point(facts, name, self._now())
+        return points_table.point(facts, name, self._now())
 
     def attempts(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestrator.history.finding_files import newest_audit
 from orchestrator.history.journal.event_kinds import EventKind
-from orchestrator.inspect.status.point_row import stamp
+from orchestrator.inspect.status.point_rows import stamp
 from orchestrator.inspect.views.facts.columns import Event
 from orchestrator.inspect.views.facts.facts import Facts, short
 

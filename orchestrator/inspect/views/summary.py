@@ -11,7 +11,7 @@ import numpy as np
 
 from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.config.redaction import redacted, redacted_text
-from orchestrator.inspect.status.point_row import DAMAGED, DIGESTS, HEALTHY, ORPHAN, PointRow
+from orchestrator.inspect.status.point_rows import DAMAGED, DIGESTS, HEALTHY, ORPHAN, PointRow
 from orchestrator.inspect.status.snapshot import RunSnapshot
 from orchestrator.inspect.status.verdict import NEW, STARTING, Standing, level, missing_text, verdict
 from orchestrator.inspect.views import goodput

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator.inspect.status.point_row import DAMAGED, DIGESTS, HEALTHY, ORPHAN
+from orchestrator.inspect.status.point_rows import DAMAGED, DIGESTS, HEALTHY, ORPHAN
 from orchestrator.inspect.views.facts.effective_steps import Piece
 from orchestrator.inspect.views.facts.facts import Facts
 from orchestrator.inspect.views.incidents import happenings

@@ -17,8 +17,7 @@ from starlette.testclient import TestClient
 from benchmarks.made_run import write_run
 from orchestrator.inspect.dashboard import runs as opened_runs
 from orchestrator.inspect.dashboard.app import _api, make_app
-from orchestrator.inspect.dashboard.listed import ROW_BYTES
-from orchestrator.inspect.dashboard.runs import Runs
+from orchestrator.inspect.dashboard.runs import ROW_BYTES, Runs
 from orchestrator.inspect.run import Run
 from orchestrator.launch.capacity.capacity import KnownMachines, memory_plan
 from orchestrator.planning.state.parallel_choice import Machine

@@ -40,7 +40,7 @@ from orchestrator.inspect.views.facts.arrays import Pyramid
 from orchestrator.inspect.views.facts.columns import Event
 from orchestrator.inspect.views.facts.facts import shorts
 from orchestrator.inspect.views.lineage_graph import lanes
-from orchestrator.inspect.views.point_detail import differences
+from orchestrator.inspect.views.points_table import differences
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.inspect.views.timeline import merged
 from orchestrator.json_form import encode

@@ -30,8 +30,7 @@ from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.inspect.run import Run
-from orchestrator.inspect.status.point_row import PointRow
-from orchestrator.inspect.status.point_rows import point_rows
+from orchestrator.inspect.status.point_rows import PointRow, point_rows
 from orchestrator.inspect.status.status_reader import SnapshotReader
 from orchestrator.inspect.status.verifying import Verifying
 from orchestrator.inspect.views import points_table

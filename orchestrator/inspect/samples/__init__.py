@@ -1,1 +1,0 @@
-"""Traces the samples of a step back to their documents."""
