@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from orchestrator.data.common.settings import StreamSettings
-from orchestrator.data.packing.bin_packing import few_packs
+from orchestrator.data.packing.packed_window import few_packs
 from orchestrator.data.sources.lists.file_parts import Cut
 from orchestrator.data.sources.lists.fragments import (
     DECODED_RATIO,

@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from orchestrator.data.loading.drawing import Drawing
-from orchestrator.data.loading.lists import StreamData, frozen_folder, stream_data
-from orchestrator.data.loading.loader import Loader, Opened
-from orchestrator.data.loading.rank_batches import Batch, Share, Tensors
-from orchestrator.data.loading.reading import StreamReading, changes_of, reading_of
+from orchestrator.data.loading.lists import (
+    StreamData,
+    StreamReading,
+    changes_of,
+    frozen_folder,
+    reading_of,
+    stream_data,
+)
+from orchestrator.data.loading.loader import Batch, Drawing, Loader, Opened, Share, Tensors
 from orchestrator.data.loading.state import StreamState, continue_from, read_state, state_of
 from orchestrator.data.packing.samples import Sample
 from orchestrator.data.tokens.encoder import TOKENIZERS
@@ -136,7 +140,7 @@ class SampleStream:
         A step is `train.global_batch_size` samples of `pack.seq_len`; a rank gets the whole micro-batches of
         `train.micro_batch_size` that a run of this world size would give it: the world size changes nothing
         of what a step trains. One batch for each step, or with `micro_batches` each of them alone; see
-        `data.loading.rank_batches`. `collate` makes of a batch what your loop takes, in the loader's thread;
+        `data.loading.loader`. `collate` makes of a batch what your loop takes, in the loader's thread;
         `prefetch` is how many steps wait there at most.
         """
         if tensors not in ("numpy", "torch"):
