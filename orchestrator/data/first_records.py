@@ -23,7 +23,7 @@ from orchestrator.data.sources.records.content import (
     WrongFieldError,
     bare,
 )
-from orchestrator.data.sources.records.text_encoding import before_a_start
+from orchestrator.data.sources.records.line_records import before_a_start
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chat_template import UnrenderableError

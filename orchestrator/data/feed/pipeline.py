@@ -31,8 +31,7 @@ from orchestrator.data.feed.stream_session import UNEXPECTED
 from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.windows import Window, read_windows
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.chunks import Passed, tokenize_window
-from orchestrator.data.tokens.encoders import Encoders
+from orchestrator.data.tokens.chunks import Encoders, Passed, tokenize_window
 from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import FeedError, OrchestratorError
 

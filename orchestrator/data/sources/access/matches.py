@@ -1,6 +1,7 @@
-"""Finds names below a local folder that match a pattern, as the standard library's `glob` does.
+"""Finds the names that match a pattern, as the standard library's `glob` does: local files, and objects.
 
-Each folder is listed once. Nothing is opened.
+Each local folder is listed once. A remote storage is asked for everything below the part of the pattern
+without a wildcard. Nothing is opened.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
+
+from orchestrator.data.sources.access.remote_stores import RemoteObject, split_uri, store_of
 
 RealFile = tuple[int | str, ...]
 Parts = tuple[str, ...]
@@ -157,3 +161,56 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a cycle of links
         return False
+
+
+# -------------------------------------------------------------------------------------------- remote storages
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteMatches:
+    """The matches of a URI: `objects` below `base`.
+
+    `looked_for` is the pattern, for messages. `is_folder`: all objects below are meant. `passed_over` are the
+    names that do not match the format's.
+    """
+
+    base: str
+    looked_for: str
+    objects: tuple[RemoteObject, ...]
+    is_folder: bool = False
+    passed_over: tuple[str, ...] = ()
+
+
+def remote_matches(uri: str) -> RemoteMatches:
+    """The objects that `uri` means, by the rules of local paths.
+
+    They are an object of this name, else the matches of a pattern, else everything below it that is not
+    hidden. One request for 1,000 objects below the part without a wildcard. Raises `OSError` with an
+    explanation, `FileNotFoundError` if there is no such bucket.
+    """
+    bucket, key = split_uri(uri)
+    store = store_of(uri)
+    whole = store.head(uri) if key else None
+    if whole is not None:
+        base, _, name = f"{bucket}/{key}".rpartition("/")
+        return RemoteMatches(base=base, looked_for="that object", objects=(replace(whole, name=name),))
+    folder, pattern = split_glob(f"{bucket}/{key}", "/")
+    if pattern:
+        parts = tuple(pattern.split("/"))
+        objects = tuple(o for o in store.below(folder) if name_fits(tuple(o.name.split("/")), parts))
+        return RemoteMatches(base=folder, looked_for=pattern, objects=objects)
+    base = f"{bucket}/{key}".rstrip("/")
+    visible = tuple(o for o in store.below(base) if not any(p.startswith(".") for p in o.name.split("/")))
+    return RemoteMatches(base=base, looked_for="**/*", objects=visible, is_folder=True)
+
+
+def name_fits(name: tuple[str, ...], parts: tuple[str, ...]) -> bool:
+    """Whether a name, split into parts, matches a pattern.
+
+    `**` matches any number of folders, also none, but no hidden folder.
+    """
+    if not parts or not name:
+        return not parts and not name
+    if parts[0] != "**":
+        return fits(name[0], parts[0]) and name_fits(name[1:], parts[1:])
+    rest = parts[1:] or ("*",)
+    deepest = next((i for i, part in enumerate(name) if part.startswith(".")), len(name))
+    return any(name_fits(name[skipped:], rest) for skipped in range(deepest + 1))

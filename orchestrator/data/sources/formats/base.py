@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.data.sources.access.compressed import COMPRESSED
-from orchestrator.data.sources.lists.file_parts import Cut, FilePart
+from orchestrator.data.sources.lists.file_rows import Cut, FilePart
 from orchestrator.data.sources.records.content import Content, Described, Document
 from orchestrator.data.sources.records.line_records import Batch
 from orchestrator.errors import ConfigError, DataError

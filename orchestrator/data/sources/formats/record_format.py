@@ -16,7 +16,7 @@ import orjson
 from orchestrator.data.sources.access.compressed import DAMAGE, decoded
 from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES, packed
 from orchestrator.data.sources.formats.base import Format, Parser
-from orchestrator.data.sources.lists.file_parts import Cut
+from orchestrator.data.sources.lists.file_rows import Cut
 from orchestrator.data.sources.records.content import BadRecordError, Content, Described, Document
 from orchestrator.data.sources.records.documents import described
 from orchestrator.data.sources.records.line_records import Batch
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from orchestrator.data.sources.access.input_file import InputFile
-    from orchestrator.data.sources.lists.file_parts import FilePart
-    from orchestrator.data.sources.lists.file_rows import FileRow
+    from orchestrator.data.sources.lists.file_rows import FilePart, FileRow
 
 _BATCH_BYTES = 4 << 20
 _BAD = b"!"  # begins what is kept of a bad record; a JSON object begins with a brace

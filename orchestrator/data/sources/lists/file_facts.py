@@ -15,7 +15,7 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.data.sources.access.in_threads import stretches_in_threads
+from orchestrator.data.sources.access.input_file import stretches_in_threads
 from orchestrator.records.arrays import Int64Array
 
 # A storage that answers a `stat` in this time is queried by one thread.
