@@ -15,7 +15,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.dry_run.model_dry_run import try_model
-from orchestrator.trainer.loading.items import MODEL
+from orchestrator.trainer.loading.state_tensors import MODEL
 from orchestrator.trainer.model.build_model import build_model, loss_sum, seed_micro_batch
 from orchestrator.trainer.model.document_attention import document_inputs
 from orchestrator.trainer.model.router_loss import require_router_loss

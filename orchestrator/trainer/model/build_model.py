@@ -21,9 +21,8 @@ from orchestrator.trainer.model.document_attention import document_inputs
 from orchestrator.trainer.model.factory_output import require_state
 from orchestrator.trainer.model.router_loss import balancing_loss, call_model
 from orchestrator.trainer.model.text_config import without_cache
-from orchestrator.trainer.model.tied_buffers import shared_buffers_kept
 from orchestrator.trainer.weights.initial import fill, open_model
-from orchestrator.trainer.weights.stored_ties import follow_files, keep_in_float32
+from orchestrator.trainer.weights.ties import follow_files, keep_in_float32, shared_buffers_kept
 from orchestrator.trainer.weights.transformers_model import naming_model, transformers_settings
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ def require_document_attention(model: nn.Module) -> None:
     """Raises `ConfigError` if the model cannot attend within documents.
 
     That is so if it cannot be called with document borders, or has layers without such a mask.
-    `attention_trial` checks what the accepted models compute.
+    `dry_run.attention_dry_run` checks what the accepted models compute.
     """
     if takes_document_ids(model):
         return
