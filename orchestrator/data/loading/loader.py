@@ -28,13 +28,13 @@ from orchestrator.records.cursor import Cursor, SourceCursor
 if TYPE_CHECKING:
     from torch.utils.data import IterableDataset
 
-# An iterator that prefetches a bounded number of items in a thread.
 Item = TypeVar("Item")
 
 
 class Ahead(Generic[Item]):
-    """Iterates over `items` in its own thread. At most `depth` items are buffered and one is being made. For
-    one consumer.
+    """Iterates over `items` in its own thread. At most `depth` items are buffered and one is being made.
+
+    For one consumer.
 
     An error of the iterator is raised by `take` after the items before it, and by every later `take`.
     """
@@ -94,9 +94,7 @@ class Ahead(Generic[Item]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """A stream at a place of it: `restart` is the one that its states say, `notes` what to say of the
-    opening.
-    """
+    """A stream at a place in it. Its states record `restart`. `notes` are for the user."""
 
     spec: DataSpec
     cursor: Cursor
@@ -117,11 +115,11 @@ def _made(
 
 
 class Loader:
-    """An iterator of a rank's batches to the end of the data; `SampleStream.batches` makes it.
+    """An iterator of a rank's batches to the end of the data. `SampleStream.batches` makes it.
 
-    A thread reads, tokenizes, packs and collates `prefetch` steps ahead; what it raises, `next` raises.
-    `iter()` returns the loader itself, at its position. Not thread-safe, and not for other processes (see
-    `dataset`). `close` it, use it in a `with`, or forget it: the thread ends in each case.
+    A thread reads, tokenizes, packs and collates `prefetch` steps ahead. `next` raises the errors of this
+    thread. `iter()` returns the loader itself, at its position. Not thread-safe, and not for other processes
+    (see `dataset`). The thread ends with `close`, at the end of a `with`, or when the loader is deleted.
     """
 
     def __init__(
@@ -162,15 +160,15 @@ class Loader:
 
     @property
     def cursor(self) -> Cursor:
-        """The place after the last step of which all batches were given."""
+        """The place after the last step of which all batches were returned."""
         return self._cursor
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, as plain JSON values: the same on every rank. What waits in the thread is not
+        """The loader's position as plain JSON values, the same on every rank. Prefetched batches are not
         counted as read.
 
-        Raises `RefusedError` inside a step, when some of its micro-batches were given and some not: their
-        gradient is in nobody's checkpoint.
+        Raises `RefusedError` inside a step, when only some of its micro-batches were returned: no checkpoint
+        contains their gradient.
         """
         if self._rest:
             raise RefusedError(
@@ -181,11 +179,11 @@ class Loader:
         return state_of(self._opened.spec, self._cursor, self._opened.restart)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at exactly the next unread token of `state`, whatever the world size, the batch size and
-        the seq_len were when it was taken.
+        """Continues at exactly the next unread token of `state`. The world size, batch size and seq_len may
+        differ from those at which it was taken.
 
-        Raises `DataIdentityError` with both values, and stands where it stood, if it is a state of other
-        files, another tokenizer or other settings that make the stream.
+        Raises `DataIdentityError` with both values if it is a state of other files, another tokenizer or
+        other settings of the stream. The loader then keeps its position.
         """
         opened = self._reopen(state)
         drawing = Drawing(opened.spec, opened.cursor)
@@ -193,9 +191,10 @@ class Loader:
         self._begin(drawing, opened)
 
     def dataset(self) -> IterableDataset[Any]:
-        """The same batches as a torch `IterableDataset`, for `DataLoader(loader.dataset(), batch_size=None)`:
-        with `num_workers=0`, for worker processes would each read the whole stream (its iterator raises
-        `RefusedError` there).
+        """The same batches as a torch `IterableDataset`, for `DataLoader(loader.dataset(), batch_size=None)`.
+
+        It needs `num_workers=0`, because each worker process would read the whole stream. The dataset's
+        iterator raises `RefusedError` in a worker process.
         """
         from orchestrator.data.loading.torch_dataset import LoaderDataset
 

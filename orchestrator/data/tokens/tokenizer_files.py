@@ -45,9 +45,8 @@ from orchestrator.data.tokens.tiktoken_sentencepiece import (
 )
 from orchestrator.errors import ConfigError, DataError, StorageError
 from orchestrator.storage.buckets import is_uri
-from orchestrator.storage.fetched import small_files
 from orchestrator.storage.home import expanded
-from orchestrator.storage.open import open_storage, split
+from orchestrator.storage.open import open_storage, small_files, split
 
 # The files that are copied into a run: everything that transformers reads to build the tokenizer, no weights.
 FILES = (

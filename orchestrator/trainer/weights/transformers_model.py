@@ -13,8 +13,7 @@ from torch import nn
 
 from orchestrator.errors import ConfigError, OrchestratorError, StorageError
 from orchestrator.storage.buckets import is_uri
-from orchestrator.storage.fetched import small_files
-from orchestrator.storage.open import open_storage
+from orchestrator.storage.open import open_storage, small_files
 from orchestrator.trainer.weights.ties import follow_files, follow_names
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponen
 from orchestrator.config.redaction import redacted_text
 from orchestrator.errors import ConfigError
 from orchestrator.storage.buckets import SCHEMES, bucket_of, called_so, explained, is_uri, split_bucket
-from orchestrator.storage.store_kinds import require_plain
+from orchestrator.storage.files import require_plain
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
