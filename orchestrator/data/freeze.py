@@ -37,11 +37,11 @@ from orchestrator.data.sources.records.content import BadRecordError
 from orchestrator.data.sources.records.line_records import before_a_start
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.adversarial import ADVERSARIAL_VERSION
 from orchestrator.data.tokens.disk_cache import remembered
 from orchestrator.data.tokens.encoder import TOKENIZERS, choose_encoder, installed_encoders
 from orchestrator.data.tokens.loss_mask import plain_text, require_masks
 from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch, ids_around
+from orchestrator.data.tokens.tokenizer_json import ADVERSARIAL_VERSION
 from orchestrator.data.tokens.transforms import find_transform
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 from orchestrator.planning.order import ORDER_VERSION

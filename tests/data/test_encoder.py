@@ -19,7 +19,6 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from orchestrator.data.dataset import prepare_data
 from orchestrator.data.tokens import encoder as encoder_module
-from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS
 from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.data.tokens.encoder import (
     Encoder,
@@ -35,6 +34,7 @@ from orchestrator.data.tokens.tokenizer_files import (
     fetch,
     ids_around,
 )
+from orchestrator.data.tokens.tokenizer_json import ADVERSARIAL_TEXTS
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
 from orchestrator.planning.encoders import EncoderChoice
 from orchestrator.records.cursor import Cursor

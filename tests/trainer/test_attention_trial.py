@@ -23,7 +23,7 @@ from orchestrator.trainer.dry_run.attention_dry_run import (
 )
 from orchestrator.trainer.dry_run.model_dry_run import try_model
 from orchestrator.trainer.model.build_model import build_model
-from orchestrator.trainer.model.document_attention import document_inputs
+from orchestrator.trainer.model.model_call import document_inputs
 from orchestrator.trainer.weights.transformers_model import transformers_settings
 from tests.checkpoint.exports import job
 from tests.trainer.architectures import all_types, nested_types, tiny

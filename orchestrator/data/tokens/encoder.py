@@ -21,10 +21,14 @@ from blake3 import blake3
 
 from orchestrator.data.common.process_limits import process_limits
 from orchestrator.data.common.settings import CUT_SHARE
-from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS, added_token_texts
-from orchestrator.data.tokens.large_json import added_tokens, without_special_tokens
 from orchestrator.data.tokens.tiktoken_sentencepiece import SENTENCEPIECE, TIKTOKEN, load_native
 from orchestrator.data.tokens.tokenizer_files import UNKNOWN_TEXT, NativeModel, TokenizerModel
+from orchestrator.data.tokens.tokenizer_json import (
+    ADVERSARIAL_TEXTS,
+    added_token_texts,
+    added_tokens,
+    without_special_tokens,
+)
 from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.planning.encoders import EncoderChoice
 from orchestrator.records.arrays import Int32Array, Int64Array

@@ -18,7 +18,6 @@ from blake3 import blake3
 
 from orchestrator.data.tokens.chat_template import ChatTemplate, read_chat_template
 from orchestrator.data.tokens.disk_cache import remembered
-from orchestrator.data.tokens.large_json import added_tokens, laid_out, parse
 from orchestrator.data.tokens.resolved import (
     CODE,
     RESOLVED,
@@ -43,6 +42,7 @@ from orchestrator.data.tokens.tiktoken_sentencepiece import (
     from_tiktoken_name,
     is_tiktoken,
 )
+from orchestrator.data.tokens.tokenizer_json import added_tokens, laid_out, parse
 from orchestrator.errors import ConfigError, DataError, StorageError
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.home import expanded

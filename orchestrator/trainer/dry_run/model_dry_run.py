@@ -209,8 +209,8 @@ def _build(
 
     from orchestrator.trainer.dry_run.attention_dry_run import small_copies
     from orchestrator.trainer.model import build_model as models
-    from orchestrator.trainer.model.document_attention import require_document_attention
     from orchestrator.trainer.model.factory_output import Forward, try_forward
+    from orchestrator.trainer.model.model_call import require_document_attention
     from orchestrator.trainer.model.text_config import without_cache
     from orchestrator.trainer.weights.initial import require_fit
     from orchestrator.trainer.weights.transformers_model import shape_only, transformers_settings
@@ -278,7 +278,7 @@ def _require_attention(
 ) -> bool:
     """See `attention_dry_run`. Also raises `ConfigError` if documents need a trial and none is possible."""
     from orchestrator.trainer.dry_run.attention_dry_run import require_attention
-    from orchestrator.trainer.model.document_attention import has_windows, not_by_document, takes_document_ids
+    from orchestrator.trainer.model.model_call import has_windows, not_by_document, takes_document_ids
 
     if require_attention(models, _name(config), seq_len, within is not None):
         return True

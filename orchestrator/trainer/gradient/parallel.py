@@ -33,7 +33,7 @@ from orchestrator.trainer.gradient.micro_batches import (
 from orchestrator.trainer.interfaces.job import TrainJob
 from orchestrator.trainer.interfaces.step_summary import fixed_point
 from orchestrator.trainer.model.build_model import loss_sum, seed_micro_batch
-from orchestrator.trainer.model.document_attention import require_document_attention
+from orchestrator.trainer.model.model_call import require_document_attention
 from orchestrator.trainer.state.sharded_state import ShardedState
 from orchestrator.trainer.state.train_state import TrainState
 

@@ -22,8 +22,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from orchestrator.checkpoint.files.dtypes import SAFETENSORS
 from orchestrator.errors import ConfigError
-from orchestrator.trainer.model.document_attention import document_inputs, input_names
-from orchestrator.trainer.model.router_loss import call_model, require_router_loss
+from orchestrator.trainer.model.model_call import (
+    call_model,
+    document_inputs,
+    input_names,
+    require_router_loss,
+)
 from orchestrator.trainer.model.text_config import text_config
 
 CODE = "model.factory_output"

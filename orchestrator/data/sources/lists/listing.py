@@ -21,13 +21,14 @@ from orchestrator.data.sources.access.matches import (
     Matches,
     RealFile,
     RemoteMatches,
+    look_at,
     real_file,
     remote_matches,
     split_glob,
+    why_irregular,
 )
 from orchestrator.data.sources.access.remote_stores import is_hub, is_remote, pinned, split_hub, split_uri
 from orchestrator.data.sources.formats import format_of
-from orchestrator.data.sources.lists.file_facts import look_at, why_irregular
 from orchestrator.errors import ConfigError
 from orchestrator.records.arrays import Int64Array
 from orchestrator.storage.home import expanded
