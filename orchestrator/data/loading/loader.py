@@ -266,8 +266,8 @@ def _batch(tables: list[Int32Array], drawn: StepSamples, first: int, tensors: Te
 class Drawing:
     """The stream from `cursor` on. Opening reads enough to verify that the cursor belongs to this stream.
 
-    Raises `DataIdentityError` (with both values) if the data, the tokenizer or the encoder are not those of
-    the cursor, and `DataError` for data that cannot be read.
+    For one consumer, in any thread. Raises `DataIdentityError` (with both values) if the data, the tokenizer
+    or the encoder are not those of the cursor, and `DataError` for data that cannot be read.
     """
 
     def __init__(self, spec: DataSpec, cursor: Cursor, seq_len: int | None = None) -> None:

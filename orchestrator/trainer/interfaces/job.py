@@ -124,9 +124,7 @@ ENDING = "ending a step"
 # a group forms in four stages (store, rendezvous, process group, comparison) of at most 10 s each
 PHASE_LIMITS_S = {STEP: 0.0, BETWEEN: 0.0, FORMING: 45.0, LOAD: 900.0, FEED_WAIT: 900.0, SAVE_WAIT: 900.0}
 
-
-# Computes how long a step may take before a collective that waits in it times out.
-# limit for a step in which blocks may be compiled: the first, and any with a new shape
+# the limit of a step in which blocks may be compiled: the first, and any with a new shape
 COMPILE_LIMIT_S = 1800.0
 
 
