@@ -20,7 +20,7 @@ from benchmarks.checkpoint_ranks import said_round, state_dict
 from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
 from orchestrator.checkpoint.points.point_files import PointFiles
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.loading.loading import load
+from orchestrator.trainer.loading.state_tensors import load
 from orchestrator.trainer.state.train_state import TrainState
 
 

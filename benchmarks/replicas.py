@@ -22,7 +22,7 @@ from blake3 import blake3
 
 from benchmarks.common import Samples, medians, say
 from orchestrator.planning.state.state_layout import Layout
-from orchestrator.trainer.loading.items import whole_item
+from orchestrator.trainer.loading.state_tensors import whole_item
 from orchestrator.trainer.saving.replica_digest import replica_digests, shared_rows
 
 WIDTH, LAYERS, VOCAB, POSITIONS = 768, 12, 50_257, 1024

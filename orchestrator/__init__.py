@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from orchestrator.config.loading import load_config
     from orchestrator.config.schema import JobConfig
     from orchestrator.data.loading.sample_stream import SampleStream
-    from orchestrator.data.sources.formats.record_format import RecordFormat
+    from orchestrator.data.sources.formats.base import RecordFormat
     from orchestrator.errors import BadDocument, OrchestratorError
     from orchestrator.inspect.run import Run
     from orchestrator.inspect.run import open_run as open  # noqa: A004  the public name is orchestrator.open
@@ -26,7 +26,7 @@ _HOMES = {
     "JobConfig": "config.schema",
     "load_config": "config.loading",
     "OrchestratorError": "errors",
-    "RecordFormat": "data.sources.formats.record_format",
+    "RecordFormat": "data.sources.formats.base",
     "SampleStream": "data.loading.sample_stream",
     "Run": "inspect.run",
     "open": "inspect.run",

@@ -48,7 +48,7 @@ from orchestrator.records.run_status import PEERS, Doing, MemberInfo, RunStatus
 from orchestrator.records.steps import StateKey, StepRecord
 
 if TYPE_CHECKING:
-    from orchestrator.data.feed.feed_notes import FeedNotes
+    from orchestrator.data.feed.feed_reports import FeedNotes
 
 # An open call is answered at least this often. A dead caller thus does not leave it open, and a caller can
 # distinguish a frozen coordinator from a waiting one.

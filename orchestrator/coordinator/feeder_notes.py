@@ -14,7 +14,7 @@ from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.json_form import encode
 
 if TYPE_CHECKING:
-    from orchestrator.data.feed.feed_notes import FeedNotes
+    from orchestrator.data.feed.feed_reports import FeedNotes
 
 NOTES_LIMIT_S = 5.0  # how long an end waits for a feeder that does not answer
 NAMED = 3  # warnings per attempt that name a skipped document; of the others only the number is reported

@@ -57,7 +57,7 @@ from orchestrator.records.run_status import MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
 
 if TYPE_CHECKING:
-    from orchestrator.data.feed.feed_notes import FeedNotes
+    from orchestrator.data.feed.feed_reports import FeedNotes
 
 TICK_S = 0.05
 LATE_S = 0.5  # a tick that is this late shows that the process could not run

@@ -41,7 +41,7 @@ from orchestrator.records.run_status import Doing, MemberInfo, RunStatus
 from orchestrator.records.steps import StateKey, StepRecord
 
 if TYPE_CHECKING:
-    from orchestrator.data.feed.feed_notes import FeedNotes
+    from orchestrator.data.feed.feed_reports import FeedNotes
 
 # How long a status waits for a coordinator that is about to begin: less than the time after which the driver
 # regards it as frozen.

@@ -26,7 +26,9 @@ from orchestrator.data.freeze import (
     find_transforms,
     first_start,
     identity_of,
+    notes_of,
     reads_chats,
+    shared_files,
     with_ids,
 )
 from orchestrator.data.frozen import (
@@ -44,7 +46,6 @@ from orchestrator.data.frozen import (
     write_frozen,
     write_later,
 )
-from orchestrator.data.source_notes import notes_of, shared_files
 from orchestrator.data.source_refresh import Refreshing, later_plan, listed_as
 from orchestrator.data.sources.lists.fragments import SourcePlan, frozen_at
 from orchestrator.data.sources.lists.manifest import Manifest

@@ -23,12 +23,12 @@ from orchestrator.data.sources.records.content import (
     WrongFieldError,
     bare,
 )
-from orchestrator.data.sources.records.text_encoding import before_a_start
+from orchestrator.data.sources.records.line_records import before_a_start
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chat_template import UnrenderableError
-from orchestrator.data.tokens.large_json import parse
 from orchestrator.data.tokens.loss_mask import special_tokens
+from orchestrator.data.tokens.tokenizer_json import parse
 from orchestrator.data.tokens.transforms import Transforms
 from orchestrator.errors import ConfigError, DataError
 

@@ -1,13 +1,15 @@
 """A run's first start: reads the data as they are now, and makes all choices that are frozen afterwards.
 
-It writes nothing. `dataset` freezes the result.
+It writes nothing. `dataset` freezes the result. It also makes notes about a source for the user: exceptions
+and broken promises of its files.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import combinations, islice
 from typing import TYPE_CHECKING
 
 from orchestrator.data.common.settings import (
@@ -20,31 +22,47 @@ from orchestrator.data.common.settings import (
     with_transforms,
 )
 from orchestrator.data.frozen import RULES, DataRecord, FrozenData
-from orchestrator.data.source_notes import notes_of, shared_files
+from orchestrator.data.packing.packed_window import few_packs
 from orchestrator.data.source_refresh import Found, listed_as
 from orchestrator.data.sources.formats import user_format
-from orchestrator.data.sources.lists.fragments import SourcePlan
+from orchestrator.data.sources.lists.file_rows import Cut
+from orchestrator.data.sources.lists.fragments import (
+    DECODED_RATIO,
+    SourcePlan,
+    decoded_bytes,
+    num_window_shuffled,
+)
 from orchestrator.data.sources.lists.manifest import Manifest
 from orchestrator.data.sources.records.content import BadRecordError
-from orchestrator.data.sources.records.text_encoding import before_a_start
+from orchestrator.data.sources.records.line_records import before_a_start
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.adversarial import ADVERSARIAL_VERSION
 from orchestrator.data.tokens.disk_cache import remembered
 from orchestrator.data.tokens.encoder import TOKENIZERS, choose_encoder, installed_encoders
 from orchestrator.data.tokens.loss_mask import plain_text, require_masks
 from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch, ids_around
+from orchestrator.data.tokens.tokenizer_json import ADVERSARIAL_VERSION
 from orchestrator.data.tokens.transforms import find_transform
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 from orchestrator.planning.order import ORDER_VERSION
 from orchestrator.planning.resume.identity import FORMAT_VERSION, RunIdentity, stream_settings
 from orchestrator.planning.resume.manifests import FIRST, first_sources
+from orchestrator.planning.resume.restarting import restart_text
 
 if TYPE_CHECKING:
     from orchestrator.config.data_sections import SourceConfig
     from orchestrator.config.schema import JobConfig
 
-__all__ = ["choose", "find_transforms", "first_start", "identity_of", "reads_chats", "with_ids"]
+__all__ = [
+    "choose",
+    "find_transforms",
+    "first_start",
+    "identity_of",
+    "notes_of",
+    "reads_chats",
+    "shared_files",
+    "with_ids",
+]
 
 # The encoders are compared at the first start, on this many of the run's own documents, and at most this many
 # characters of each.
@@ -209,3 +227,84 @@ def with_ids(config: JobConfig, settings: StreamSettings, facts: TokenizerFacts)
     require_masks(config.data.tokenizer, facts.model, content)
     bos, eos = ids_around(config.data.tokenizer, facts, config.data.bos, config.data.eos)
     return replace(settings, bos_id=bos, eos_id=eos)
+
+
+# ------------------------------------------------------------------------------------------------------ notes
+def notes_of(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
+    """The notes for the start and for `plan`. Most sources have none."""
+    return (
+        *_index_notes(plan),
+        *_window_notes(plan, settings),
+        *_fill_notes(plan, settings),
+        *_chat_notes(plan),
+    )
+
+
+def shared_files(plans: Sequence[SourcePlan]) -> tuple[str, ...]:
+    """Reports files that several sources share.
+
+    Each source reads and trains them by itself, so one may train what another holds out. Files are compared
+    by path; a link with another name is not resolved.
+    """
+    notes = []
+    for one, other in combinations(plans, 2):
+        bases = sorted(os.path.join(plan.manifest.base, "") for plan in (one, other))
+        if not bases[1].startswith(bases[0]):
+            continue
+        few, many = sorted((one.manifest, other.manifest), key=lambda manifest: len(manifest.files))
+        paths = {few.path(file) for file in range(len(few.files))}
+        found = [path for file in range(len(many.files)) if (path := many.path(file)) in paths]
+        if found:
+            notes.append(
+                f"warning: sources {one.source} and {other.source} have {len(found)} of their files in "
+                f"common, e.g. {found[0]}: each trains all of its own, so these documents are trained by "
+                "both, also those that one of them holds out"
+            )
+    return tuple(notes)
+
+
+def _index_notes(plan: SourcePlan) -> tuple[str, ...]:
+    """Notes on an index beside the files whose counts may be wrong."""
+    form, manifest = plan.manifest.form, plan.manifest
+    if not form.has_index:
+        return ()
+    num_rows = sum(sum(row.group_rows) for row in manifest.files)
+    return form.index_notes(plan.source, manifest.base, num_rows)
+
+
+def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
+    """Notes on files that break the constant cost of re-opening (data rule 8)."""
+    large = num_window_shuffled(plan, settings.window_bytes)
+    if not large:
+        return ()
+    streamed = plan.manifest.cut is Cut.STREAM
+    what = "are never cut," if streamed else "are compressed, or have row groups,"
+    return (
+        f"{large} of {len(plan.manifest.files)} files of source {plan.source} {what} in blocks that decode "
+        f"to more than data.window_bytes={settings.window_bytes} (compressed files at {DECODED_RATIO} times "
+        "their size, row groups with all their columns): they are shuffled within windows of that size only, "
+        "of which one is held at a time, and a resume inside such a block decodes it up to there",
+    )
+
+
+def _fill_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
+    """Notes on windows with too few documents to fill their packs (data rule 21), estimated from file
+    sizes.
+    """
+    if settings.pack_mode != "bestfit":
+        return ()
+    typical = plan.num_blocks // 2
+    parts = [part for fragment in plan.fragments(typical) for part in plan.parts(fragment)]
+    in_block = sum(decoded_bytes(plan.manifest, part) for part in parts)
+    return few_packs(plan.source, min(settings.window_bytes, in_block), settings.seq_len)
+
+
+def _chat_notes(plan: SourcePlan) -> tuple[str, ...]:
+    """Notes on chats that are read by the rules of an earlier version, so that the run keeps its stream."""
+    if not plan.manifest.content.as_stored:
+        return ()
+    return (
+        f"source {plan.source} keeps the chats of a list that an earlier version froze: values such as tools "
+        "are rendered as they are stored, also as JSON text, and weights of messages mean nothing; "
+        f"{restart_text(plan.source)} to read them by today's rules",
+    )

@@ -18,8 +18,7 @@ from orchestrator.data.frozen import FrozenData, LaterList
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.source_refresh import Refreshing
 from orchestrator.data.sources.lists.fragments import SourcePlan
-from orchestrator.data.tokens.chunks import tokenize_block
-from orchestrator.data.tokens.encoders import Encoders
+from orchestrator.data.tokens.chunks import Encoders, tokenize_block
 from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.data.tokens.tokenizer_files import TokenizerModel
 from orchestrator.errors import DataIdentityError, RefusedError

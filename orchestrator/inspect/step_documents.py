@@ -17,7 +17,7 @@ from orchestrator.coordinator.attempt.survey import Survey
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources.access.compressed import COMPRESSED
 from orchestrator.data.sources.lists.manifest import Manifest
-from orchestrator.data.sources.records.line_numbers import line_numbers
+from orchestrator.data.sources.records.line_records import line_numbers
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import RefusedError

@@ -27,9 +27,8 @@ from orchestrator.storage.disk import (
     storage_error,
     write_all,
 )
-from orchestrator.storage.exact_pieces import exact
 from orchestrator.storage.home import expanded
-from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits
+from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits, exact
 from orchestrator.storage.tries import tried
 
 # Writes large files past the page cache (O_DIRECT).

@@ -27,9 +27,8 @@ from orchestrator.storage.buckets import (
     refuses_taken_names,
     split_bucket,
 )
-from orchestrator.storage.exact_pieces import exact
 from orchestrator.storage.local_store import TEMPORARY
-from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits
+from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits, exact
 from orchestrator.storage.tries import problem_code, tried
 
 Result = TypeVar("Result")

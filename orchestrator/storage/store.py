@@ -6,10 +6,11 @@ the root.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from orchestrator.errors import StorageError
 from orchestrator.storage.disk import AppendHandle
 
 # The content of an object from its beginning, in pieces. A piece must not change until `put` returns. Called
@@ -162,3 +163,25 @@ class AppendingStore(Store, Protocol):
     def append(self, path: str) -> AppendHandle:
         """A new file that grows. Raises `StorageError` if the name is taken or cannot be created."""
         ...
+
+
+def exact(pieces: Pieces, size: int, name: str) -> Iterator[memoryview]:
+    """The pieces, as bytes.
+
+    Raises `StorageError` before the end if they are more or fewer than `size`. The caller must not publish
+    what it has written so far.
+    """
+    found = 0
+    for piece in pieces():
+        view = memoryview(piece).cast("B")
+        found += len(view)
+        if found > size:
+            break
+        yield view
+    if found != size:
+        raise StorageError(
+            f"cannot write {name}: expected {size} bytes, its content has "
+            f"{'more' if found > size else found}, because its source changed meanwhile. Nothing was "
+            "published; end the process that writes the source, and run again",
+            code="storage.changed_while_read",
+        )

@@ -25,18 +25,29 @@ from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.trainer.comm.group import GenerationEnded, Group, LastSaveFailed, collective
 from orchestrator.trainer.gradient.micro_batches import cut
 from orchestrator.trainer.gradient.parallel import state_and_gradient
-from orchestrator.trainer.interfaces.job import DONE, LEFT, STOPPED, Outcome, TrainJob
+from orchestrator.trainer.interfaces.job import (
+    BETWEEN,
+    DONE,
+    FEED_WAIT,
+    FORMING,
+    LEFT,
+    LOAD,
+    STEP,
+    STOPPED,
+    Outcome,
+    TrainJob,
+    coming_ranges,
+    next_range,
+    step_limit_s,
+)
 from orchestrator.trainer.interfaces.membership import Feed, Membership
-from orchestrator.trainer.interfaces.phases import BETWEEN, FEED_WAIT, FORMING, LOAD, STEP, step_limit_s
 from orchestrator.trainer.interfaces.step_summary import RankContribution, StepSummary
-from orchestrator.trainer.loading.loading import StateFiles
+from orchestrator.trainer.loading.state_tensors import StateFiles
 from orchestrator.trainer.memory_points.memory_point import MemoryPoints
 from orchestrator.trainer.model.build_model import NO_LOSS, pick_device, set_determinism
-from orchestrator.trainer.saving.final_save import Unsaved, await_saves
-from orchestrator.trainer.saving.save_triggers import REFORM, SAVE, STOP, SaveTriggers, asked_for, carried_out
-from orchestrator.trainer.saving.saver import Saver
+from orchestrator.trainer.saving.save_machines import REFORM, SAVE, STOP, SaveTriggers, asked_for, carried_out
+from orchestrator.trainer.saving.saver import Saver, Unsaved, await_saves
 from orchestrator.trainer.state.sync_state import Prepared, agree, apply_prepared, group_digest
-from orchestrator.trainer.step_ranges import coming_ranges, next_range
 
 
 # The peak memory of this process since its start: one system call, no iteration over tensors.

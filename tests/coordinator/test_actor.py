@@ -28,7 +28,7 @@ from orchestrator.coordinator.actor import Coordinator
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorProcess
-from orchestrator.data.feed.feed_notes import BadDocument, FeedNotes
+from orchestrator.data.feed.feed_reports import BadDocument, FeedNotes
 from orchestrator.errors import StorageError, UnsavedError, report_of
 from orchestrator.history.claims.claim_files import START
 from orchestrator.history.claims.claims import ClaimParent

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.data.sources.records.arrow_arrays import arrow_array
+from orchestrator.data.sources.lists.file_rows import arrow_array
 
 whole = st.integers(-(2**63), 2**63 - 1)
 KINDS = {

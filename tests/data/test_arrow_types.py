@@ -18,10 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.data.sources.formats import arrow
-from orchestrator.data.sources.records.column_schema import is_text
+from orchestrator.data.sources.records.column_types import is_text, plain_array, plain_type, require_sound
 from orchestrator.data.sources.records.columns import value_sizes
 from orchestrator.data.sources.records.content import BadRecordError, Content, Conversation, Described
-from orchestrator.data.sources.records.plain_arrays import plain_array, plain_type, require_sound
 from orchestrator.errors import ConfigError, DataError
 from tests.data.test_formats import planned, read_straight
 from tests.data.test_transform_fields import straight

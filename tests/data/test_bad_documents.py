@@ -16,7 +16,7 @@ import pytest
 
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.data.sources.access.input_file import LocalFile
-from orchestrator.data.sources.records import line_numbers
+from orchestrator.data.sources.records import line_records
 from orchestrator.errors import BadDocumentError, DataError
 from orchestrator.records.cursor import Cursor
 from tests.data.making import job, samples, spec_of
@@ -157,7 +157,7 @@ def count_bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def opened(base: str, path: str) -> Counting:
         return Counting(os.path.join(base, path))
 
-    monkeypatch.setattr(line_numbers, "open_input", opened)
+    monkeypatch.setattr(line_records, "open_input", opened)
     return counted
 
 
@@ -179,7 +179,7 @@ def test_lines_are_counted_once_however_many_documents_are_bad(
 
 def test_a_line_far_behind_in_a_file_is_counted_in_stretches(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"a line\n" * 1000)
-    numbers = line_numbers.LineNumbers(str(tmp_path), "a")
+    numbers = line_records.LineNumbers(str(tmp_path), "a")
     assert numbers.newlines_before(6999, limit_bytes=4000) is None
     assert numbers.newlines_before(6999, limit_bytes=4000) == 999
     assert numbers.newlines_before(6999, limit_bytes=0) == 999
@@ -249,12 +249,12 @@ def test_lines_asked_for_in_any_order_cost_little_more_than_one_reading(
     size, num = 1 << 19, 200
     (tmp_path / "a").write_bytes(b"x\n" * (size // 2))
     counted = count_bytes_read(monkeypatch)
-    monkeypatch.setattr(line_numbers, "READ_BYTES", 64)
-    monkeypatch.setattr(line_numbers, "_NOTE_EVERY_BYTES", 1 << 10)
+    monkeypatch.setattr(line_records, "READ_BYTES", 64)
+    monkeypatch.setattr(line_records, "_NOTE_EVERY_BYTES", 1 << 10)
     places = list(range(0, size, size // num))
     if order == "random":
         random.Random(1).shuffle(places)
-    numbers = line_numbers.LineNumbers(str(tmp_path), "a")
+    numbers = line_records.LineNumbers(str(tmp_path), "a")
     for place in reversed(places) if order == "descending" else places:
         assert numbers.newlines_before(place) == place // 2
     assert sum(counted) <= size + num * (1 << 10)

@@ -32,7 +32,7 @@ import pytest
 from orchestrator.config.loading import parse_config
 from orchestrator.data.dataset import prepare_data
 from orchestrator.data.sources.access.input_file import open_input
-from orchestrator.data.sources.access.remote_files import name_fits
+from orchestrator.data.sources.access.matches import name_fits
 from orchestrator.data.sources.lists.listing import list_files
 from orchestrator.data.sources.lists.manifest import ETAG, difference, freeze, from_parquet, to_parquet
 from orchestrator.data.sources.lists.source_diff import changes_since

@@ -18,8 +18,7 @@ from orchestrator.data.dataset import prepare_data
 from orchestrator.data.sources.records.content import Conversation, Document, Prompted
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.chunks import tokenize_records
-from orchestrator.data.tokens.encoders import Encoders
+from orchestrator.data.tokens.chunks import Encoders, tokenize_records
 from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE, TokenChunk, WindowTask
 from orchestrator.data.tokens.tokenizer_files import examine, fetch
 from orchestrator.errors import BadDocumentError, DataError

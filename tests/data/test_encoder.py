@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from orchestrator.data.dataset import prepare_data
-from orchestrator.data.tokens import fast
-from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS
+from orchestrator.data.tokens import encoder as encoder_module
 from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.data.tokens.encoder import (
     Encoder,
@@ -35,6 +34,7 @@ from orchestrator.data.tokens.tokenizer_files import (
     fetch,
     ids_around,
 )
+from orchestrator.data.tokens.tokenizer_json import ADVERSARIAL_TEXTS
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
 from orchestrator.planning.encoders import EncoderChoice
 from orchestrator.records.cursor import Cursor
@@ -189,20 +189,20 @@ def test_another_version_of_the_frozen_encoder_is_refused_with_both(facts: Token
 def test_the_encoder_is_renewed_and_gives_the_same_ids(
     facts: TokenizerFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fast, "_idle", OrderedDict())
+    monkeypatch.setattr(encoder_module, "_idle", OrderedDict())
     encoder = Encoder(facts.model, FAST, "text")
     first = [encoder.encode([text * 3])[0].tolist() for text in ADVERSARIAL_TEXTS]
-    ((kept,),) = fast._idle.values()  # one object for all of them
+    ((kept,),) = encoder_module._idle.values()  # one object for all of them
     assert kept.encoded_bytes > 100
-    monkeypatch.setattr(fast._Built, "is_worn", lambda self: self.encoded_bytes > 100)
+    monkeypatch.setattr(encoder_module._Built, "is_worn", lambda self: self.encoded_bytes > 100)
     assert [encoder.encode([text * 3])[0].tolist() for text in ADVERSARIAL_TEXTS] == first
-    assert kept not in [built for idle in fast._idle.values() for built in idle]
+    assert kept not in [built for idle in encoder_module._idle.values() for built in idle]
 
 
 def test_streams_of_one_tokenizer_share_what_is_built_and_never_at_a_time(
     facts: TokenizerFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fast, "_idle", OrderedDict())
+    monkeypatch.setattr(encoder_module, "_idle", OrderedDict())
     encoders = [Encoder(facts.model, FAST, "text") for _ in range(4)]
     expected = encoders[0].encode_reference(ADVERSARIAL_TEXTS)[0].tolist()
     with ThreadPoolExecutor(4) as pool:
@@ -210,7 +210,7 @@ def test_streams_of_one_tokenizer_share_what_is_built_and_never_at_a_time(
             pool.map(lambda e: [e.encode(ADVERSARIAL_TEXTS)[0].tolist() for _ in range(9)], encoders)
         )
     assert found == [[expected] * 9] * 4
-    ((*kept,),) = fast._idle.values()
+    ((*kept,),) = encoder_module._idle.values()
     assert 1 <= len(kept) <= 4
     assert sum(built.encoded_bytes for built in kept) == 36 * sum(map(len, ADVERSARIAL_TEXTS))
 

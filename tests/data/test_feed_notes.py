@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.data.feed.feed_notes import BadDocument
+from orchestrator.data.feed.feed_reports import BadDocument
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from ray._private.state import actors  # the public state API needs a dashboard
 
 from orchestrator.config.loading import parse_config
 from orchestrator.data.dataset import prepare_data
-from orchestrator.data.feed.feed_notes import FeederStats
+from orchestrator.data.feed.feed_reports import FeederStats
 from orchestrator.data.feed.feeder import Feeder
 from orchestrator.data.feed.feeder_actor import pinned, start_feeder
 from orchestrator.data.feed.local_feed import InProcessFeed

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from orchestrator.data.common.settings import StreamSettings
-from orchestrator.data.sources.access import footers
-from orchestrator.data.sources.access.footers import footer
 from orchestrator.data.sources.access.input_file import open_input
+from orchestrator.data.sources.formats import parquet
+from orchestrator.data.sources.formats.parquet import footer
 from orchestrator.data.sources.lists.fragments import SourcePlan, plan_source
 from orchestrator.data.sources.lists.manifest import freeze
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
@@ -31,7 +31,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return right(file)
 
     monkeypatch.setattr(pq, "read_metadata", read)
-    monkeypatch.setattr(footers, "_kept", {})
+    monkeypatch.setattr(parquet, "_footers", {})
     return found
 
 
@@ -78,8 +78,8 @@ def test_of_many_footers_the_last_are_kept_and_a_large_one_while_it_is_the_newes
         write(tmp_path / f"{number}.parquet", ["a text"])
     write(tmp_path / "5.parquet", ["a text"] * 300)
     small, large = (pq.ParquetFile(tmp_path / f"{n}.parquet").metadata.serialized_size for n in (0, 5))
-    monkeypatch.setattr(footers, "MAX_BYTES", 3 * small)
-    assert large > footers.MAX_BYTES
+    monkeypatch.setattr(parquet, "FOOTERS_BYTES", 3 * small)
+    assert large > parquet.FOOTERS_BYTES
     for number in (0, 1, 2, 0, 3, 0, 1, 5, 5, 0, 5):
         with open_input(str(tmp_path), f"{number}.parquet") as file:
             assert footer(file).num_rows == (300 if number == 5 else 1)

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from orchestrator.config.loading import parse_config
 from orchestrator.data.dataset import prepare_data
-from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS
 from orchestrator.data.tokens.encoder import Encoder, choose_encoder
 from orchestrator.data.tokens.tiktoken_sentencepiece import NATIVE, from_sentencepiece, from_tiktoken_file
 from orchestrator.data.tokens.tokenizer_files import examine, fetch, ids_around
+from orchestrator.data.tokens.tokenizer_json import ADVERSARIAL_TEXTS
 from orchestrator.errors import ConfigError
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage

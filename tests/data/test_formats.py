@@ -32,7 +32,7 @@ from orchestrator.data.sources.records.content import (
     Document,
     Prompted,
 )
-from orchestrator.data.sources.records.text_encoding import other_encoding
+from orchestrator.data.sources.records.line_records import other_encoding
 from orchestrator.data.sources.windows import OrderedWindow, Window, read_windows
 from orchestrator.errors import ConfigError, DataError
 from tests.data import format_writers

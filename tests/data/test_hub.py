@@ -21,9 +21,10 @@ import orchestrator
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
 from orchestrator.data.dataset import prepare_data, prepare_trained
-from orchestrator.data.sources.access import footers, hub_datasets
-from orchestrator.data.sources.access.hub_datasets import split_hub
+from orchestrator.data.sources.access import remote_stores
 from orchestrator.data.sources.access.input_file import open_input
+from orchestrator.data.sources.access.remote_stores import split_hub
+from orchestrator.data.sources.formats import parquet as parquet_format
 from orchestrator.data.sources.lists.listing import list_files
 from orchestrator.data.sources.lists.manifest import ETAG, from_parquet, to_parquet
 from orchestrator.errors import ConfigError, DataIdentityError
@@ -48,9 +49,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "ENDPOINT", found.url)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
-        hub_datasets._facts.cache_clear()
+        remote_stores._facts.cache_clear()
         yield found
-        hub_datasets._facts.cache_clear()
+        remote_stores._facts.cache_clear()
         client.close_session()
 
 
@@ -295,7 +296,7 @@ def test_of_a_parquet_file_its_columns_bytes_are_asked_for_once_and_its_footer(
     spec = spec_of(job(tiny_config, uri, "parquet", **changes))
     assert spec.plans[0].num_fragments == 10
     hub.requests.clear()
-    footers._kept.clear()
+    parquet_format._footers.clear()
     found = plain(samples(spec, 64))
     asked = [
         headers["Range"] for _, path, headers in hub.requests if "/large/" in path and "Range" in headers

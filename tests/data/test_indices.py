@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from orchestrator.data.common.settings import StreamSettings
-from orchestrator.data.source_notes import notes_of
+from orchestrator.data.freeze import notes_of
 from orchestrator.data.sources.access.input_file import LocalFile
 from orchestrator.data.sources.lists.fragments import plan_source
 from orchestrator.data.sources.lists.listing import list_files

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.data.tokens.large_json import added_tokens, laid_out, parse, without_special_tokens
+from orchestrator.data.tokens.tokenizer_json import added_tokens, laid_out, parse, without_special_tokens
 
 TEXTS = st.text(max_size=5) | st.sampled_from(['{"added_tokens":', "]", '"', "\\", '}],"added_tokens":[{'])
 TOKENS = st.lists(st.fixed_dictionaries({"content": TEXTS, "special": st.booleans()}), max_size=3)

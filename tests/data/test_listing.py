@@ -16,7 +16,7 @@ import pytest
 
 from orchestrator.config.loading import parse_config
 from orchestrator.data.dataset import prepare_data
-from orchestrator.data.sources.lists.file_facts import look_at
+from orchestrator.data.sources.access.matches import look_at
 from orchestrator.data.sources.lists.listing import list_files
 from orchestrator.data.sources.lists.manifest import freeze
 from orchestrator.errors import ConfigError, DataIdentityError

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 import orchestrator
 from orchestrator.data import frozen
-from orchestrator.data.loading import reading
+from orchestrator.data.loading import lists as stream_lists
 from orchestrator.data.loading.sample_stream import SampleStream
 from orchestrator.errors import ConfigError, DataIdentityError, OrchestratorError, RefusedError
 from orchestrator.storage.files import Storage
@@ -476,7 +476,7 @@ def test_a_restart_that_every_state_begins_once_more_is_caught(
     config: dict[str, Any], data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault: what was carried out is not remembered."""
-    monkeypatch.setattr(reading.RestartRequest, "repeats", lambda *_: False)
+    monkeypatch.setattr(stream_lists.RestartRequest, "repeats", lambda *_: False)
     with pytest.raises((AssertionError, OrchestratorError)):
         test_every_state_after_a_restart_goes_on_exactly_with_the_same_settings(config, data, 9)
 
@@ -486,6 +486,6 @@ def test_lists_that_each_opening_makes_for_itself_are_caught(
 ) -> None:
     """The fault: a list's number depends on who asks."""
     numbers = iter(range(1, 100))
-    monkeypatch.setattr(reading, "_number", lambda *_: next(numbers))
+    monkeypatch.setattr(stream_lists, "_number", lambda *_: next(numbers))
     with pytest.raises((AssertionError, OrchestratorError)):
         test_ranks_that_open_one_after_the_other_have_one_list(config, data, tmp_path)

@@ -22,8 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.data.sources.lists import file_rows
-from orchestrator.data.sources.lists.file_parts import FilePart
-from orchestrator.data.sources.lists.file_rows import FileRow, Files
+from orchestrator.data.sources.lists.file_rows import FilePart, FileRow, Files
 from orchestrator.data.sources.lists.fragments import (
     SourcePlan,
     frozen_at,

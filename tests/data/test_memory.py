@@ -289,19 +289,19 @@ def fed(spec: DataSpec, chunks: list[TokenChunk]) -> Stream:
 GROWTH = """
 import sys
 from pathlib import Path
-from orchestrator.data.tokens import fast
+from orchestrator.data.tokens import encoder as encoding
 
-fast.MAX_GROWTH_BYTES = int(sys.argv[2])
+encoding.MAX_GROWTH_BYTES = int(sys.argv[2])
 large = b"x" * int(sys.argv[3])
-encoder = fast.FastTokenizer(Path(sys.argv[1]).read_text(), parse=False)
+encoder = encoding.FastTokenizer(Path(sys.argv[1]).read_text(), parse=False)
 encoder.encode(["a"])
 del large
 LETTERS = str.maketrans("0123456789", "ghijklmnop")  # a word is letters alone
-before = most = fast._resident_bytes()
+before = most = encoding._resident_bytes()
 for number in range(100):
     words = (hex(100_000_000 + number * 10_000 + word)[2:].translate(LETTERS) for word in range(10_000))
     encoder.encode([" ".join(words)])
-    most = max(most, fast._resident_bytes())
+    most = max(most, encoding._resident_bytes())
 print(most - before)
 """
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.data.feed.inflight_budget import Admission, Flight, chunk_bytes
+from orchestrator.data.feed.buffers import Admission, Flight, chunk_bytes
 from orchestrator.data.feed.memory import (
     MemoryNeeds,
     MemoryShares,

@@ -22,7 +22,7 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.data.common.settings import SPLIT_WHOLE, MixtureSettings, StreamSettings
 from orchestrator.data.dataset import prepare_data, prepare_trained
 from orchestrator.data.feed.local_feed import InProcessFeed
-from orchestrator.data.packing.bin_packing import best_fit, few_packs
+from orchestrator.data.packing.packed_window import best_fit, few_packs
 from orchestrator.data.packing.samples import Sample, draw_step, open_samples
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.spec import DataSpec

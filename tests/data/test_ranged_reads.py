@@ -12,9 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.data.sources.access import ranged_reads
-from orchestrator.data.sources.access.input_file import LocalFile
-from orchestrator.data.sources.access.ranged_reads import RangedReads
+from orchestrator.data.sources.access import input_file
+from orchestrator.data.sources.access.input_file import LocalFile, RangedReads
 
 SIZE = 1000
 
@@ -39,7 +38,7 @@ def test_reading_by_parts_gives_the_files_own_bytes(
             return super().read_at(offset, num_bytes)
 
     with pytest.MonkeyPatch.context() as patch, Noted(str(tmp_path / "a")) as file:
-        patch.setattr(ranged_reads, "PIECE_BYTES", piece)
+        patch.setattr(input_file, "PIECE_BYTES", piece)
         stream, whole = RangedReads(file), io.BytesIO(content)
         stream.expect(reversed(parts))
         for at, size in reads:

@@ -12,8 +12,8 @@ import pytest
 from orchestrator.config.loading import parse_config
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.dataset import prepare_data
+from orchestrator.data.feed.buffers import MIN_STEPS, ReplayBuffer
 from orchestrator.data.feed.pipeline import OpenBlocks
-from orchestrator.data.feed.replay import MIN_STEPS, ReplayBuffer
 from orchestrator.data.feed.stream_session import Opening, expected_windows
 from orchestrator.data.feed.window_scheduler import SLOTS_AHEAD, NoTask
 from orchestrator.data.sources.lists.file_rows import FileRow, Files

@@ -11,9 +11,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.data.feed.replay import ReplayBuffer
-from orchestrator.data.packing.sample_spans import PackedRun, Run
-from orchestrator.data.packing.step_samples import StepSamples
+from orchestrator.data.feed.buffers import ReplayBuffer
+from orchestrator.data.packing.step_samples import PackedRun, Run, StepSamples
 from orchestrator.errors import FeedError
 from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor

@@ -21,7 +21,7 @@ from orchestrator.data.first_records import check_first_records
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.readers import read_files, read_fragment
 from orchestrator.data.sources.records.content import BadRecordError, Content
-from orchestrator.data.sources.records.text_encoding import CODE, other_encoding
+from orchestrator.data.sources.records.line_records import TEXT_ENCODING, other_encoding
 from orchestrator.errors import ConfigError, DataError
 from orchestrator.records.cursor import Cursor
 from tests.data.making import job, spec_of
@@ -104,16 +104,16 @@ def test_a_file_in_another_encoding_stops_with_its_name(
             folder.mkdir()
             path = folder / f"a.{form}{suffix}"
             path.write_bytes(COMPRESSIONS[suffix](begin + WRITERS[form](texts).encode(encoding)))
-            with raises(DataError, CODE, path, encoding[:6].upper()):
+            with raises(DataError, TEXT_ENCODING, path, encoding[:6].upper()):
                 list(read_straight(planned(folder, form, Content())))
-    with raises(ConfigError, CODE):  # tokenizing libraries are compared on these documents first
+    with raises(ConfigError, TEXT_ENCODING):  # tokenizing libraries are compared on these documents first
         spec_of(job(tiny_config, folder, form))
     skipping = {"on_bad_document": "skip", "max_bad_share": 1.0, "encoder": "tokenizers"}
     spec = spec_of(job(tiny_config, folder, form, **skipping))
-    with raises(ConfigError, CODE) as refused:
+    with raises(ConfigError, TEXT_ENCODING) as refused:
         check_first_records(spec)
     assert refused.value.exit_code == 2
-    with raises(DataError, CODE):
+    with raises(DataError, TEXT_ENCODING):
         list(spec.chunks(Cursor()))
     path.write_bytes(COMPRESSIONS[suffix](b"\xef\xbb\xbf" + WRITERS[form](texts).encode()))
     check_first_records(spec_of(job(tiny_config, folder, form, **skipping)))
@@ -124,7 +124,7 @@ def test_every_part_of_a_large_file_stops(tmp_path: Path) -> None:
     plan = planned(tmp_path, "lines", Content())
     assert plan.num_fragments > 2
     for fragment in range(plan.num_fragments):
-        with raises(DataError, CODE):
+        with raises(DataError, TEXT_ENCODING):
             list(read_fragment(plan, fragment))
 
 

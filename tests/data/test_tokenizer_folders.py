@@ -18,11 +18,11 @@ from tokenizers import Tokenizer, normalizers
 from orchestrator.data.dataset import prepare_data
 from orchestrator.data.frozen import copy_frozen, read_frozen
 from orchestrator.data.sources.records.content import Conversation
-from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS, added_token_texts
 from orchestrator.data.tokens.encoder import Encoder, choose_encoder, installed_version
 from orchestrator.data.tokens.loss_mask import MaskedEncoder
 from orchestrator.data.tokens.resolved import RESOLVED, as_given, resolve
 from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch
+from orchestrator.data.tokens.tokenizer_json import ADVERSARIAL_TEXTS, added_token_texts
 from orchestrator.errors import ConfigError
 from orchestrator.planning.encoders import EncoderChoice
 from orchestrator.planning.resume.identity import compare

@@ -16,7 +16,7 @@ import pytest
 
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.sources import windows
-from orchestrator.data.sources.window_columns import WindowColumns
+from orchestrator.data.sources.windows import WindowColumns
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens import chunk_writer, chunks
 from orchestrator.data.tokens.token_chunk import TokenChunk

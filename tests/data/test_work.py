@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.data.feed.activity import SignsOfWork, WorkReports
+from orchestrator.data.feed.feed_reports import SignsOfWork, WorkReports
 from orchestrator.data.sources.windows import read_windows
 from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.errors import DataIdentityError

@@ -26,8 +26,8 @@ from orchestrator.config.loading import parse_config
 from orchestrator.coordinator.attempt import survey as survey_module
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data import source_refresh
-from orchestrator.data.feed import feed_notes
-from orchestrator.data.feed.feed_notes import FeedLog
+from orchestrator.data.feed import feed_reports
+from orchestrator.data.feed.feed_reports import FeedLog
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.packing.packer import Packer
 from orchestrator.data.packing.step_samples import StepSamples
@@ -912,7 +912,7 @@ def test_an_audit_follows_a_change_of_the_encoder(mapping: dict[str, Any], tmp_p
 def test_the_feeder_notes_a_cursor_every_so_many_tokens_and_gives_it_once_it_is_committed(
     mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed_notes, "CURSOR_TOKENS", 1000)
+    monkeypatch.setattr(feed_reports, "CURSOR_TOKENS", 1000)
     spec, feed_log, cursors = TrainedRun(mapping).spec, FeedLog(), [Cursor()]
     packer = spec.stream(Cursor())
     for chunk in spec.chunks(Cursor()):

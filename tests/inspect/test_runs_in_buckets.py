@@ -23,8 +23,7 @@ from orchestrator.launch.doctor.facts import look_at_storage
 from orchestrator.storage.buckets import forget_buckets
 from orchestrator.storage.files import Storage
 from orchestrator.storage.home import cache_folder
-from orchestrator.storage.open import above, absolute, join, open_storage, split
-from orchestrator.storage.probe import check_bucket
+from orchestrator.storage.open import above, absolute, check_bucket, join, open_storage, split
 from tests.raising import raises
 from tests.storage.model_store import DELETE, Fate, ModelBucket, ModelStore, OverwritingModelStore
 from tests.storage.servers import moto, new_bucket, proxy_before, reach

@@ -12,7 +12,7 @@ from orchestrator.launch.on_ray.phase_reports import AGAIN_S, LONG_PHASE_S, Phas
 from orchestrator.records.run_status import CODE, DATA, PEERS, Doing
 from orchestrator.trainer import loop
 from orchestrator.trainer.comm import interruptible
-from orchestrator.trainer.interfaces.phases import (
+from orchestrator.trainer.interfaces.job import (
     ENDING,
     FEED_WAIT,
     FORMING,

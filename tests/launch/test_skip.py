@@ -24,7 +24,7 @@ from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.attempt.attempt_journal import note_beginning
 from orchestrator.coordinator.attempt.continue_launch import continue_launch
 from orchestrator.data.feed.local_feed import InProcessFeed
-from orchestrator.data.packing import skipping as data_skipping
+from orchestrator.data.packing import samples as data_samples
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.errors import RefusedError
 from orchestrator.faults import no_fault
@@ -474,15 +474,15 @@ def the_skipped_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_pack_too_few_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = data_skipping.draw_past
+    right = data_samples.draw_past
 
-    def wrong(spec: Any, cursor: Cursor, num_samples: int, seq_len: int) -> data_skipping.Passed:
+    def wrong(spec: Any, cursor: Cursor, num_samples: int, seq_len: int) -> data_samples.Passed:
         asked, short = (right(spec, cursor, num, seq_len) for num in (num_samples, num_samples - 1))
         tokens, samples = asked.cursor.skipped_tokens, asked.cursor.skipped_samples
         end = replace(short.cursor, skipped_tokens=tokens, skipped_samples=samples)
         return replace(asked, cursor=end)
 
-    monkeypatch.setattr(data_skipping, "draw_past", wrong)
+    monkeypatch.setattr(data_samples, "draw_past", wrong)
 
 
 @pytest.mark.quick("bestfit-the_skipped_are_trained", "pad-one_pack_too_few_is_passed")

@@ -21,8 +21,7 @@ from weakref import WeakValueDictionary
 from blake3 import blake3
 
 from orchestrator.errors import StorageError
-from orchestrator.storage.exact_pieces import exact
-from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits
+from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits, exact
 
 ROOT = "s3://model/run"
 PUT, CREATE, DELETE, READ, FACTS, LIST = "put", "create", "delete", "read", "facts", "list"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConfigError
-from orchestrator.storage import fetched
+from orchestrator.storage import open as storage_open
 from orchestrator.storage.home import cache_folder, expanded, home
 from tests.raising import raises
 
@@ -27,11 +27,11 @@ os.setreuid(int(sys.argv[2]), -1)  # the user that is looked up; files are read 
 from orchestrator.data.tokens.disk_cache import remembered
 from orchestrator.history.request_files import asker
 from orchestrator.planning.encoders import EncoderChoice
-from orchestrator.storage import fetched
+from orchestrator.storage import open as storage_open
 from orchestrator.storage.home import cache_folder, home
 import orchestrator
 choice = remembered(EncoderChoice, ["x"], lambda: EncoderChoice(name="n", version="1"))
-kept = fetched._kept({"a.json": b"{}"})
+kept = storage_open._kept({"a.json": b"{}"})
 rows = orchestrator.open(sys.argv[1]).points()
 print(json.dumps({
     "home": str(home()), "choice": choice.name, "kept": (kept / "a.json").read_text(),
@@ -69,11 +69,11 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_folder_of_this_process(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
-    folder = fetched._kept({"a.json": b"{}"})
+    folder = storage_open._kept({"a.json": b"{}"})
     assert not folder.is_relative_to(tmp_path)
-    assert fetched._kept({"a.json": b"{}"}) == folder
+    assert storage_open._kept({"a.json": b"{}"}) == folder
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert fetched._kept({"a.json": b"{}"}).is_relative_to(tmp_path / "cache")
+    assert storage_open._kept({"a.json": b"{}"}).is_relative_to(tmp_path / "cache")
 
 
 def test_a_tilde_that_means_no_home_is_refused_and_never_a_folder_of_that_name(

@@ -12,10 +12,9 @@ from orchestrator.data.sources.lists.listing import list_files
 from orchestrator.errors import ConfigError
 from orchestrator.launch.jobs.submit import submission
 from orchestrator.storage.buckets import is_uri
-from orchestrator.storage.files import Storage
+from orchestrator.storage.files import Storage, require_plain
 from orchestrator.storage.local_store import LocalStore
 from orchestrator.storage.open import absolute, join, open_storage
-from orchestrator.storage.store_kinds import require_plain
 from tests.raising import raises
 
 

@@ -30,7 +30,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Pieces, Traits
 from orchestrator.trainer.comm.group import GenerationEnded
 from orchestrator.trainer.interfaces.job import TrainJob
-from orchestrator.trainer.loading.items import MODEL
+from orchestrator.trainer.loading.state_tensors import MODEL
 from orchestrator.trainer.loop import train
 from orchestrator.trainer.state.train_state import TrainState
 from tests.forked import FORKED

@@ -36,9 +36,22 @@ from orchestrator.checkpoint.commit.kept_points import KeptPoints
 from orchestrator.coordinator.machine.rank_history import Places
 from orchestrator.records.membership import ControlRequests
 from orchestrator.records.steps import StateKey
-from orchestrator.trainer.saving import save_slot
-from orchestrator.trainer.saving.save_slot import Answered, Begin, CallOff, SaveSlot, Staged, Stopped, Written
-from orchestrator.trainer.saving.save_triggers import REFORM, SAVE, STOP, SaveTriggers, asked_for, carried_out
+from orchestrator.trainer.saving import save_machines
+from orchestrator.trainer.saving.save_machines import (
+    REFORM,
+    SAVE,
+    STOP,
+    Answered,
+    Begin,
+    CallOff,
+    SaveSlot,
+    SaveTriggers,
+    Staged,
+    Stopped,
+    Written,
+    asked_for,
+    carried_out,
+)
 from tests.checkpoint.quick_storage import tell_machine
 from tests.checkpoint.test_commit_machine import vote
 
@@ -236,7 +249,7 @@ def perform(world: World, action: Action) -> World:
 
 
 # ---- a member's save
-def on(world: World, who: int, event: save_slot.Event) -> World:
+def on(world: World, who: int, event: save_machines.Event) -> World:
     """Gives a slot an event and carries out what it answers."""
     slot, actions = world.members[who].slot.on(event)
     world = world.put(who, world.members[who]._replace(slot=slot))
@@ -245,10 +258,10 @@ def on(world: World, who: int, event: save_slot.Event) -> World:
     return world
 
 
-def carry_out(world: World, who: int, action: save_slot.Action) -> World:
+def carry_out(world: World, who: int, action: save_machines.Action) -> World:
     member = world.members[who]
     match action:
-        case save_slot.Copy():
+        case save_machines.Copy():
             assert member.state is not None, "who saves holds a state"
             if member.sent or member.answer:
                 raise Broken("a save is begun while another one is undecided")
@@ -258,15 +271,15 @@ def carry_out(world: World, who: int, action: save_slot.Action) -> World:
             assert truth == member.state, "all ranks save one state"
             world = world._replace(truth=tuple({**dict(world.truth), action.key: truth}.items()))
             return world.put(who, member._replace(buffer=member.state, saved=action.key))
-        case save_slot.Write():
+        case save_machines.Write():
             if action.key.point_name in world.discarded:
                 raise Broken("a part is written into a save whose files were deleted")
             return world.put(who, member._replace(writes=(action.key, member.buffer)))
-        case save_slot.CastVote():
+        case save_machines.CastVote():
             return world.put(who, member._replace(sent=(action.key, True)))
-        case save_slot.Report():
+        case save_machines.Report():
             return world.put(who, member._replace(sent=(action.key, False)))
-        case save_slot.StopWriting():
+        case save_machines.StopWriting():
             return world
     return world
 

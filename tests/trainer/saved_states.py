@@ -14,8 +14,7 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.loading.items import Item
-from orchestrator.trainer.loading.loading import rows_of, saved_tensors
+from orchestrator.trainer.loading.state_tensors import Item, rows_of, saved_tensors
 
 
 def write_share(

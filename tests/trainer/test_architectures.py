@@ -13,7 +13,7 @@ from orchestrator.checkpoint.export.export import export_point
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.dry_run.model_dry_run import try_model
-from orchestrator.trainer.loading.items import own_tensors
+from orchestrator.trainer.loading.state_tensors import own_tensors
 from orchestrator.trainer.model.build_model import build_model
 from orchestrator.trainer.state.sharded_state import ShardedState
 from orchestrator.trainer.weights.saved_form import main_dtype

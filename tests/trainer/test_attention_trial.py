@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
-from orchestrator.trainer.dry_run.attention_dry_run import require_attention
-from orchestrator.trainer.dry_run.model_dry_run import try_model
-from orchestrator.trainer.dry_run.small_copy import (
+from orchestrator.trainer.dry_run.attention_dry_run import (
     MAX_PARAMETERS,
     VOCABULARY,
     WINDOW,
     draw_weights,
+    require_attention,
     small_copies,
 )
+from orchestrator.trainer.dry_run.model_dry_run import try_model
 from orchestrator.trainer.model.build_model import build_model
-from orchestrator.trainer.model.document_attention import document_inputs
+from orchestrator.trainer.model.model_call import document_inputs
 from orchestrator.trainer.weights.transformers_model import transformers_settings
 from tests.checkpoint.exports import job
 from tests.trainer.architectures import all_types, nested_types, tiny

@@ -11,12 +11,12 @@ from orchestrator.config.train_sections import ModelConfig, TrainConfig
 from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
-from orchestrator.trainer import step_ranges
-from orchestrator.trainer.interfaces.job import TrainJob
-from orchestrator.trainer.step_ranges import (
+from orchestrator.trainer.interfaces import job as job_module
+from orchestrator.trainer.interfaces.job import (
     SMALL_STEPS_AHEAD,
     SMALL_STEPS_TOKENS,
     STEPS_AHEAD,
+    TrainJob,
     coming_ranges,
     next_range,
 )
@@ -81,6 +81,6 @@ def test_steps_that_are_told_without_a_bound_on_their_tokens_are_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     check = test_a_feed_is_told_of_the_steps_that_come_and_of_many_only_while_they_are_small
-    monkeypatch.setattr(step_ranges, "SMALL_STEPS_TOKENS", 1 << 40)
+    monkeypatch.setattr(job_module, "SMALL_STEPS_TOKENS", 1 << 40)
     with pytest.raises(AssertionError):
         check()

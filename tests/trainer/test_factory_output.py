@@ -13,8 +13,14 @@ from torch import nn
 from orchestrator.config.train_sections import ModelConfig, TrainConfig
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.model.build_model import build_model, cast_state
-from orchestrator.trainer.model.factory_output import CODE, require_state, try_forward
-from orchestrator.trainer.model.meta_forward import BeyondTableError, UnknownValueError, without_weights
+from orchestrator.trainer.model.factory_output import (
+    CODE,
+    BeyondTableError,
+    UnknownValueError,
+    require_state,
+    try_forward,
+    without_weights,
+)
 from orchestrator.trainer.state.sharded_state import ShardedState
 from tests.raising import raises
 

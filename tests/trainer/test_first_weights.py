@@ -16,7 +16,7 @@ from orchestrator.checkpoint.export.init_weights import weights_identity, weight
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import ConfigError, ResumePointError
 from orchestrator.trainer.dry_run.model_dry_run import try_model
-from orchestrator.trainer.loading.items import MODEL
+from orchestrator.trainer.loading.state_tensors import MODEL
 from orchestrator.trainer.state.train_state import TrainState
 from tests.checkpoint.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at
 from tests.checkpoint.files.samples import byte_of

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from orchestrator.planning.batches import num_micro_batches, rank_run
 from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
-from orchestrator.trainer.gradient.gradient_ddp import FastGradient
 from orchestrator.trainer.gradient.gradient_invariant import (
     InvariantGradient,
     TreeSum,
@@ -21,6 +20,7 @@ from orchestrator.trainer.gradient.gradient_invariant import (
     tree_nodes,
 )
 from orchestrator.trainer.gradient.micro_batches import Gradient, cut, scale, square_sum
+from orchestrator.trainer.gradient.parallel import FastGradient
 from orchestrator.trainer.state.train_state import TrainState
 from tests.trainer.feed import FormulaFeed
 from tests.trainer.member import tiny_job

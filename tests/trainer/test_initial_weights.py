@@ -20,10 +20,9 @@ from orchestrator.errors import ConfigError
 from orchestrator.planning.state.state_layout import held_rows
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.interfaces.job import TrainJob
-from orchestrator.trainer.loading.items import MODEL, Item, own_tensors, whole_item
+from orchestrator.trainer.loading.state_tensors import MODEL, Item, own_tensors, whole_item
 from orchestrator.trainer.model.build_model import bare_model, build_model, first_model
-from orchestrator.trainer.state.sharded_model import skeleton_of
-from orchestrator.trainer.state.sharded_state import ShardedState
+from orchestrator.trainer.state.sharded_state import ShardedState, skeleton_of
 from orchestrator.trainer.weights import initial
 from orchestrator.trainer.weights.initial import fill_rows
 from tests.checkpoint.exports import CPU, FACTORY, LLAMA, SMALL, commit, job, state_of, store_at

@@ -18,8 +18,7 @@ from orchestrator.planning.state.state_layout import Layout, StateTensor, held_r
 from orchestrator.planning.state.weights_sum import weights_sum
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.loading.items import Item
-from orchestrator.trainer.loading.loading import digest_of, load, sum_of
+from orchestrator.trainer.loading.state_tensors import Item, digest_of, load, sum_of
 from orchestrator.trainer.saving.staging import StagingBuffer
 from tests.devices import PAIRS
 from tests.raising import raises

@@ -26,10 +26,15 @@ from orchestrator.records.membership import GenerationView, HeldShard, Source
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.comm.group import GenerationEnded
 from orchestrator.trainer.comm.reshard import tensor_as_bytes
-from orchestrator.trainer.loading.items import Item
+from orchestrator.trainer.loading.state_tensors import Item
 from orchestrator.trainer.memory_points.memory_point import MemoryPoints
-from orchestrator.trainer.memory_points.memory_replica import Address, CopyHeader, NeighbourLink, new_token
-from orchestrator.trainer.memory_points.shared_buffers import LentCopy
+from orchestrator.trainer.memory_points.memory_replica import (
+    Address,
+    CopyHeader,
+    LentCopy,
+    NeighbourLink,
+    new_token,
+)
 
 LIMIT_S = 240.0
 CPU = torch.device("cpu")

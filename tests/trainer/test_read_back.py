@@ -15,8 +15,7 @@ from orchestrator.planning.state.state_layout import held_rows
 from orchestrator.planning.state.weights_sum import MODULUS
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.interfaces.job import TrainJob
-from orchestrator.trainer.loading.items import MODEL, Item
-from orchestrator.trainer.loading.loading import digest_of, load, sum_of
+from orchestrator.trainer.loading.state_tensors import MODEL, Item, digest_of, load, sum_of
 from orchestrator.trainer.state.train_state import TrainState
 from tests.trainer.member import Plan, members, tiny_job
 

@@ -15,10 +15,9 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from orchestrator.config.train_sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.dry_run.model_dry_run import try_model
-from orchestrator.trainer.loading.items import MODEL
+from orchestrator.trainer.loading.state_tensors import MODEL
 from orchestrator.trainer.model.build_model import build_model, loss_sum, seed_micro_batch
-from orchestrator.trainer.model.document_attention import document_inputs
-from orchestrator.trainer.model.router_loss import require_router_loss
+from orchestrator.trainer.model.model_call import document_inputs, require_router_loss
 from tests.checkpoint.exports import job
 from tests.trainer.architectures import all_types, small, tiny
 from tests.trainer.feed import VOCABULARY

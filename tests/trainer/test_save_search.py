@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.trainer.saving.save_slot import (
+from orchestrator.trainer.saving.save_machines import (
     Action,
     Begin,
     CallOff,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.records.membership import ControlRequests
-from orchestrator.trainer.saving.save_triggers import REFORM, SAVE, STOP, SaveTriggers, asked_for, carried_out
+from orchestrator.trainer.saving.save_machines import REFORM, SAVE, STOP, SaveTriggers, asked_for, carried_out
 
 EVERY_5 = SaveTriggers(every_steps=5, every_minutes=None, since_s=0.0)
 EVERY_2_MINUTES = SaveTriggers(every_steps=None, every_minutes=2.0, since_s=100.0)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from orchestrator.errors import StorageError
 from orchestrator.planning.state.state_layout import Layout, Place, StateTensor, flat_part
-from orchestrator.trainer.loading.items import tensor_bytes
+from orchestrator.trainer.loading.state_tensors import tensor_bytes
 from orchestrator.trainer.saving.staging import StagingBuffer
 from tests.devices import CPU, DEVICES
 from tests.raising import raises

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.trainer.gradient.gradient_sharded import is_mismatch
-from orchestrator.trainer.interfaces.phases import COMPILE_LIMIT_S, step_limit_s
+from orchestrator.trainer.gradient.parallel import is_mismatch
+from orchestrator.trainer.interfaces.job import COMPILE_LIMIT_S, step_limit_s
 
 
 @pytest.mark.parametrize(

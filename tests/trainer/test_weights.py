@@ -17,7 +17,7 @@ from orchestrator.errors import ResumePointError, StorageError
 from orchestrator.planning.state.state_layout import layout_of
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.loading.loading import digest_of, load
+from orchestrator.trainer.loading.state_tensors import digest_of, load
 from orchestrator.trainer.state.train_state import TrainState
 from tests.raising import raises
 from tests.trainer.member import tiny_job

@@ -22,7 +22,7 @@ from orchestrator.errors import ConfigError, OrchestratorError, ResumePointError
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
 from orchestrator.trainer.dry_run.model_dry_run import try_model
-from orchestrator.trainer.loading.items import MODEL, own_tensors
+from orchestrator.trainer.loading.state_tensors import MODEL, own_tensors
 from orchestrator.trainer.model.build_model import build_model
 from orchestrator.trainer.state.train_state import TrainState
 from orchestrator.trainer.weights.saved_form import SavedForm

@@ -10,7 +10,7 @@ from orchestrator.storage.files import Storage
 
 
 class CommittedFiles:
-    """`trainer.loading.loading.StateFiles` of a run. Safe to use from threads."""
+    """`trainer.loading.state_tensors.StateFiles` of a run. Safe to use from threads."""
 
     def __init__(self, storage: Storage, on_node: PartsOnNode | None = None) -> None:
         """`on_node`: this rank's parts are written there, not to `storage`."""

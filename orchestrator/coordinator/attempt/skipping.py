@@ -50,7 +50,7 @@ def draw_skip(config: JobConfig, data: DataSpec, point: Point, request: SkipRequ
     Raises `RefusedError` if the data end before anything is left to train, and what reading them raises.
     """
     from orchestrator.data.code_process import call, needs_code
-    from orchestrator.data.packing.skipping import draw_past
+    from orchestrator.data.packing.samples import draw_past
 
     batch, seq_len = point.config["train.global_batch_size"], point.config["pack.seq_len"]
     num_samples, job = request.num_samples(batch), _mixed_as(config, point.config)

@@ -17,10 +17,8 @@ from functools import partial
 
 import ray
 
-from orchestrator.data.feed.activity import SignsOfWork
-from orchestrator.data.feed.epoch_lists import UNEXPECTED, EpochLists
-from orchestrator.data.feed.feed_notes import FeederStats, FeedLog, FeedNotes
-from orchestrator.data.feed.inflight_budget import Admission
+from orchestrator.data.feed.buffers import TOGETHER_BYTES, Admission, HeldStep
+from orchestrator.data.feed.feed_reports import FeederStats, FeedLog, FeedNotes, SignsOfWork
 from orchestrator.data.feed.memory import MemoryShares
 from orchestrator.data.feed.pipeline_thread import (
     SLOTS_PER_DATASET,
@@ -29,8 +27,7 @@ from orchestrator.data.feed.pipeline_thread import (
     num_pipeline_threads,
 )
 from orchestrator.data.feed.remote_feed import Reopen
-from orchestrator.data.feed.replay import TOGETHER_BYTES, HeldStep
-from orchestrator.data.feed.stream_session import Opening
+from orchestrator.data.feed.stream_session import UNEXPECTED, EpochLists, Opening
 from orchestrator.data.feed.window_scheduler import NoTask
 from orchestrator.data.packing.step_samples import StepShare
 from orchestrator.data.spec import DataSpec

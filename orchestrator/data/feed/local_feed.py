@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 
-from orchestrator.data.feed.replay import HeldStep, ReplayBuffer
+from orchestrator.data.feed.buffers import HeldStep, ReplayBuffer
 from orchestrator.data.packing.samples import draw_step
 from orchestrator.data.packing.stream import Stream
 from orchestrator.data.spec import DataSpec

@@ -16,8 +16,7 @@ from orchestrator.data.common.process_limits import (
     ProcessLimits,
 )
 from orchestrator.data.common.settings import CHUNK_TOKENS
-from orchestrator.data.feed.inflight_budget import BYTES_AN_ENTRY
-from orchestrator.data.feed.replay import MIN_STEPS, TOGETHER_BYTES
+from orchestrator.data.feed.buffers import BYTES_AN_ENTRY, MIN_STEPS, TOGETHER_BYTES
 from orchestrator.data.feed.stream_session import MAX_WANTED_TOKENS
 from orchestrator.data.feed.window_scheduler import SLOTS_AHEAD
 from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES

@@ -25,14 +25,13 @@ from orchestrator.cluster.data_share import looking_often, take_own_share
 from orchestrator.cluster.shield import expose_forks
 from orchestrator.data.common.process_limits import ProcessLimits, limit_process
 from orchestrator.data.common.settings import StreamSettings
-from orchestrator.data.feed.activity import WorkReports
-from orchestrator.data.feed.epoch_lists import UNEXPECTED
-from orchestrator.data.feed.inflight_budget import chunk_bytes
+from orchestrator.data.feed.buffers import chunk_bytes
+from orchestrator.data.feed.feed_reports import WorkReports
+from orchestrator.data.feed.stream_session import UNEXPECTED
 from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.windows import Window, read_windows
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.chunks import Passed, tokenize_window
-from orchestrator.data.tokens.encoders import Encoders
+from orchestrator.data.tokens.chunks import Encoders, Passed, tokenize_window
 from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import FeedError, OrchestratorError
 

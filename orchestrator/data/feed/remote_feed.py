@@ -23,7 +23,7 @@ from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView
 
 if TYPE_CHECKING:
-    from orchestrator.data.feed.feed_notes import FeedNotes
+    from orchestrator.data.feed.feed_reports import FeedNotes
     from orchestrator.data.packing.step_samples import StepShare
 
 # A killed feeder is back after about a second. For a lost machine, it takes as long as Ray needs to detect

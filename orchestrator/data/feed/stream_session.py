@@ -1,24 +1,26 @@
 """One opening of the stream at a cursor, as plain state: its slots, delivered chunks and packed steps.
 
-The feeder queries it for what may happen now.
+The feeder queries it for what may happen now. `EpochLists` lists the files of coming epochs in the background
+meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import traceback
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.data.common.process_limits import TOO_LITTLE_MEMORY
 from orchestrator.data.common.settings import StreamSettings
-from orchestrator.data.feed.inflight_budget import Admission, Flight
-from orchestrator.data.feed.replay import ReplayBuffer
+from orchestrator.data.feed.buffers import Admission, Flight, ReplayBuffer
 from orchestrator.data.feed.window_scheduler import NoTask, Slots, SourceWindows
 from orchestrator.data.packing.stream import Stream
 from orchestrator.data.sources.lists.fragments import SourcePlan, decoded_bytes
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
-from orchestrator.errors import FeedError
+from orchestrator.errors import FeedError, OrchestratorError
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.order import block_at
 from orchestrator.records.batches import StepRange
@@ -163,3 +165,50 @@ def expected_windows(plan: SourcePlan, settings: StreamSettings, epoch: int, pos
     block = block_at(settings.seed, plan.source, epoch, position, plan.num_blocks, settings.shuffle)
     parts = (part for fragment in plan.fragments(block) for part in plan.parts(fragment))
     return max(1, ceil_div(sum(decoded_bytes(plan.manifest, part) for part in parts), settings.window_bytes))
+
+
+# ---------------------------------------------------------------------------------------------- coming epochs
+# The error code of an exception in the feed that is none of ours; the text has its traceback.
+UNEXPECTED = "feed.unexpected_exception"
+Made = Callable[[str, int, OrchestratorError | None], Coroutine[Any, Any, None]]
+
+
+class EpochLists:
+    """Makes each list once, in a thread. Listing a hundred thousand files takes seconds, and the ranks
+    continue meanwhile. For one event loop.
+    """
+
+    def __init__(self, spec: DataSpec) -> None:
+        self._spec = spec
+        # the event loop itself keeps only weak references
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+
+    @property
+    def making(self) -> bool:
+        """Whether a list is being made."""
+        return bool(self._tasks)
+
+    def make(self, wanted: Iterable[tuple[str, int]], made: Made) -> None:
+        """Starts making the lists of `wanted` (source, epoch) that are not being made yet.
+
+        Awaits `made` for each, with its error or None. `made` must call `done`.
+        """
+        for source, epoch in wanted:
+            if (source, epoch) not in self._tasks:
+                self._tasks[source, epoch] = asyncio.create_task(self._make(source, epoch, made))
+
+    def done(self, source: str, epoch: int) -> None:
+        """Forgets a finished list. `made` calls it once its waiters are notified."""
+        del self._tasks[source, epoch]
+
+    async def _make(self, source: str, epoch: int, made: Made) -> None:
+        wrong = None
+        try:
+            await asyncio.to_thread(self._spec.plan_of, source, epoch)
+        except OrchestratorError as error:
+            wrong = error
+        except Exception as error:  # noqa: BLE001  reported to the ranks
+            text = "".join(traceback.format_exception(error))
+            text = f"the files of source {source} could not be listed for epoch {epoch}:\n{text}"
+            wrong = FeedError(text, code=UNEXPECTED)
+        await made(source, epoch, wrong)

@@ -1,4 +1,7 @@
-"""Batches of one rank, made ahead in a thread, with a state that any other shape can go on from."""
+"""A rank's batches, made ahead in a thread, with a state from which a loader of any other shape can continue.
+
+The stream is read, tokenized and packed in this process, on demand. torch is loaded only for tensors.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,31 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from orchestrator.data.loading.drawing import Drawing
-from orchestrator.data.loading.rank_batches import Batch, Share, Tensors, rank_batches
+import numpy as np
+
 from orchestrator.data.loading.state import state_of
+from orchestrator.data.packing.samples import Sample, draw_samples, draw_step
+from orchestrator.data.packing.step_samples import NO_LOSS, PAD_TOKEN, PADDING, StepSamples
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.errors import FeedError, RefusedError
+from orchestrator.planning.batches import micro_batches_per_rank, next_range, num_micro_batches, rank_samples
 from orchestrator.planning.resume.restarting import RestartRequest
-from orchestrator.records.cursor import Cursor
+from orchestrator.records.arrays import Int32Array
+from orchestrator.records.cursor import Cursor, SourceCursor
 
 if TYPE_CHECKING:
     from torch.utils.data import IterableDataset
 
-# An iterator that prefetches a bounded number of items in a thread.
 Item = TypeVar("Item")
 
 
 class Ahead(Generic[Item]):
-    """Iterates over `items` in its own thread. At most `depth` items are buffered and one is being made. For
-    one consumer.
+    """Iterates over `items` in its own thread. At most `depth` items are buffered and one is being made.
+
+    For one consumer.
 
     An error of the iterator is raised by `take` after the items before it, and by every later `take`.
     """
@@ -86,9 +94,7 @@ class Ahead(Generic[Item]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """A stream at a place of it: `restart` is the one that its states say, `notes` what to say of the
-    opening.
-    """
+    """A stream at a place in it. Its states record `restart`. `notes` are for the user."""
 
     spec: DataSpec
     cursor: Cursor
@@ -109,11 +115,11 @@ def _made(
 
 
 class Loader:
-    """An iterator of a rank's batches to the end of the data; `SampleStream.batches` makes it.
+    """An iterator of a rank's batches to the end of the data. `SampleStream.batches` makes it.
 
-    A thread reads, tokenizes, packs and collates `prefetch` steps ahead; what it raises, `next` raises.
-    `iter()` returns the loader itself, at its position. Not thread-safe, and not for other processes (see
-    `dataset`). `close` it, use it in a `with`, or forget it: the thread ends in each case.
+    A thread reads, tokenizes, packs and collates `prefetch` steps ahead. `next` raises the errors of this
+    thread. `iter()` returns the loader itself, at its position. Not thread-safe, and not for other processes
+    (see `dataset`). The thread ends with `close`, at the end of a `with`, or when the loader is deleted.
     """
 
     def __init__(
@@ -154,15 +160,15 @@ class Loader:
 
     @property
     def cursor(self) -> Cursor:
-        """The place after the last step of which all batches were given."""
+        """The place after the last step of which all batches were returned."""
         return self._cursor
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, as plain JSON values: the same on every rank. What waits in the thread is not
+        """The loader's position as plain JSON values, the same on every rank. Prefetched batches are not
         counted as read.
 
-        Raises `RefusedError` inside a step, when some of its micro-batches were given and some not: their
-        gradient is in nobody's checkpoint.
+        Raises `RefusedError` inside a step, when only some of its micro-batches were returned: no checkpoint
+        contains their gradient.
         """
         if self._rest:
             raise RefusedError(
@@ -173,11 +179,11 @@ class Loader:
         return state_of(self._opened.spec, self._cursor, self._opened.restart)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at exactly the next unread token of `state`, whatever the world size, the batch size and
-        the seq_len were when it was taken.
+        """Continues at exactly the next unread token of `state`. The world size, batch size and seq_len may
+        differ from those at which it was taken.
 
-        Raises `DataIdentityError` with both values, and stands where it stood, if it is a state of other
-        files, another tokenizer or other settings that make the stream.
+        Raises `DataIdentityError` with both values if it is a state of other files, another tokenizer or
+        other settings of the stream. The loader then keeps its position.
         """
         opened = self._reopen(state)
         drawing = Drawing(opened.spec, opened.cursor)
@@ -185,9 +191,10 @@ class Loader:
         self._begin(drawing, opened)
 
     def dataset(self) -> IterableDataset[Any]:
-        """The same batches as a torch `IterableDataset`, for `DataLoader(loader.dataset(), batch_size=None)`:
-        with `num_workers=0`, for worker processes would each read the whole stream (its iterator raises
-        `RefusedError` there).
+        """The same batches as a torch `IterableDataset`, for `DataLoader(loader.dataset(), batch_size=None)`.
+
+        It needs `num_workers=0`, because each worker process would read the whole stream. The dataset's
+        iterator raises `RefusedError` in a worker process.
         """
         from orchestrator.data.loading.torch_dataset import LoaderDataset
 
@@ -202,3 +209,98 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# --------------------------------------------------------------------------------------------- a rank's share
+Tensors = Literal["numpy", "torch"]
+Batch = dict[str, Any]
+_NAMES = ("input_ids", "labels", "document_ids")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """Which samples of each step a rank receives (`planning.batches.rank_samples`), and in which batches:
+    single micro-batches (`micro_batches`), or all of them as one batch.
+    """
+
+    global_batch_size: int  # samples of a step, over all ranks
+    micro_batch_size: int  # samples; ranks receive whole micro-batches
+    seq_len: int
+    rank: int
+    world_size: int
+    micro_batches: bool
+
+
+def rank_batches(drawn: StepSamples, share: Share, tensors: Tensors) -> list[Batch]:
+    """The batches of this rank in a step. Every rank has the same number, so that collectives match.
+
+    Each has `input_ids`, `labels` (the next token of each position, -100: no loss) and `document_ids` (-1:
+    padding), all (num_samples, seq_len), int32 as arrays, int64 as tensors. `step_targets` is the number of
+    target tokens of the whole step over all ranks. `first_index` is the index of the batch's first sample in
+    the stream. A rank without samples in the step gets one row of padding.
+    """
+    step, micro = drawn.step, share.micro_batch_size
+    first, stop = rank_samples(0, step.num_samples, micro, share.rank, share.world_size)
+    _, *tables = drawn.arrays(first, stop)
+    num = micro_batches_per_rank(num_micro_batches(step.num_samples, micro), share.world_size)
+    size = micro if share.micro_batches else max(1, num * micro)
+    return [
+        _batch([table[at : at + size] for table in tables], drawn, first + min(at, stop - first), tensors)
+        for at in range(0, num * micro, size)
+    ]
+
+
+def _batch(tables: list[Int32Array], drawn: StepSamples, first: int, tensors: Tensors) -> Batch:
+    if not len(tables[0]):
+        fillers = (PAD_TOKEN, NO_LOSS, PADDING)
+        tables = [np.full((1, drawn.step.seq_len), filler, np.int32) for filler in fillers]
+    batch: Batch = dict(zip(_NAMES, tables, strict=True))
+    if tensors == "torch":
+        import torch
+
+        batch = {name: torch.from_numpy(table).long() for name, table in batch.items()}
+    return {**batch, "step_targets": drawn.targets, "first_index": drawn.first_index + first}
+
+
+# --------------------------------------------------------------------------------- the stream in this process
+class Drawing:
+    """The stream from `cursor` on. Opening reads enough to verify that the cursor belongs to this stream.
+
+    For one consumer, in any thread. Raises `DataIdentityError` (with both values) if the data, the tokenizer
+    or the encoder are not those of the cursor, and `DataError` for data that cannot be read.
+    """
+
+    def __init__(self, spec: DataSpec, cursor: Cursor, seq_len: int | None = None) -> None:
+        self._stream, encoders = spec.stream(cursor, seq_len), spec.build_encoders()
+        self._names = [plan.source for plan in spec.plans]
+        self._chunks = {name: spec.chunks(cursor, name, encoders) for name in self._names}
+        for name in self._names:
+            ended = name in cursor.mixture and cursor.mixture[name].ended
+            if cursor.sources.get(name, SourceCursor()) != SourceCursor() and not ended:
+                self._verify(name)
+
+    def samples(self, seq_len: int) -> Iterator[Sample]:
+        """All samples to the end of the data."""
+        return draw_samples(self._stream, self._next_chunk, seq_len)
+
+    def steps(self, global_batch_size: int, seq_len: int) -> Iterator[StepSamples]:
+        """All steps to the end of the data. The last one may have fewer samples."""
+        while True:
+            at = self._stream.cursor
+            step = next_range(at.consumed_samples, at.consumed_tokens, global_batch_size, seq_len)
+            assert step is not None, "without a budget there is no last step"
+            drawn = draw_step(self._stream, step, self._next_chunk)
+            if drawn.step.num_samples:
+                yield drawn
+            if drawn.end_of_data or not drawn.step.num_samples:
+                return
+
+    def _next_chunk(self, source: str) -> TokenChunk | None:
+        return next(self._chunks[source], None)
+
+    def _verify(self, source: str) -> None:
+        """Feeds the chunks that the cursor's digests cover. They are drawn later."""
+        while (chunk := self._next_chunk(source)) is not None:
+            self._stream.feed(chunk)
+            if chunk.ends_window or self._stream.buffered_tokens(source):
+                return

@@ -1,4 +1,4 @@
-"""What `orchestrator.open_stream` returns: the canonical samples one by one, or a rank's batches of them."""
+"""The stream that `orchestrator.open_stream` returns: canonical samples one by one, or a rank's batches."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from orchestrator.data.loading.drawing import Drawing
-from orchestrator.data.loading.lists import StreamData, frozen_folder, stream_data
-from orchestrator.data.loading.loader import Loader, Opened
-from orchestrator.data.loading.rank_batches import Batch, Share, Tensors
-from orchestrator.data.loading.reading import StreamReading, changes_of, reading_of
+from orchestrator.data.loading.lists import (
+    StreamData,
+    StreamReading,
+    changes_of,
+    frozen_folder,
+    reading_of,
+    stream_data,
+)
+from orchestrator.data.loading.loader import Batch, Drawing, Loader, Opened, Share, Tensors
 from orchestrator.data.loading.state import StreamState, continue_from, read_state, state_of
 from orchestrator.data.packing.samples import Sample
 from orchestrator.data.tokens.encoder import TOKENIZERS
@@ -27,7 +31,7 @@ _ARGUMENT = "command.argument_value"
 
 
 class SampleStream:
-    """An iterator of samples from a place on, in this process; `batches` makes a loader of it.
+    """An iterator of samples from a place on, in this process. `batches` returns a loader of batches.
 
     Samples have `index, source, input_ids, labels, document_ids, cursor`. `state_dict` returns the position
     of the next sample. Not thread-safe.
@@ -100,7 +104,7 @@ class SampleStream:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a run would say aloud of these data at its start."""
+        """The notes that a run would print about these data at its start."""
         return (*self._opened.notes, *self._opened.spec.notes)
 
     @property
@@ -133,11 +137,11 @@ class SampleStream:
     ) -> Loader:
         """A loader of this rank's batches from the next sample on.
 
-        A step is `train.global_batch_size` samples of `pack.seq_len`; a rank gets the whole micro-batches of
-        `train.micro_batch_size` that a run of this world size would give it: the world size changes nothing
-        of what a step trains. One batch for each step, or with `micro_batches` each of them alone; see
-        `data.loading.rank_batches`. `collate` makes of a batch what your loop takes, in the loader's thread;
-        `prefetch` is how many steps wait there at most.
+        A step is `train.global_batch_size` samples of `pack.seq_len`. A rank gets the same whole
+        micro-batches of `train.micro_batch_size` as in a run of this world size, so a step trains on the same
+        samples at every world size. The loader yields one batch for each step, or with `micro_batches` each
+        micro-batch (see `data.loading.loader.rank_batches`). `collate` converts a batch to the input of your
+        loop, in the loader's thread. At most `prefetch` steps are buffered there.
         """
         if tensors not in ("numpy", "torch"):
             raise RefusedError(f"tensors={tensors!r}: it must be 'numpy' or 'torch'", code=_ARGUMENT)
@@ -166,19 +170,21 @@ class SampleStream:
         )
 
     def _take_drawing(self) -> Drawing:
-        """A drawing that stands at the next sample and has no other consumer."""
+        """A drawing at the next sample, without another consumer."""
         drawing, self._drawing = self._drawing, None
         return drawing or Drawing(self._opened.spec, self.cursor)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the next sample, and of which stream it is, as plain JSON values. It opens under any
-        world size, batch size and seq_len: `open_stream(config, cursor=state)`.
+        """The place of the next sample and the identity of the stream, as plain JSON values.
+
+        `open_stream(config, cursor=state)` opens it with any world size, batch size and seq_len.
         """
         return state_of(self._opened.spec, self.cursor, self._opened.restart)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on at exactly the next unread token of `state`. Raises `DataIdentityError` with both values if
-        it is a state of another stream.
+        """Continues at exactly the next unread token of `state`.
+
+        Raises `DataIdentityError` with both values if it is a state of another stream.
         """
         self._open(state)
 

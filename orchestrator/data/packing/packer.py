@@ -12,9 +12,8 @@ from copy import copy
 import numpy as np
 
 from orchestrator.data.common.settings import StreamSettings
-from orchestrator.data.packing.chunk_order import ChunkOrder
-from orchestrator.data.packing.sample_spans import Run
-from orchestrator.data.packing.segments import Before, Counts, Segment, counts_at, without_entries
+from orchestrator.data.packing.segments import Before, ChunkOrder, Counts, Segment, counts_at, without_entries
+from orchestrator.data.packing.step_samples import Run
 from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.errors import DataIdentityError
 from orchestrator.planning.digest import add_tokens, token_hasher

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from orchestrator.data.common.settings import MixtureSettings, StreamSettings
-from orchestrator.data.packing.pack_place import PackCursors
 from orchestrator.data.packing.packed_window import PathOf
 from orchestrator.data.packing.packer import Packer, RunCursors
-from orchestrator.data.packing.sample_spans import PackedRun, Run
-from orchestrator.data.packing.step_samples import StepSamples
-from orchestrator.data.packing.window_packer import WindowPacker
+from orchestrator.data.packing.step_samples import PackedRun, Run, StepSamples
+from orchestrator.data.packing.window_packer import PackCursors, WindowPacker
 from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.errors import FeedError
 from orchestrator.planning.batches import ceil_div

@@ -7,17 +7,16 @@ reproduce the packs that were taken.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from orchestrator.data.common.settings import StreamSettings
-from orchestrator.data.packing.chunk_order import ChunkOrder
-from orchestrator.data.packing.pack_place import PackCursors, PackPlace
 from orchestrator.data.packing.packed_window import PackedWindow, PathOf, WindowPacking, documents_of
-from orchestrator.data.packing.sample_spans import PackedRun, joined
-from orchestrator.data.packing.segments import Counts, counted, counts_after, counts_at
+from orchestrator.data.packing.segments import ChunkOrder, Counts, counted, counts_after, counts_at
+from orchestrator.data.packing.step_samples import PackedRun, joined
 from orchestrator.data.tokens.token_chunk import PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError
+from orchestrator.planning.digest import add_tokens, token_hasher
 from orchestrator.records.cursor import SourceCursor
 
 
@@ -204,3 +203,52 @@ class WindowPacker:
             "the data, the tokenizer or the encoder are not those that the run was trained with",
             code="resume.cursor_mismatch",
         )
+
+
+# --------------------------------------------------------------------------------------- position and cursors
+class PackPlace:
+    """All windows before the current one are taken, and `taken` packs of the current one."""
+
+    def __init__(self, cursor: SourceCursor) -> None:
+        self.cursor, self.taken, self._hasher = cursor, 0, token_hasher()
+
+    def copy(self) -> PackPlace:
+        """An independent copy."""
+        new = PackPlace(self.cursor)
+        new.taken, new._hasher = self.taken, self._hasher.copy()
+        return new
+
+    def take(self, windows: Sequence[PackedWindow], num: int, seq_len: int) -> tuple[list[PackedRun], int]:
+        """Takes the next `num` packs of the windows. Returns them, and how many windows are used up."""
+        runs, passed = list[PackedRun](), 0
+        while num:
+            window = windows[passed]
+            here = min(num, window.packs.num - self.taken)
+            if here:
+                run = window.run(self.taken, self.taken + here, seq_len)
+                runs.append(run)
+                add_tokens(self._hasher, run.tokens)
+                self.taken, num = self.taken + here, num - here
+                self.cursor = replace(
+                    window.begin,
+                    packs=self.taken,
+                    pack_seq_len=seq_len,
+                    prefix_digest=self._hasher.hexdigest(),
+                )
+            if self.taken == window.packs.num:
+                self.cursor, self.taken, self._hasher = window.end, 0, token_hasher()
+                passed += 1
+        return runs, passed
+
+
+class PackCursors:
+    """The cursors inside a run, computed on demand."""
+
+    def __init__(self, place: PackPlace, windows: Sequence[PackedWindow], seq_len: int) -> None:
+        self._place, self._windows, self._seq_len = place, windows, seq_len
+
+    def after(self, num_positions: int) -> SourceCursor:
+        """The cursor after the samples that `num_positions` positions count for."""
+        place = self._place.copy()
+        place.take(self._windows, -(-num_positions // self._seq_len), self._seq_len)
+        return place.cursor

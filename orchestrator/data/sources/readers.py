@@ -14,7 +14,7 @@ import numpy as np
 from orchestrator.data.sources.access.compressed import DAMAGE, damage_code
 from orchestrator.data.sources.access.input_file import InputFile, open_input
 from orchestrator.data.sources.access.records_in_memory import Records
-from orchestrator.data.sources.lists.file_parts import Cut, FilePart
+from orchestrator.data.sources.lists.file_rows import Cut, FilePart
 from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.lists.manifest import require_unchanged
 from orchestrator.errors import DataError, DataIdentityError

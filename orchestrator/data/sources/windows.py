@@ -1,12 +1,13 @@
 """Reads a block's records in windows, and a record as a document or as the reason why it is bad.
 
 `planning.order` defines the order in a window. A record keeps its number, whatever its outcome.
+`WindowColumns` has the places and sizes of a window's records as arrays, to process many records at once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from orchestrator.data.common.process_limits import process_limits
 from orchestrator.data.common.settings import StreamSettings
-from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES
+from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES, Lines, Values
 from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.readers import Part, read_fragment
 from orchestrator.data.sources.records.content import (
@@ -24,8 +25,7 @@ from orchestrator.data.sources.records.content import (
     Document,
     WrongFieldError,
 )
-from orchestrator.data.sources.records.line_numbers import line_numbers
-from orchestrator.data.sources.window_columns import TextRun, WindowColumns, columns_of
+from orchestrator.data.sources.records.line_records import line_numbers
 from orchestrator.errors import DataError
 from orchestrator.planning.order import block_at, window_order
 from orchestrator.planning.record_keys import (
@@ -35,6 +35,7 @@ from orchestrator.planning.record_keys import (
     record_seed,
     transform_key,
 )
+from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
 
 __all__ = ["BadRecordError", "OrderedWindow", "Window", "WrongFieldError", "read_windows"]
 
@@ -243,3 +244,82 @@ def _closed(number: int, held: list[Part], last: bool = False) -> Window:
     parts = tuple(held)
     held.clear()
     return Window(number=number, last=last, parts=parts)
+
+
+# ---------------------------------------------------------------------------------------- columns of a window
+# The arrays take 12 bytes a record, little beside this many. Records that are shorter on average, or parts
+# with fewer records than this, are processed one by one.
+_LEAST_BYTES, _LEAST_RECORDS = 64, 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextRun:
+    """Texts of consecutive records in a window's order, and their places.
+
+    The text is empty for a record that must be processed alone (for example a blank, empty or bad one).
+    """
+
+    texts: list[str]
+    files: Int64Array
+    places: Int64Array
+    sizes: Int64Array
+    sampled: BoolArray  # the result of `OrderedWindow.is_sampled`
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+class WindowColumns:
+    """Of all records of a window in file order: each one's place in its file, and its decoded bytes."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        nums = [len(part.records) for part in parts]
+        self._stops = np.cumsum(nums)
+        self._firsts = self._stops - nums
+        self._parts = parts
+        self._records = [part.records for part in parts]
+        self._files = np.array([part.file for part in parts], np.int64)
+        self._first_samples = np.array([part.sample_number for part in parts], np.int64)
+        self.places: Int64Array = np.concatenate([part.places for part in parts])
+        sizes = np.concatenate([part.records.sizes for part in parts])
+        self.sizes = sizes.astype(np.int32) if sizes.max(initial=0) < 1 << 31 else sizes
+
+    def lie_at(
+        self, numbers: Int32Array, one_in: int
+    ) -> tuple[Int64Array, Int64Array, Int64Array, BoolArray]:
+        """(file, place, decoded bytes, whether in a sample of one in `one_in`) of these records."""
+        parts = np.searchsorted(self._stops, numbers, side="right")
+        samples = self._first_samples[parts] + numbers - self._firsts[parts]
+        sizes = self.sizes[numbers].astype(np.int64)
+        return self._files[parts], self.places[numbers], sizes, samples % one_in == 0
+
+    def records(self, numbers: Int32Array) -> list[bytes | None]:
+        """These records. None: a null, or one at the beginning of its file, which may have a byte order
+        mark.
+        """
+        parts = np.searchsorted(self._stops, numbers, side="right")
+        indices, held = numbers - self._firsts[parts], self._records
+        found = [held[part][i] for part, i in zip(parts.tolist(), indices.tolist(), strict=True)]
+        for at in np.flatnonzero(self.places[numbers] == 0).tolist():
+            found[at] = None
+        return found
+
+
+def columns_of(parts: Sequence[Part]) -> WindowColumns | None:
+    """The columns of a window's parts.
+
+    None if its records are not bytes in memory, or are processed as quickly one by one.
+    """
+    num = sum(len(part.records) for part in parts)
+    if num < _LEAST_RECORDS * max(1, len(parts)):
+        return None
+    if not all(isinstance(part.records, Lines | Values) for part in parts):
+        return None
+    if sum(_num_bytes(part) for part in parts) < _LEAST_BYTES * num:
+        return None
+    return WindowColumns(parts)
+
+
+def _num_bytes(part: Part) -> int:
+    last = len(part.records) - 1
+    return part.records.bytes_before(last) + part.records.size(last) if last >= 0 else 0

@@ -1,6 +1,7 @@
 """Tokenizes a block of documents into chunks, in a tokenizer process or in any process with a stream.
 
 It is a pure function of (task, files, tokenizer, settings) and may be repeated at any time.
+`planning.encoders` determines the encoder of each document.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from orchestrator.data.sources.records.content import (
     WrongFieldError,
     bare,
 )
-from orchestrator.data.sources.window_columns import TextRun
-from orchestrator.data.sources.windows import OrderedWindow, Window, read_windows
+from orchestrator.data.sources.windows import OrderedWindow, TextRun, Window, read_windows
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.data.tokens.chunk_writer import ChunkWriter, unencodable
-from orchestrator.data.tokens.encoder import GIGATOKEN, Pieces, UnencodableTextError, difference_text
-from orchestrator.data.tokens.encoders import Encoders
+from orchestrator.data.tokens.encoder import GIGATOKEN, Encoder, Pieces, UnencodableTextError, difference_text
+from orchestrator.data.tokens.loss_mask import MaskedEncoder
 from orchestrator.data.tokens.token_chunk import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk, WindowTask
+from orchestrator.data.tokens.tokenizer_files import TokenizerModel
 from orchestrator.data.tokens.transforms import Output, Transforms, first_difference, utf8_size
 from orchestrator.errors import BadDocumentError, DataError, DataIdentityError
+from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, Place, encoder_at
 
 # Records are processed in runs of about this many bytes, the size of a call of the encoder.
 _RUN_BYTES = 1 << 20
@@ -362,3 +364,38 @@ class _Records:
             return None if found is None else f"{place}: {choice}: {found}"
 
         self._writer.check_later(check)
+
+
+# --------------------------------------------------------------------------------------- encoders of a stream
+class Encoders:
+    """The encoders of a stream's past and future documents, each built for its first document."""
+
+    def __init__(
+        self, model: TokenizerModel, spans: tuple[EncoderSpan, ...], special_tokens_in_text: str
+    ) -> None:
+        self._model, self._spans, self._mode = model, spans, special_tokens_in_text
+        self._built: dict[EncoderChoice, Encoder] = {}
+        self._masked: dict[EncoderChoice, MaskedEncoder] = {}
+        self._only: Encoder | None = None  # most runs have one; it is used for each document
+
+    def at(self, source: str, place: Place) -> Encoder:
+        """The encoder of the document at `place`. Raises as `Encoder`."""
+        if self._only is not None:
+            return self._only
+        choice = encoder_at(self._spans, source, place)
+        if choice not in self._built:
+            self._built[choice] = Encoder(self._model, choice, self._mode)
+            if len(self._spans) == 1:
+                self._only = self._built[choice]
+        return self._built[choice]
+
+    @property
+    def is_one(self) -> bool:
+        """Whether all documents have the same encoder."""
+        return len(self._spans) == 1
+
+    def masked(self, encoder: Encoder) -> MaskedEncoder:
+        """The encoder of documents with several parts, built on `encoder`, which must be one of these."""
+        if encoder.choice not in self._masked:
+            self._masked[encoder.choice] = MaskedEncoder(self._model, encoder, self._mode)
+        return self._masked[encoder.choice]

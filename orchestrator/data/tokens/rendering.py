@@ -30,8 +30,6 @@ from orchestrator.data.tokens.chat_template import (
     Span,
     SpecialToken,
     UnrenderableError,
-)
-from orchestrator.data.tokens.template_values import (
     require_no_json_text,
     require_texts,
     with_arguments,

@@ -19,10 +19,14 @@ from typing import Any
 import orjson
 from blake3 import blake3
 
-from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS, ADVERSARIAL_VERSION, added_token_texts
 from orchestrator.data.tokens.chat_template import DEFAULT, WITH_TOOLS, read_chat_template
 from orchestrator.data.tokens.disk_cache import remembered
-from orchestrator.data.tokens.large_json import parse
+from orchestrator.data.tokens.tokenizer_json import (
+    ADVERSARIAL_TEXTS,
+    ADVERSARIAL_VERSION,
+    added_token_texts,
+    parse,
+)
 from orchestrator.errors import ConfigError
 from orchestrator.json_form import decode, encode
 

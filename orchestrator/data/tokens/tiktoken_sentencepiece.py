@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS
+from orchestrator.data.tokens.tokenizer_json import ADVERSARIAL_TEXTS
 from orchestrator.errors import ConfigError
 
 TIKTOKEN, SENTENCEPIECE = "tiktoken", "sentencepiece"

@@ -18,7 +18,6 @@ from blake3 import blake3
 
 from orchestrator.data.tokens.chat_template import ChatTemplate, read_chat_template
 from orchestrator.data.tokens.disk_cache import remembered
-from orchestrator.data.tokens.large_json import added_tokens, laid_out, parse
 from orchestrator.data.tokens.resolved import (
     CODE,
     RESOLVED,
@@ -43,11 +42,11 @@ from orchestrator.data.tokens.tiktoken_sentencepiece import (
     from_tiktoken_name,
     is_tiktoken,
 )
+from orchestrator.data.tokens.tokenizer_json import added_tokens, laid_out, parse
 from orchestrator.errors import ConfigError, DataError, StorageError
 from orchestrator.storage.buckets import is_uri
-from orchestrator.storage.fetched import small_files
 from orchestrator.storage.home import expanded
-from orchestrator.storage.open import open_storage, split
+from orchestrator.storage.open import open_storage, small_files, split
 
 # The files that are copied into a run: everything that transformers reads to build the tokenizer, no weights.
 FILES = (

@@ -16,7 +16,7 @@ from orchestrator.checkpoint.points.run_file import RUN_FILE, read_run
 from orchestrator.errors import MachineError, OrchestratorError, StorageError
 from orchestrator.records.membership import MachineProof, Unfit
 from orchestrator.storage.files import Storage
-from orchestrator.storage.probe import PROBE
+from orchestrator.storage.open import PROBE
 
 # With another version of one of these, a worker may train something else, or not understand the others.
 COMPARED = ("torch", "transformers", "tokenizers")

@@ -13,7 +13,7 @@ from traceback import FrameSummary
 
 import orchestrator
 from orchestrator.records.run_status import CODE, DATA, PEERS, Doing
-from orchestrator.trainer.interfaces.phases import ENDING, FEED_WAIT, PHASE_LIMITS_S, STEP
+from orchestrator.trainer.interfaces.job import ENDING, FEED_WAIT, PHASE_LIMITS_S, STEP
 
 LONG_PHASE_S = 1.0  # shorter phases are not reported
 AGAIN_S = 60.0

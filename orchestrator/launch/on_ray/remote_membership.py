@@ -44,8 +44,8 @@ from orchestrator.records.membership import (
 from orchestrator.records.points import DamagedPointError, Vote
 from orchestrator.records.run_status import CODE, PEERS, MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.trainer.interfaces.job import BETWEEN, ENDING, LOAD, PHASE_LIMITS_S, SAVE_WAIT, STEP
 from orchestrator.trainer.interfaces.membership import connect_store, open_store
-from orchestrator.trainer.interfaces.phases import BETWEEN, ENDING, LOAD, PHASE_LIMITS_S, SAVE_WAIT, STEP
 
 # Members stop after this long without contact to a coordinator of our launch (membership rule 11).
 COORDINATOR_LIMIT_S = 60.0

@@ -64,7 +64,7 @@ class Retraining:
 
     def __init__(self, history: History, device: torch.device) -> None:
         from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
-        from orchestrator.trainer.loading.loading import load
+        from orchestrator.trainer.loading.state_tensors import load
 
         self._history, self._device = history, device
         begin, self.notes = history.begin, list[str]()
@@ -93,7 +93,7 @@ class Retraining:
 
     def digest(self) -> str:
         """The digest of the current weights."""
-        from orchestrator.trainer.loading.loading import digest_of
+        from orchestrator.trainer.loading.state_tensors import digest_of
 
         return digest_of(self.state.items())
 

@@ -43,8 +43,7 @@ from orchestrator.planning.resume.manifests import Reading
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.files import Storage
-from orchestrator.storage.open import join, open_storage
-from orchestrator.storage.probe import check_bucket
+from orchestrator.storage.open import check_bucket, join, open_storage
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec

@@ -207,10 +207,10 @@ def _build(
 ) -> ModelFacts:
     import torch
 
-    from orchestrator.trainer.dry_run.small_copy import small_copies
+    from orchestrator.trainer.dry_run.attention_dry_run import small_copies
     from orchestrator.trainer.model import build_model as models
-    from orchestrator.trainer.model.document_attention import require_document_attention
     from orchestrator.trainer.model.factory_output import Forward, try_forward
+    from orchestrator.trainer.model.model_call import require_document_attention
     from orchestrator.trainer.model.text_config import without_cache
     from orchestrator.trainer.weights.initial import require_fit
     from orchestrator.trainer.weights.transformers_model import shape_only, transformers_settings
@@ -265,7 +265,7 @@ def _build(
 
 def _built(on_cpu: Callable[[], Any]) -> Iterator[Any]:
     """Yields the job's own model, if it is small enough to be built here."""
-    from orchestrator.trainer.dry_run.small_copy import draw_weights
+    from orchestrator.trainer.dry_run.attention_dry_run import draw_weights
 
     with suppress(Exception):  # `try_forward` has reported its errors
         if (model := on_cpu()) is not None:
@@ -276,9 +276,9 @@ def _built(on_cpu: Callable[[], Any]) -> Iterator[Any]:
 def _require_attention(
     models: Iterable[Any], model: Any, config: ModelConfig, within: int | None, seq_len: int
 ) -> bool:
-    """See `attention_trial`. Also raises `ConfigError` if documents need a trial and none is possible."""
+    """See `attention_dry_run`. Also raises `ConfigError` if documents need a trial and none is possible."""
     from orchestrator.trainer.dry_run.attention_dry_run import require_attention
-    from orchestrator.trainer.model.document_attention import has_windows, not_by_document, takes_document_ids
+    from orchestrator.trainer.model.model_call import has_windows, not_by_document, takes_document_ids
 
     if require_attention(models, _name(config), seq_len, within is not None):
         return True
@@ -367,7 +367,7 @@ def _size(model: Any) -> ModelSize:
     The width of the blocks and the number of logits are 0 if the model does not provide them.
     """
     from orchestrator.trainer.model.text_config import text_config
-    from orchestrator.trainer.state.sharded_model import blocks_of
+    from orchestrator.trainer.state.sharded_state import blocks_of
 
     scalars = _scalars(model)
     blocks = [sum(p.numel() for p in block.parameters()) for block in blocks_of(model)]

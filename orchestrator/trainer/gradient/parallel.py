@@ -1,15 +1,39 @@
-"""Builds a job's state and gradient, according to its sharding and numerics."""
+"""Builds a job's state and gradient. Fast numerics combine gradients with PyTorch's DDP or FSDP2.
+
+DDP overlaps the all-reduce with backward. FSDP2 gathers weights and reduces gradients block by block. The
+gradients are summed over the shards, and with HSDP also over the replicas. The last bits depend on the world
+size and on the layout.
+"""
 
 from __future__ import annotations
 
-import torch
+import gc
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
-from orchestrator.trainer.gradient.gradient_ddp import FastGradient
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from orchestrator.errors import TrainingError
+from orchestrator.planning import batches
+from orchestrator.trainer.comm.group import collective, ended_by, raised_by_collective
 from orchestrator.trainer.gradient.gradient_invariant import InvariantGradient
-from orchestrator.trainer.gradient.gradient_sharded import ShardedGradient
-from orchestrator.trainer.gradient.micro_batches import Gradient
+from orchestrator.trainer.gradient.micro_batches import (
+    Gradient,
+    MicroBatch,
+    add_losses,
+    empty_micro_batch,
+    forget,
+    scale,
+    square_sum,
+)
 from orchestrator.trainer.interfaces.job import TrainJob
-from orchestrator.trainer.model.document_attention import require_document_attention
+from orchestrator.trainer.interfaces.step_summary import fixed_point
+from orchestrator.trainer.model.build_model import loss_sum, seed_micro_batch
+from orchestrator.trainer.model.model_call import require_document_attention
 from orchestrator.trainer.state.sharded_state import ShardedState
 from orchestrator.trainer.state.train_state import TrainState
 
@@ -35,3 +59,233 @@ def state_and_gradient(job: TrainJob, device: torch.device) -> tuple[TrainState,
 def _require_documents(state: TrainState, job: TrainJob) -> None:
     if job.document_attention:
         require_document_attention(state.model)
+
+
+# -------------------------------------------------------------------------------------------------------- DDP
+class FastGradient:
+    """Combines gradients with PyTorch's DDP. The all-reduce of each bucket overlaps with backward.
+
+    The order of additions depends on the world size. Gradients are summed, not averaged, because they are
+    already divided by the global number of targets. All parameters must be used.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, precision: str, by_document: bool = False) -> None:
+        # DDP imports this at its first use. The import takes a second, which would delay a generation.
+        import torch._dynamo  # noqa: F401
+
+        self._model, self._seed, self._precision = model, seed, precision
+        self._by_document = by_document
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._ddp: Any = None
+        self._works: list[Any] = []
+
+    def enter(self, rank: int, world_size: int) -> None:
+        """See `Gradient`: a fresh wrapper; it sends no weights, for these have been agreed on."""
+        del rank
+        if world_size == 1:
+            return
+        devices = None if self._parameters[0].device.type == "cpu" else [self._parameters[0].device]
+        with collective("wrapping the model"):
+            self._ddp = nn.parallel.DistributedDataParallel(
+                self._model, device_ids=devices, broadcast_buffers=False, init_sync=False
+            )
+            # Replaces DDP's default hook, which would divide by the world size. DDP rejects hooks with string
+            # annotations.
+            self._ddp.register_comm_hook(self, lambda gradient, bucket: gradient.sum_bucket(bucket.buffer()))
+
+    def leave(self) -> None:
+        """See `Gradient`: the wrapper's hooks on the parameters go with it, so it is collected at once."""
+        self._ddp = None
+        self._works.clear()
+        gc.collect()
+
+    def reduce(self, micros: Sequence[MicroBatch], num_micro: int, targets: int) -> int | None:
+        """See `Gradient`."""
+        del num_micro
+        forget(self._parameters)
+        loss: int | None = 0
+        for micro in micros[:-1]:
+            loss = add_losses(loss, self._backward(micro, targets, last=False))
+        device = self._parameters[0].device
+        last = micros[-1] if micros else empty_micro_batch(device, self._by_document)
+        return add_losses(loss, self._backward(last, targets, last=True))
+
+    def clip(self, max_norm: float | None) -> float:
+        """See `Gradient`."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = math.sqrt(square_sum(gradients))
+        scale(gradients, norm, max_norm)
+        return norm
+
+    def _backward(self, micro: MicroBatch, targets: int, last: bool) -> int | None:
+        seed_micro_batch(self._seed, micro.first_sample)
+        model: Any = self._model if self._ddp is None else self._ddp
+        self._works.clear()
+        try:
+            # DDP also runs a collective in a forward pass: in the second one the ranks agree on the buckets.
+            with nullcontext() if last or self._ddp is None else self._ddp.no_sync():
+                loss = self._loss(model, micro)
+                torch.autograd.backward(loss / max(1, targets))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if not raised_by_collective(error) and not any(_failed(work) for work in self._works):
+                raise  # the model's own error
+            raise ended_by("summing the gradient", error) from error
+        return fixed_point(float(loss.detach()))
+
+    def _loss(self, model: nn.Module, micro: MicroBatch) -> Tensor:
+        tokens = micro.input_ids, micro.labels
+        return loss_sum(model, *tokens, self._precision, micro.document_ids, micro.is_padding)
+
+    def sum_bucket(self, bucket: Tensor) -> Any:
+        """Starts the all-reduce of a bucket; the returned future yields the bucket."""
+        work: Any = None
+        try:
+            work = dist.all_reduce(bucket, async_op=True)
+        finally:
+            self._works.append(work)
+        return work.get_future().then(lambda done: done.value()[0])
+
+
+def _failed(work: Any) -> bool:
+    """Whether the all-reduce failed to start or ends with an error."""
+    if work is None:
+        return True
+    try:
+        work.wait()
+    except RuntimeError:
+        return True
+    return False
+
+
+# ------------------------------------------------------------------------------------------------------ FSDP2
+# Distinguishes two causes of an error from torch's collectives: a lost peer, or mismatched collectives.
+#
+# Another group of the same processes would fail again on mismatched collectives. The decision uses only the
+# text of the error.
+# Messages of gloo and NCCL for tensors that they cannot accept, and of torch when it assembles buffers for
+# them. If ranks pass different sizes, gloo aborts the process (SIGABRT) and raises nothing.
+_MISMATCHES = (
+    "processgroupgloo::",  # gloo checks its arguments
+    "ncclInvalidArgument",
+    "ncclInvalidUsage",
+    "Detected mismatch between collectives",
+    "must match the size",
+    "size mismatch",
+    "shape mismatch",
+    "same dtype",
+    "same type",
+    "expected all tensors to be",
+    "is invalid for input of size",
+    "output tensor size must be equal to",
+    "input tensor must be the same",
+)
+# Messages about a broken connection or a timeout. They take precedence over all others.
+_LOST = (
+    "closed by peer",
+    "reset by peer",
+    "refused",
+    "broken pipe",
+    "timed out",
+    "timeout",
+    "socket",
+    "unreachable",
+    "ncclremoteerror",
+    "ncclsystemerror",
+    "aborted",
+)
+
+
+def is_mismatch(error: BaseException) -> bool:
+    """Whether all members would meet this error again in the next group.
+
+    In doubt the error counts as a lost peer: that ends one group, and the failure budget ends the run.
+    """
+    text = str(error).lower()
+    return any(mark.lower() in text for mark in _MISMATCHES) and not any(mark in text for mark in _LOST)
+
+
+# torch's error text when rows that were not gathered are used in a computation
+_BARE_ROWS = "mixed torch.Tensor and DTensor"
+
+
+class ShardedGradient:
+    """Combines the gradients of a sharded model. A rank keeps the sum of only its own rows.
+
+    Every rank runs the same number of micro-batches, because each micro-batch runs collectives. Empty
+    micro-batches fill up the end. The whole gradient never exists on a rank.
+
+    Gradients are summed, not averaged, because they are already divided by the global number of targets. In a
+    micro-batch, a parameter must be used by all ranks or by none. If none uses it, its gradient counts as
+    zero.
+    """
+
+    def __init__(self, state: ShardedState, seed: int, precision: str, by_document: bool = False) -> None:
+        self._state, self._seed, self._by_document = state, seed, by_document
+        # FSDP2 casts weights and block inputs by itself. Autocast is needed in addition, because values that
+        # are combined with float32 buffers, or computed in float32, are no longer bfloat16.
+        self._precision = precision
+        self._world_size = 1
+
+    def enter(self, rank: int, world_size: int) -> None:
+        """See `Gradient`. The state's model must belong to this generation."""
+        del rank
+        self._world_size = world_size
+
+    def leave(self) -> None:
+        """See `Gradient`: nothing is held."""
+
+    def reduce(self, micros: Sequence[MicroBatch], num_micro: int, targets: int) -> int | None:
+        """See `Gradient`. Afterwards `.grad` has only the rows that this rank holds."""
+        state = self._state
+        state.forget_gradients()
+        empty = empty_micro_batch(state.items()[0].tensor.device, self._by_document)
+        loss: int | None = 0
+        for number in range(batches.micro_batches_per_rank(num_micro, self._world_size)):
+            micro = micros[number] if number < len(micros) else empty
+            loss = add_losses(loss, self._backward(micro, targets))
+        state.take_gradients()
+        return loss
+
+    def clip(self, max_norm: float | None) -> float:
+        """See `Gradient`. The squares are summed over the shards of one replica, because all replicas have
+        the same gradient.
+        """
+        gradients = self._state.own_gradients()
+        square = torch.tensor(square_sum(gradients), dtype=torch.float64, device=gradients[0].device)
+        with collective("the norm of the gradient"):
+            dist.all_reduce(square, group=self._state.mesh.get_group("shard"))
+        norm = math.sqrt(float(square))
+        scale(gradients, norm, max_norm)
+        return norm
+
+    def _backward(self, micro: MicroBatch, targets: int) -> int | None:
+        seed_micro_batch(self._seed, micro.first_sample)
+        try:
+            tokens = micro.input_ids, micro.labels
+            loss: Tensor = loss_sum(
+                self._state.model, *tokens, self._precision, micro.document_ids, micro.is_padding
+            )
+            torch.autograd.backward(loss / max(1, targets))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if _BARE_ROWS in str(error):
+                raise TrainingError(
+                    "the model uses weights of a block without calling the block, so they were not gathered "
+                    f"({error}); call the modules of its torch.nn.ModuleList, keep such weights outside of "
+                    "it, or set train.parallel=replicate (docs/howto/shards.md)",
+                    code="model.weights_not_gathered",
+                ) from error
+            if not raised_by_collective(error):
+                raise  # the model's own error
+            if is_mismatch(error):
+                raise TrainingError(
+                    f"the ranks call different collectives to gather weights and sum the gradient: {error}; "
+                    "another group would fail in the same way. Use the same parameters on all ranks in each "
+                    "micro-batch (docs/howto/shards.md); if the model does, report this bug",
+                    code="training.collectives_differ",
+                ) from error
+            raise ended_by("gathering weights, or summing the gradient", error) from error
+        return fixed_point(float(loss.detach()))

@@ -85,7 +85,7 @@ class Membership(Protocol):
         """
 
     def phase(self, name: str) -> None:
-        """Reports this member's current phase (one of `phases.PHASE_LIMITS_S`). Never blocks.
+        """Reports this member's current phase (one of `job.PHASE_LIMITS_S`). Never blocks.
 
         The other members derive from it how long to wait for this one.
         """

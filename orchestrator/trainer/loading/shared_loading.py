@@ -20,8 +20,7 @@ from orchestrator.planning.state.state_moves import Move
 from orchestrator.records.points import Damage, DamagedPointError, damaged_point
 from orchestrator.trainer.comm.group import GenerationEnded, Group, collective
 from orchestrator.trainer.comm.reshard import DigestError, Parcel, exchange, tensor_as_bytes
-from orchestrator.trainer.loading.items import Item
-from orchestrator.trainer.loading.loading import StateFiles, point_reader, wanted_of
+from orchestrator.trainer.loading.state_tensors import Item, StateFiles, point_reader, wanted_of
 
 # The errors of one member that all members raise. If there are several kinds, the first one listed here is
 # raised.
@@ -41,7 +40,7 @@ def load_together(
     half: Callable[[bool], None],
     loading: Loading = lambda done_bytes, num_bytes: None,
 ) -> None:
-    """Fills the `items` of the ranks `needy` with their rows of a point, as `loading.load` does.
+    """Fills the `items` of the ranks `needy` with their rows of a point, as `state_tensors.load` does.
 
     This is a collective: every rank of the group must call it. `TrainState.filled` must be called afterwards.
 

@@ -25,9 +25,15 @@ from orchestrator.planning.state.state_layout import StateTensor, flat_shard
 from orchestrator.records.membership import GenerationView, HeldShard, Source
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.comm.group import GenerationEnded, collective
-from orchestrator.trainer.memory_points.memory_replica import Address, CopyHeader, NeighbourLink, new_token
+from orchestrator.trainer.memory_points.memory_replica import (
+    Address,
+    CopyHeader,
+    LentCopy,
+    Marks,
+    NeighbourLink,
+    new_token,
+)
 from orchestrator.trainer.memory_points.memory_slots import MemorySlots
-from orchestrator.trainer.memory_points.shared_buffers import LentCopy, Marks
 from orchestrator.trainer.saving.staging import Staging, StagingBuffer
 from orchestrator.trainer.state.train_state import TrainState
 
@@ -46,7 +52,7 @@ class MemoryPoints:
     generation ends the generation, so that the next one has memory points again.
 
     Memory: four times the largest shard of the group, on the CPU. It is twice that shard if the neighbour is
-    on the same node, because the neighbour then lends its buffers (`shared_buffers`). A group of one makes no
+    on the same node, because the neighbour then lends its buffers (`LentCopy`). A group of one makes no
     memory points. Between `begin` and the end of its copy the state must not be written to; `writable` waits
     for that. `faults` is called in threads at `memory_staged` and `neighbour_half_sent`, and at `sealed`,
     with the copied step.

@@ -17,13 +17,11 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from orchestrator.errors import ConfigError, ResourceError
-from orchestrator.trainer.model.document_attention import document_inputs
 from orchestrator.trainer.model.factory_output import require_state
-from orchestrator.trainer.model.router_loss import balancing_loss, call_model
+from orchestrator.trainer.model.model_call import balancing_loss, call_model, document_inputs
 from orchestrator.trainer.model.text_config import without_cache
-from orchestrator.trainer.model.tied_buffers import shared_buffers_kept
 from orchestrator.trainer.weights.initial import fill, open_model
-from orchestrator.trainer.weights.stored_ties import follow_files, keep_in_float32
+from orchestrator.trainer.weights.ties import follow_files, keep_in_float32, shared_buffers_kept
 from orchestrator.trainer.weights.transformers_model import naming_model, transformers_settings
 
 if TYPE_CHECKING:
@@ -252,10 +250,10 @@ def loss_sum(
     """The training loss (nats) summed over the targets of `labels` (samples, seq_len), computed in float32.
 
     It is 0 if there is no target. It is the cross-entropy. If the model returns a router's balancing loss,
-    that loss times the model's coefficient and the number of targets is added (see `router_loss`).
+    that loss times the model's coefficient and the number of targets is added (see `balancing_loss`).
 
     `model(input_ids)` returns logits (samples, seq_len, vocabulary), or an object that has them as `.logits`.
-    With `document_ids`, each token attends only to its own document (`document_attention`). Labels are
+    With `document_ids`, each token attends only to its own document (`document_inputs`). Labels are
     already shifted. `is_padding` (samples, seq_len), None if no position is padding, affects only the
     router's loss. Under `bf16` the forward pass runs in autocast: products are computed in bfloat16, while
     weights and their gradients stay float32. The cross-entropy is computed outside of autocast.

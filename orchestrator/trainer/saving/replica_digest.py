@@ -25,7 +25,7 @@ from torch import Tensor
 
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.points import ReplicaDigests
-from orchestrator.trainer.loading.items import Item
+from orchestrator.trainer.loading.state_tensors import Item
 
 BLOCK_BYTES = 64 << 10
 _WORD_BYTES = 8

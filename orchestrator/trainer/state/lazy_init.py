@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_flatten, tree_map
 
-from orchestrator.trainer.model.tied_buffers import shared_buffers_kept
+from orchestrator.trainer.weights.ties import shared_buffers_kept
 
 _EMPTY = {
     "aten::empty",

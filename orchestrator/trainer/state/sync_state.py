@@ -20,8 +20,8 @@ from orchestrator.records.membership import GenerationView
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.comm.group import GenerationEnded, Group, collective
 from orchestrator.trainer.comm.reshard import DigestError, Resharding, tensor_as_bytes
-from orchestrator.trainer.loading.loading import StateFiles, digest_of, share_sum
 from orchestrator.trainer.loading.shared_loading import Loading, load_together
+from orchestrator.trainer.loading.state_tensors import StateFiles, digest_of, share_sum
 from orchestrator.trainer.state.train_state import TrainState
 
 

@@ -20,7 +20,7 @@ from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import HeldShard, Source
 from orchestrator.records.steps import StateKey
-from orchestrator.trainer.loading.items import (
+from orchestrator.trainer.loading.state_tensors import (
     MODEL,
     OPTIMIZER,
     STEPS,

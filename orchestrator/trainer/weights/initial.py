@@ -21,8 +21,7 @@ from orchestrator.errors import ConfigError, ResumePointError
 from orchestrator.records.points import DamagedPointError
 from orchestrator.storage.open import open_storage
 from orchestrator.trainer.comm.reshard import tensor_as_bytes
-from orchestrator.trainer.loading.items import MODEL, Item, own_tensors, whole_item
-from orchestrator.trainer.loading.loading import fill_items
+from orchestrator.trainer.loading.state_tensors import MODEL, Item, fill_items, own_tensors, whole_item
 from orchestrator.trainer.weights.saved_form import SavedForm, renames
 from orchestrator.trainer.weights.transformers_model import naming_model
 from orchestrator.trainer.weights.weight_files import (
@@ -66,7 +65,7 @@ def require_fit(config: ModelConfig, model: nn.Module) -> None:
     where = str(config.init_from)
     wanted, held = wanted_by(config, model), held_in(where)
     if config.factory is None and not is_point(where):
-        # Tied tensors may be stored twice. With different values they would not be tied (`stored_ties`).
+        # Tied tensors may be stored twice. With different values they would not be tied (`ties`).
         held = {name: shape for name, shape in held.items() if name in wanted or name not in _aliases(model)}
     problems = [f"  missing: {name} {_shape(wanted[name])}" for name in sorted(set(wanted) - set(held))]
     problems += [f"  unexpected: {name} {_shape(held[name])}" for name in sorted(set(held) - set(wanted))]

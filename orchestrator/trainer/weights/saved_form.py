@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from orchestrator.errors import ResumePointError
-from orchestrator.trainer.loading.items import own_tensors, tensor_bytes
-from orchestrator.trainer.weights.stored_ties import kept_in_float32, note_ties
+from orchestrator.trainer.loading.state_tensors import own_tensors, tensor_bytes
+from orchestrator.trainer.weights.ties import kept_in_float32, note_ties
 from orchestrator.trainer.weights.transformers_model import (
     GENERATION,
     SETTINGS,

@@ -13,9 +13,8 @@ from torch import nn
 
 from orchestrator.errors import ConfigError, OrchestratorError, StorageError
 from orchestrator.storage.buckets import is_uri
-from orchestrator.storage.fetched import small_files
-from orchestrator.storage.open import open_storage
-from orchestrator.trainer.weights.stored_ties import follow_files, follow_names
+from orchestrator.storage.open import open_storage, small_files
+from orchestrator.trainer.weights.ties import follow_files, follow_names
 
 if TYPE_CHECKING:
     from orchestrator.config.train_sections import ModelConfig

@@ -1,8 +1,9 @@
 """The formats by name: those of this package, those of installed packages, and a user's own.
 
-A format of this package is a module of its name here that defines `FORMAT`. An installed package adds one by
-an entry point of the group `orchestrator.formats`. Any other name is `package.module:Format`, a class of a
-module that every machine of the run can import. docs/howto/formats.md shows how to write one.
+A format of this package is one of the `FORMATS` of the module of its name here, or of the module that
+`_MODULES` names. An installed package adds one by an entry point of the group `orchestrator.formats`. Any
+other name is `package.module:Format`, a class of a module that every machine of the run can import.
+docs/howto/formats.md shows how to write one.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 
 from orchestrator.data.common.user_code import UserCode, load
 from orchestrator.data.sources.formats.base import Format
-from orchestrator.data.sources.lists.file_parts import Cut
+from orchestrator.data.sources.lists.file_rows import Cut
 from orchestrator.errors import ConfigError, DataIdentityError
 
 __all__ = ["Cut", "Format", "UserFormat", "format_of", "is_builtin", "user_format", "user_name"]
 
 GROUP = "orchestrator.formats"
+# formats that share the module of another one
+_MODULES = {"jsonl": "text", "lines": "text", "tsv": "csv"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,8 +117,8 @@ def recorded_format(name: str, recorded: UserFormat | None) -> Format:
 
 @cache
 def _builtin(name: str) -> Format:
-    found: Format = import_module(f"{__name__}.{name}").FORMAT
-    return found
+    formats: tuple[Format, ...] = import_module(f"{__name__}.{_MODULES.get(name, name)}").FORMATS
+    return next(each for each in formats if each.name == name)
 
 
 def _loaded(name: str) -> UserCode:

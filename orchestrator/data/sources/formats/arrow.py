@@ -18,21 +18,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from orchestrator.data.sources.access.compressed import damage_code
-from orchestrator.data.sources.access.input_file import LocalFile
-from orchestrator.data.sources.access.ranged_reads import RangedReads
+from orchestrator.data.sources.access.input_file import LocalFile, RangedReads
 from orchestrator.data.sources.formats.base import Format, Units
 from orchestrator.data.sources.formats.parquet import RowFormat
-from orchestrator.data.sources.records.column_schema import columns_of
+from orchestrator.data.sources.records.column_types import columns_of, require_sound
 from orchestrator.data.sources.records.columns import read_columns, require_readable
 from orchestrator.data.sources.records.content import Content
 from orchestrator.data.sources.records.line_records import Batch
-from orchestrator.data.sources.records.plain_arrays import require_sound
 from orchestrator.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from orchestrator.data.sources.access.input_file import InputFile
-    from orchestrator.data.sources.lists.file_parts import FilePart
-    from orchestrator.data.sources.lists.file_rows import FileRow
+    from orchestrator.data.sources.lists.file_rows import FilePart, FileRow
 
 _MAGIC, _END, _CONTINUES = b"ARROW1\0\0", b"ARROW1", b"\xff\xff\xff\xff"
 # Record batches are joined to units of at least this many bytes. A batch is held as a whole.
@@ -408,4 +405,4 @@ def _merged(ranges: Sequence[_Range]) -> list[_Range]:
     return found
 
 
-FORMAT: Format = ArrowFiles()
+FORMATS: tuple[Format, ...] = (ArrowFiles(),)

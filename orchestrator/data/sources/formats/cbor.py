@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from orchestrator.data.sources.access.input_file import InputFile
-    from orchestrator.data.sources.lists.file_parts import FilePart
-    from orchestrator.data.sources.lists.file_rows import FileRow
+    from orchestrator.data.sources.lists.file_rows import FilePart, FileRow
     from orchestrator.data.sources.readers import Part
 
 _MAX_DEPTH = 256
@@ -162,4 +161,4 @@ def _cbor2() -> Any:
     return cbor2
 
 
-FORMAT: Format = CborSequence()
+FORMATS: tuple[Format, ...] = (CborSequence(),)

@@ -26,14 +26,12 @@ from orchestrator.data.sources.access.records_in_memory import (
 from orchestrator.data.sources.formats.base import Format, HeadedFormat, Parser
 from orchestrator.data.sources.records.content import BadRecordError, Content, Described, Document, names
 from orchestrator.data.sources.records.documents import described, utf8_text
-from orchestrator.data.sources.records.line_records import Batch
-from orchestrator.data.sources.records.text_encoding import utf8_pieces
+from orchestrator.data.sources.records.line_records import Batch, utf8_pieces
 from orchestrator.errors import DataError
 
 if TYPE_CHECKING:
     from orchestrator.data.sources.access.input_file import InputFile
-    from orchestrator.data.sources.lists.file_parts import FilePart
-    from orchestrator.data.sources.lists.file_rows import FileRow
+    from orchestrator.data.sources.lists.file_rows import FilePart, FileRow
     from orchestrator.data.sources.readers import Part
 
 _QUOTE, _NEWLINE, _BOM = ord('"'), ord("\n"), b"\xef\xbb\xbf"
@@ -190,4 +188,4 @@ def _row_ends(piece: bytes, inside: bool) -> tuple[npt.NDArray[np.int64], bool]:
     return (newlines[~odd] + 1).astype(np.int64), bool((len(quotes) + inside) % 2)
 
 
-FORMAT: Format = Csv("csv", ",")
+FORMATS: tuple[Format, ...] = (Csv("csv", ","), Csv("tsv", "\t"))

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from orchestrator.data.sources.access.in_threads import in_threads
-from orchestrator.data.sources.access.input_file import open_input
+from orchestrator.data.sources.access.input_file import in_threads, open_input
 from orchestrator.data.sources.formats.arrow import ArrowFiles, schema_names
 from orchestrator.data.sources.formats.base import Format
 from orchestrator.errors import ConfigError
@@ -184,4 +183,4 @@ def _json(folder: str, name: str, absent: dict[str, Any] | None = None) -> dict[
     return value if isinstance(value, dict) else {}
 
 
-FORMAT: Format = SavedDataset()
+FORMATS: tuple[Format, ...] = (SavedDataset(),)

@@ -39,8 +39,7 @@ from orchestrator.records.arrays import Int64Array
 
 if TYPE_CHECKING:
     from orchestrator.data.sources.access.input_file import InputFile
-    from orchestrator.data.sources.lists.file_parts import FilePart
-    from orchestrator.data.sources.lists.file_rows import FileRow
+    from orchestrator.data.sources.lists.file_rows import FilePart, FileRow
 
 # Samples are yielded in batches of about this many bytes.
 _BATCH_BYTES = 1 << 20
@@ -202,4 +201,4 @@ def _columns(file: InputFile, config: bytes, content: Content) -> _Columns:
     return found
 
 
-FORMAT: Format = MosaicShards()
+FORMATS: tuple[Format, ...] = (MosaicShards(),)

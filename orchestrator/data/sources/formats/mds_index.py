@@ -27,8 +27,7 @@ from orchestrator.data.sources.access.compressed import (
     decoded,
     with_compressed,
 )
-from orchestrator.data.sources.access.in_threads import in_threads
-from orchestrator.data.sources.access.input_file import open_input
+from orchestrator.data.sources.access.input_file import in_threads, open_input
 from orchestrator.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -1,17 +1,20 @@
-"""`parquet`: one record per row, cut by row groups. A row group is never held as a whole."""
+"""`parquet`: one record per row, cut by row groups. A row group is never held as a whole.
+
+A file is opened once for each of its row groups. Its footer, which describes all of them, is read once and
+cached.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.data.sources.access.compressed import damage_code
-from orchestrator.data.sources.access.footers import footer
-from orchestrator.data.sources.access.input_file import InputFile, LocalFile, for_arrow
-from orchestrator.data.sources.access.ranged_reads import RangedReads
+from orchestrator.data.sources.access.input_file import InputFile, LocalFile, RangedReads, for_arrow
 from orchestrator.data.sources.formats.base import Attempt, Format, Parser, Units
-from orchestrator.data.sources.lists.file_parts import Cut
-from orchestrator.data.sources.records.column_schema import columns_of
+from orchestrator.data.sources.lists.file_rows import Cut
+from orchestrator.data.sources.records.column_types import columns_of
 from orchestrator.data.sources.records.columns import BATCH_BYTES, read_columns, require_readable
 from orchestrator.data.sources.records.content import Content
 from orchestrator.data.sources.records.documents import described, utf8_text
@@ -19,13 +22,18 @@ from orchestrator.data.sources.records.line_records import Batch
 from orchestrator.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from orchestrator.data.sources.lists.file_parts import FilePart
-    from orchestrator.data.sources.lists.file_rows import FileRow
+    from orchestrator.data.sources.lists.file_rows import FilePart, FileRow
 
 _MAGIC = b"PAR1"
 # Rows are decoded in batches of this many, or of fewer with about `BATCH_BYTES`. Compressed data are read in
 # pieces of `_BUFFER_BYTES`.
 _BATCH_ROWS, _BUFFER_BYTES = 64, 1 << 20
+# The cache keeps the most recently used footers, up to this many bytes as stored in their files (six times as
+# many in memory), and always the newest, which is in use.
+FOOTERS_BYTES = 8 << 20
+_FooterKey = tuple[str, int, int, str]
+_footers_lock = threading.Lock()
+_footers: dict[_FooterKey, Any] = {}  # least recently used first
 
 
 class RowFormat(Format):
@@ -145,4 +153,20 @@ def _place(chunk: Any) -> tuple[int, int]:
     return start, start + chunk.total_compressed_size
 
 
-FORMAT: Format = Parquet()
+def footer(file: InputFile) -> Any:
+    """The `pyarrow.parquet.FileMetaData` of an open file. Raises as pyarrow does, if it has none."""
+    import pyarrow.parquet as pq
+
+    key = (file.name, file.size, file.mtime_ns, file.etag)
+    with _footers_lock:
+        found = _footers.pop(key, None)
+    if found is None:
+        found = pq.read_metadata(for_arrow(file))
+    with _footers_lock:
+        _footers[key] = found
+        while len(_footers) > 1 and sum(each.serialized_size for each in _footers.values()) > FOOTERS_BYTES:
+            del _footers[next(iter(_footers))]
+    return found
+
+
+FORMATS: tuple[Format, ...] = (Parquet(),)

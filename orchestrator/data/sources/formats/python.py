@@ -19,7 +19,7 @@ from orchestrator.data.common.settings import CHECK_ONE_IN
 from orchestrator.data.sources.access.code_records import BASE, CodeRecords
 from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES, Objects
 from orchestrator.data.sources.formats.base import Attempt, Format, Parser, Units
-from orchestrator.data.sources.lists.file_parts import Cut
+from orchestrator.data.sources.lists.file_rows import Cut
 from orchestrator.data.sources.records.content import (
     BadRecordError,
     Content,
@@ -36,8 +36,7 @@ from orchestrator.errors import DataError
 
 if TYPE_CHECKING:
     from orchestrator.data.sources.access.input_file import InputFile
-    from orchestrator.data.sources.lists.file_parts import FilePart
-    from orchestrator.data.sources.lists.file_rows import FileRow
+    from orchestrator.data.sources.lists.file_rows import FilePart, FileRow
     from orchestrator.data.sources.readers import Part
 
 # The approximate bytes of a run, the number of sampled records, spread over all, and the maximum number of
@@ -227,4 +226,4 @@ def _short(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-FORMAT: Format = PythonCode()
+FORMATS: tuple[Format, ...] = (PythonCode(),)

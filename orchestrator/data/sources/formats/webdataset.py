@@ -17,7 +17,7 @@ import numpy as np
 from orchestrator.data.sources.access.compressed import ExactReader, decoded, with_compressed
 from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES, Objects, Whole
 from orchestrator.data.sources.formats.base import Format, Parser
-from orchestrator.data.sources.formats.jsonl import json_object
+from orchestrator.data.sources.formats.text import json_object
 from orchestrator.data.sources.records.columns import BATCH_BYTES
 from orchestrator.data.sources.records.content import (
     BESIDE_MESSAGES,
@@ -29,13 +29,11 @@ from orchestrator.data.sources.records.content import (
     names,
 )
 from orchestrator.data.sources.records.documents import document_of, utf8_text, value_or_none
-from orchestrator.data.sources.records.line_records import Batch
-from orchestrator.data.sources.records.text_encoding import other_encoding
+from orchestrator.data.sources.records.line_records import Batch, other_encoding
 
 if TYPE_CHECKING:
     from orchestrator.data.sources.access.input_file import InputFile
-    from orchestrator.data.sources.lists.file_parts import FilePart
-    from orchestrator.data.sources.lists.file_rows import FileRow
+    from orchestrator.data.sources.lists.file_rows import FilePart, FileRow
     from orchestrator.data.sources.readers import Part
 
 _BLOCK = 512
@@ -279,4 +277,4 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "surrogateescape")
 
 
-FORMAT: Format = WebDataset()
+FORMATS: tuple[Format, ...] = (WebDataset(),)

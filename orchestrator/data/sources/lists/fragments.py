@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.data.sources.access.compressed import COMPRESSED
-from orchestrator.data.sources.lists.file_parts import Cut, FilePart
+from orchestrator.data.sources.lists.file_rows import Cut, FilePart
 from orchestrator.data.sources.lists.manifest import Manifest, from_parquet
 from orchestrator.errors import DataIdentityError, OrchestratorError, StorageError
 from orchestrator.records.arrays import Int64Array

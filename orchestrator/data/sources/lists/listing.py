@@ -17,12 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.data.sources.access.code_records import BASE, CodeRecords
-from orchestrator.data.sources.access.hub_datasets import is_hub, pinned, split_hub
-from orchestrator.data.sources.access.matches import Matches, RealFile, real_file, split_glob
-from orchestrator.data.sources.access.object_stores import is_remote, split_uri
-from orchestrator.data.sources.access.remote_files import RemoteMatches, remote_matches
+from orchestrator.data.sources.access.matches import (
+    Matches,
+    RealFile,
+    RemoteMatches,
+    look_at,
+    real_file,
+    remote_matches,
+    split_glob,
+    why_irregular,
+)
+from orchestrator.data.sources.access.remote_stores import is_hub, is_remote, pinned, split_hub, split_uri
 from orchestrator.data.sources.formats import format_of
-from orchestrator.data.sources.lists.file_facts import look_at, why_irregular
 from orchestrator.errors import ConfigError
 from orchestrator.records.arrays import Int64Array
 from orchestrator.storage.home import expanded

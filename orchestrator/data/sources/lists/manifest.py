@@ -17,11 +17,9 @@ import orjson
 import xxhash
 
 from orchestrator.data.sources.access.code_records import CodeRecords
-from orchestrator.data.sources.access.in_threads import in_threads
-from orchestrator.data.sources.access.input_file import InputFile, open_input
+from orchestrator.data.sources.access.input_file import InputFile, in_threads, open_input
 from orchestrator.data.sources.formats import Format, UserFormat, format_of, recorded_format, user_format
-from orchestrator.data.sources.lists.file_parts import Cut
-from orchestrator.data.sources.lists.file_rows import VERSION, FileRow, Files
+from orchestrator.data.sources.lists.file_rows import VERSION, Cut, FileRow, Files
 from orchestrator.data.sources.lists.listing import Listing, list_files, require_regular
 from orchestrator.data.sources.records.content import Content
 from orchestrator.errors import DataError, DataIdentityError

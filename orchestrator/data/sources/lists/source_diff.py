@@ -15,12 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from orchestrator.data.sources.access.hub_datasets import same_revisions
-from orchestrator.data.sources.access.in_threads import in_threads
-from orchestrator.data.sources.access.input_file import open_input
-from orchestrator.data.sources.access.matches import real_file
-from orchestrator.data.sources.access.object_stores import is_remote
-from orchestrator.data.sources.lists.file_facts import QUICK_STAT_S
+from orchestrator.data.sources.access.input_file import in_threads, open_input
+from orchestrator.data.sources.access.matches import QUICK_STAT_S, real_file
+from orchestrator.data.sources.access.remote_stores import is_remote, same_revisions
 from orchestrator.data.sources.lists.file_rows import FileRow
 from orchestrator.data.sources.lists.listing import Listing, list_files, patterns_in, same_files
 from orchestrator.data.sources.lists.manifest import ETAG, Manifest, changed_text, difference, file_row

@@ -1,7 +1,7 @@
 """Repeats the packing of whole documents for an audit: `bestfit` and `pad`, window by window.
 
 It follows the rule in plain loops over documents and shares no code with the trainer's packer
-(`window_packer`, `packed_window`, `bin_packing`, `sample_spans`), so that a fault there cannot hide here.
+(`window_packer`, `packed_window`, `step_samples`), so that a fault there cannot hide here.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Datasets of the Hugging Face hub, named `hf://datasets/ORG/NAME[@REVISION][/PATH]`.
+"""Remote storages of source files behind one interface: buckets, and datasets of the Hugging Face hub.
 
-pyarrow, DuckDB and Polars use the same names. A revision may mean another commit tomorrow; a commit's files
-never change. So a revision is resolved to its commit when a source is listed. The base of the frozen list
-contains the commit, and every file is identified by the hash of its content (the etag).
+`orchestrator.storage.buckets` documents how a bucket is reached, and with which credentials.
 
-The library `huggingface_hub` handles the token (`HF_TOKEN`, or `hf auth login`), `HF_ENDPOINT`, proxies and
-the hub's rate limits. Files are read by byte ranges; nothing is put into its cache.
+A dataset of the hub is named `hf://datasets/ORG/NAME[@REVISION][/PATH]`, as in pyarrow, DuckDB and Polars. A
+revision may mean another commit tomorrow; a commit's files never change. So a revision is resolved to its
+commit when a source is listed. The base of the frozen list contains the commit, and every file is identified
+by the hash of its content (the etag). The library `huggingface_hub` handles the token (`HF_TOKEN`, or
+`hf auth login`), `HF_ENDPOINT`, proxies and the hub's rate limits. Files are read by byte ranges; nothing is
+put into its cache.
 """
 
 from __future__ import annotations
@@ -16,20 +18,143 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote
 
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential
 
-from orchestrator.data.sources.access.remote_objects import RemoteObject, passes
+from orchestrator.config.redaction import redacted_text
 from orchestrator.errors import ConfigError
+from orchestrator.storage.buckets import SCHEMES, bucket_of, called_so, explained, is_uri, split_bucket
+from orchestrator.storage.files import require_plain
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteObject:
+    """An object as its storage lists it.
+
+    `name` is relative to the requested base. `etag` has no quotes (`W/` before a weak one stays).
+    """
+
+    name: str
+    size: int
+    mtime_ns: int
+    etag: str
+
+
+class RemoteStore(Protocol):
+    """A kind of storage. It raises `OSError` with an explanation; an error with `errno.EIO` may be
+    temporary.
+    """
+
+    def head(self, uri: str) -> RemoteObject | None:
+        """The object of this URI, which is its name; None if there is none."""
+        ...
+
+    def below(self, folder: str) -> Iterator[RemoteObject]:
+        """Every object below a folder, which may be a whole bucket."""
+        ...
+
+    def read(self, uri: str, start: int, stop: int, etag: str) -> bytes:
+        """Bytes [start, stop) of an object. Raises `OSError` if it no longer has this etag."""
+        ...
+
+
+def passes(error: BaseException) -> bool:
+    """Whether an error of a storage is worth a retry."""
+    return isinstance(error, OSError) and error.errno == errno.EIO
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is a URI, or is probably meant as one."""
+    return is_uri(path) or path.startswith("hf:")
+
+
+def split_uri(uri: str) -> tuple[str, str]:
+    """(the bucket's own URI, the key in it); for the hub, that of the dataset at its revision.
+
+    Raises `ConfigError` if it is no bucket of a known kind, and as `require_plain`.
+    """
+    if is_hub(uri):
+        hub = split_hub(uri)
+        return hub.root, hub.key
+    at = split_bucket(uri)
+    if at is None:
+        shown = redacted_text(uri)
+        raise ConfigError(
+            f"{shown}: the URI is not supported; files are read from local paths, from a bucket "
+            f"({', '.join(f'{s}://' for s in SCHEMES)} with its name) and from hf://datasets/. Mount the "
+            f"storage, or give such a URI{called_so(shown)}",
+            code="config.storage_uri",
+        )
+    require_plain(uri, pattern=True)
+    return at
+
+
+def store_of(uri: str) -> RemoteStore:
+    """The storage that a URI names."""
+    return HubDatasets() if is_hub(uri) else Buckets()
+
+
+# ---------------------------------------------------------------------------------------------------- buckets
+_NS = 1_000_000_000
+
+
+class Buckets:
+    """Buckets as a storage; see `RemoteStore`."""
+
+    def head(self, uri: str) -> RemoteObject | None:
+        """See `RemoteStore`. One request."""
+        bucket, key = split_uri(uri)
+        store = bucket_of(bucket)  # raises if the library is not installed
+        import obstore
+
+        try:
+            with explained(uri):
+                return _object(obstore.head(store, key), uri)
+        except FileNotFoundError:
+            return None
+
+    def below(self, folder: str) -> Iterator[RemoteObject]:
+        """See `RemoteStore`. One request for 1,000 objects."""
+        bucket, prefix = split_uri(folder)
+        store, begin = bucket_of(bucket), f"{prefix}/" if prefix else ""
+        import obstore
+
+        with explained(folder):
+            for found in obstore.list(store, prefix=prefix or None, chunk_size=1000):
+                for meta in found:
+                    name = meta["path"].removeprefix(begin)
+                    if name and not name.endswith("/"):  # not a folder marker, which consoles create
+                        yield _object(meta, name)
+
+    def read(self, uri: str, start: int, stop: int, etag: str) -> bytes:
+        """See `RemoteStore`. One request."""
+        import obstore
+
+        bucket, key = split_uri(uri)
+        options: Any = {"range": (start, stop)}
+        if etag:
+            options["if_match"] = f'"{etag}"'
+        with explained(uri):
+            return bytes(obstore.get(bucket_of(bucket), key, options=options).bytes())
+
+
+def _object(meta: Any, name: str) -> RemoteObject:
+    at = meta["last_modified"]
+    # Azure's list returns it without the quotes of its other answers
+    etag = (meta["e_tag"] or "").strip('"')
+    mtime_ns = int(at.replace(microsecond=0).timestamp()) * _NS + at.microsecond * 1000
+    return RemoteObject(name=name, size=meta["size"], mtime_ns=mtime_ns, etag=etag)
+
+
+# ---------------------------------------------------------------------------------------- datasets of the hub
 _FORM = "hf://datasets/ORG/NAME[@REVISION][/PATH]"
 _URI = re.compile(r"hf://datasets/([^/@\s]+/[^/@\s]+)(?:@((?:refs/(?:convert|pr)/)?[^/@]+))?(?:/(.*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAIN = "main"
 _TIMEOUT_S = 30.0
-_TRIES, _WAIT_S = 4, 5
+_HUB_TRIES, _HUB_WAIT_S = 4, 5
 _SHOWN = 300
 Result = TypeVar("Result")
 
@@ -160,7 +285,7 @@ class HubDatasets:
             "Range": f"bytes={start}-{stop - 1}",
             "Accept-Encoding": "identity",
         }
-        with explained(uri):
+        with hub_errors(uri):
             answer = client.http_backoff("GET", _url(uri), headers=headers, timeout=_TIMEOUT_S)
             client.hf_raise_for_status(answer)
             return bytes(answer.content)
@@ -194,18 +319,18 @@ def _url(uri: str) -> str:
 # ---------------------------------------------------------------------------------------- errors
 @retry(
     retry=retry_if_exception(passes),
-    stop=stop_after_attempt(_TRIES),
-    wait=wait_exponential(max=_WAIT_S),
+    stop=stop_after_attempt(_HUB_TRIES),
+    wait=wait_exponential(max=_HUB_WAIT_S),
     reraise=True,
 )
 def _asked(uri: str, ask: Callable[[], Result]) -> Result:
     """A request with retries, for calls that the library itself does not retry."""
-    with explained(uri):
+    with hub_errors(uri):
         return ask()
 
 
 @contextmanager
-def explained(uri: str) -> Iterator[None]:
+def hub_errors(uri: str) -> Iterator[None]:
     """Converts the library's errors about `uri` to the `OSError` that a local file would raise.
 
     Its text has the problem and a remedy.

@@ -1,14 +1,16 @@
-"""Ties of a transformers model follow the stored weights, not only the configuration.
+"""Decides which tensors of a model stay tied, and keeps buffers shared when a model is moved or made.
 
-A folder may have `tie_word_embeddings: true` and nevertheless contain a separate head, as a merged adapter
-does. transformers then trains two tensors, and so does every layout here.
+The ties follow the stored weights, not only the configuration. A folder may have `tie_word_embeddings: true`
+and nevertheless contain a separate head, as a merged adapter does. transformers then trains two tensors, and
+so does every layout here.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,6 +104,28 @@ def keep_in_float32(model: Any, dtype: torch.dtype) -> None:
     for name, tensor in dict(model.state_dict(keep_vars=True)).items():
         if is_kept(name) and tensor.is_floating_point() and tensor.dtype != torch.float32:
             tensor.data = tensor.data.float()
+
+
+# --------------------------------------------------------------------------------------------- shared buffers
+@contextmanager
+def shared_buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Wraps code that may replace buffers in the modules of `model`, and keeps shared buffers shared.
+
+    Buffers that were one tensor before are one afterwards: the one under the first name. When torch moves a
+    model to another device or type, it keeps parameters tied, but makes one tensor per name of a buffer. The
+    state would then have other names.
+    """
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    kept: list[Tensor] = []  # an address is unique only while its tensor lives
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                kept.append(buffer)
+                places.setdefault(id(buffer), []).append((module, name))
+    yield
+    for (first, name), *others in places.values():
+        for module, alias in others:
+            module._buffers[alias] = first._buffers[name]
 
 
 # ---------------------------------------------------------------------------------------------------- inside
