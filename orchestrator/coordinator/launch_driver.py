@@ -37,10 +37,9 @@ from orchestrator.coordinator.machine.launch_actions import (
     Warn,
 )
 from orchestrator.coordinator.pending_calls import GenerationEnds, OpenJoins
-from orchestrator.elastic.failure.storage_outage import STORAGE_LIMIT_S
+from orchestrator.elastic.failure import STORAGE_LIMIT_S
 from orchestrator.elastic.formation import Form, Formation
-from orchestrator.elastic.generation_cause import Cause
-from orchestrator.elastic.roster import Roster
+from orchestrator.elastic.roster import Cause, Roster
 from orchestrator.errors import StorageError, code_of, text_of
 from orchestrator.faults import Hook
 from orchestrator.history import sentences

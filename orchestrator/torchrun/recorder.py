@@ -28,7 +28,7 @@ from orchestrator.coordinator.attempt.attempt_journal import note_beginning, not
 from orchestrator.coordinator.attempt.metric_sinks import measured
 from orchestrator.coordinator.machine.outcome import end_text, ended_by, is_last
 from orchestrator.coordinator.machine.requests import Answered, Requests, heard_sentence
-from orchestrator.elastic.failure.storage_outage import STORAGE_LIMIT_S, StorageTrouble, until_storage_works
+from orchestrator.elastic.failure import STORAGE_LIMIT_S, StorageTrouble, until_storage_works
 from orchestrator.elastic.roster import Roster
 from orchestrator.errors import (
     ElasticError,

@@ -30,7 +30,7 @@ from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.trained_code import code_changes
 from orchestrator.coordinator.machine.outcome import end_text
-from orchestrator.elastic.failure.stall_detector import StallWatch
+from orchestrator.elastic.supervision.stall_detector import StallWatch
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.faults import hook
 from orchestrator.history import sentences

@@ -12,7 +12,7 @@ import pytest
 from orchestrator.checkpoint.commit import save_retries
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.actor import Coordinator
-from orchestrator.elastic.failure.storage_outage import STORAGE_LIMIT_S
+from orchestrator.elastic.failure import STORAGE_LIMIT_S
 from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.records.membership import ControlRequests, GenerationView

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.checkpoint.points.abandoned_saves import Leftover
 from orchestrator.checkpoint.points.points import Point
-from orchestrator.elastic.failure.failure_budget import Failure
+from orchestrator.elastic.failure import Failure
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.history.claims.claim_files import UnreadableFile
 from orchestrator.history.claims.claims import Claim, ClaimParent, ForkedFrom
