@@ -14,8 +14,7 @@ from contextlib import nullcontext
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from orchestrator.cluster.null_actor import NullActor
-from orchestrator.cluster.private_ray import replace
+from orchestrator.cluster.private_ray import NullActor, replace
 from orchestrator.cluster.ray_inventory import (
     BARRIER,
     CALLBACKS,

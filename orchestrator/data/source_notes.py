@@ -15,7 +15,7 @@ from orchestrator.data.sources.lists.fragments import (
     decoded_bytes,
     num_window_shuffled,
 )
-from orchestrator.planning.resume.restarting import restart_text
+from orchestrator.planning.resume.source_lists import restart_text
 
 __all__ = ["notes_of", "shared_files"]
 

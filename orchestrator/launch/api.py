@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
     from orchestrator.elastic.supervision.policy import Limits
     from orchestrator.launch.on_ray.node_disks import NodeDisks
-    from orchestrator.planning.state.parallel_choice import ParallelChoice
+    from orchestrator.planning.state.memory import ParallelChoice
     from orchestrator.trainer.dry_run.model_dry_run import ModelFacts
 
 

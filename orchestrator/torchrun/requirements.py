@@ -19,7 +19,7 @@ from orchestrator.history.metrics.loggers import require_loggers
 from orchestrator.launch.start import run_preparation as starting
 
 if TYPE_CHECKING:
-    from orchestrator.planning.state.parallel_choice import ParallelChoice
+    from orchestrator.planning.state.memory import ParallelChoice
     from orchestrator.torchrun.store_rendezvous import StoreRendezvous
 
 

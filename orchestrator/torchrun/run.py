@@ -45,8 +45,8 @@ from orchestrator.launch.start import run_preparation as starting
 from orchestrator.launch.start.older_point import plan_older_point
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.encoders import EncoderSpan
-from orchestrator.planning.resume.manifests import Reading
 from orchestrator.planning.resume.resume_plan import ResumePlan
+from orchestrator.planning.resume.source_lists import Reading
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.points import Damage, DamagedPointError, damaged_point
 from orchestrator.records.run_status import GroupMember, Held, RunStatus, Stall
@@ -57,7 +57,7 @@ from orchestrator.trainer.dry_run.model_dry_run import require_model
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
-    from orchestrator.planning.state.parallel_choice import ParallelChoice
+    from orchestrator.planning.state.memory import ParallelChoice
     from orchestrator.torchrun.store_rendezvous import StoreRendezvous
     from orchestrator.trainer.interfaces.job import Outcome
 

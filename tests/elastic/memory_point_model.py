@@ -16,7 +16,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from orchestrator.elastic.state_selection import Holding, memory_point_to_keep, newest_complete
-from orchestrator.planning.state.neighbours import neighbours
+from orchestrator.planning.state.copy_placement import neighbours
 from orchestrator.records.membership import HeldShard, Source
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.memory_points.memory_slots import MemorySlots

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.state_selection import Holding, held_by_all, newest_complete
-from orchestrator.planning.state.neighbours import neighbours
+from orchestrator.planning.state.copy_placement import neighbours
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import HeldShard, JoinRequest, Source

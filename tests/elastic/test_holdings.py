@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from orchestrator.elastic.formation import NewestPoint
 from orchestrator.elastic.state_selection import CompleteState, Holding, ParentStateSelection, newest_complete
-from orchestrator.planning.state.neighbours import neighbours
+from orchestrator.planning.state.copy_placement import neighbours
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.membership import Source
 from orchestrator.records.steps import StateKey

@@ -16,8 +16,7 @@ from orchestrator.launch.capacity.capacity import KnownMachines, Workers, choose
 from orchestrator.launch.capacity.model_size import measured, with_known_shape
 from orchestrator.launch.capacity.resource_estimate import model_size, needs_of
 from orchestrator.planning.resume.resume_plan import ResumePlan, plan_resume
-from orchestrator.planning.state.memory import ModelSize
-from orchestrator.planning.state.parallel_choice import ParallelChoice
+from orchestrator.planning.state.memory import ModelSize, ParallelChoice
 from tests.launch.test_capacity import LARGE, machines
 from tests.planning.jobs import job
 

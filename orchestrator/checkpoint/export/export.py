@@ -28,8 +28,8 @@ from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, Want
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.reading_progress import ReadingProgress
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.config.stored import in_todays_fields
-from orchestrator.config.train_sections import ModelConfig
+from orchestrator.config.field_rules import in_todays_fields
+from orchestrator.config.sections import ModelConfig
 from orchestrator.data.frozen import read_frozen
 from orchestrator.data.tokens.resolved import as_given
 from orchestrator.data.tokens.tokenizer_files import examine, id_of

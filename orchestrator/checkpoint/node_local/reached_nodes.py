@@ -17,7 +17,7 @@ from orchestrator.checkpoint.node_local.node_folder import NodesHere, NodeStore
 from orchestrator.checkpoint.node_local.node_server import Home
 from orchestrator.checkpoint.writer.part_job import PartCancelled
 from orchestrator.errors import OrchestratorError, ResourceError, StorageError, UnreachableNodeError, text_of
-from orchestrator.planning.state.node_parts import keeper
+from orchestrator.planning.state.copy_placement import keeper
 from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.store import Listed, ObjectFacts
 
@@ -177,7 +177,7 @@ class ReachedNodes:
     def keep(
         self, own: NodePlace, path: str, entry: FileEntry, check: Callable[[], None]
     ) -> NodePlace | None:
-        """See `Copies`. The other node is the next one on which workers write (`node_parts.keeper`)."""
+        """See `Copies`. The other node is the next one on which workers write (`copy_placement.keeper`)."""
         by_id = self._with_workers(anew=False)
         if set(by_id) <= {own.id}:
             by_id = self._with_workers(anew=True)

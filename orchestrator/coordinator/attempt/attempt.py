@@ -17,11 +17,10 @@ from orchestrator.history.claims.claim_files import UnreadableFile
 from orchestrator.history.claims.claims import Claim, ClaimParent, ForkedFrom
 from orchestrator.history.journal.code_record import Code
 from orchestrator.planning.encoders import EncoderSpan
-from orchestrator.planning.resume.manifests import SourceLists
-from orchestrator.planning.resume.restarting import RestartRequest, SourceChange
 from orchestrator.planning.resume.skipping import Skip
+from orchestrator.planning.resume.source_lists import RestartRequest, SourceChange, SourceLists
 from orchestrator.planning.schedule import Budgets
-from orchestrator.planning.state.parallel_choice import ParallelChoice
+from orchestrator.planning.state.memory import ParallelChoice
 from orchestrator.planning.state.state_layout import Layout, layout_of
 from orchestrator.records.points import Damage
 from orchestrator.records.run_status import MemberInfo

@@ -81,8 +81,8 @@ def moved(point: Point | None, skip: Skip | None) -> Point | None:
 
 def _mixed_as(config: JobConfig, before: Mapping[str, Any]) -> JobConfig:
     """Returns the job with the weights that the point was made with."""
+    from orchestrator.config.field_rules import in_todays_fields, nested
     from orchestrator.config.loading import parse_config
-    from orchestrator.config.stored import in_todays_fields, nested
 
     then, now = in_todays_fields(before), config.flat()
     weights = {source["name"]: source.get("weight") for source in then["data.sources"]}

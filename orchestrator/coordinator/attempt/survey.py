@@ -24,7 +24,7 @@ from orchestrator.history.journal.journal_reader import Journal, JournalEvent, r
 from orchestrator.history.journal.line_format import DAMAGED
 from orchestrator.history.metrics.durable_steps import SavedHistory, saved_before
 from orchestrator.planning.encoders import EncoderSpan
-from orchestrator.planning.resume.manifests import SourceLists
+from orchestrator.planning.resume.source_lists import SourceLists
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import LaterSealError, SealError, unseal
 

@@ -23,8 +23,8 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
 
 if TYPE_CHECKING:
-    from orchestrator.config.data_sections import SourceConfig
     from orchestrator.config.schema import JobConfig
+    from orchestrator.config.sections import SourceConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from orchestrator.data.loading.rank_batches import Batch, Share, Tensors, rank_b
 from orchestrator.data.loading.state import state_of
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import FeedError, RefusedError
-from orchestrator.planning.resume.restarting import RestartRequest
+from orchestrator.planning.resume.source_lists import RestartRequest
 from orchestrator.records.cursor import Cursor
 
 if TYPE_CHECKING:

@@ -17,14 +17,22 @@ from orchestrator.data.common.settings import wanted_of
 from orchestrator.data.loading.state import StreamState
 from orchestrator.errors import RefusedError
 from orchestrator.json_form import encode
-from orchestrator.planning.resume.manifests import SourceLists, Wanted, moved, next_sources, order_of
-from orchestrator.planning.resume.restarting import RestartRequest, restart_request, source_changes
 from orchestrator.planning.resume.skipping import LATEST
+from orchestrator.planning.resume.source_lists import (
+    RestartRequest,
+    SourceLists,
+    Wanted,
+    moved,
+    next_sources,
+    order_of,
+    restart_request,
+    source_changes,
+)
 from orchestrator.records.cursor import Cursor
 
 if TYPE_CHECKING:
-    from orchestrator.config.data_sections import SourceConfig
     from orchestrator.config.schema import JobConfig
+    from orchestrator.config.sections import SourceConfig
     from orchestrator.data.spec import DataSpec
 
 # bytes of a hash: few enough that every JSON reader keeps the number an integer

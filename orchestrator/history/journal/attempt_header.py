@@ -11,7 +11,7 @@ from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import JournalEvent
 from orchestrator.history.journal.line_format import DamagedLineError, first_line, parse_line
 from orchestrator.json_form import decode
-from orchestrator.planning.state.parallel_choice import ParallelChoice
+from orchestrator.planning.state.memory import ParallelChoice
 from orchestrator.storage.files import Storage
 
 _MARK = f'"kind":"{EventKind.ATTEMPT.value}"'.encode()

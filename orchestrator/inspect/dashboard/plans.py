@@ -17,9 +17,9 @@ from typing import Any
 
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.config.field_rules import in_todays_fields, nested
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.config.stored import in_todays_fields, nested
 from orchestrator.coordinator.attempt.data_end import find_known_epochs
 from orchestrator.coordinator.attempt.forking import point_info
 from orchestrator.coordinator.attempt.resume_point_choice import choose_among, decide, rewind_text, up_to

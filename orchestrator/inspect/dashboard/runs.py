@@ -18,7 +18,7 @@ from typing import Any
 from orchestrator.checkpoint.node_local.node_storage import with_nodes
 from orchestrator.checkpoint.points.run_file import RUN_FILE
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.config.declaring import NAME
+from orchestrator.config.sections import NAME
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.inspect.dashboard.answers import UNANSWERABLE, Problem, RouteError, not_found
 from orchestrator.inspect.dashboard.listed import ListedRun, unreadable_row

@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.inspect.status.snapshot import NewestGeneration, RunSnapshot
 from orchestrator.inspect.status.verdict import FAILED, GONE, OVER, verdict
-from orchestrator.planning.state.parallel_choice import layout_text
+from orchestrator.planning.state.memory import layout_text
 from orchestrator.planning.state.state_layout import layout_of
 from orchestrator.records.cursor import Cursor
 

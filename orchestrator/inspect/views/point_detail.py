@@ -10,9 +10,8 @@ import shlex
 from typing import Any
 
 from orchestrator.checkpoint.points.points import Point, parse_point_name
-from orchestrator.config.field_rules import field_rules
+from orchestrator.config.field_rules import field_rules, in_todays_fields
 from orchestrator.config.redaction import redacted
-from orchestrator.config.stored import in_todays_fields
 from orchestrator.errors import RefusedError, ResumePointError, StorageError
 from orchestrator.inspect.views.facts.facts import Facts, mean_loss, short
 from orchestrator.inspect.views.points_table import (
@@ -25,7 +24,7 @@ from orchestrator.inspect.views.points_table import (
     table,
 )
 from orchestrator.json_form import encode
-from orchestrator.planning.resume.differences import differences as planned_differences
+from orchestrator.planning.resume.identity import differences as planned_differences
 
 NEAR = 50  # number of steps whose mean is the loss at a point
 

@@ -14,8 +14,8 @@ from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.reading_progress import ReadAtOnce
 from orchestrator.checkpoint.points.run_file import RunFile
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.config.field_rules import in_todays_fields, nested
 from orchestrator.config.loading import parse_config
-from orchestrator.config.stored import in_todays_fields, nested
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.attempt.forking import describe, found_run, take_over
 from orchestrator.coordinator.attempt.survey import require_journals, survey

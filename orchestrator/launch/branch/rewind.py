@@ -15,8 +15,8 @@ from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.reading_progress import ReadAtOnce
 from orchestrator.checkpoint.points.run_file import RunFile
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.config.field_rules import in_todays_fields, nested
 from orchestrator.config.loading import parse_config
-from orchestrator.config.stored import in_todays_fields, nested
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.attempt.attempt_journal import note_beginning, write_down_end
 from orchestrator.coordinator.attempt.forking import point_info

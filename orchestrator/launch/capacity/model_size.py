@@ -17,7 +17,7 @@ from orchestrator.trainer.dry_run.model_dry_run import ModelFacts, is_to_try, tr
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
     from orchestrator.planning.resume.resume_plan import ResumePlan
-    from orchestrator.planning.state.parallel_choice import ParallelChoice
+    from orchestrator.planning.state.memory import ParallelChoice
 
 
 def with_known_shape(job: JobConfig, before: tuple[int, ParallelChoice] | None = None) -> JobConfig:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from orchestrator.elastic.supervision.policy import Limits, NodeFacts
     from orchestrator.launch.capacity.resource_estimate import Needs
     from orchestrator.launch.on_ray.node_disks import NodeDisks
-    from orchestrator.planning.state.parallel_choice import Machine, ParallelChoice
+    from orchestrator.planning.state.memory import Machine, ParallelChoice
 
 _FREED_S = 10.0  # how long a start waits for resources of an earlier launch
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from orchestrator.cluster import machine, ray_environment
 from orchestrator.cluster.connection import HEALTH_CHECKS
-from orchestrator.cluster.gpu_memory import gpu_rows
+from orchestrator.cluster.machine import gpu_rows
 from orchestrator.elastic.supervision.background_call import Asked
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.launch.doctor.bucket_check import BucketFacts, try_bucket

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.config.field_rules import nested
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.config.stored import nested
 from orchestrator.coordinator.attempt.survey import Survey, survey
 from orchestrator.data.frozen import copy_frozen
 from orchestrator.errors import RefusedError, ResumePointError, TrainingError

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.config.field_rules import in_todays_fields, nested
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.config.stored import in_todays_fields, nested
 from orchestrator.coordinator.attempt.survey import Survey, survey
 from orchestrator.errors import OtherFormatError, ResumePointError
 from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.claims.skips import skips_of
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.launch.branch.point_query import Position, Wanted, place, wanted_place
-from orchestrator.planning.resume.manifests import SourceLists, moved
+from orchestrator.planning.resume.source_lists import SourceLists, moved
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.at_once import at_once

@@ -33,7 +33,7 @@ from orchestrator.history.request_files import asker
 from orchestrator.launch.start.run_preparation import find_run
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.planning.resume.skipping import Skip
-from orchestrator.planning.state.parallel_choice import ParallelChoice
+from orchestrator.planning.state.memory import ParallelChoice
 from orchestrator.records.points import Damage
 
 if TYPE_CHECKING:

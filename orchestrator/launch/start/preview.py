@@ -54,7 +54,7 @@ from orchestrator.records.points import Damage
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
     from orchestrator.launch.capacity.capacity import KnownMachines
-    from orchestrator.planning.state.parallel_choice import Machine
+    from orchestrator.planning.state.memory import Machine
 
 _BY_SIZES = (
     "sizes and headers of the point's files are right; the workers compare the digests of what they load"

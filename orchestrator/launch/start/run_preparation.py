@@ -39,7 +39,7 @@ from orchestrator.coordinator.attempt.source_resolution import (
 )
 from orchestrator.coordinator.attempt.survey import Survey, decided
 from orchestrator.errors import ConfigError, RefusedError, StorageError
-from orchestrator.planning.resume.manifests import Reading
+from orchestrator.planning.resume.source_lists import Reading
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.files import Storage

@@ -26,7 +26,7 @@ from orchestrator.trainer.weights.initial import fill_rows
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from orchestrator.config.train_sections import ModelConfig, TrainConfig
+    from orchestrator.config.sections import ModelConfig, TrainConfig
     from orchestrator.trainer.comm.group import Group
 
 _CPU = torch.device("cpu")

@@ -37,7 +37,7 @@ from orchestrator.trainer.weights.weight_files import (
 )
 
 if TYPE_CHECKING:
-    from orchestrator.config.train_sections import ModelConfig
+    from orchestrator.config.sections import ModelConfig
 
 BUFFER_BYTES = 8 << 20
 _Shapes = dict[str, tuple[int, ...]]

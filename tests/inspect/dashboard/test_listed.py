@@ -21,7 +21,7 @@ from orchestrator.inspect.dashboard.listed import ROW_BYTES
 from orchestrator.inspect.dashboard.runs import Runs
 from orchestrator.inspect.run import Run
 from orchestrator.launch.capacity.capacity import KnownMachines, memory_plan
-from orchestrator.planning.state.parallel_choice import Machine
+from orchestrator.planning.state.memory import Machine
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from tests.inspect.dashboard.serving import HOST, TOKEN, Served, client
