@@ -31,7 +31,7 @@ from orchestrator.coordinator.attempt.resume_point_choice import choose_point
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.frozen import read_later
 from orchestrator.errors import ConfigError, LaterFormatError, OrchestratorError
-from orchestrator.history.claims.generation_files import read_starts
+from orchestrator.history.claims.claim_files import read_starts
 from orchestrator.history.finding_files import FindingFiles
 from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.history.request_files import RequestFiles

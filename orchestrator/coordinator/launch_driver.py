@@ -44,7 +44,7 @@ from orchestrator.errors import StorageError, code_of, text_of
 from orchestrator.faults import Hook
 from orchestrator.history import sentences
 from orchestrator.history.claims.claims import GenerationStart
-from orchestrator.history.claims.heartbeat import Pulse
+from orchestrator.history.claims.liveness import Pulse
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.metrics.metric_log import MetricLogs

@@ -28,7 +28,7 @@ from orchestrator.errors import (
     RefusedError,
     StorageError,
 )
-from orchestrator.history.journal.attempt_header import newest_choice
+from orchestrator.history.journal.journal_reader import newest_choice
 from orchestrator.history.metrics.loggers import require_loggers
 from orchestrator.launch.capacity import placement_check
 from orchestrator.launch.capacity.model_size import with_known_shape

@@ -41,7 +41,7 @@ from orchestrator.errors import (
 from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.history.claims.claims import GenerationStart
-from orchestrator.history.claims.heartbeat import Pulse
+from orchestrator.history.claims.liveness import Pulse
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.request_files import SAVE, STOP, Request, RequestFiles

@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cli.commands import main
-from orchestrator.history.claims.heartbeat import beating
+from orchestrator.history.claims.liveness import beating
 from orchestrator.launch.branch import temporary_runs as scratches
 from orchestrator.launch.start import liveness_check
 from orchestrator.storage.files import Storage

@@ -29,8 +29,7 @@ from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError, RefusedError, ResumePointError
 from orchestrator.faults import no_fault
-from orchestrator.history.claims.claim_files import RESUME
-from orchestrator.history.claims.generation_files import seal_starts
+from orchestrator.history.claims.claim_files import RESUME, seal_starts
 from orchestrator.history.journal import journal_reader as reader
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal

@@ -89,7 +89,7 @@ class Attempt:
     `forked_from`: the point of another run that it takes over.
     `losses`: the mean losses of points.
     `history`: the number of histories of the run that points held; the one that it continues is held up to
-    `history_saved_to` tokens (see `history.metrics.durable_steps`).
+    `history_saved_to` tokens (see `history.metrics.loggers`).
     `skip`: what the claim leaves out after the point; the point's cursor is already after it.
     `sources`: which lists are read in which epoch, and thus the meaning of the point's cursor; `restart`: the
     request for a new start of some.

@@ -13,8 +13,7 @@ from orchestrator.checkpoint.points.points import Point
 from orchestrator.coordinator.attempt.forking import is_folder
 from orchestrator.errors import RefusedError
 from orchestrator.history.claims.claims import ClaimParent
-from orchestrator.history.claims.lineage import Lineage
-from orchestrator.history.claims.skips import skip_claims
+from orchestrator.history.claims.lineage import Lineage, skip_claims
 from orchestrator.planning.resume.skipping import Skip, SkipDecision, SkipRequest, decide_skip, skip_request
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.open import absolute

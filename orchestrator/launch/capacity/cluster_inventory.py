@@ -13,7 +13,7 @@ from orchestrator.cluster.connection import address_of, nodes, starts_local_ray
 from orchestrator.cluster.machine import gpu_memory_here, memory_here
 from orchestrator.config.schema import JobConfig
 from orchestrator.elastic.supervision.policy import NodeFacts
-from orchestrator.history.journal.attempt_header import newest_choice
+from orchestrator.history.journal.journal_reader import newest_choice
 from orchestrator.launch.capacity.capacity import KnownMachines
 from orchestrator.planning.state.memory import Machine
 

@@ -16,7 +16,7 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.survey import Survey, survey
 from orchestrator.errors import OtherFormatError, ResumePointError
 from orchestrator.history.claims.claims import ClaimParent
-from orchestrator.history.claims.skips import skips_of
+from orchestrator.history.claims.lineage import skips_of
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.launch.branch.point_query import Position, Wanted, place, wanted_place
 from orchestrator.planning.resume.source_lists import SourceLists, moved

@@ -25,7 +25,7 @@ from orchestrator.errors import CoordinatorSilentError, OrchestratorError, Refus
 from orchestrator.faults import hook
 from orchestrator.history.claims.claim_files import FORK, JOURNAL, RESUME, REWIND, START
 from orchestrator.history.claims.claims import Claim
-from orchestrator.history.claims.heartbeat import beating
+from orchestrator.history.claims.liveness import beating
 from orchestrator.history.claims.processes import has_ended
 from orchestrator.history.journal.code_record import code_of
 from orchestrator.history.journal.journal_reader import journal_process
