@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from orchestrator.checkpoint.points.reading_progress import ReadingProgress
+from orchestrator.checkpoint.points.verify import ReadingProgress
 from orchestrator.cli.shared import say
 from orchestrator.history.sentences import count
 from orchestrator.inspect.audit.audit_progress import AuditProgress, NoAuditProgress

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
-from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.checkpoint.node_local.node_folder import Nodes
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.machine.launch_machine import LaunchMachine

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.checkpoint.commit.commit_driver import Commits, in_daemon_thread
 from orchestrator.checkpoint.commit.commit_events import GenerationFormed, GiveUp, Tick, VoterGone
 from orchestrator.checkpoint.commit.store_actions import PointCommitter
-from orchestrator.checkpoint.points.pin_watch import PinWatch, note_pins
+from orchestrator.checkpoint.points.pins import PinWatch, note_pins
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.ray_state import NODE_DIED

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from orchestrator.checkpoint.commit.commit_driver import Commits, in_daemon_thread
 from orchestrator.checkpoint.commit.commit_events import GenerationFormed, GiveUp, PartFailed, Tick
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
-from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.checkpoint.commit.store_actions import PointCommitter
-from orchestrator.checkpoint.points.pin_watch import PinWatch, note_pins
+from orchestrator.checkpoint.points.pins import PinWatch, note_pins
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.schema import JobConfig

@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.checkpoint.node_local.parts_on_node import NoCopies, PartsOnNode
-from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
+from orchestrator.checkpoint.points.rank_files import CommittedFiles, NoCopies, PartsOnNode
 from orchestrator.checkpoint.points.run_file import folder_on_nodes
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.machine import process_state

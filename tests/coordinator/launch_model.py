@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.checkpoint.commit import commit_events as commit
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
-from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.checkpoint.points.points import newest_first
 from orchestrator.coordinator.machine.launch_actions import Action, Answer, End, Fenced, Kill, Note
 from orchestrator.coordinator.machine.launch_machine import LaunchMachine

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.checkpoint.points.reading_progress import ReadAtOnce, ReadingProgress
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.verify import ReadAtOnce, ReadingProgress
 from orchestrator.coordinator.attempt.attempt_journal import note_beginning
 from orchestrator.coordinator.attempt.resume_point_choice import choose_point
 from orchestrator.coordinator.attempt.survey import survey

@@ -16,8 +16,7 @@ import pytest
 
 import orchestrator
 from orchestrator.checkpoint.commit.store_actions import note_committed
-from orchestrator.checkpoint.points.abandoned_saves import Leftover, remove_leftovers
-from orchestrator.checkpoint.points.point_status import Fates
+from orchestrator.checkpoint.points.point_status import Fates, Leftover, remove_leftovers
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.machine import Process
 from orchestrator.config.loading import parse_config

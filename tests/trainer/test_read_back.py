@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
+from orchestrator.checkpoint.points.rank_files import CommittedFiles
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.sections import ModelConfig, TrainConfig
 from orchestrator.planning.state.state_layout import held_rows

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 from blake3 import blake3
 
-from orchestrator.checkpoint.files.documents import PARTS
+from orchestrator.checkpoint.files.manifest import PARTS
 from orchestrator.checkpoint.files.part_file import part_path
 from orchestrator.json_form import encode
 from orchestrator.planning.state.copy_placement import gathered

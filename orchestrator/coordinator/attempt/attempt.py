@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from orchestrator.checkpoint.points.abandoned_saves import Leftover
+from orchestrator.checkpoint.points.point_status import Leftover
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.elastic.failure import Failure
 from orchestrator.elastic.formation import PreviousGeneration

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.checkpoint.points.abandoned_saves import Leftover, remove_leftovers
 from orchestrator.checkpoint.points.point_files import Each
+from orchestrator.checkpoint.points.point_status import Leftover, remove_leftovers
 from orchestrator.checkpoint.points.points import Point, newest_first, parse_point_name
 from orchestrator.checkpoint.points.run_file import RunFile
 from orchestrator.checkpoint.points.sealed_votes import committable, complete, read_votes

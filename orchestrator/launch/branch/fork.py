@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.checkpoint.points.points import Point
-from orchestrator.checkpoint.points.reading_progress import ReadAtOnce
 from orchestrator.checkpoint.points.run_file import RunFile
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.verify import ReadAtOnce
 from orchestrator.config.field_rules import in_todays_fields, nested
 from orchestrator.config.loading import parse_config
 from orchestrator.coordinator.attempt.attempt import Attempt

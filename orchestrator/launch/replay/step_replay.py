@@ -63,7 +63,7 @@ class Retraining:
     """One worker that trains the steps of a history again."""
 
     def __init__(self, history: History, device: torch.device) -> None:
-        from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
+        from orchestrator.checkpoint.points.rank_files import CommittedFiles
         from orchestrator.trainer.loading.loading import load
 
         self._history, self._device = history, device

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from orchestrator.checkpoint.points.reading_progress import ReadAtOnce
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.verify import ReadAtOnce
 from orchestrator.cluster.machine import Process
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.attempt import Attempt

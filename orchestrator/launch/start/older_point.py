@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from orchestrator.checkpoint.points.reading_progress import ReadAtOnce
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.verify import ReadAtOnce
 from orchestrator.coordinator.attempt.begin_launch import mark_damaged
 from orchestrator.errors import StorageError
 from orchestrator.launch.start.preview import look_ahead

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 from orchestrator.checkpoint.points.point_files import Each
 from orchestrator.checkpoint.points.points import Point
-from orchestrator.checkpoint.points.reading_progress import ReadAtOnce
 from orchestrator.checkpoint.points.run_file import RunFile
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.checkpoint.points.verify import point_path
+from orchestrator.checkpoint.points.verify import ReadAtOnce, point_path
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.data_end import find_known_epochs
 from orchestrator.coordinator.attempt.forking import fork_to_begin, point_info, read_parent_point

@@ -26,7 +26,7 @@ from orchestrator.trainer.loading.items import MODEL, Item, tensor_bytes
 
 
 class StateFiles(Protocol):
-    """The storage of points, for example `checkpoint.points.checkpoint_reader.CommittedFiles`."""
+    """The storage of points, for example `checkpoint.points.rank_files.CommittedFiles`."""
 
     @property
     def storage(self) -> Storage:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from orchestrator.checkpoint.files.dtypes import SAFETENSORS
+from orchestrator.checkpoint.files.part_file import SAFETENSORS
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.model.document_attention import document_inputs, input_names
 from orchestrator.trainer.model.meta_forward import BeyondTableError, UnknownValueError, without_weights
