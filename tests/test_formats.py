@@ -39,7 +39,7 @@ from orchestrator.inspect.run import Run
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.json_form import decode
 from orchestrator.launch.branch.point_query import Wanted, find
-from orchestrator.launch.replay.replay_history import History
+from orchestrator.launch.replay.step_replay import History
 from orchestrator.records.points import FileEntry
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage

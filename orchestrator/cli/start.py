@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from orchestrator.cluster.job_server import JobServer
-    from orchestrator.launch.doctor.check import Check
+    from orchestrator.launch.doctor.storage_check import Check
     from orchestrator.launch.jobs.submit import Submitted
 
 

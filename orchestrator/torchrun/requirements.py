@@ -49,7 +49,7 @@ def require_memory(job: JobConfig) -> ParallelChoice:
         without_memory_points,
     )
     from orchestrator.launch.capacity.cluster_inventory import machines_here
-    from orchestrator.launch.capacity.model_size import measured, with_known_shape
+    from orchestrator.launch.capacity.placement_check import measured, with_known_shape
 
     # one rank of a machine measures for all of it
     judges = os.environ.get("LOCAL_RANK", "0") == "0"

@@ -13,7 +13,7 @@ import pytest
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import ConfigError
 from orchestrator.launch.capacity.capacity import KnownMachines, Workers, choose_parallel, memory_plan
-from orchestrator.launch.capacity.model_size import measured, with_known_shape
+from orchestrator.launch.capacity.placement_check import measured, with_known_shape
 from orchestrator.launch.capacity.resource_estimate import model_size, needs_of
 from orchestrator.planning.resume.resume_plan import ResumePlan, plan_resume
 from orchestrator.planning.state.memory import ModelSize, ParallelChoice

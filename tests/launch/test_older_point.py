@@ -19,7 +19,7 @@ from orchestrator.coordinator.attempt.resume_point_choice import choose_point
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import OrchestratorError, ResumePointError, StorageError, WantedPointError
 from orchestrator.launch.start import attempt_claim
-from orchestrator.launch.start.older_point import is_damaged_load, plan_older_point
+from orchestrator.launch.start.preview import is_damaged_load, plan_older_point
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Damage

@@ -25,9 +25,9 @@ from orchestrator.history.claims.claim_files import FORK
 from orchestrator.history.claims.claims import ClaimParent, ForkedFrom
 from orchestrator.launch.branch.point_query import Found, PointPlan, Wanted, find, planned
 from orchestrator.launch.branch.rewind import end_at_once
-from orchestrator.launch.start import attempt_claim, liveness_check
+from orchestrator.launch.start import attempt_claim
 from orchestrator.launch.start import run_preparation as starting
-from orchestrator.launch.start.run_path_check import refuse_around, refuse_inside
+from orchestrator.launch.start.run_preparation import refuse_around, refuse_inside
 from orchestrator.storage.open import absolute, split
 
 
@@ -133,7 +133,7 @@ def carry_out(
     Raises as `fork`.
     """
     run = starting.find_run(new)
-    newest = 0 if run is None else liveness_check.refuse_busy(new, say)
+    newest = 0 if run is None else attempt_claim.refuse_busy(new, say)
     if run is None:
         run = found_run(new, config["run.name"], origin, by, pinned)
     take_over_and_end(new, run, newest, config, by)

@@ -22,8 +22,7 @@ from orchestrator.launch.branch.fork import fork
 from orchestrator.launch.branch.point_query import Wanted, place
 from orchestrator.launch.branch.temporary_runs import remove_left, scratch
 from orchestrator.launch.replay.replay import Replayed
-from orchestrator.launch.replay.replay_history import History, Regime
-from orchestrator.launch.replay.step_replay import difference, notes_on
+from orchestrator.launch.replay.step_replay import History, Regime, difference, notes_on
 from orchestrator.launch.start import attempt_claim
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.open import absolute, split
