@@ -18,7 +18,7 @@ from orchestrator.checkpoint.commit.commit_events import (
     VoteCast,
 )
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
-from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.checkpoint.commit.store_actions import PointCommitter
 from orchestrator.checkpoint.files.part_file import part_path
 from orchestrator.checkpoint.points.points import COMMIT, PARTS

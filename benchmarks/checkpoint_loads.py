@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.checkpoint_ranks import said_round, state_dict
-from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
 from orchestrator.checkpoint.points.point_files import PointFiles
+from orchestrator.checkpoint.points.rank_files import CommittedFiles
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.loading.state_tensors import load
 from orchestrator.trainer.state.train_state import TrainState

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchestrator.config.train_sections import ModelConfig, TrainConfig
+from orchestrator.config.sections import ModelConfig, TrainConfig
 from orchestrator.records.membership import GenerationView
 from orchestrator.trainer.comm.group import Group
 from orchestrator.trainer.state.sharded_state import ShardedState

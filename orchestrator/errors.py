@@ -7,6 +7,7 @@ do. Every class pickles, because errors cross process borders.
 from __future__ import annotations
 
 import traceback
+from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.terminal_text import visible
@@ -59,6 +60,16 @@ class RefusedError(OrchestratorError):
     """
 
     exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One reason against a start, before it is raised. `code` is its error code; `text` has both values and
+    what to do.
+    """
+
+    code: str
+    text: str
 
 
 class BusyError(RefusedError):

@@ -35,11 +35,9 @@ from orchestrator.inspect.frames import columns_table
 from orchestrator.inspect.status.view import RunView
 from orchestrator.launch.process.progress import Progress
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
-from orchestrator.planning.resume.differences import Difference
-from orchestrator.planning.resume.identity import RunIdentity
-from orchestrator.planning.resume.manifests import ListSpan, SourceLists
-from orchestrator.planning.resume.restarting import RestartRequest
+from orchestrator.planning.resume.identity import Difference, RunIdentity
 from orchestrator.planning.resume.skipping import Skip, SkipRequest
+from orchestrator.planning.resume.source_lists import ListSpan, RestartRequest, SourceLists
 from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.records.cursor import Cursor, MixtureShare, SourceCursor
 from orchestrator.records.points import FileEntry, NodeParts, NodePlace

@@ -21,7 +21,7 @@ from blake3 import blake3
 import orchestrator
 from orchestrator.checkpoint.export.export_files import read_marker
 from orchestrator.checkpoint.export.init_weights import weights_sentence
-from orchestrator.checkpoint.files.documents import PARTS, read_manifest
+from orchestrator.checkpoint.files.manifest import PARTS, read_manifest
 from orchestrator.checkpoint.node_local.node_folder import make_node
 from orchestrator.checkpoint.points.points import COMMIT, DOCUMENTS, files_digest
 from orchestrator.checkpoint.points.quarantine import QuarantineFiles
@@ -31,7 +31,7 @@ from orchestrator.coordinator.attempt.resume_point_choice import choose_point
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.frozen import read_later
 from orchestrator.errors import ConfigError, LaterFormatError, OrchestratorError
-from orchestrator.history.claims.generation_files import read_starts
+from orchestrator.history.claims.claim_files import read_starts
 from orchestrator.history.finding_files import FindingFiles
 from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.history.request_files import RequestFiles
@@ -39,7 +39,7 @@ from orchestrator.inspect.run import Run
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.json_form import decode
 from orchestrator.launch.branch.point_query import Wanted, find
-from orchestrator.launch.replay.replay_history import History
+from orchestrator.launch.replay.step_replay import History
 from orchestrator.records.points import FileEntry
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage

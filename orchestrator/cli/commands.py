@@ -16,19 +16,8 @@ from typing import TextIO, cast
 
 import typer
 
-from orchestrator.cli import (
-    control,
-    dashboard,
-    doctor,
-    following,
-    inspect,
-    rewind_fork,
-    submit,
-    training,
-    weights,
-)
-from orchestrator.cli.exit_codes import add_exit_codes
-from orchestrator.cli.shared import app, errors_as_json, say
+from orchestrator.cli import change, inspect, start, weights
+from orchestrator.cli.shared import add_exit_codes, app, errors_as_json, say
 from orchestrator.cluster.connection import leaving_ray_behind
 from orchestrator.errors import ERROR_FILE, OrchestratorError, error_document
 from orchestrator.launch.process.safe_output import ResultStream, let_go
@@ -97,15 +86,10 @@ def name_of(command: typer.models.CommandInfo) -> str:
 # the modules declare the commands
 __all__ = [
     "app",
-    "control",
-    "dashboard",
-    "doctor",
-    "following",
+    "change",
     "inspect",
     "main",
-    "rewind_fork",
-    "submit",
-    "training",
+    "start",
     "weights",
 ]
 

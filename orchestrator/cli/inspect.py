@@ -1,4 +1,7 @@
-"""The commands that read a run: `points`, `verify`, `audit`, `samples`, `status`."""
+"""The commands that read a run: `points`, `verify`, `audit`, `samples`, `status` and those that follow it.
+
+Only `dashboard` loads a web server.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import typer
 from orchestrator.cli.shared import Json, RunUri, app, print_json, print_lines, say
 from orchestrator.errors import StorageError
 from orchestrator.history.finding_files import AUDIT, VERIFY, audit_result, verify_result
+from orchestrator.terminal_text import visible
 
 if TYPE_CHECKING:
     from orchestrator.inspect.run import Run
@@ -67,9 +71,9 @@ def points(
         raise typer.BadParameter("--dry-run goes with --prune")
     opened = open_run(run)
     if verify:
-        from orchestrator.cli.verify_progress import shown
+        from orchestrator.cli.progress import show_verify_progress
 
-        with shown() as progress:
+        with show_verify_progress() as progress:
             rows = opened.list_points(verify=True, progress=progress)
     else:
         rows = opened.list_points()
@@ -96,13 +100,13 @@ def verify(
     json: Json = False,
 ) -> None:
     """Compare every byte of the resume points. Names each file whose digest differs."""
-    from orchestrator.cli.verify_progress import shown
+    from orchestrator.cli.progress import show_verify_progress
     from orchestrator.inspect.run import open_run
 
     if resume and point is not None:
         raise typer.BadParameter("--resume continues with all points; leave the point out")
     opened, began = open_run(run), time.monotonic()
-    with shown() as progress:
+    with show_verify_progress() as progress:
         rows = opened.verify(point, resume=resume, progress=progress)
     if rows:
         result = verify_result(rows, every=point is None)
@@ -147,11 +151,11 @@ def audit(
     """Prove what the run was trained on. Recomputes the token stream from the files and compares it, step by
     step, with what the journal says was trained.
     """
-    from orchestrator.cli.audit_progress import shown
+    from orchestrator.cli.progress import show_audit_progress
     from orchestrator.inspect.run import open_run
 
     opened, began = open_run(run), time.monotonic()
-    with shown(quiet=json) as progress:
+    with show_audit_progress(quiet=json) as progress:
         report = opened.audit(steps, processes, reference, progress)
     leave_finding(opened, AUDIT, audit_result(report), time.monotonic() - began)
     if json:
@@ -216,3 +220,70 @@ def status(
             print_lines(status_lines(seen))
     if seen.is_broken:
         raise typer.Exit(1)
+
+
+@app.command()
+def watch(run: RunUri, json: Json = False) -> None:
+    """Show where the run stands until it ends. The same as `status --watch`. --json: a line each time."""
+    from orchestrator.inspect.display import show
+    from orchestrator.inspect.run import open_run
+
+    opened = open_run(run)
+    if json:
+        for seen in opened.looks():
+            print_json(seen.to_json(), lines=True)
+    else:
+        seen = show(opened.looks())
+    if seen.is_broken:
+        raise typer.Exit(1)
+
+
+@app.command()
+def logs(
+    run: RunUri,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="go on as it grows, until the run has ended")
+    ] = False,
+) -> None:
+    """Print the newest log file of the run. It has what a launch said, and what Ray said at length."""
+    from orchestrator.inspect.run import open_run
+
+    for text in open_run(run).logs(follow):
+        sys.stdout.write(visible(text))
+        sys.stdout.flush()
+
+
+@app.command()
+def dashboard(
+    storage: Annotated[
+        str, typer.Argument(help="the folder, or bucket's URI, in which runs lie, or one run's own")
+    ],
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free")] = 0,
+    host: Annotated[
+        str,
+        typer.Option(
+            "--host", help="address to listen on; another than this machine's own is reached by others"
+        ),
+    ] = "127.0.0.1",
+    json: Json = False,
+    open_page: Annotated[bool, typer.Option("--open", help="open the page in a browser")] = False,
+    until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
+) -> None:
+    """Serve a page that shows and steers runs. Prints its link. Shows every run of a folder, alive or not."""
+    from orchestrator.inspect.dashboard.auth import is_loopback
+    from orchestrator.inspect.dashboard.serve import serve
+
+    if not is_loopback(host):
+        say(
+            f"warning: {host} is reached from other machines, and its connections are not encrypted: anybody "
+            "who has the link, or reads along, can stop runs; an ssh tunnel needs no --host"
+        )
+
+    def announce(link: str) -> None:
+        print_json({"link": link}) if json else print_lines([link])
+        if open_page:
+            import webbrowser
+
+            webbrowser.open(link)
+
+    serve(storage, host, port, announce, until_eof)

@@ -17,7 +17,7 @@ import typer
 
 import orchestrator
 from orchestrator.cli.commands import app
-from orchestrator.cli.exit_codes import exit_codes
+from orchestrator.cli.shared import exit_codes
 
 HEAD = """\
 # Reference

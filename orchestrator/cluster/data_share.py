@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from orchestrator.cluster.null_actor import NullActor
-from orchestrator.cluster.private_ray import replace
+from orchestrator.cluster.private_ray import NullActor, replace
 from orchestrator.cluster.ray_inventory import LOOKS, OWN_SHARE, PLACES, STATISTICS
 
 # Credits bound what lies in the object store (`Feeder.slot`, `Feeder.room`), so no share of it is dealt out.

@@ -1,4 +1,4 @@
-"""Access to private parts of Ray, with a fallback.
+"""Access to private parts of Ray, with a fallback, and a stand-in for handles of actors that we do without.
 
 A part is looked up when it is used. If a new Ray has renamed, removed or changed it, its user takes the plain
 way, and one sentence reports that. `ray_inventory` lists the parts. Ray is imported only when something is
@@ -130,3 +130,25 @@ def _contains(file: str, text: str) -> bool:
 
     path = Path(ray.__file__).parent / file
     return path.is_file() and text.encode() in path.read_bytes()
+
+
+class NullActor:
+    """An actor whose methods all return `answer`. It pickles.
+
+    Ray's libraries start some actors for every run, each a process of 100 to 200 MB and 1 to 2 CPU seconds,
+    and call them for features that we do not use. They get this in place of the actor's handle.
+    """
+
+    def __init__(self, answer: Any = None) -> None:
+        self._answer = answer
+
+    def __getattr__(self, name: str) -> NullActor:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self
+
+    def remote(self, *_: Any, **__: Any) -> Any:
+        """Answers as an actor's method does."""
+        import ray
+
+        return ray.put(self._answer)

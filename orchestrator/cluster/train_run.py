@@ -14,8 +14,7 @@ from contextlib import nullcontext
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from orchestrator.cluster.null_actor import NullActor
-from orchestrator.cluster.private_ray import replace
+from orchestrator.cluster.private_ray import NullActor, replace
 from orchestrator.cluster.ray_inventory import (
     BARRIER,
     CALLBACKS,
@@ -85,7 +84,7 @@ def run_group(
     `ray_storage` is a folder for Ray Train's own bookkeeping, which nobody reads. Empty: one of this node,
     which is removed with the group.
 
-    Ray replaces a worker that dies, without a limit. Our own failure budget (elastic.failure_budget) sets the
+    Ray replaces a worker that dies, without a limit. Our own failure budget (elastic.failure) sets the
     limit, because it has the progress. Raises what Ray Train raises when the group cannot continue, and
     `ResourceError` for a Ray that cannot start one.
     """

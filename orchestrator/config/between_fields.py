@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.config.declaring import FUNCTION
 from orchestrator.config.problems import MISSING, show, written
+from orchestrator.config.sections import FUNCTION
 from orchestrator.config.text import Path, Problem, Reading, value_at
 
 _CODE = re.compile(FUNCTION)

@@ -1,21 +1,22 @@
 """Every field of the configuration as a value: its path, default, meaning, and what a resume may do with it.
 
-As a program it prints the table of docs/configuration.md.
+It also reads the flat configurations that points and journals store, in the fields of the version that wrote
+them. As a program it prints the table of docs/configuration.md.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from orchestrator.config.declaring import Rule
 from orchestrator.config.schema import JobConfig
+from orchestrator.config.sections import Rule, SourceConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +77,30 @@ def resume_table() -> str:
         doc = rule.doc.replace("|", "\\|").replace("\n", " ")
         lines.append(f"| `{rule.path}` | {default} | {words[rule.rule]} | {doc} |")
     return "\n".join(lines)
+
+
+def in_todays_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat configuration that any version has stored, under the names and values of this one; a field that
+    did not exist then is left out (it had what is its default now), one of a source has that default.
+    """
+    now = dict(flat)
+    weights = now.pop("model.dtype", None)
+    if weights is not None:
+        now["train.precision"] = {"float32": "float32", "bfloat16": "pure_bf16"}[weights]
+    if "data.sources" in now:
+        fields = SourceConfig.model_fields.items()
+        defaults = {name: json_default(info) for name, info in fields if not info.is_required()}
+        now["data.sources"] = [{**defaults, **source} for source in now["data.sources"]]
+    return now
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """A flat configuration (`section.field`) as sections and fields."""
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in flat.items():
+        section, _, field = path.partition(".")
+        sections.setdefault(section, {})[field] = value
+    return sections
 
 
 if __name__ == "__main__":

@@ -10,9 +10,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from orchestrator.config.data_sections import DataConfig, PackConfig
-from orchestrator.config.declaring import NAME, Section, free, may_change, same
-from orchestrator.config.train_sections import ModelConfig, TrainConfig
+from orchestrator.config.sections import (
+    NAME,
+    DataConfig,
+    ModelConfig,
+    PackConfig,
+    Section,
+    TrainConfig,
+    free,
+    may_change,
+    same,
+)
 
 
 class RunConfig(Section):

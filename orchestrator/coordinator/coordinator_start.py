@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
-from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.checkpoint.node_local.node_folder import Nodes
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.machine.launch_machine import LaunchMachine
-from orchestrator.elastic.failure.failure_budget import FailureBudget
-from orchestrator.elastic.failure.storage_outage import STORAGE_LIMIT_S, StorageTrouble
+from orchestrator.elastic.failure import STORAGE_LIMIT_S, FailureBudget, StorageTrouble
 from orchestrator.elastic.formation import RendezvousSettings
 from orchestrator.elastic.rendezvous import Rendezvous
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.checkpoint.commit.commit_driver import Commits, in_daemon_thread
 from orchestrator.checkpoint.commit.commit_events import GenerationFormed, GiveUp, Tick, VoterGone
 from orchestrator.checkpoint.commit.store_actions import PointCommitter
-from orchestrator.checkpoint.points.pin_watch import PinWatch, note_pins
+from orchestrator.checkpoint.points.pins import PinWatch, note_pins
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.ray_state import NODE_DIED
@@ -37,15 +37,14 @@ from orchestrator.coordinator.machine.launch_actions import (
     Warn,
 )
 from orchestrator.coordinator.pending_calls import GenerationEnds, OpenJoins
-from orchestrator.elastic.failure.storage_outage import STORAGE_LIMIT_S
+from orchestrator.elastic.failure import STORAGE_LIMIT_S
 from orchestrator.elastic.formation import Form, Formation
-from orchestrator.elastic.generation_cause import Cause
-from orchestrator.elastic.roster import Roster
+from orchestrator.elastic.roster import Cause, Roster
 from orchestrator.errors import StorageError, code_of, text_of
 from orchestrator.faults import Hook
 from orchestrator.history import sentences
 from orchestrator.history.claims.claims import GenerationStart
-from orchestrator.history.claims.heartbeat import Pulse
+from orchestrator.history.claims.liveness import Pulse
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.metrics.metric_log import MetricLogs

@@ -22,7 +22,7 @@ from orchestrator.coordinator import actor
 from orchestrator.coordinator.actor import Coordinator
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.launch_driver import COORDINATOR_FAILED
-from orchestrator.elastic.failure.storage_outage import AGAIN_S, until_storage_works
+from orchestrator.elastic.failure import AGAIN_S, until_storage_works
 from orchestrator.errors import FencedError, OrchestratorError, StorageError, code_of
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.records.cursor import Cursor

@@ -56,7 +56,7 @@ from orchestrator.data.tokens.resolved import RESOLVED
 from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch, is_there
 from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
-from orchestrator.planning.resume.manifests import (
+from orchestrator.planning.resume.source_lists import (
     FIRST,
     Reading,
     SourceLists,

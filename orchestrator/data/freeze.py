@@ -46,12 +46,11 @@ from orchestrator.data.tokens.transforms import find_transform
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 from orchestrator.planning.order import ORDER_VERSION
 from orchestrator.planning.resume.identity import FORMAT_VERSION, RunIdentity, stream_settings
-from orchestrator.planning.resume.manifests import FIRST, first_sources
-from orchestrator.planning.resume.restarting import restart_text
+from orchestrator.planning.resume.source_lists import FIRST, first_sources, restart_text
 
 if TYPE_CHECKING:
-    from orchestrator.config.data_sections import SourceConfig
     from orchestrator.config.schema import JobConfig
+    from orchestrator.config.sections import SourceConfig
 
 __all__ = [
     "choose",

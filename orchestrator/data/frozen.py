@@ -74,8 +74,8 @@ class FrozenData:
 def manifest_path(source: str, version: str = "") -> str:
     """The path of a source's list in the run's folder.
 
-    `version` is that of `planning.resume.manifests`, empty for the list of the first start. A source's name
-    contains no `@`.
+    `version` is that of `planning.resume.source_lists`, empty for the list of the first start. A source's
+    name contains no `@`.
     """
     return f"{_MANIFESTS}/{source}{'@' if version else ''}{version}.parquet"
 

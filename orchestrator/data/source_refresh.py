@@ -1,7 +1,7 @@
 """Lists of files that come after a run's first start: their current state and their frozen state.
 
-They come with a restart, an added source or a refreshed epoch. `planning.resume.manifests` defines which list
-an epoch reads.
+They come with a restart, an added source or a refreshed epoch. `planning.resume.source_lists` defines which
+list an epoch reads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
 
 if TYPE_CHECKING:
-    from orchestrator.config.data_sections import SourceConfig
+    from orchestrator.config.sections import SourceConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

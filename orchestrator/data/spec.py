@@ -24,7 +24,7 @@ from orchestrator.data.tokens.tokenizer_files import TokenizerModel
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.planning.encoders import EncoderSpan, Place
 from orchestrator.planning.resume.identity import OF_A_SOURCE, RunIdentity, content_settings
-from orchestrator.planning.resume.manifests import FIRST, SourceLists, order_of
+from orchestrator.planning.resume.source_lists import FIRST, SourceLists, order_of
 from orchestrator.records.cursor import Cursor, SourceCursor
 
 if TYPE_CHECKING:

@@ -1,20 +1,64 @@
-"""Chooses the members of the next generation, and decides whether to interrupt the running one.
+"""Decides which members may wait for the next generation, and which of them form it and when.
 
-Pure functions of what is known about the members. They have no side effects.
+See membership rules 18 and 20. Pure functions of what is known about the members. They have no side effects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from orchestrator.elastic.failure.connectivity import largest_reaching
-from orchestrator.elastic.failure_backoff import FailureBackoff
-from orchestrator.elastic.formation import Generation
-from orchestrator.elastic.held_shards import CompleteState, held_by_all, newest_complete
+from orchestrator.elastic.failure import FailureBackoff
+from orchestrator.elastic.formation import Generation, Refused
 from orchestrator.elastic.membership_state import MembershipState
-from orchestrator.elastic.state_selection import ParentStateSelection
+from orchestrator.elastic.state_selection import (
+    CompleteState,
+    ParentStateSelection,
+    held_by_all,
+    newest_complete,
+)
+from orchestrator.errors import FencedError
 from orchestrator.records.membership import JoinRequest
+
+NONE = (0, 0)  # older than every generation
+
+
+def refusal(request: JoinRequest, *, attempt: int, launch: str, formed: Collection[int]) -> Refused | None:
+    """Returns why this member has no place in `attempt` of `launch`; None if it may join.
+
+    `formed` are the generations that the attempt has formed. Raises `FencedError` if the member knows a newer
+    attempt.
+    """
+    who, named = f"member {request.member}", {request.leaves or NONE, *_generations_of(request)}
+    if request.launch != launch:
+        return Refused(reason=f"{who} is of launch {request.launch}, the run is now {launch}; it exits")
+    newest = max(its_attempt for its_attempt, _ in named)
+    if newest > attempt:
+        raise FencedError(f"{who} knows attempt {newest}, this coordinator is attempt {attempt}; it ends")
+    if any(its_attempt == attempt and number not in formed for its_attempt, number in named):
+        known = f"attempt {attempt} has formed {max(formed, default=0)} generations"
+        return Refused(
+            reason=f"{who} leaves generation {request.leaves} with {request.key}, but {known}; it exits"
+        )
+    return None
+
+
+def newest_left(member: str, attempt: int, group: MembershipState) -> tuple[int, int]:
+    """Returns the newest generation that `member` is known to have been in. It cannot leave an older one any
+    more.
+    """
+    waiting, current = group.waiting.get(member), group.current
+    newest = (waiting.request.leaves or NONE) if waiting else NONE
+    if current is not None and current.attempt == attempt and member in current.ranks:
+        newest = max(newest, current.identity)
+    return newest
+
+
+def _generations_of(request: JoinRequest) -> set[tuple[int, int]]:
+    """Returns the generations whose states a member has."""
+    keys = [request.key, *(h.key for h in request.holdings)]
+    return {(key.attempt, key.generation) for key in keys if key is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,3 +152,39 @@ def _reaching(requests: Sequence[JoinRequest], state: CompleteState | None) -> f
         return frozenset(names)
     needed = state.needed if state else [names]
     return largest_reaching(names, failed, needed) or largest_reaching(names, failed, [names])
+
+
+# Up to this many undecided members are searched exactly (a few thousand branches at most). Of more, the
+# member with the most failures is left out first.
+EXACT = 24
+
+
+def largest_reaching(
+    members: Sequence[str], failed: Collection[tuple[str, str]], holders: Iterable[Collection[str]]
+) -> frozenset[str]:
+    """Returns the largest set of `members` in which all reach each other.
+
+    It contains no pair of `failed`, and at least one of each of `holders`. Pairs count in either direction.
+    Empty if there is no such set. Among equals the set that keeps the first in `members` is chosen. Exact up
+    to `EXACT` members with failures.
+    """
+    order = {member: place for place, member in enumerate(members)}
+    needed = [frozenset(of_one) for of_one in holders]
+    pairs = {frozenset(pair) for pair in failed if set(pair) <= set(order) and len(set(pair)) == 2}
+
+    def best(kept: frozenset[str], left: set[frozenset[str]]) -> frozenset[str]:
+        """Returns the best set after leaving out as few as possible; empty if holders are lost."""
+        if not all(kept & of_one for of_one in needed):
+            return frozenset()
+        if not left:
+            return kept
+        degree = Counter(member for pair in left for member in pair)
+        worst = max(degree, key=lambda m: (degree[m], order[m]))
+        others = frozenset(m for pair in left if worst in pair for m in pair if m != worst)
+        without = best(kept - {worst}, {pair for pair in left if worst not in pair})
+        if without and len(degree) > EXACT:
+            return without
+        instead = best(kept - others, {pair for pair in left if not pair & others})
+        return max(without, instead, key=lambda s: (len(s), sorted(-order[m] for m in s)[::-1]))
+
+    return best(frozenset(members), pairs)

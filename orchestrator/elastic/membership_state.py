@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable
 from dataclasses import replace
 
-from orchestrator.elastic.failure_backoff import FailureBackoff
+from orchestrator.elastic.failure import FailureBackoff
 from orchestrator.elastic.formation import (
     Arrival,
     Generation,

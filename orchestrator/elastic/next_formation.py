@@ -1,4 +1,4 @@
-"""Builds the next generation from its members and its parent state.
+"""Builds the next generation from its members and its parent state, and each member's view of it.
 
 It assigns ranks, the givers of each shard, and the memory point to keep. `member_selection.py` chooses the
 members, `state_selection.py` the newest state.
@@ -7,12 +7,17 @@ members, `state_selection.py` the newest state.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.elastic.formation import Formation, Generation, NewestPoint
-from orchestrator.elastic.held_shards import CompleteState, complete, held_by_all, memory_point_to_keep
-from orchestrator.elastic.state_selection import ParentStateSelection
-from orchestrator.records.membership import JoinRequest, ShardSource
+from orchestrator.elastic.state_selection import (
+    CompleteState,
+    ParentStateSelection,
+    complete,
+    held_by_all,
+    memory_point_to_keep,
+)
+from orchestrator.records.membership import GenerationView, JoinRequest, ShardSource
 from orchestrator.records.steps import StateKey
 
 
@@ -97,3 +102,50 @@ def _by_ranks(state: CompleteState, members: Sequence[str]) -> tuple[tuple[Shard
         )
         for of_one in state.holders
     )
+
+
+def view_of_first(current: Generation, launch: str) -> GenerationView | None:
+    """Returns the generation as its first member sees it.
+
+    None for a generation of an older attempt, whose formation is unknown.
+    """
+    if current.formation is None:
+        return None
+    formation, first = current.formation, current.requests[current.members[0]]
+    return GenerationView(
+        attempt=current.attempt,
+        generation=current.number,
+        rank=0,
+        world_size=len(current.members),
+        members=current.members,
+        host=first.host,
+        port=first.port,
+        parent=formation.parent,
+        source_rank=None if formation.source is None else 0,
+        sources=formation.sources,
+        keep=formation.keep,
+        nodes=_numbered([current.requests[m].node_id for m in current.members]),
+        own_host=first.host,
+        point=formation.point,
+        cursor=formation.cursor,
+        step=formation.step,
+        launch=launch,
+        probe=tuple((r.host, r.port) for r in (current.requests[m] for m in current.members))
+        if formation.probe_ports
+        else (),
+    )
+
+
+def view_of(member: str, current: Generation, first: GenerationView) -> GenerationView:
+    """Returns the view of `member`, derived from that of the first member.
+
+    Views differ in two fields only, and building one from scratch takes time proportional to the number of
+    members. This matters with 10,000 members.
+    """
+    return replace(first, rank=current.ranks[member], own_host=current.requests[member].host)
+
+
+def _numbered(nodes: Iterable[str]) -> tuple[int, ...]:
+    """Numbers distinct names in the order of their appearance."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(node, len(numbers)) for node in nodes)

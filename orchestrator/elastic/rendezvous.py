@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 
-from orchestrator.elastic.admission import newest_left, refusal
-from orchestrator.elastic.drain_policy import NodeDrain
-from orchestrator.elastic.drain_state import Placed
-from orchestrator.elastic.failure_backoff import FailureBackoff
+from orchestrator.elastic.drain import NodeDrain, Placed
+from orchestrator.elastic.failure import FailureBackoff
 from orchestrator.elastic.formation import (
+    NOTHING,
     Action,
     Form,
     Formation,
@@ -23,16 +22,14 @@ from orchestrator.elastic.formation import (
     NewestPoint,
     PreviousGeneration,
     RendezvousSettings,
+    StandingRequests,
     StopRun,
     Waiting,
 )
-from orchestrator.elastic.generation_view import view_of, view_of_first
-from orchestrator.elastic.held_shards import held_by_all, holds_any
-from orchestrator.elastic.member_selection import choose, too_few, worth_interrupting
+from orchestrator.elastic.member_selection import choose, newest_left, refusal, too_few, worth_interrupting
 from orchestrator.elastic.membership_state import DEAD, LEFT, SPARED, MembershipState
-from orchestrator.elastic.next_formation import Continued, continued, next_formation
-from orchestrator.elastic.pending_requests import NOTHING, StandingRequests
-from orchestrator.elastic.state_selection import ParentStateSelection
+from orchestrator.elastic.next_formation import Continued, continued, next_formation, view_of, view_of_first
+from orchestrator.elastic.state_selection import ParentStateSelection, held_by_all, holds_any
 from orchestrator.errors import FencedError, UnsavedError
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import ControlRequests, GenerationView, JoinRequest, Source

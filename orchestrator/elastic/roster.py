@@ -1,16 +1,57 @@
-"""Tracks the members of the training group and its losses, with their causes, for reports about a launch.
+"""Tracks the members of the training group, its losses, and the cause of each generation, for reports.
 
-Pure bookkeeping: the rendezvous makes the decisions. Times are seconds of one monotonic clock.
+Pure bookkeeping: the rendezvous makes the decisions. Charts and lists of a run group by `Cause`. The
+sentences for people are in `history.sentences`. Times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from enum import StrEnum
 
-from orchestrator.elastic.generation_cause import Cause, first_cause, next_cause
+from orchestrator.history.claims.claim_files import RESTARTED, RESUME, REWIND
 from orchestrator.records.membership import JoinRequest
 from orchestrator.records.run_status import GroupChange, GroupMember, Loss, MemberInfo
+
+
+class Cause(StrEnum):
+    """The values are stored in the journals of runs and must not change. Readers ignore unknown ones."""
+
+    START = "start"  # the first generation of a run's first attempt
+    RESUME = "resume"  # the first generation of a start command that continues the run
+    REWIND = "rewind"  # the same, from an older point
+    COORDINATOR_RESTARTED = "coordinator restarted"
+    NODE_LOST = "node lost"
+    NODE_DRAINED = "node drained"  # its workers left before it was taken away
+    LEFT_OUT = "left out"  # a worker stopped responding and was killed
+    WORKER_LOST = "worker lost"
+    WORKER_JOINED = "worker joined"
+    STORAGE = "storage"  # saves were given up because writes failed, and the group met again to save
+    RE_FORMED = "re-formed"  # no member was lost or joined: connections broke, or a save was given up
+
+
+_LOSSES = (Cause.NODE_LOST, Cause.LEFT_OUT, Cause.WORKER_LOST, Cause.NODE_DRAINED)
+
+
+def first_cause(why: str) -> Cause:
+    """Returns the cause of an attempt's first generation. `why` is from the attempt's claim."""
+    known = {RESTARTED: Cause.COORDINATOR_RESTARTED, RESUME: Cause.RESUME, REWIND: Cause.REWIND}
+    return known.get(why, Cause.START)
+
+
+def next_cause(lost: Collection[Cause], joined: bool, storage_failed: bool) -> Cause:
+    """Returns the cause of a later generation.
+
+    `lost` has the cause of each loss since the previous generation. A member that was lost with its node
+    counts as lost for that reason, whatever else was observed of it.
+    """
+    for cause in _LOSSES:
+        if cause in lost:
+            return cause
+    if joined:
+        return Cause.WORKER_JOINED
+    return Cause.STORAGE if storage_failed else Cause.RE_FORMED
 
 
 class Roster:

@@ -28,13 +28,13 @@ from orchestrator.errors import (
     RefusedError,
     StorageError,
 )
-from orchestrator.history.journal.attempt_header import newest_choice
+from orchestrator.history.journal.journal_reader import newest_choice
 from orchestrator.history.metrics.loggers import require_loggers
 from orchestrator.launch.capacity import placement_check
-from orchestrator.launch.capacity.model_size import with_known_shape
+from orchestrator.launch.capacity.placement_check import with_known_shape
 from orchestrator.launch.process.progress import Progress
 from orchestrator.launch.process.stop_signals import ended_by_signals
-from orchestrator.launch.start import attempt_claim, liveness_check, older_point, preview
+from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.cursor import Cursor
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
     from orchestrator.elastic.supervision.policy import Limits
     from orchestrator.launch.on_ray.node_disks import NodeDisks
-    from orchestrator.planning.state.parallel_choice import ParallelChoice
+    from orchestrator.planning.state.memory import ParallelChoice
     from orchestrator.trainer.dry_run.model_dry_run import ModelFacts
 
 
@@ -115,7 +115,7 @@ def _launch(
     require_loggers(job.monitor.loggers)
     with (
         Progress.shown(job.monitor.progress_s) as progress,
-        liveness_check.watching(store, progress.say) as watched,
+        attempt_claim.watching(store, progress.say) as watched,
     ):
         if lacks:
             progress.say(f"note: {lacks}")
@@ -176,10 +176,10 @@ def _on_cluster(
         parallel, limits = placement_check.fitting(sized, limits, storage, here, disks)
         while True:
             status = _claimed(at, newest, parallel, limits, disks, progress, fault_plan, until_tokens)
-            if not older_point.is_damaged_load(status):
+            if not preview.is_damaged_load(status):
                 return status
             newest = status.attempt
-            plan = older_point.plan_older_point(
+            plan = preview.plan_older_point(
                 at.store, job, at.spec, status.damages, at.plan.damages, newest, progress.say
             )
             at = replace(at, plan=plan)
@@ -298,7 +298,7 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
 
 def _measured(job: JobConfig, storage: Storage, found: ResumePlan) -> tuple[JobConfig, ModelFacts | None]:
     """The job as its memory is judged, and what trying its model has found, if that was needed for it."""
-    from orchestrator.launch.capacity.model_size import measured
+    from orchestrator.launch.capacity.placement_check import measured
 
     return measured(job, found, newest_choice(storage, RunStore(storage).claim_numbers()))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from orchestrator.planning.refusals import Refusal
+from orchestrator.errors import Refusal
 from orchestrator.records.cursor import Cursor, SourceCursor
 
 Place = tuple[int, int, int, int]

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from orchestrator.checkpoint.commit.commit_driver import Commits, in_daemon_thread
 from orchestrator.checkpoint.commit.commit_events import GenerationFormed, GiveUp, PartFailed, Tick
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
-from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.checkpoint.commit.store_actions import PointCommitter
-from orchestrator.checkpoint.points.pin_watch import PinWatch, note_pins
+from orchestrator.checkpoint.points.pins import PinWatch, note_pins
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.schema import JobConfig
@@ -28,7 +28,7 @@ from orchestrator.coordinator.attempt.attempt_journal import note_beginning, not
 from orchestrator.coordinator.attempt.metric_sinks import measured
 from orchestrator.coordinator.machine.outcome import end_text, ended_by, is_last
 from orchestrator.coordinator.machine.requests import Answered, Requests, heard_sentence
-from orchestrator.elastic.failure.storage_outage import STORAGE_LIMIT_S, StorageTrouble, until_storage_works
+from orchestrator.elastic.failure import STORAGE_LIMIT_S, StorageTrouble, until_storage_works
 from orchestrator.elastic.roster import Roster
 from orchestrator.errors import (
     ElasticError,
@@ -41,7 +41,7 @@ from orchestrator.errors import (
 from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.history.claims.claims import GenerationStart
-from orchestrator.history.claims.heartbeat import Pulse
+from orchestrator.history.claims.liveness import Pulse
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.request_files import SAVE, STOP, Request, RequestFiles

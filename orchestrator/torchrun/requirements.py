@@ -19,7 +19,7 @@ from orchestrator.history.metrics.loggers import require_loggers
 from orchestrator.launch.start import run_preparation as starting
 
 if TYPE_CHECKING:
-    from orchestrator.planning.state.parallel_choice import ParallelChoice
+    from orchestrator.planning.state.memory import ParallelChoice
     from orchestrator.torchrun.store_rendezvous import StoreRendezvous
 
 
@@ -49,7 +49,7 @@ def require_memory(job: JobConfig) -> ParallelChoice:
         without_memory_points,
     )
     from orchestrator.launch.capacity.cluster_inventory import machines_here
-    from orchestrator.launch.capacity.model_size import measured, with_known_shape
+    from orchestrator.launch.capacity.placement_check import measured, with_known_shape
 
     # one rank of a machine measures for all of it
     judges = os.environ.get("LOCAL_RANK", "0") == "0"

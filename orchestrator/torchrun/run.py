@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.checkpoint.node_local.parts_on_node import NoCopies, PartsOnNode
-from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
+from orchestrator.checkpoint.points.rank_files import CommittedFiles, NoCopies, PartsOnNode
 from orchestrator.checkpoint.points.run_file import folder_on_nodes
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.machine import process_state
@@ -30,23 +29,23 @@ from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.trained_code import code_changes
 from orchestrator.coordinator.machine.outcome import end_text
-from orchestrator.elastic.failure.stall_detector import StallWatch
+from orchestrator.elastic.supervision.stall_detector import StallWatch
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.json_form import decode, encode
 from orchestrator.launch.on_ray.exports import exporting
-from orchestrator.launch.process import stop_signals
+from orchestrator.launch.process import launch_report, stop_signals
 from orchestrator.launch.process.dashboard_beside import dashboard_beside
 from orchestrator.launch.process.progress import Progress
 from orchestrator.launch.process.safe_output import Screen, let_go, output_never_waits, show_faults_as_data
-from orchestrator.launch.start import attempt_claim, liveness_check, preview, start_report
+from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
-from orchestrator.launch.start.older_point import plan_older_point
+from orchestrator.launch.start.preview import plan_older_point
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.encoders import EncoderSpan
-from orchestrator.planning.resume.manifests import Reading
 from orchestrator.planning.resume.resume_plan import ResumePlan
+from orchestrator.planning.resume.source_lists import Reading
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.points import Damage, DamagedPointError, damaged_point
 from orchestrator.records.run_status import GroupMember, Held, RunStatus, Stall
@@ -57,7 +56,7 @@ from orchestrator.trainer.dry_run.model_dry_run import require_model
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
-    from orchestrator.planning.state.parallel_choice import ParallelChoice
+    from orchestrator.planning.state.memory import ParallelChoice
     from orchestrator.torchrun.store_rendezvous import StoreRendezvous
     from orchestrator.trainer.interfaces.job import Outcome
 
@@ -223,7 +222,7 @@ def _attempt(
         rendezvous.publish("decision", [encode(attempt.budgets), spans, reading, parallel.num_shards])
     for note in spec.notes:
         progress.say(f"note: {note}")
-    start_report.announce(progress.say, job, attempt, begun)
+    launch_report.announce(progress.say, job, attempt, begun)
     recorder.members = _members(rendezvous)
     with (
         dashboard_beside(job, storage.root, progress),
@@ -263,7 +262,7 @@ def _say_end(
 ) -> None:
     why = ""
     if outcome.reason == "done":
-        why = f": {start_report.why_done(job, budgets, status.last_step)}"
+        why = f": {launch_report.why_done(job, budgets, status.last_step)}"
     step, trained = outcome.key.step if outcome.key else 0, status.last_step is not None
     say(f"{end_text(outcome.reason, step, trained=trained)}{why}")
     say(f"newest resume point: {job.run.run_uri}/points/{status.newest_point}")
@@ -304,7 +303,7 @@ def _look(
 
     Raises `RefusedError`, also if the run is busy.
     """
-    with liveness_check.watching(store, say) as watched:
+    with attempt_claim.watching(store, say) as watched:
         spec = starting.prepare(job, storage, freeze=False)
         plan = preview.look_before_start(store, job, spec, watched, say)
         if preview.reached(plan):

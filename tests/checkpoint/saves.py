@@ -5,7 +5,7 @@ from __future__ import annotations
 from orchestrator.checkpoint.files.manifest import Name, PartDamage
 from orchestrator.checkpoint.files.part_file import write_part
 from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, Wanted
-from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
+from orchestrator.checkpoint.points.rank_files import CommittedFiles
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import ResumePointError
 from orchestrator.planning.state.state_layout import Layout

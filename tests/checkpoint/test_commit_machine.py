@@ -31,7 +31,7 @@ from orchestrator.checkpoint.commit.commit_events import (
     WriteCommit,
 )
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
-from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.records.points import FileEntry, SavedTensor, Vote
 from orchestrator.records.steps import StateKey

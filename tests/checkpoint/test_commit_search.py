@@ -30,8 +30,8 @@ from orchestrator.checkpoint.commit.commit_events import (
     WriteCommit,
 )
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
-from orchestrator.checkpoint.commit.kept_points import KeptPoints
 from orchestrator.checkpoint.commit.pending_save import UNDER_WAY, Save, Stage
+from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.records.steps import StateKey
 from tests.checkpoint.samples import key

@@ -14,7 +14,7 @@ from orchestrator.checkpoint.commit.commit_events import (
     WriteCommit,
 )
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
-from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.checkpoint.files.part_file import FOLDER, part_path
 from orchestrator.checkpoint.points.points import COMMIT
 from orchestrator.checkpoint.points.store import RunStore

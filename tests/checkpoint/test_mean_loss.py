@@ -18,7 +18,7 @@ from orchestrator.checkpoint.commit.commit_events import (
     JournalDurable,
 )
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
-from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import key, record, start

@@ -15,12 +15,11 @@ import pytest
 
 from orchestrator.checkpoint.files.part_file import write_part
 from orchestrator.checkpoint.node_local.node_folder import NODE, NodeStore, expanded, make_node, read_node
-from orchestrator.checkpoint.node_local.node_server import NodeServer
 from orchestrator.checkpoint.node_local.node_storage import NodeStorage, run_storage
-from orchestrator.checkpoint.node_local.parts_on_node import PartsOnNode
-from orchestrator.checkpoint.points.abandoned_saves import remove_leftovers
-from orchestrator.checkpoint.points.point_status import Fates
+from orchestrator.checkpoint.node_local.remote_nodes import NodeServer
+from orchestrator.checkpoint.points.point_status import Fates, remove_leftovers
 from orchestrator.checkpoint.points.points import COMMIT, Point
+from orchestrator.checkpoint.points.rank_files import PartsOnNode
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.writer.part_job import PartCancelled
 from orchestrator.checkpoint.writer.part_writer import PartWriter

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.checkpoint.commit.commit_events import ClaimChecked, DeletePoints
-from orchestrator.checkpoint.points.pin_watch import PinWatch, note_pins
-from orchestrator.checkpoint.points.pins import Hold
+from orchestrator.checkpoint.points.pins import Hold, PinWatch, note_pins
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import RefusedError, WantedPointError
 from orchestrator.history.claims.claim_files import START

@@ -16,8 +16,7 @@ from orchestrator.checkpoint.commit.commit_events import (
     GenerationFormed,
 )
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
-from orchestrator.checkpoint.commit.kept_points import KeptPoints
-from orchestrator.checkpoint.points.retention import held_point, to_delete
+from orchestrator.checkpoint.commit.retention import KeptPoints, held_point, to_delete
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import ResumePointError
 from orchestrator.records.points import Damage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.checkpoint.points.retention import spared, to_delete, to_verify
+from orchestrator.checkpoint.commit.retention import spared, to_delete, to_verify
 from tests.checkpoint.samples import key
 
 NAMES = [key(step).point_name for step in range(1, 9)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.checkpoint.commit.save_retries import SaveRetries
+from orchestrator.checkpoint.commit.pending_save import SaveRetries
 
 
 def test_saves_that_fail_are_tried_again_ever_later_and_once_each():

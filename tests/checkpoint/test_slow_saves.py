@@ -19,7 +19,7 @@ from orchestrator.checkpoint.commit.commit_events import (
     VoterGone,
 )
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
-from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.records.steps import StateKey
 from tests.checkpoint.samples import key
 from tests.checkpoint.test_commit_machine import cast, machine, run

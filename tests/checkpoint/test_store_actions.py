@@ -12,8 +12,7 @@ from orchestrator.checkpoint.commit.commit_events import CheckNewerClaim, Delete
 from orchestrator.checkpoint.commit.store_actions import COMMIT_SENT, VOTES_COMPLETE
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import StorageError
-from orchestrator.history.claims.claim_files import RESUME, START
-from orchestrator.history.claims.generation_files import read_starts, sealed_ids
+from orchestrator.history.claims.claim_files import RESUME, START, read_starts, sealed_ids
 from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.storage.files import Storage
 from tests.checkpoint.driver import Coordinator

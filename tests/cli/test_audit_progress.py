@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli import audit_progress
-from orchestrator.cli.audit_progress import _Lines, shown
 from orchestrator.cli.commands import main
+from orchestrator.cli.progress import _AuditLines, show_audit_progress
 from orchestrator.inspect.audit.audit_run import NoAuditProgress
 from tests.launch.test_replay import example  # noqa: F401  a fixture
 
@@ -20,7 +19,7 @@ def test_elsewhere_it_says_so_every_ten_seconds_with_what_is_left(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     now = 0.0
-    lines = _Lines(lambda: now)
+    lines = _AuditLines(lambda: now)
     lines.begin("comparing steps", "tokens", 400_000_000)
     for second in range(1, 25):
         now = float(second)
@@ -35,10 +34,10 @@ def test_elsewhere_it_says_so_every_ten_seconds_with_what_is_left(
 
 
 def test_who_reads_json_reads_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    with shown(quiet=True) as progress:
+    with show_audit_progress(quiet=True) as progress:
         assert isinstance(progress, NoAuditProgress)
-    with shown() as progress:
-        assert isinstance(progress, _Lines)
+    with show_audit_progress() as progress:
+        assert isinstance(progress, _AuditLines)
 
 
 def test_a_terminal_shows_a_bar_of_each_half(
@@ -50,7 +49,7 @@ def test_a_terminal_shows_a_bar_of_each_half(
     with os.fdopen(slave, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
         monkeypatch.setenv("TERM", "xterm")
-        with audit_progress.shown() as progress:
+        with show_audit_progress() as progress:
             progress.begin("comparing steps", "tokens", 2_000_000)
             progress.advance(1_000_000)
             progress.begin("reading the files", "bytes", 3_000_000)

@@ -12,7 +12,7 @@ from orchestrator.cli.tables import audit_lines, plan_lines
 from orchestrator.cli.weights import replay_lines
 from orchestrator.launch.api import plan
 from orchestrator.launch.replay.replay import Replayed
-from orchestrator.planning.resume.differences import Difference
+from orchestrator.planning.resume.identity import Difference
 
 
 def report(final: int | None, all_final: bool = False) -> dict[str, Any]:

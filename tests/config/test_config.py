@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.config.field_rules import field_rules, resume_table
+from orchestrator.config.field_rules import field_rules, nested, resume_table
 from orchestrator.config.loading import as_job, load_config, parse_config
 from orchestrator.config.problems import OTHER_NAMES
-from orchestrator.config.stored import nested
 from orchestrator.errors import ConfigError
 from tests.raising import check_error, raises
 from tests.test_deployments import JOBS

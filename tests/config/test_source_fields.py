@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.field_rules import field_rules
+from orchestrator.config.field_rules import field_rules, in_todays_fields
 from orchestrator.config.loading import parse_config
-from orchestrator.config.stored import in_todays_fields
 from orchestrator.errors import ConfigError
-from orchestrator.planning.resume.differences import differences
-from orchestrator.planning.resume.identity import stream_settings
+from orchestrator.planning.resume.identity import differences, stream_settings
 from tests.raising import raises
 
 RULES = {rule.path: rule.rule for rule in field_rules()}

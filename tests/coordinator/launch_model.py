@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 
 from orchestrator.checkpoint.commit import commit_events as commit
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
-from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.checkpoint.points.points import newest_first
 from orchestrator.coordinator.machine.launch_actions import Action, Answer, End, Fenced, Kill, Note
 from orchestrator.coordinator.machine.launch_machine import LaunchMachine
-from orchestrator.elastic.failure.failure_budget import Failure, FailureBudget
-from orchestrator.elastic.failure.storage_outage import StorageTrouble
+from orchestrator.elastic.failure import Failure, FailureBudget, StorageTrouble
 from orchestrator.elastic.formation import Form, Formation, PreviousGeneration
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.history.claims.claims import Claim, ClaimParent, GenerationStart

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.checkpoint.commit import commit_driver, commit_machine, kept_points, save_retries
+from orchestrator.checkpoint.commit import commit_driver, commit_machine, pending_save, retention
 from orchestrator.checkpoint.commit.commit_events import DeletePoints, Tick
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator import actor as coordinator_module
@@ -548,7 +548,7 @@ def test_a_bucket_that_deletes_nothing_is_told_of_once_and_when_it_deletes_again
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit_machine, "CHECK_EVERY_S", 0.0)  # it looks at its clock at each tick
-    monkeypatch.setattr(kept_points, "FIRST_S", 0.01)
+    monkeypatch.setattr(retention, "FIRST_S", 0.01)
     turn = DeletesNoPoint()
     bucket = RunStore(Storage.on(ModelStore(ModelBucket(), turn=turn)))
     bucket.claim(1, LAUNCH, START, "host")
@@ -652,7 +652,7 @@ def test_saves_that_fail_for_longer_than_the_limit_of_storage_stop_nobody_while_
 def test_a_save_that_storage_failed_is_asked_for_again_until_one_is_committed(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_retries, "FIRST_S", 0.0)
+    monkeypatch.setattr(pending_save, "FIRST_S", 0.0)
 
     async def launch() -> None:
         actor = coordinator(store)

@@ -11,8 +11,7 @@ import pytest
 from orchestrator import errors
 from orchestrator.coordinator.machine.launch_actions import Action, End, Note, Warn
 from orchestrator.coordinator.machine.launch_machine import LaunchMachine
-from orchestrator.elastic.failure.failure_budget import FailureBudget
-from orchestrator.elastic.failure.storage_outage import StorageTrouble
+from orchestrator.elastic.failure import FailureBudget, StorageTrouble
 from orchestrator.elastic.formation import Form
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.history.journal.event_kinds import EventKind

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.checkpoint.commit import save_retries
+from orchestrator.checkpoint.commit import pending_save
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.actor import Coordinator
-from orchestrator.elastic.failure.storage_outage import STORAGE_LIMIT_S
+from orchestrator.elastic.failure import STORAGE_LIMIT_S
 from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.records.membership import ControlRequests, GenerationView
@@ -32,7 +32,7 @@ from tests.coordinator.test_actor import (  # noqa: F401
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another save is tried without a wait."""
-    monkeypatch.setattr(save_retries, "FIRST_S", 0.0)
+    monkeypatch.setattr(pending_save, "FIRST_S", 0.0)
 
 
 async def asked_to_save(actor: Coordinator, attempt: int = 1, generation: int = 1) -> ControlRequests:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.checkpoint.node_local.parts_on_node import PartsOnNode
-from orchestrator.checkpoint.node_local.reached_nodes import ReachedNodes, Servers
+from orchestrator.checkpoint.node_local.remote_nodes import ReachedNodes, Servers
+from orchestrator.checkpoint.points.rank_files import PartsOnNode
 from orchestrator.checkpoint.writer.part_job import PartCancelled
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.attempt.metric_sinks import measured

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.data_sections import FORMAT_NAMES
+from orchestrator.config.sections import FORMAT_NAMES
 from orchestrator.data.common.settings import StreamSettings
 from orchestrator.data.first_records import check_first_records
 from orchestrator.data.sources.formats import arrow, csv, format_of

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
-from orchestrator.elastic.held_shards import Holding, memory_point_to_keep, newest_complete
-from orchestrator.planning.state.neighbours import neighbours
+from orchestrator.elastic.state_selection import Holding, memory_point_to_keep, newest_complete
+from orchestrator.planning.state.copy_placement import neighbours
 from orchestrator.records.membership import HeldShard, Source
 from orchestrator.records.steps import StateKey
 from orchestrator.trainer.memory_points.memory_slots import MemorySlots

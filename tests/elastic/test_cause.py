@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.elastic.generation_cause import Cause, first_cause
-from orchestrator.elastic.roster import Roster
+from orchestrator.elastic.roster import Cause, Roster, first_cause
 from orchestrator.history.claims.claim_files import RESTARTED, RESUME, REWIND, START
 from tests.coordinator.test_actor import JOIN
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.elastic.drain_state import (
+from orchestrator.elastic.drain import (
     HOLD_LIMIT_S,
     Course,
     Draining,

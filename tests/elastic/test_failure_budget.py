@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.elastic.failure.failure_budget import Failure, FailureBudget
+from orchestrator.elastic.failure import Failure, FailureBudget
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.elastic import held_shards
 from orchestrator.elastic.formation import NewestPoint
-from orchestrator.elastic.held_shards import CompleteState, Holding, newest_complete
-from orchestrator.elastic.state_selection import ParentStateSelection
-from orchestrator.planning.state.neighbours import neighbours
+from orchestrator.elastic.state_selection import CompleteState, Holding, ParentStateSelection, newest_complete
+from orchestrator.planning.state.copy_placement import neighbours
 from orchestrator.planning.state.state_layout import Layout
 from orchestrator.records.membership import Source
 from orchestrator.records.steps import StateKey
@@ -67,7 +65,7 @@ def naive(held_by_all, floor):
     return best
 
 
-def check(held_by_all, floor, rule: Rule = held_shards.newest_complete):
+def check(held_by_all, floor, rule: Rule = newest_complete):
     """The rule's answer is the naive one's, and its holders are all that can give, in their order."""
     found, right = rule(held_by_all, floor), naive(held_by_all, floor)
     assert (found and found.key) == (right and right[0]), f"chose {found}, right is {right}"
@@ -89,17 +87,17 @@ def test_the_newest_complete_state_is_that_of_the_naive_rule(held_by_all, floor)
 def test_the_choice_does_not_depend_on_the_order_of_the_reports(held_by_all, floor, random):
     shuffled = list(held_by_all)
     random.shuffle(shuffled)
-    assert held_shards.newest_complete(shuffled, floor) == held_shards.newest_complete(held_by_all, floor)
+    assert newest_complete(shuffled, floor) == newest_complete(held_by_all, floor)
 
 
 def test_nothing_is_held():
-    assert held_shards.newest_complete([], None) is None
+    assert newest_complete([], None) is None
 
 
 def test_one_key_with_two_numbers_of_shards_is_our_own_mistake():
     one = Holding(member="a", key=KEYS[0], shard=0, num_shards=1, source=Source.LIVE)
     with pytest.raises(AssertionError, match=r"held as shards of \[1, 2\]"):
-        held_shards.newest_complete([one, replace(one, num_shards=2)], None)
+        newest_complete([one, replace(one, num_shards=2)], None)
 
 
 # ---- what groups are promised
@@ -131,7 +129,7 @@ def test_a_group_with_a_holder_of_every_shard_left_loses_no_step(loss):
     assume({layout.shard_of(rank) for rank in left} == set(range(layout.num_shards)))
     there = [of_rank(r, layout, 8 if r in reached else 7, Source.LIVE) for r in left]
     there += [of_rank(r, layout, 8, Source.PREPARED) for r in left if r not in reached]
-    found = held_shards.newest_complete(there, None)
+    found = newest_complete(there, None)
     assert found is not None
     # one survivor that has seen the summary is enough for all to apply the step
     if reached & set(left):
@@ -151,11 +149,11 @@ def test_fsdp2_that_loses_a_node_goes_back_to_the_memory_point_at_most(nodes, da
             there += [of_rank(rank, layout, 9, Source.LIVE), of_rank(rank, layout, 7, Source.STAGED)]
         if nodes[keeper] != lost:
             there.append(of_rank(keeper, layout, 7, Source.NEIGHBOUR, rank))
-    found = held_shards.newest_complete(there, key(1, 5))
+    found = newest_complete(there, key(1, 5))
     assert found is not None
     assert found.key == key(1, 7)
     # a newer point is better than any memory
-    assert held_shards.newest_complete(there, key(1, 8)) is None
+    assert newest_complete(there, key(1, 8)) is None
 
 
 # ---- with one shard it is what the rendezvous always chose
@@ -196,8 +194,8 @@ def test_with_replicate_prepared_steps_change_no_choice(members, newest):
         for h in live
         if members[int(h.member)][1]
     ]
-    one = held_shards.newest_complete(live, newest)
-    other = held_shards.newest_complete(live + prepared, newest)
+    one = newest_complete(live, newest)
+    other = newest_complete(live + prepared, newest)
     assert (one and one.key) == (other and other.key)
 
 
@@ -214,42 +212,42 @@ def shards_joined(held_by_all, floor):
     """Planted: shards of all steps of a generation are joined."""
     newest = {(h.key.attempt, h.key.generation): h.key for h in sorted(held_by_all, key=lambda h: h.key)}
     renamed = [replace(h, key=newest[h.key.attempt, h.key.generation]) for h in held_by_all]
-    return held_shards.newest_complete(renamed, floor)
+    return newest_complete(renamed, floor)
 
 
 def prepared_counts(held_by_all, floor):
     """Planted: a prepared step counts although nobody has seen its summary."""
     changed = [replace(h, source=Source.STAGED) if h.source == Source.PREPARED else h for h in held_by_all]
-    return held_shards.newest_complete(changed, floor)
+    return newest_complete(changed, floor)
 
 
 def prepared_never_counts(held_by_all, floor):
     """Planted: a prepared step never counts."""
-    return held_shards.newest_complete([h for h in held_by_all if h.source != Source.PREPARED], floor)
+    return newest_complete([h for h in held_by_all if h.source != Source.PREPARED], floor)
 
 
 def received_needs_live(held_by_all, floor):
     """Planted: what was received counts only where somebody has heard that all have theirs."""
     changed = [replace(h, source=Source.PREPARED) if h.source == Source.RECEIVED else h for h in held_by_all]
-    return held_shards.newest_complete(changed, floor)
+    return newest_complete(changed, floor)
 
 
 def point_forgotten(held_by_all, floor):
     """Planted: a newer point is forgotten while members hold anything."""
     del floor
-    return held_shards.newest_complete(held_by_all, None)
+    return newest_complete(held_by_all, None)
 
 
 def point_first(held_by_all, floor):
     """Planted: of equal keys the point is loaded."""
-    found = held_shards.newest_complete(held_by_all, floor)
+    found = newest_complete(held_by_all, floor)
     return None if found is not None and found.key == floor else found
 
 
 def by_step(held_by_all, floor):
     """Planted: a member that was cut off wins by its steps."""
     for at in sorted({h.key for h in held_by_all}, key=lambda k: k.step, reverse=True):
-        found = held_shards.newest_complete([h for h in held_by_all if h.key == at], floor)
+        found = newest_complete([h for h in held_by_all if h.key == at], floor)
         if found is not None:
             return found
     return None
@@ -270,7 +268,7 @@ def small_groups():
         yield [Holding(member="a", key=first, shard=0, num_shards=1, source=source)], floor
 
 
-def check_small_groups(rule: Rule = held_shards.newest_complete):
+def check_small_groups(rule: Rule = newest_complete):
     for held_by_all, floor in small_groups():
         check(held_by_all, floor, rule)
 

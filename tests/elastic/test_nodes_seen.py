@@ -5,8 +5,14 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.elastic.supervision.node_snapshot import NodesSeen
-from orchestrator.elastic.supervision.policy import Facts, GroupFacts, NodeFacts, StartGroup, decide
+from orchestrator.elastic.supervision.policy import (
+    Facts,
+    GroupFacts,
+    NodeFacts,
+    NodesSeen,
+    StartGroup,
+    decide,
+)
 from tests.elastic.test_policy import LIMITS, node
 from tests.num_examples import examples
 

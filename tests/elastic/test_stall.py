@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.elastic.failure.stall_detector import StallWatch
+from orchestrator.elastic.supervision.stall_detector import StallWatch
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import RunStatus
 from orchestrator.records.steps import StepRecord

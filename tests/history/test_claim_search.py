@@ -26,7 +26,7 @@ from orchestrator.checkpoint.commit.commit_events import (
     VoteCast,
 )
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
-from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.checkpoint.commit.store_actions import PointCommitter
 from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.checkpoint.points.store import RunStore

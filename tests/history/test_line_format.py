@@ -18,10 +18,15 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history.claims.segments import piece_path, read_first, segment_path
-from orchestrator.history.journal.attempt_header import beginning_of, newest_choice
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_lines import JournalLines
-from orchestrator.history.journal.journal_reader import journal_process, read_journal, read_outline
+from orchestrator.history.journal.journal_reader import (
+    beginning_of,
+    journal_process,
+    newest_choice,
+    read_journal,
+    read_outline,
+)
 from orchestrator.history.journal.journal_writer import JournalWriter, check_copy
 from orchestrator.history.journal.line_format import FIRST, FORMAT, LaterLineError, line_bytes, parse_line
 from orchestrator.inspect.status.tail import read_tail

@@ -11,7 +11,7 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.history.claims.claims import CONTRADICTION, Claim, ClaimParent, GenerationStart
 from orchestrator.history.claims.lineage import Lineage, effective_chain, effective_history, require_sound
 from orchestrator.json_form import decode, encode
-from orchestrator.planning.resume.differences import Difference
+from orchestrator.planning.resume.identity import Difference
 from orchestrator.planning.schedule import Budgets, Length
 from tests.history.histories import MOVES, claim, key, play, record, start
 from tests.raising import raises

@@ -23,8 +23,7 @@ from orchestrator.errors import ConfigError, RefusedError
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.metrics import loggers, metric_log
 from orchestrator.history.metrics.declared import Sample
-from orchestrator.history.metrics.durable_steps import SavedHistory
-from orchestrator.history.metrics.loggers import require_loggers
+from orchestrator.history.metrics.loggers import SavedHistory, require_loggers
 from orchestrator.history.metrics.metric_log import MetricLogs
 from orchestrator.launch import api
 from orchestrator.launch.start import run_preparation as starting

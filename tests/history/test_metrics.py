@@ -17,8 +17,7 @@ from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.metrics import metric_log
 from orchestrator.history.metrics.declared import METRICS, PER_STEP, Meter, Sample
-from orchestrator.history.metrics.event_file import FOLDER, EventFile, crc32c
-from orchestrator.history.metrics.metric_log import MetricLog, TensorBoard
+from orchestrator.history.metrics.metric_log import FOLDER, EventFile, MetricLog, TensorBoard, crc32c
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.storage.files import Storage
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.history.metrics.declared import Meter
-from orchestrator.history.metrics.event_file import FOLDER
-from orchestrator.history.metrics.metric_log import MetricLog, MetricLogs, TensorBoard
+from orchestrator.history.metrics.metric_log import FOLDER, MetricLog, MetricLogs, TensorBoard
 from orchestrator.history.metrics.published_folder import PublishedFolder
 from orchestrator.inspect.logs import LogFollower
 from orchestrator.launch.process.progress import RunLog

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.history.claims import skips as skips_module
+from orchestrator.history.claims import lineage as skips_module
 from orchestrator.history.claims.claims import ORIGIN, Claim, ClaimParent, ForkedFrom, GenerationStart, Origin
-from orchestrator.history.claims.lineage import Lineage, effective_history
-from orchestrator.history.claims.skips import SkipAt, skip_claims
+from orchestrator.history.claims.lineage import Lineage, SkipAt, effective_history, skip_claims
 from orchestrator.planning.resume import skipping
 from orchestrator.planning.resume.skipping import LATEST, Skip, SkipClaim, SkipDecision, SkipRequest
 from orchestrator.planning.schedule import Budgets

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from orchestrator.checkpoint.commit.commit_events import DeletePoints, WriteCommit
+from orchestrator.checkpoint.commit.retention import to_delete
 from orchestrator.checkpoint.commit.store_actions import PointCommitter, note_committed
 from orchestrator.checkpoint.points.points import parse_point_name
-from orchestrator.checkpoint.points.retention import to_delete
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.points.verify import point_path
 from orchestrator.config.schema import JobConfig

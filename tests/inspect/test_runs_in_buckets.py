@@ -18,8 +18,8 @@ from orchestrator.data.sources.lists.fragments import load_plan
 from orchestrator.errors import ConfigError, NoConditionalCreateError, RefusedError, StorageError
 from orchestrator.inspect.audit.run_data import trained_data
 from orchestrator.inspect.dashboard.app import make_app
-from orchestrator.launch.doctor.bucket_check import BucketFacts, judge_bucket
 from orchestrator.launch.doctor.facts import look_at_storage
+from orchestrator.launch.doctor.storage_check import BucketFacts, judge_bucket
 from orchestrator.storage.buckets import forget_buckets
 from orchestrator.storage.files import Storage
 from orchestrator.storage.home import cache_folder

@@ -22,7 +22,7 @@ from orchestrator.launch.capacity.capacity import (
     memory_problems,
 )
 from orchestrator.launch.capacity.resource_estimate import Needs, needs_of
-from orchestrator.planning.state.parallel_choice import Machine, ParallelChoice
+from orchestrator.planning.state.memory import Machine, ParallelChoice
 from tests.planning.jobs import job
 
 GIB = 1 << 30

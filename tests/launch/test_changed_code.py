@@ -19,7 +19,7 @@ from orchestrator.data.common.user_code import reading_only
 from orchestrator.inspect.run import Run
 from orchestrator.launch.branch import fork as forks
 from orchestrator.planning.resume.resume_plan import ResumePlan
-from orchestrator.planning.state.parallel_choice import ParallelChoice
+from orchestrator.planning.state.memory import ParallelChoice
 from orchestrator.trainer.dry_run.model_dry_run import is_to_try
 from tests.launch.test_start import Runner
 

@@ -19,8 +19,8 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.attempt.attempt_journal import note_beginning
 from orchestrator.coordinator.attempt.survey import Survey, survey
 from orchestrator.errors import OrchestratorError
-from orchestrator.history.claims import generation_files
-from orchestrator.history.claims.generation_files import seal_starts
+from orchestrator.history.claims import claim_files
+from orchestrator.history.claims.claim_files import seal_starts
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.inspect.run import Run
 from orchestrator.inspect.views.run_views import RunViews
@@ -161,7 +161,7 @@ def test_a_sealed_copy_that_is_damaged_costs_nothing_while_the_journal_is_whole(
 ) -> None:
     runner = whole.copied(tmp_path)
     (point,) = runner.store.point_names()
-    for path in (runner.folder / generation_files.FOLDER).iterdir():
+    for path in (runner.folder / claim_files.GENERATIONS).iterdir():
         path.write_bytes(b"rubbish")
     assert require_usable(runner, point).damages == ()
 

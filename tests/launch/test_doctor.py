@@ -18,7 +18,6 @@ import pytest
 from orchestrator.cluster import ray_environment
 from orchestrator.cluster.connection import HEALTH_CHECKS
 from orchestrator.launch.doctor import facts
-from orchestrator.launch.doctor.check import Check
 from orchestrator.launch.doctor.diagnosis import (
     PYTHON,
     VERSIONS,
@@ -31,7 +30,7 @@ from orchestrator.launch.doctor.diagnosis import (
     worst,
 )
 from orchestrator.launch.doctor.facts import collect, look_at_storage
-from orchestrator.launch.doctor.mount_check import Mount, judge_mount, mount_at, mount_of
+from orchestrator.launch.doctor.storage_check import Check, Mount, judge_mount, mount_at, mount_of
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from tests.ports import free_ports

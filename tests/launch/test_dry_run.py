@@ -156,7 +156,7 @@ def test_a_pretrained_model_with_fewer_ids_than_the_tokenizer_is_refused_with_bo
 ) -> None:
     import torch
 
-    from orchestrator.config.train_sections import ModelConfig
+    from orchestrator.config.sections import ModelConfig
     from orchestrator.trainer.model.build_model import build_model
 
     small = build_model(ModelConfig(config=GEMMA2), "float32", 0, torch.device("cpu"), True)

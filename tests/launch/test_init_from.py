@@ -138,7 +138,7 @@ def test_a_start_reports_how_far_it_has_read_the_first_weights(
         with claimed(runner.store, runner.config(), spec, newest, say=said.append):
             pass
         assert len([line for line in said if line.startswith("first weights: ")]) == lines
-        monkeypatch.setattr("orchestrator.checkpoint.points.reading_progress.SAY_EVERY_S", 0.0)
+        monkeypatch.setattr("orchestrator.checkpoint.points.verify.SAY_EVERY_S", 0.0)
     run = runner.store.read_run()
     assert run is not None
     assert run.first_weights == weights_identity(where)

@@ -13,11 +13,10 @@ import pytest
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import ConfigError
 from orchestrator.launch.capacity.capacity import KnownMachines, Workers, choose_parallel, memory_plan
-from orchestrator.launch.capacity.model_size import measured, with_known_shape
+from orchestrator.launch.capacity.placement_check import measured, with_known_shape
 from orchestrator.launch.capacity.resource_estimate import model_size, needs_of
 from orchestrator.planning.resume.resume_plan import ResumePlan, plan_resume
-from orchestrator.planning.state.memory import ModelSize
-from orchestrator.planning.state.parallel_choice import ParallelChoice
+from orchestrator.planning.state.memory import ModelSize, ParallelChoice
 from tests.launch.test_capacity import LARGE, machines
 from tests.planning.jobs import job
 

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.cluster.gpu_memory import gpu_memory_here
-from orchestrator.cluster.machine import memory_bytes
+from orchestrator.cluster.machine import gpu_memory_here, memory_bytes
 from orchestrator.coordinator.attempt.attempt_journal import note_beginning
-from orchestrator.history.journal.attempt_header import newest_choice
+from orchestrator.history.journal.journal_reader import newest_choice
 from orchestrator.launch.capacity.cluster_inventory import known_machines, machines_here, noted_machines
-from orchestrator.launch.start import start_report
-from orchestrator.planning.state.parallel_choice import Machine, ParallelChoice
+from orchestrator.launch.process import launch_report
+from orchestrator.planning.state.memory import Machine, ParallelChoice
 from tests.launch.test_start import Runner
 
 GIB = 1 << 30
@@ -41,7 +40,7 @@ def noted(runner: Runner, choice: ParallelChoice | None) -> list[str]:
     note_beginning(journal, attempt, runner.config().flat())
     journal.close()
     said: list[str] = []
-    start_report.announce(said.append, runner.config(), attempt, runner.plan())
+    launch_report.announce(said.append, runner.config(), attempt, runner.plan())
     return said
 
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from orchestrator.checkpoint.node_local.folder_checks import ASK_AGAIN_S
-from orchestrator.checkpoint.node_local.node_server import NodeServer
+from orchestrator.checkpoint.node_local.node_folder import ASK_AGAIN_S
+from orchestrator.checkpoint.node_local.remote_nodes import NodeServer
 from orchestrator.elastic.supervision.policy import NodeFacts
 from orchestrator.launch.on_ray.node_disks import NodeDisks
 from tests.checkpoint.files.node_disks import Disks, Way

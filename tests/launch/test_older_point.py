@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from orchestrator.checkpoint.points.reading_progress import ReadAtOnce, ReadingProgress
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.verify import ReadAtOnce, ReadingProgress
 from orchestrator.coordinator.attempt.attempt_journal import note_beginning
 from orchestrator.coordinator.attempt.resume_point_choice import choose_point
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import OrchestratorError, ResumePointError, StorageError, WantedPointError
 from orchestrator.launch.start import attempt_claim
-from orchestrator.launch.start.older_point import is_damaged_load, plan_older_point
+from orchestrator.launch.start.preview import is_damaged_load, plan_older_point
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Damage

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.launch.process.end_report import next_commands, say_end
+from orchestrator.launch.process.launch_report import next_commands, say_end, trained_again
 from orchestrator.launch.process.progress import Progress
-from orchestrator.launch.start.start_report import trained_again
 from orchestrator.records.run_status import RunStatus
 from tests.elastic.test_stall import status
 from tests.launch.test_start import Runner

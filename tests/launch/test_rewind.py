@@ -18,7 +18,7 @@ from orchestrator.inspect.run import Run
 from orchestrator.launch.branch import rewind as rewinding
 from orchestrator.launch.branch.point_query import Wanted
 from orchestrator.launch.branch.rewind import RewindPlan
-from orchestrator.launch.start import liveness_check
+from orchestrator.launch.start import attempt_claim
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
@@ -177,7 +177,7 @@ def test_a_living_launch_is_left_alone(trained: Trained, monkeypatch: pytest.Mon
     runner, (first, _, _) = trained  # noqa: F811
     attempt = runner.begin()
     heart = runner.store.heartbeat(attempt.number)
-    monkeypatch.setattr(liveness_check, "BUSY_WATCH_S", 60.0)
+    monkeypatch.setattr(attempt_claim, "BUSY_WATCH_S", 60.0)
     monkeypatch.setattr(
         runner.store.__class__, "signs_of_life", beating_at(heart, runner.store.signs_of_life)
     )

@@ -13,9 +13,9 @@ import pytest
 
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cli.commands import main
-from orchestrator.history.claims.heartbeat import beating
+from orchestrator.history.claims.liveness import beating
 from orchestrator.launch.branch import temporary_runs as scratches
-from orchestrator.launch.start import liveness_check
+from orchestrator.launch.start import attempt_claim
 from orchestrator.storage.files import Storage
 from tests.launch.test_replay import example  # noqa: F401  a fixture
 
@@ -92,7 +92,7 @@ def test_a_folder_goes_once_its_process_is_dead_and_its_launch_gives_no_sign_of_
     example: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(liveness_check, "BUSY_WATCH_S", 1.0)
+    monkeypatch.setattr(attempt_claim, "BUSY_WATCH_S", 1.0)
     with one_that_holds(example) as folder:
         assert told(example) == [], "it lives"
     with beating(store_of(folder).heartbeat(1), 0.1):  # its launch, for a while

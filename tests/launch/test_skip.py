@@ -32,7 +32,8 @@ from orchestrator.history.claims.claims import ClaimParent, GenerationStart
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.json_form import decode, encode
-from orchestrator.launch.start import attempt_claim, preview, start_report
+from orchestrator.launch.process import launch_report
+from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.batches import BatchSlice, StepRange
@@ -76,7 +77,7 @@ class SkippingRun:
         assert not preview.reached(looked)
         with attempt_claim.claimed(self.store, job, spec, newest, drawn=looked.drawn) as (attempt, plan):
             starting.freeze(job, self.store.storage, spec, attempt)
-            start_report.announce(said.append, job, attempt, plan)
+            launch_report.announce(said.append, job, attempt, plan)
         self.said = "\n".join(said)
         return attempt
 

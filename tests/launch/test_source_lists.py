@@ -29,8 +29,8 @@ from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.inspect.audit import audit
 from orchestrator.inspect.audit.audit_run import AuditRun, StepsCompared
 from orchestrator.launch.start import preview
-from orchestrator.planning.resume import manifests
-from orchestrator.planning.resume.manifests import ListSpan
+from orchestrator.planning.resume import source_lists
+from orchestrator.planning.resume.source_lists import ListSpan
 from orchestrator.records.batches import BatchSlice
 from orchestrator.storage.files import Storage
 from tests.launch.test_skip import BATCH, SEQ_LEN, SkippingRun
@@ -446,7 +446,7 @@ def test_the_audit_catches_a_second_restart_of_one_launch(run: ListsRun) -> None
     frozen.write_later(Storage(str(run.folder)), replace(now, version="2"))
     again = continue_launch(run.store, first, "host", no_fault)
     assert again.point is not None
-    cursor = manifests.moved(again.sources, again.point.cursor)
+    cursor = source_lists.moved(again.sources, again.point.cursor)
     run.train(replace(again, point=replace(again.point, cursor=cursor)), 3, "resume.data=restart")
     report = run.audit()
     assert "a launch restarts once" in report["first_difference"]["reason"]

@@ -16,8 +16,7 @@ import pytest
 
 import orchestrator
 from orchestrator.checkpoint.commit.store_actions import note_committed
-from orchestrator.checkpoint.points.abandoned_saves import Leftover, remove_leftovers
-from orchestrator.checkpoint.points.point_status import Fates
+from orchestrator.checkpoint.points.point_status import Fates, Leftover, remove_leftovers
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.machine import Process
 from orchestrator.config.loading import parse_config
@@ -29,14 +28,14 @@ from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError, RefusedError, ResumePointError
 from orchestrator.faults import no_fault
-from orchestrator.history.claims.claim_files import RESUME
-from orchestrator.history.claims.generation_files import seal_starts
+from orchestrator.history.claims.claim_files import RESUME, seal_starts
 from orchestrator.history.journal import journal_reader as reader
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.inspect.run import Run
-from orchestrator.launch.start import attempt_claim, liveness_check, preview, start_report
+from orchestrator.launch.process import launch_report
+from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
@@ -176,7 +175,7 @@ def test_a_rewind_says_what_leaves_the_history_and_is_not_done_again_by_the_same
     spec = runner.prepared(**again)
     newest = newest_attempt(runner.store)
     with attempt_claim.claimed(runner.store, runner.config(**again), spec, newest) as begun:
-        start_report.announce(said.append, runner.config(**again), *begun)
+        launch_report.announce(said.append, runner.config(**again), *begun)
     assert begun[0].point is not None
     assert begun[0].point.name == fourth.point_name
     assert any("the attempt before has done that" in line for line in said)
@@ -224,7 +223,7 @@ def test_another_encoder_is_told_and_stays_at_every_later_start(
     assert files(runner.folder) == before
     attempt = runner.begin(encoder=other)
     said: list[str] = []
-    start_report.announce(said.append, runner.config(encoder=other), attempt, plan)
+    launch_report.announce(said.append, runner.config(encoder=other), attempt, plan)
     assert [text for text in said if "encodes from the next whole document on: source" in text]
     for wanted in (other, "auto", other):
         runner.launch(encoder=wanted)
@@ -364,7 +363,7 @@ def test_a_new_launch_removes_what_older_ones_left_and_says_so(runner: Runner) -
     events = [event for event in read_journal(storage).events if event.kind == "leftover removed"]
     assert [event.fields["point"] for event in events] == [given_up.point_name, unfinished.point_name]
     said: list[str] = []
-    start_report.announce(said.append, runner.config(), attempt, runner.plan())
+    launch_report.announce(said.append, runner.config(), attempt, runner.plan())
     assert [text for text in said if given_up.point_name in text] == [
         f"note: points/{given_up.point_name} was left of a save that was given up; it is removed"
     ]
@@ -423,7 +422,7 @@ def test_a_start_that_fails_before_anything_could_write_for_it_says_its_end_and_
     assert end is not None
     assert end.outcome == "failed"
     assert "data.seed" in end.reason
-    assert liveness_check.refuse_busy(runner.store, pytest.fail) == 2
+    assert attempt_claim.refuse_busy(runner.store, pytest.fail) == 2
 
 
 def test_a_start_whose_coordinator_has_begun_or_that_was_overtaken_says_no_end(runner: Runner) -> None:
@@ -500,7 +499,7 @@ def test_a_plan_says_that_the_journal_lacks_steps_before_the_point(runner: Runne
 def test_a_start_that_found_the_data_at_their_end_says_so_and_what_leads_further(tiny_config: Any) -> None:
     def why(last: StepRecord | None = None, **data: Any) -> str:
         job = parse_config(tiny_config({f"data.{name}": value for name, value in data.items()}))
-        return start_report.why_done(job, Budgets(), last)
+        return launch_report.why_done(job, Budgets(), last)
 
     assert why(record(key(4))) == "the data have ended (data.num_epochs=1); to go on, raise data.num_epochs"
     assert why() == (
@@ -529,7 +528,7 @@ def test_a_file_of_an_attempt_that_cannot_be_read_is_told_to_user_and_journal(
     attempt = runner.begin()
     assert [unreadable.path for unreadable in attempt.found.unreadable] == [file]
     said: list[str] = []
-    start_report.announce(said.append, runner.config(), attempt, runner.plan())
+    launch_report.announce(said.append, runner.config(), attempt, runner.plan())
     assert [text for text in said if text.startswith(f"warning: {file} is not as it was written: ")]
     journal = runner.journal(attempt)
     note_beginning(journal, attempt, {})

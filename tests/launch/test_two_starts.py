@@ -21,7 +21,7 @@ from orchestrator.coordinator.attempt.attempt_journal import note_beginning
 from orchestrator.errors import BusyError, ConfigError, CoordinatorSilentError, OrchestratorError
 from orchestrator.history.claims.liveness import Busy
 from orchestrator.launch import api
-from orchestrator.launch.start import attempt_claim, liveness_check, preview
+from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.torchrun import run as torchrun
 from tests.launch.test_start import LIMIT_S, Runner, begun
@@ -91,7 +91,7 @@ def test_a_launch_whose_driver_and_coordinator_are_seen_to_be_dead_is_not_watche
     with Driver() as driver:
         assert begun(runner, driver.process).number == 1
         driver.kill()
-        assert liveness_check.refuse_busy(runner.store, no_word) == 1
+        assert attempt_claim.refuse_busy(runner.store, no_word) == 1
         assert watched_for == []
 
 
@@ -110,8 +110,8 @@ def test_a_launch_of_which_not_all_is_known_is_watched_although_its_driver_is_de
             note_beginning(journal, attempt, {}, None if what == "the coordinator lives" else by)
             journal.close()
         driver.kill()
-        assert liveness_check.refuse_busy(runner.store, no_word) == 1
-        assert sum(watched_for) >= liveness_check.BUSY_WATCH_S
+        assert attempt_claim.refuse_busy(runner.store, no_word) == 1
+        assert sum(watched_for) >= attempt_claim.BUSY_WATCH_S
 
 
 def test_a_process_that_has_the_pid_of_a_dead_driver_is_not_taken_for_it(
@@ -119,7 +119,7 @@ def test_a_process_that_has_the_pid_of_a_dead_driver_is_not_taken_for_it(
 ) -> None:
     with Driver() as driver:
         begun(runner, driver.process._replace(start="1"))
-        num_refused = liveness_check.refuse_busy(runner.store, no_word)
+        num_refused = attempt_claim.refuse_busy(runner.store, no_word)
         assert num_refused == 1, "its pid is that of one that began later"
         assert watched_for == []
 
@@ -131,10 +131,10 @@ def test_a_launch_that_is_starved_on_the_watchers_machine_is_not_free(
         wants = Thread(ran_s=1.0, waited_s=1.0, state="R" if pid == driver.process.pid else "S")
         return ProcessLook(at_s=now, threads={1: wants})
 
-    monkeypatch.setattr(liveness_check, "look_at_process", starved)
+    monkeypatch.setattr(attempt_claim, "look_at_process", starved)
     with Driver() as driver:
         begun(runner, driver.process)
-        clock = liveness_check._silence_of(runner.store)
+        clock = attempt_claim._silence_of(runner.store)
         began = time.monotonic()
         while time.monotonic() < began + 0.1:
             assert clock() < 0.05
@@ -175,7 +175,7 @@ def test_a_claimer_shows_that_it_lives_before_its_coordinator_begins(runner: Run
 def test_a_start_that_watched_while_another_one_claimed_is_busy(runner: Runner) -> None:
     job, store = runner.config(), runner.store
     spec = starting.prepare(job, runner.store.storage, freeze=True)
-    watched = liveness_check.refuse_busy(store, no_word)
+    watched = attempt_claim.refuse_busy(store, no_word)
     first = runner.begin()
     claimed = attempt_claim.claimed(store, job, spec, watched)
     with raises(BusyError, "run.busy", "attempt 1 ", f"launch {first.launch}"), claimed:
@@ -215,11 +215,11 @@ def test_the_processes_of_a_killed_driver_are_waited_for_and_a_live_one_is_not(
         heart = runner.store.heartbeat(runner.begin(driver.process).number)
         watched.meanwhile = heart.beat
         with raises(BusyError, "run.busy", "attempt 1 of launch"):
-            liveness_check.refuse_busy(runner.store, said.append)
+            attempt_claim.refuse_busy(runner.store, said.append)
         driver.kill()
         beats = [heart.beat] * 20  # of an orphan
         watched.meanwhile = lambda: beats and beats.pop()()
-        assert liveness_check.refuse_busy(runner.store, said.append) == 1
+        assert attempt_claim.refuse_busy(runner.store, said.append) == 1
     assert not beats, "it waited for the orphan"
     assert sum("waiting for its processes to end" in text for text in said) == 1, said
 
@@ -233,7 +233,7 @@ def test_an_error_of_a_start_and_ctrl_c_do_not_wait_for_the_watch(
         driver.kill()
 
         def start() -> None:
-            with liveness_check.watching(runner.store, lambda text: said.set()):
+            with attempt_claim.watching(runner.store, lambda text: said.set()):
                 assert said.wait(LIMIT_S), "the watch has begun"
                 raise error
 

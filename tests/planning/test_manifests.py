@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from orchestrator.json_form import decode, encode
-from orchestrator.planning.resume import manifests
-from orchestrator.planning.resume.manifests import (
+from orchestrator.planning.resume import source_lists
+from orchestrator.planning.resume.source_lists import (
     ListSpan,
     SourceLists,
     Wanted,
@@ -229,4 +229,4 @@ def test_the_search_catches(broken: Next) -> None:
 
 
 def test_the_version_of_the_first_list_is_no_name() -> None:
-    assert manifests.FIRST == ListSpan(begin=0).version(0) == ""
+    assert source_lists.FIRST == ListSpan(begin=0).version(0) == ""

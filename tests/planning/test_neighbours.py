@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.planning.state import neighbours as under_test
+from orchestrator.planning.state import copy_placement as under_test
 
 
 @cache

@@ -6,7 +6,7 @@ from itertools import chain, combinations, product
 
 import pytest
 
-from orchestrator.planning.state.node_parts import gathered, keeper, missing, missing_text, places_of
+from orchestrator.planning.state.copy_placement import gathered, keeper, missing, missing_text, places_of
 from orchestrator.records.points import NodePlace
 
 NODES = [

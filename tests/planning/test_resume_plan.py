@@ -9,7 +9,7 @@ from orchestrator.config.field_rules import field_rules
 from orchestrator.config.loading import parse_config
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.batches import rebase_step
-from orchestrator.planning.resume.data_end import KnownEpochs
+from orchestrator.planning.resume.data_progress import KnownEpochs
 from orchestrator.planning.resume.identity import RunIdentity, stream_settings
 from orchestrator.planning.resume.resume_plan import PointInfo, plan_resume
 from orchestrator.planning.schedule import budgets_for

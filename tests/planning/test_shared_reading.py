@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.planning import shared_reading
-from orchestrator.planning.shared_reading import even_runs, readers_with
+from orchestrator.planning.state import state_layout
+from orchestrator.planning.state.state_layout import even_runs, readers_with
 
 SIZES = st.lists(st.integers(0, 60), max_size=40)
 
 
 def check(sizes: list[int], num_runs: int) -> None:
-    runs = shared_reading.even_runs(sizes, num_runs)
+    runs = state_layout.even_runs(sizes, num_runs)
     assert len(runs) == num_runs
     assert [number for run in runs for number in run] == list(range(len(sizes))), "all of it, once, in order"
     for run in runs:
@@ -60,6 +60,6 @@ def by_their_begin(sizes: list[int], num_runs: int) -> tuple[range, ...]:
     ("wrong", "sizes", "num_runs"), [(by_number, [60] * 4 + [1] * 20, 2), (by_their_begin, [1, 60], 5)]
 )
 def test_wrong_divisions_are_caught(wrong, sizes, num_runs, monkeypatch) -> None:
-    monkeypatch.setattr(shared_reading, "even_runs", wrong)
+    monkeypatch.setattr(state_layout, "even_runs", wrong)
     with pytest.raises(AssertionError):
         check(sizes, num_runs)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.planning.state import state_moves
+from orchestrator.planning.state import state_layout
 from orchestrator.planning.state.state_layout import Layout, StateTensor, held_rows
 from tests.planning.states import LAYOUTS, cut, tensors
 
@@ -29,7 +29,7 @@ def held(state, whole, num_shards, shard):
     ]
 
 
-def check_moves(state, holders, layout, transfers=state_moves.transfers, moves=state_moves.moves):
+def check_moves(state, holders, layout, transfers=state_layout.transfers, moves=state_layout.moves):
     """Every rank of the new layout has its rows, each byte once, from who has them."""
     whole, num_shards = whole_tensors(state), len(holders)
     old = [held(state, whole, num_shards, shard) for shard in range(num_shards)]
@@ -72,7 +72,7 @@ def test_every_rank_gets_every_byte_of_its_shard_once_whatever_the_two_layouts(c
 @given(changes())
 def test_what_a_rank_holds_it_never_gets_from_another(change):
     state, holders, layout = change
-    for transfer in state_moves.transfers(state, holders, layout):
+    for transfer in state_layout.transfers(state, holders, layout):
         if transfer.receiver in holders[transfer.shard]:
             assert transfer.giver == transfer.receiver
         if transfer.whole_tensors and any(transfer.receiver in ranks for ranks in holders):
@@ -82,7 +82,7 @@ def test_what_a_rank_holds_it_never_gets_from_another(change):
 @given(tensors(), st.integers(1, 9), st.data())
 def test_whole_copies_to_blank_members_are_spread_evenly_over_the_holders(state, world, data):
     holding = data.draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True))
-    plan = state_moves.transfers(state, [holding], Layout(num_shards=1, num_replicas=world))
+    plan = state_layout.transfers(state, [holding], Layout(num_shards=1, num_replicas=world))
     copies = Counter(t.giver for t in plan if t.giver != t.receiver and t.num_bytes)
     if any(t.num_rows * t.row_bytes for t in state):
         assert sum(copies.values()) == world - len(holding)
@@ -94,13 +94,13 @@ def test_whole_copies_to_blank_members_are_spread_evenly_over_the_holders(state,
 
 def test_a_shard_that_nobody_holds_is_an_error():
     with pytest.raises(AssertionError, match=r"nobody holds shard \[1\] of 2"):
-        state_moves.transfers([], [[0], []], Layout(num_shards=1, num_replicas=1))
+        state_layout.transfers([], [[0], []], Layout(num_shards=1, num_replicas=1))
 
 
 def test_hsdp_that_loses_a_rank_goes_on_as_fsdp2_from_the_other_replica():
     """Ranks 0 and 1 were replica 0; rank 2 has shard 0 of replica 1, whose other rank is lost."""
     state = [StateTensor(group="model", name="w", shape=(6, 2), itemsize=4, sharded=True)]
-    plan = state_moves.transfers(state, [[0, 2], [1]], Layout(num_shards=3, num_replicas=1))
+    plan = state_layout.transfers(state, [[0, 2], [1]], Layout(num_shards=3, num_replicas=1))
     assert [(t.giver, t.receiver, t.shard, t.num_bytes) for t in plan] == [
         (0, 0, 0, 16),  # rows 0, 1 lie there
         (0, 1, 0, 8),  # row 2: ranks 0 and 2 have given nothing yet
@@ -113,22 +113,22 @@ def test_hsdp_that_loses_a_rank_goes_on_as_fsdp2_from_the_other_replica():
 # ---- planted mistakes
 def whole_forgotten(*arguments):
     """Planted: tensors that are not sharded stay behind."""
-    return tuple(replace(t, whole_tensors=False) for t in state_moves.transfers(*arguments))
+    return tuple(replace(t, whole_tensors=False) for t in state_layout.transfers(*arguments))
 
 
 def whole_with_each(*arguments):
     """Planted: they come with every transfer."""
-    return tuple(replace(t, whole_tensors=True) for t in state_moves.transfers(*arguments))
+    return tuple(replace(t, whole_tensors=True) for t in state_layout.transfers(*arguments))
 
 
 def from_rank_0(*arguments):
     """Planted: rank 0 gives everything."""
-    return tuple(replace(t, giver=0) for t in state_moves.transfers(*arguments))
+    return tuple(replace(t, giver=0) for t in state_layout.transfers(*arguments))
 
 
 def from_the_whole(state, num_shards, transfer, layout):
     """Planted: places are counted in the whole tensor."""
-    for move in state_moves.moves(state, num_shards, transfer, layout):
+    for move in state_layout.moves(state, num_shards, transfer, layout):
         tensor = state[move.tensor]
         before = held_rows(tensor, num_shards, transfer.shard).start * tensor.row_bytes
         yield replace(move, source=before + move.source)
@@ -136,7 +136,7 @@ def from_the_whole(state, num_shards, transfer, layout):
 
 def one_row_short(state, num_shards, transfer, layout):
     """Planted: the last row of a run is forgotten."""
-    for move in state_moves.moves(state, num_shards, transfer, layout):
+    for move in state_layout.moves(state, num_shards, transfer, layout):
         yield replace(move, num_bytes=move.num_bytes - state[move.tensor].row_bytes)
 
 

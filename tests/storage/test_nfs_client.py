@@ -27,7 +27,7 @@ from orchestrator.history.request_files import STOP, RequestFiles
 from orchestrator.inspect.status.status_reader import SnapshotReader, as_proven
 from orchestrator.inspect.status.verdict import GONE, OPEN, STARTING
 from orchestrator.inspect.status.view import view_of
-from orchestrator.launch.doctor.mount_check import attributes_age_s, mount_of
+from orchestrator.launch.doctor.storage_check import attributes_age_s, mount_of
 from orchestrator.storage.disk import Disk, OsDisk
 from orchestrator.storage.files import Storage
 from tests.checkpoint.driver import Coordinator

@@ -23,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from orchestrator.config.schema import JobConfig
 from orchestrator.history.metrics.declared import METRICS, PER_STEP
-from orchestrator.history.metrics.event_file import FOLDER
+from orchestrator.history.metrics.metric_log import FOLDER
 from tests.ports import free_ports
 from tests.system.harness import Job, assert_exactly_once, when_step
 

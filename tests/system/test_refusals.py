@@ -20,7 +20,7 @@ from orchestrator.cluster.connection import nodes
 from orchestrator.errors import BusyError, ConfigError, OrchestratorError, ResourceError, StorageError
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal
-from orchestrator.launch.start import liveness_check
+from orchestrator.launch.start import attempt_claim
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.files import Storage
 from tests.system.harness import Job, assert_exactly_once, log_text
@@ -136,7 +136,7 @@ def test_a_run_that_another_launch_works_on_is_busy(
 
     thread = threading.Thread(target=beat)
     thread.start()
-    monkeypatch.setattr(liveness_check, "BUSY_WATCH_S", LIMIT_S)  # it is seen at once where it beats
+    monkeypatch.setattr(attempt_claim, "BUSY_WATCH_S", LIMIT_S)  # it is seen at once where it beats
     try:
         with pytest.raises(
             BusyError, match="attempt 1 of launch another-launch on host another-host is alive"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
+from orchestrator.checkpoint.points.rank_files import CommittedFiles
 from orchestrator.errors import ElasticError
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import HeldShard, MemberState, Source

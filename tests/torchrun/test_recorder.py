@@ -16,7 +16,7 @@ import pytest
 import orchestrator
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.attempt.survey import survey
-from orchestrator.elastic.failure.storage_outage import STORAGE_LIMIT_S
+from orchestrator.elastic.failure import STORAGE_LIMIT_S
 from orchestrator.errors import ElasticError, FencedError, StorageError, UnsavedError
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_reader import read_journal

@@ -32,7 +32,7 @@ from orchestrator.checkpoint.commit.commit_events import (
     WriteCommit,
 )
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
-from orchestrator.checkpoint.commit.kept_points import KeptPoints
+from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.coordinator.machine.rank_history import Places
 from orchestrator.records.membership import ControlRequests
 from orchestrator.records.steps import StateKey

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from orchestrator.checkpoint.export.export import export_point
-from orchestrator.config.train_sections import ModelConfig
+from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.dry_run.model_dry_run import try_model
 from orchestrator.trainer.loading.state_tensors import own_tensors

@@ -11,7 +11,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
-from orchestrator.config.train_sections import ModelConfig
+from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.dry_run.attention_dry_run import (
     MAX_PARAMETERS,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.config.schema import ResumeConfig
-from orchestrator.config.train_sections import ModelConfig, TrainConfig
+from orchestrator.config.sections import ModelConfig, TrainConfig
 from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.config.loading import parse_config
-from orchestrator.config.train_sections import ModelConfig
+from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.planning.batches import next_range
 from orchestrator.records.cursor import Cursor

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.config.train_sections import ModelConfig, TrainConfig
+from orchestrator.config.sections import ModelConfig, TrainConfig
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.model.build_model import build_model, cast_state
 from orchestrator.trainer.model.factory_output import (

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 
-from orchestrator.config.train_sections import ModelConfig
+from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.planning.state.state_layout import held_rows
 from orchestrator.storage.files import Storage

@@ -20,7 +20,7 @@ import pytest
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.faults import FaultPlan
-from orchestrator.planning.state.neighbours import neighbours
+from orchestrator.planning.state.copy_placement import neighbours
 from orchestrator.records.steps import StepRecord
 from orchestrator.trainer.interfaces.job import TrainJob
 from tests.trainer.killable import KillableLaunch

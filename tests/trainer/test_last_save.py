@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.elastic.failure.storage_outage import STORAGE_LIMIT_S
+from orchestrator.elastic.failure import STORAGE_LIMIT_S
 from orchestrator.errors import UnsavedError
 from orchestrator.trainer.saving.saver import LAST_SAVE_LIMIT_S, Unsaved
 from tests.raising import raises

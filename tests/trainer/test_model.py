@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from orchestrator.config.train_sections import ModelConfig
+from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError, ResourceError, TrainingError
 from orchestrator.launch.capacity.resource_estimate import count_parameters
 from orchestrator.trainer.model.build_model import build_model, loss_sum, own_gpu, seed_micro_batch

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
+from orchestrator.checkpoint.points.rank_files import CommittedFiles
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.config.train_sections import ModelConfig, TrainConfig
+from orchestrator.config.sections import ModelConfig, TrainConfig
 from orchestrator.planning.state.state_layout import held_rows
 from orchestrator.planning.state.weights_sum import MODULUS
 from orchestrator.storage.files import Storage

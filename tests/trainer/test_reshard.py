@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from orchestrator.planning.state.state_layout import Layout, StateTensor, held_rows
-from orchestrator.planning.state.state_moves import transfers
+from orchestrator.planning.state.state_layout import Layout, StateTensor, held_rows, transfers
 from orchestrator.trainer.comm import reshard
 from orchestrator.trainer.comm.reshard import DigestError, Resharding, messages, tensor_as_bytes
 from tests.trainer.gloo_ranks import GlooPeers, GlooRanks

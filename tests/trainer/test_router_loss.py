@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
-from orchestrator.config.train_sections import ModelConfig
+from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.dry_run.model_dry_run import try_model
 from orchestrator.trainer.loading.state_tensors import MODEL

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.config.train_sections import ModelConfig
+from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.model.build_model import build_model
 from orchestrator.trainer.state.sharded_state import ShardedState, blocks_of, skeleton_of

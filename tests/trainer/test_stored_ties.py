@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from orchestrator.checkpoint.export.export import export_point
-from orchestrator.config.train_sections import ModelConfig
+from orchestrator.config.sections import ModelConfig
 from orchestrator.trainer.loading.state_tensors import own_tensors
 from orchestrator.trainer.model.build_model import build_model
 from orchestrator.trainer.state.sharded_state import ShardedState

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from orchestrator.config.field_rules import nested
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.config.stored import nested
-from orchestrator.config.train_sections import ModelConfig
+from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.planning.resume.resume_plan import plan_resume
 from orchestrator.planning.state.memory import ModelSize

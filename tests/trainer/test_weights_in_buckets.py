@@ -17,7 +17,7 @@ from orchestrator.checkpoint.export.export import export_point
 from orchestrator.checkpoint.export.init_weights import weights_identity, weights_sentence
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.schema import JobConfig
-from orchestrator.config.train_sections import ModelConfig
+from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError, OrchestratorError, ResumePointError, StorageError
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage

@@ -29,7 +29,7 @@ from orchestrator.checkpoint.commit.commit_events import (
     VoteCast,
 )
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
-from orchestrator.checkpoint.commit.save_retries import MOST_S, SaveRetries
+from orchestrator.checkpoint.commit.pending_save import MOST_S, SaveRetries
 from orchestrator.checkpoint.commit.store_actions import PointCommitter, failure, note_committed
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.errors import OrchestratorError, StorageError

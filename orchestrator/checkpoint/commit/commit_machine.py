@@ -1,7 +1,7 @@
 """The commit machine: decides when a save becomes a resume point, and when its voters are answered.
 
 It is a pure machine from events to actions, whose only clock are the times in its events (membership rules 7
-and 13 to 16). `kept_points.py` decides which older points are deleted then. `store_actions` carries out store
+and 13 to 16). `retention.py` decides which older points are deleted then. `store_actions` carries out store
 actions, and the coordinator the answers.
 """
 
@@ -34,7 +34,6 @@ from orchestrator.checkpoint.commit.commit_events import (
     VoterGone,
     WriteCommit,
 )
-from orchestrator.checkpoint.commit.kept_points import KeptPoints
 from orchestrator.checkpoint.commit.pending_save import (
     ALL_SILENT,
     NOBODY_LEFT,
@@ -45,6 +44,7 @@ from orchestrator.checkpoint.commit.pending_save import (
     first_of,
     set_of,
 )
+from orchestrator.checkpoint.commit.retention import KeptPoints
 from orchestrator.checkpoint.points.points import ReplicasDiffer, differing_replicas, disagreement
 from orchestrator.records.steps import StateKey
 

@@ -30,8 +30,8 @@ from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import OrchestratorError, StorageError, text_of
 from orchestrator.faults import Hook, no_fault
+from orchestrator.history.claims.claim_files import seal_starts
 from orchestrator.history.claims.claims import GenerationId
-from orchestrator.history.claims.generation_files import seal_starts
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.json_form import encode

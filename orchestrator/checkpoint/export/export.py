@@ -22,14 +22,14 @@ import orjson
 from blake3 import blake3
 
 from orchestrator.checkpoint.export.export_files import FORMAT, MARKER, Exported
-from orchestrator.checkpoint.files.dtypes import SAFETENSORS, num_bytes
 from orchestrator.checkpoint.files.manifest import MODEL, PartDamage
+from orchestrator.checkpoint.files.part_file import SAFETENSORS, num_bytes
 from orchestrator.checkpoint.files.reading import BytesTarget, PointReader, Wanted
 from orchestrator.checkpoint.points.points import Point
-from orchestrator.checkpoint.points.reading_progress import ReadingProgress
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.config.stored import in_todays_fields
-from orchestrator.config.train_sections import ModelConfig
+from orchestrator.checkpoint.points.verify import ReadingProgress
+from orchestrator.config.field_rules import in_todays_fields
+from orchestrator.config.sections import ModelConfig
 from orchestrator.data.frozen import read_frozen
 from orchestrator.data.tokens.resolved import as_given
 from orchestrator.data.tokens.tokenizer_files import examine, id_of

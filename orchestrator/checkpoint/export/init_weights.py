@@ -15,7 +15,7 @@ from orchestrator.checkpoint.export.export_files import Exported, read_marker
 from orchestrator.checkpoint.node_local.node_storage import run_storage
 from orchestrator.checkpoint.points import verify
 from orchestrator.checkpoint.points.points import Commit, parse_point_name
-from orchestrator.checkpoint.points.reading_progress import ReadingProgress
+from orchestrator.checkpoint.points.verify import ReadingProgress
 from orchestrator.errors import ConfigError, LaterFormatError, OrchestratorError, StorageError
 from orchestrator.json_form import encode
 from orchestrator.storage.at_once import entries_at_once

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from orchestrator.checkpoint.node_local.node_folder import Nodes, NodesHere, NodeStore, run_folder
 from orchestrator.errors import OrchestratorError, StorageError, UnreachableNodeError
 from orchestrator.json_form import decode
-from orchestrator.planning.state.node_parts import missing, missing_text, places_of
+from orchestrator.planning.state.copy_placement import missing, missing_text, places_of
 from orchestrator.records.points import NodeParts, NodePlace
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore

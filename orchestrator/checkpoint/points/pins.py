@@ -20,6 +20,9 @@ point is whole. Whichever is first, one of the two sees the other, even if it pa
 
 A point has at most one pin, and pins are not counted. No program removes a pin, only a person does (`unpin`),
 who is then told which forks still need the point. A fork needs it until it has its own.
+
+`PinWatch` detects changes of pins between two reads, for the journal. Pins can be made and removed at any
+time. It protects nothing: before a deletion, a hold on the point is taken in any case (`may_delete`).
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from orchestrator.checkpoint.points.points import COMMIT, parse_point_name
 from orchestrator.checkpoint.points.verify import point_path
 from orchestrator.errors import ConfigError, OrchestratorError, RefusedError, StorageError, WantedPointError
 from orchestrator.history.claims.claim_files import now_text
+from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.json_form import decode, encode
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal, unseal
@@ -262,3 +267,43 @@ def _path(point: str, number: int, *, released: bool = False) -> str:
         )
     numbered = f".{number:04d}" if number else ""
     return f"{FOLDER}/{point}{numbered}{'.released' if released else ''}.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PinChanges:
+    """Pins that are new, and those that are gone."""
+
+    made: tuple[Hold, ...]
+    gone: tuple[Hold, ...]
+
+
+def pin_changes(old: Mapping[str, Hold], new: Mapping[str, Hold]) -> PinChanges:
+    """Compares two reads of the pins by point. If a pin was replaced, one is gone and the other new."""
+    return PinChanges(
+        made=tuple(hold for point, hold in new.items() if old.get(point) != hold),
+        gone=tuple(hold for point, hold in old.items() if new.get(point) != hold),
+    )
+
+
+class PinWatch:
+    """Reads a run's pins repeatedly. At the first read all pins are new."""
+
+    def __init__(self, pins: PinFiles) -> None:
+        self._pins, self._known = pins, dict[str, Hold]()
+
+    def look(self) -> PinChanges:
+        """Returns the changes since the last read. Waits for storage.
+
+        Raises `StorageError`; the next read then finds these changes.
+        """
+        now = self._pins.pins_since(self._known)
+        changes, self._known = pin_changes(self._known, now), now
+        return changes
+
+
+def note_pins(journal: JournalWriter, changes: PinChanges) -> None:
+    """Journals the changes."""
+    for hold in changes.gone:
+        journal.event(EventKind.POINT_UNPINNED, point=hold.point, by=hold.by, reason=hold.reason)
+    for hold in changes.made:
+        journal.event(EventKind.POINT_PINNED, point=hold.point, by=hold.by, reason=hold.reason)

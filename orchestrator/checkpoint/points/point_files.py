@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from orchestrator.checkpoint.files.documents import PARTS, parts_document
-from orchestrator.checkpoint.files.manifest import MODEL, Manifest
+from orchestrator.checkpoint.files.manifest import MODEL, PARTS, Manifest, parts_document
 from orchestrator.checkpoint.files.part_file import FOLDER, FORMAT
 from orchestrator.checkpoint.files.reading import PointReader
 from orchestrator.checkpoint.node_local.node_storage import NodeStorage

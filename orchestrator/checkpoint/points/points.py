@@ -14,10 +14,10 @@ from typing import Any
 import orjson
 from blake3 import blake3
 
-from orchestrator.checkpoint.files.documents import PARTS
+from orchestrator.checkpoint.files.manifest import PARTS
 from orchestrator.checkpoint.files.part_file import part_path
 from orchestrator.json_form import encode
-from orchestrator.planning.state.node_parts import gathered
+from orchestrator.planning.state.copy_placement import gathered
 from orchestrator.planning.state.weights_sum import MODULUS
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import FileEntry, NodeParts, Vote

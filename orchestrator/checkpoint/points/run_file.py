@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.checkpoint.files.documents import require_known
+from orchestrator.checkpoint.files.manifest import require_known
 from orchestrator.checkpoint.node_local.node_folder import run_folder
 from orchestrator.errors import (
     ConfigError,

@@ -21,7 +21,7 @@ It defines names, contents and the order of writing.
         config.json                format, and the flat configuration: dotted path -> value
         rng.json                   format, rule, seed: the random number settings that a resume needs
         parts.json                 format, layout {num_shards, num_replicas}, items [[group, name, dtype,
-                                   shape, sharded]] (`checkpoint.files.documents`)
+                                   shape, sharded]] (`checkpoint.files.manifest`)
         COMMIT                     sealed, created last; Commit: format, key {attempt, generation, step},
                                    parent (a key or null), world_size, optimizer_steps, weights_digest,
                                    save_blocked_s, save_s, files [path, bytes, digest], files_digest,

@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from orchestrator.checkpoint.points.abandoned_saves import Leftover
+from orchestrator.checkpoint.points.point_status import Leftover
 from orchestrator.checkpoint.points.points import Point
-from orchestrator.elastic.failure.failure_budget import Failure
+from orchestrator.elastic.failure import Failure
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.history.claims.claim_files import UnreadableFile
 from orchestrator.history.claims.claims import Claim, ClaimParent, ForkedFrom
 from orchestrator.history.journal.code_record import Code
 from orchestrator.planning.encoders import EncoderSpan
-from orchestrator.planning.resume.manifests import SourceLists
-from orchestrator.planning.resume.restarting import RestartRequest, SourceChange
 from orchestrator.planning.resume.skipping import Skip
+from orchestrator.planning.resume.source_lists import RestartRequest, SourceChange, SourceLists
 from orchestrator.planning.schedule import Budgets
-from orchestrator.planning.state.parallel_choice import ParallelChoice
+from orchestrator.planning.state.memory import ParallelChoice
 from orchestrator.planning.state.state_layout import Layout, layout_of
 from orchestrator.records.points import Damage
 from orchestrator.records.run_status import MemberInfo
@@ -90,7 +89,7 @@ class Attempt:
     `forked_from`: the point of another run that it takes over.
     `losses`: the mean losses of points.
     `history`: the number of histories of the run that points held; the one that it continues is held up to
-    `history_saved_to` tokens (see `history.metrics.durable_steps`).
+    `history_saved_to` tokens (see `history.metrics.loggers`).
     `skip`: what the claim leaves out after the point; the point's cursor is already after it.
     `sources`: which lists are read in which epoch, and thus the meaning of the point's cursor; `restart`: the
     request for a new start of some.

@@ -11,7 +11,7 @@ from orchestrator.checkpoint.commit.store_actions import note_committed
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.machine import Process, this_process
 from orchestrator.coordinator.attempt.attempt import Attempt, StartFindings
-from orchestrator.elastic.failure.storage_outage import until_storage_works
+from orchestrator.elastic.failure import until_storage_works
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.json_form import encode

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.checkpoint.points.abandoned_saves import Leftover, remove_leftovers
 from orchestrator.checkpoint.points.point_files import Each
+from orchestrator.checkpoint.points.point_status import Leftover, remove_leftovers
 from orchestrator.checkpoint.points.points import Point, newest_first, parse_point_name
 from orchestrator.checkpoint.points.run_file import RunFile
 from orchestrator.checkpoint.points.sealed_votes import committable, complete, read_votes
@@ -50,8 +50,8 @@ from orchestrator.coordinator.attempt.survey import (
 from orchestrator.errors import StorageError
 from orchestrator.history.claims.claim_files import UnreadableFile
 from orchestrator.history.claims.claims import ORIGIN, Claim, ClaimParent, Origin
-from orchestrator.history.journal.attempt_header import choice_in
 from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import choice_in
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.planning.resume.skipping import Skip, SkipDecision

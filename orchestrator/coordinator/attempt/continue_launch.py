@@ -21,7 +21,7 @@ from orchestrator.coordinator.attempt.survey import (
     saved_history,
     seal_history,
 )
-from orchestrator.elastic.failure.failure_budget import Failure
+from orchestrator.elastic.failure import Failure
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.errors import FencedError, ResumePointError
 from orchestrator.faults import Hook

@@ -1,6 +1,6 @@
 """Finds out from storage whether a launch of the run has reached the end of its data.
 
-`planning.resume.data_end` derives the consequences.
+`planning.resume.data_progress` derives the consequences.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.config.stored import in_todays_fields
+from orchestrator.config.field_rules import in_todays_fields
 from orchestrator.coordinator.machine.outcome import THE_DATA
 from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.json_form import decode
-from orchestrator.planning.resume.data_end import KnownEpochs, epochs_of, known_epochs
+from orchestrator.planning.resume.data_progress import KnownEpochs, epochs_of, known_epochs
 from orchestrator.records.cursor import Cursor
 
 if TYPE_CHECKING:

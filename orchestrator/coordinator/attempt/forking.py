@@ -26,8 +26,8 @@ from orchestrator.errors import (
 )
 from orchestrator.history.claims.claims import ORIGIN, ClaimParent, ForkedFrom, Origin
 from orchestrator.planning.encoders import EncoderSpan
-from orchestrator.planning.resume.manifests import SourceLists
 from orchestrator.planning.resume.resume_plan import PointInfo
+from orchestrator.planning.resume.source_lists import SourceLists
 from orchestrator.planning.schedule import Budgets
 from orchestrator.storage.open import absolute, join, split
 

@@ -14,8 +14,7 @@ from typing import Any
 from orchestrator.cluster.ray_metrics import RayMetrics, in_a_cluster
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.history.metrics.declared import METRICS, PREFIX, Meter, Sample
-from orchestrator.history.metrics.durable_steps import SavedHistory
-from orchestrator.history.metrics.loggers import LoggedRun, logger
+from orchestrator.history.metrics.loggers import LoggedRun, SavedHistory, logger
 from orchestrator.history.metrics.metric_log import MetricLog, MetricLogs, Sink, TensorBoard
 from orchestrator.history.metrics.published_folder import PublishedFolder
 from orchestrator.storage.open import open_storage

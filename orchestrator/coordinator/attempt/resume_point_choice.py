@@ -19,11 +19,11 @@ from orchestrator.coordinator.attempt.survey import Survey, require_listed
 from orchestrator.errors import RefusedError, WantedPointError
 from orchestrator.history.claims.claims import Origin
 from orchestrator.history.journal.event_kinds import EventKind
-from orchestrator.planning.resume.data_end import KnownEpochs
+from orchestrator.planning.resume.data_progress import KnownEpochs
 from orchestrator.planning.resume.identity import RunIdentity
-from orchestrator.planning.resume.restarting import RestartDecision, undone
 from orchestrator.planning.resume.resume_plan import ResumePlan, plan_resume
 from orchestrator.planning.resume.skipping import SkipDecision
+from orchestrator.planning.resume.source_lists import RestartDecision, undone
 from orchestrator.records.points import Damage
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ def wanted_point(seen: Survey, config: JobConfig) -> str:
     repeats it. A command that would train something else rewinds again. Until there is a newer point, the
     named one is the only one that the run may continue.
     """
-    from orchestrator.config.field_rules import field_rules
-    from orchestrator.config.stored import in_todays_fields
+    from orchestrator.config.field_rules import field_rules, in_todays_fields
 
     wanted = config.resume.from_
     if is_folder(wanted):

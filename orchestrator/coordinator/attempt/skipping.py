@@ -13,8 +13,7 @@ from orchestrator.checkpoint.points.points import Point
 from orchestrator.coordinator.attempt.forking import is_folder
 from orchestrator.errors import RefusedError
 from orchestrator.history.claims.claims import ClaimParent
-from orchestrator.history.claims.lineage import Lineage
-from orchestrator.history.claims.skips import skip_claims
+from orchestrator.history.claims.lineage import Lineage, skip_claims
 from orchestrator.planning.resume.skipping import Skip, SkipDecision, SkipRequest, decide_skip, skip_request
 from orchestrator.records.steps import StateKey
 from orchestrator.storage.open import absolute
@@ -81,8 +80,8 @@ def moved(point: Point | None, skip: Skip | None) -> Point | None:
 
 def _mixed_as(config: JobConfig, before: Mapping[str, Any]) -> JobConfig:
     """Returns the job with the weights that the point was made with."""
+    from orchestrator.config.field_rules import in_todays_fields, nested
     from orchestrator.config.loading import parse_config
-    from orchestrator.config.stored import in_todays_fields, nested
 
     then, now = in_todays_fields(before), config.flat()
     weights = {source["name"]: source.get("weight") for source in then["data.sources"]}

@@ -1,8 +1,7 @@
 """Determines which lists of its sources' files a start reads (data rules 23 and 24).
 
 They are those of the continued point, with the sources that the start adds, removes, restarts and refreshes.
-The decision is made in `planning.resume.manifests` and `planning.resume.restarting`. This module provides the
-history and the run's folder.
+The decision is made in `planning.resume.source_lists`. This module provides the history and the run's folder.
 """
 
 from __future__ import annotations
@@ -16,25 +15,23 @@ from orchestrator.coordinator.attempt.forking import is_folder
 from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.claims.lineage import Lineage
 from orchestrator.planning.encoders import Place
-from orchestrator.planning.resume.manifests import (
+from orchestrator.planning.resume.resume_plan import PointInfo
+from orchestrator.planning.resume.source_lists import (
     ListSpan,
     Reading,
-    SourceLists,
-    Wanted,
-    first_sources,
-    moved,
-    next_sources,
-    start_of,
-)
-from orchestrator.planning.resume.restarting import (
     RestartClaim,
     RestartDecision,
     SourceChange,
+    SourceLists,
+    Wanted,
     decide_restart,
+    first_sources,
+    moved,
+    next_sources,
     restart_request,
     source_changes,
+    start_of,
 )
-from orchestrator.planning.resume.resume_plan import PointInfo
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import absolute

@@ -13,18 +13,25 @@ from orchestrator.checkpoint.points.point_status import Fates, maybe_deleted, po
 from orchestrator.checkpoint.points.points import Point, parse_point_name
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import DataIdentityError, LaterFormatError, ResumePointError, StorageError
-from orchestrator.history.claims.claim_files import UNREADABLE, AttemptEnd, UnreadableFile, unreadable_claim
+from orchestrator.history.claims.claim_files import (
+    UNREADABLE,
+    AttemptEnd,
+    UnreadableFile,
+    read_starts,
+    seal_starts,
+    sealed_ids,
+    unreadable_claim,
+)
 from orchestrator.history.claims.claims import ORIGIN, Claim, ClaimParent, GenerationId
-from orchestrator.history.claims.generation_files import read_starts, seal_starts, sealed_ids
 from orchestrator.history.claims.lineage import Lineage, effective_chain, effective_history, require_sound
 from orchestrator.history.claims.segments import journal_folder
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_lines import DamagedLines, with_cut_off
 from orchestrator.history.journal.journal_reader import Journal, JournalEvent, read_journal, read_outline
 from orchestrator.history.journal.line_format import DAMAGED
-from orchestrator.history.metrics.durable_steps import SavedHistory, saved_before
+from orchestrator.history.metrics.loggers import SavedHistory, saved_before
 from orchestrator.planning.encoders import EncoderSpan
-from orchestrator.planning.resume.manifests import SourceLists
+from orchestrator.planning.resume.source_lists import SourceLists
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import LaterSealError, SealError, unseal
 

@@ -14,7 +14,6 @@ from orchestrator.coordinator.attempt.forking import fork_to_begin
 from orchestrator.data.common.user_code import is_reading_only
 from orchestrator.errors import OrchestratorError
 from orchestrator.history.claims.claims import ORIGIN, ForkedFrom
-from orchestrator.history.journal.attempt_header import beginning_of
 from orchestrator.history.journal.code_record import (
     Recorded,
     changes,
@@ -22,6 +21,7 @@ from orchestrator.history.journal.code_record import (
     newest_record,
     recorded_in,
 )
+from orchestrator.history.journal.journal_reader import beginning_of
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig

@@ -5,7 +5,7 @@ A part of the launch machine, pure. The failure budget decides how many a run ma
 
 from __future__ import annotations
 
-from orchestrator.elastic.failure.failure_budget import Failure, FailureBudget
+from orchestrator.elastic.failure import Failure, FailureBudget
 
 
 class Failures:

@@ -36,8 +36,7 @@ from orchestrator.coordinator.machine.reported_errors import (
     WorkersError,
 )
 from orchestrator.coordinator.machine.requests import Answered, Requests, heard_sentence
-from orchestrator.elastic.failure.failure_budget import Failure, FailureBudget
-from orchestrator.elastic.failure.storage_outage import StorageTrouble
+from orchestrator.elastic.failure import Failure, FailureBudget, StorageTrouble
 from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, Refused, StopRun, Waiting
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.errors import FencedError, UnsavedError

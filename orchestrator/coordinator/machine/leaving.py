@@ -1,6 +1,6 @@
 """Makes a launch leave nodes that are about to be removed, and reports about it.
 
-A part of the launch machine, pure. `elastic.drain_state` decides the course, and the rendezvous which members
+A part of the launch machine, pure. `elastic.drain` decides the course, and the rendezvous which members
 may go.
 """
 
@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from orchestrator.coordinator.machine.launch_actions import Action, Note, Say, Warn
-from orchestrator.elastic.drain_state import Course, Decided, Draining, SaveTimes, fits
+from orchestrator.elastic.drain import Course, Decided, Draining, SaveTimes, fits
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.history import sentences
 from orchestrator.history.journal.event_kinds import EventKind

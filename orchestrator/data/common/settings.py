@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from orchestrator.planning.mixture import whole_weights
-from orchestrator.planning.resume.manifests import SourceLists, Wanted
+from orchestrator.planning.resume.source_lists import SourceLists, Wanted
 from orchestrator.records.cursor import Cursor, SourceCursor
 
 if TYPE_CHECKING:

@@ -25,16 +25,24 @@ from orchestrator.data.sources.lists.source_diff import compare_files
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import ConfigError, DataIdentityError, RefusedError
 from orchestrator.json_form import encode
-from orchestrator.planning.resume.manifests import SourceLists, Wanted, moved, next_sources, order_of
-from orchestrator.planning.resume.restarting import RestartRequest, restart_request, source_changes
 from orchestrator.planning.resume.skipping import LATEST
+from orchestrator.planning.resume.source_lists import (
+    RestartRequest,
+    SourceLists,
+    Wanted,
+    moved,
+    next_sources,
+    order_of,
+    restart_request,
+    source_changes,
+)
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import open_storage
 
 if TYPE_CHECKING:
-    from orchestrator.config.data_sections import SourceConfig
     from orchestrator.config.schema import JobConfig
+    from orchestrator.config.sections import SourceConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamData:

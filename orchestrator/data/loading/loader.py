@@ -21,7 +21,7 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.errors import FeedError, RefusedError
 from orchestrator.planning.batches import micro_batches_per_rank, next_range, num_micro_batches, rank_samples
-from orchestrator.planning.resume.restarting import RestartRequest
+from orchestrator.planning.resume.source_lists import RestartRequest
 from orchestrator.records.arrays import Int32Array
 from orchestrator.records.cursor import Cursor, SourceCursor
 

@@ -14,8 +14,7 @@ from orchestrator.errors import DataIdentityError
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.encoders import AUTO, EncoderChoice, EncoderSpan
 from orchestrator.planning.resume.identity import OF_A_SOURCE, RunIdentity, compare
-from orchestrator.planning.resume.manifests import SourceLists
-from orchestrator.planning.resume.restarting import RestartRequest, files_text, restart_text
+from orchestrator.planning.resume.source_lists import RestartRequest, SourceLists, files_text, restart_text
 from orchestrator.records.cursor import Cursor, SourceCursor
 
 VERSION = 1

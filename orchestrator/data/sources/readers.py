@@ -18,7 +18,7 @@ from orchestrator.data.sources.lists.file_rows import Cut, FilePart
 from orchestrator.data.sources.lists.fragments import SourcePlan
 from orchestrator.data.sources.lists.manifest import require_unchanged
 from orchestrator.errors import DataError, DataIdentityError
-from orchestrator.planning.resume.restarting import restart_text
+from orchestrator.planning.resume.source_lists import restart_text
 from orchestrator.records.arrays import Int64Array
 
 

@@ -17,10 +17,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from orchestrator.cluster.node_groups import GroupSpec, NodeGroup, remove_orphaned_placement_groups
 from orchestrator.cluster.ray_state import why_not_created
 from orchestrator.cluster.starvation import ProcessLook, Silence, look_at_process
-from orchestrator.elastic.failure.missed_members import MissedMembers
-from orchestrator.elastic.failure.stall_detector import StallWatch
 from orchestrator.elastic.supervision.background_call import Asked
-from orchestrator.elastic.supervision.node_snapshot import NodesSeen
+from orchestrator.elastic.supervision.missed_members import MissedMembers
 from orchestrator.elastic.supervision.policy import (
     Decision,
     EndLaunch,
@@ -30,10 +28,12 @@ from orchestrator.elastic.supervision.policy import (
     LeaveNode,
     Limits,
     NodeFacts,
+    NodesSeen,
     StartGroup,
     StopGroup,
     decide,
 )
+from orchestrator.elastic.supervision.stall_detector import StallWatch
 from orchestrator.errors import CoordinatorSilentError, ElasticError, UnsavedError
 from orchestrator.history import sentences
 from orchestrator.history.journal.event_kinds import EventKind

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 
 from orchestrator.errors import OrchestratorError
 from orchestrator.planning.encoders import EncoderSpan
-from orchestrator.planning.resume.differences import Difference
-from orchestrator.planning.resume.manifests import SourceLists
-from orchestrator.planning.resume.restarting import RestartRequest
+from orchestrator.planning.resume.identity import Difference
 from orchestrator.planning.resume.skipping import Skip
+from orchestrator.planning.resume.source_lists import RestartRequest, SourceLists
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StateKey
@@ -111,8 +110,8 @@ class ClaimParent:
     samples that are left out after the parent, by every generation that continues it. `sources` record which
     list of a source's files each epoch reads, including the parent's past (empty: those of the first start,
     in older claims). A cursor in a list before a source's newest start continues at that start
-    (`planning.resume.manifests.moved`). `restart` is the request for such a start. `journals` has, for older
-    attempts, the least number of lines of their journals: so many were there before this claim.
+    (`planning.resume.source_lists.moved`). `restart` is the request for such a start. `journals` has, for
+    older attempts, the least number of lines of their journals: so many were there before this claim.
 
     Raises `OrchestratorError` for a record that no history can contain: a parent that is not inherited or not
     of an older attempt, and a fork whose parent is not its origin.
@@ -161,7 +160,7 @@ class GenerationStart:
     `parent` is the state that it continues, None: nothing. `step` is the label of the last finished step as
     this generation counts, which differs from `parent.step` if labels were re-based. The counts are the
     parent's. World size, batch size and seq_len are those of the generation. `cause` is one of
-    `elastic.generation_cause.Cause` ("": written before causes existed). `copies` is the number of members
+    `elastic.roster.Cause` ("": written before causes existed). `copies` is the number of members
     that hold a whole state during training, so that all but one of them may die without losing a step (None:
     not recorded). If the state is cut into `num_shards`, it is the number that hold each shard.
 

@@ -1,7 +1,8 @@
 """The effective history of a run: follows parents back from the newest claim to the first state.
 
 Claims, parent files and journal records are passed in as values. Decisions use only names and keys, never
-clocks, step labels or the order in which things were found (membership rules 1, 2 and 6).
+clocks, step labels or the order in which things were found (membership rules 1, 2 and 6). `skips_of` finds
+the skipped samples of a history.
 """
 
 from __future__ import annotations
@@ -12,19 +13,8 @@ from typing import Any
 
 from orchestrator.errors import OrchestratorError
 from orchestrator.history.claims.claims import ORIGIN, Claim, ClaimParent, GenerationId, GenerationStart
+from orchestrator.planning.resume.skipping import Skip, SkipClaim
 from orchestrator.records.steps import StateKey, StepRecord
-
-__all__ = [
-    "Claim",
-    "ClaimParent",
-    "GenerationStart",
-    "Lineage",
-    "Segment",
-    "discontinuity",
-    "effective_chain",
-    "effective_history",
-    "require_sound",
-]
 
 # The fields that every rank measures itself: copies of a step's record may differ in these.
 _TIMINGS = frozenset({"step_s", "data_wait_s", "save_blocked_s", "ended", "peak_memory_bytes"})
@@ -376,3 +366,44 @@ def require_sound(lineage: Lineage) -> Lineage:
             code="history.inconsistent",
         )
     return lineage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkipAt:
+    """A skip on the history.
+
+    `attempt` claimed it, after the point `parent`, before the history's record number `index`.
+    """
+
+    index: int
+    attempt: int
+    parent: StateKey
+    skip: Skip
+
+
+def skips_of(lineage: Lineage) -> tuple[SkipAt, ...]:
+    """All skips on the history, in order.
+
+    A claim's skip is on the history if one of the attempt's generations continues the claim's own parent.
+    Other generations continue a state after that, which includes the skip.
+    """
+    ids = [(record.attempt, record.generation) for record in lineage.records]
+    claims = {claim.attempt: claim for claim in lineage.attempts}
+    found = []
+    for segment in lineage.segments:
+        claim = claims.get(segment.start.attempt)
+        if claim is None or claim.skip is None or claim.parent is None:
+            continue
+        if segment.start.parent == claim.parent:
+            index = sum(id_ < segment.start.id for id_ in ids)
+            found.append(SkipAt(index=index, attempt=claim.attempt, parent=claim.parent, skip=claim.skip))
+    return tuple(found)
+
+
+def skip_claims(parents: Iterable[ClaimParent]) -> tuple[SkipClaim, ...]:
+    """The claims of a run with a skip, also off its history."""
+    return tuple(
+        SkipClaim(attempt=claim.attempt, parent=claim.parent, request=claim.skip.request)
+        for claim in parents
+        if claim.skip is not None and claim.parent is not None
+    )

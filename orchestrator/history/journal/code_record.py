@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import OrchestratorError
-from orchestrator.history.journal.attempt_header import beginning_of
+from orchestrator.history.journal.journal_reader import beginning_of
 from orchestrator.json_form import decode
 from orchestrator.storage.files import Storage
 

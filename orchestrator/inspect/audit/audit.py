@@ -18,7 +18,7 @@ from orchestrator.data.sources.lists.listing import same_files
 from orchestrator.data.sources.lists.manifest import Manifest
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError
-from orchestrator.history.claims.skips import SkipAt
+from orchestrator.history.claims.lineage import SkipAt
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.step_names import find_steps, step_name
 from orchestrator.inspect.audit.audit_run import NOTHING_COMPARED, AuditRun, HowToAudit, StepsCompared

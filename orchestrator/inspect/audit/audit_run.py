@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from orchestrator.coordinator.attempt.survey import Survey
 from orchestrator.data.spec import DataSpec
-from orchestrator.history.claims.skips import SkipAt
+from orchestrator.history.claims.lineage import SkipAt
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.step_names import step_name
 from orchestrator.inspect.audit.audit_processes import AuditProcesses, InThisProcess, num_cores

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError
-from orchestrator.history.claims.skips import SkipAt
+from orchestrator.history.claims.lineage import SkipAt
 from orchestrator.history.sentences import count
 from orchestrator.inspect.audit.checksums.epoch_checksum import EpochChecksum, EpochFiles
 from orchestrator.inspect.audit.checksums.file_checksum import checksum_files

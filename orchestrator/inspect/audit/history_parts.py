@@ -11,11 +11,11 @@ from typing import Any
 
 from orchestrator.coordinator.attempt.survey import Survey
 from orchestrator.data.spec import DataSpec
-from orchestrator.history.claims.skips import SkipAt, skips_of
+from orchestrator.history.claims.lineage import SkipAt, skips_of
 from orchestrator.inspect.audit.reference.reference_lists import ClaimedLists, began
 from orchestrator.inspect.audit.reference.reference_mixture import MixtureRule, rule_of
 from orchestrator.json_form import decode
-from orchestrator.planning.resume.manifests import FIRST, ListSpan, SourceLists, start_of
+from orchestrator.planning.resume.source_lists import FIRST, ListSpan, SourceLists, start_of
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StepRecord
 

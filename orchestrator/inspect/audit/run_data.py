@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.config.field_rules import in_todays_fields, nested
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.config.stored import in_todays_fields, nested
 from orchestrator.coordinator.attempt.survey import Survey, require_frozen
 from orchestrator.data.code_process import call, names_code
 from orchestrator.data.dataset import prepare_trained

@@ -195,7 +195,7 @@ class SourceStretch:
 
 
 Stretches = dict[tuple[str, int], SourceStretch]
-"""By source, and the start of the lists that it followed (`planning.resume.manifests`)."""
+"""By source, and the start of the lists that it followed (`planning.resume.source_lists`)."""
 
 
 class SourceWalk:

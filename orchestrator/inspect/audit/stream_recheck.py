@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.data.spec import DataSpec
-from orchestrator.history.claims.skips import SkipAt
+from orchestrator.history.claims.lineage import SkipAt
 from orchestrator.inspect.audit.history_parts import HistoryPart, rule_at
 from orchestrator.inspect.audit.reference.reference_lists import ClaimedLists, begins_anew, lists_fault
 from orchestrator.inspect.audit.reference.reference_mixture import ReferenceMixture

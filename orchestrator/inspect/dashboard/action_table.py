@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.declaring import NAME
+from orchestrator.config.sections import NAME
 from orchestrator.errors import RefusedError, StorageError, UnreachableNodeError
 from orchestrator.history.finding_files import VERIFY, verify_result
 from orchestrator.history.request_files import asker

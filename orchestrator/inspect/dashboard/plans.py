@@ -17,9 +17,9 @@ from typing import Any
 
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.config.field_rules import in_todays_fields, nested
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.config.stored import in_todays_fields, nested
 from orchestrator.coordinator.attempt.data_end import find_known_epochs
 from orchestrator.coordinator.attempt.forking import point_info
 from orchestrator.coordinator.attempt.resume_point_choice import choose_among, decide, rewind_text, up_to
@@ -28,13 +28,13 @@ from orchestrator.coordinator.attempt.source_resolution import SourcesHere, sour
 from orchestrator.data.code_process import reads_without_code
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
-from orchestrator.history.journal.attempt_header import beginning_of
 from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_reader import beginning_of
 from orchestrator.inspect.dashboard.runs import OpenRun
 from orchestrator.inspect.views.run_views import RunViews
 from orchestrator.json_form import encode
 from orchestrator.launch.capacity.cluster_inventory import noted_machines
-from orchestrator.launch.capacity.model_size import with_known_shape
+from orchestrator.launch.capacity.placement_check import with_known_shape
 from orchestrator.launch.start.preview import feed_memory, said_of_files, with_memory
 from orchestrator.launch.start.run_preparation import read_frozen_data
 from orchestrator.planning.batches import idle_share, micro_batches_per_rank, num_micro_batches, rank_run

@@ -18,8 +18,8 @@ from typing import Any
 from orchestrator.checkpoint.node_local.node_storage import with_nodes
 from orchestrator.checkpoint.points.run_file import RUN_FILE, RunFile
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.config.declaring import NAME
 from orchestrator.config.redaction import redacted_text
+from orchestrator.config.sections import NAME
 from orchestrator.errors import OrchestratorError, StorageError, text_of
 from orchestrator.history.claims.liveness import Busy, Free
 from orchestrator.inspect.dashboard.answers import UNANSWERABLE, Problem, RouteError, not_found

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from orchestrator.checkpoint.commit.retention import NEEDED_TO_RELEASE, spared, to_delete
 from orchestrator.checkpoint.points.points import parse_point_name
-from orchestrator.checkpoint.points.retention import NEEDED_TO_RELEASE, spared, to_delete
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.attempt.survey import Survey, mean_losses
 from orchestrator.inspect.status.point_rows import names_of

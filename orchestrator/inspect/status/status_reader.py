@@ -41,7 +41,7 @@ from orchestrator.inspect.status.snapshot import (
 from orchestrator.inspect.status.tail import Tail, newest_generation, read_tail
 from orchestrator.inspect.status.verdict import GONE, OPEN, WAITING, Risk
 from orchestrator.inspect.status.view import Quiet, RunView, view_of
-from orchestrator.launch.doctor.mount_check import attributes_age_s, mount_at
+from orchestrator.launch.doctor.storage_check import attributes_age_s, mount_at
 from orchestrator.records.cursor import Cursor
 
 

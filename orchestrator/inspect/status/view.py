@@ -14,7 +14,7 @@ from orchestrator import html_text
 from orchestrator.history import sentences
 from orchestrator.inspect.status.snapshot import NewestGeneration, RunSnapshot
 from orchestrator.inspect.status.verdict import FAILED, GONE, OVER, STILL_S, verdict
-from orchestrator.planning.state.parallel_choice import layout_text
+from orchestrator.planning.state.memory import layout_text
 from orchestrator.planning.state.state_layout import layout_of
 from orchestrator.records.cursor import Cursor
 from orchestrator.terminal_text import visible

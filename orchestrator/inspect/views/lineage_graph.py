@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.checkpoint.points.points import parse_point_name
-from orchestrator.config.declaring import NAME
 from orchestrator.config.redaction import redacted, redacted_text
+from orchestrator.config.sections import NAME
 from orchestrator.coordinator.attempt.forking import PARENT_OF_FORK
 from orchestrator.history.claims.claim_files import RESTARTED
 from orchestrator.history.claims.claims import ORIGIN, ClaimParent

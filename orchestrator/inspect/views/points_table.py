@@ -14,9 +14,8 @@ from typing import Any
 
 from orchestrator.checkpoint.points.point_status import Fates, maybe_deleted, point_fates
 from orchestrator.checkpoint.points.points import Point, newest_first, parse_point_name
-from orchestrator.config.field_rules import field_rules
+from orchestrator.config.field_rules import field_rules, in_todays_fields
 from orchestrator.config.redaction import redacted
-from orchestrator.config.stored import in_todays_fields
 from orchestrator.errors import RefusedError, ResumePointError, StorageError
 from orchestrator.history.claims.claims import ORIGIN, ClaimParent
 from orchestrator.history.finding_files import VERIFY
@@ -36,7 +35,7 @@ from orchestrator.inspect.views.facts.columns import Event
 from orchestrator.inspect.views.facts.facts import Facts, mean_loss, short
 from orchestrator.inspect.views.facts.files import PointFacts
 from orchestrator.json_form import encode
-from orchestrator.planning.resume.differences import differences as planned_differences
+from orchestrator.planning.resume.identity import differences as planned_differences
 from orchestrator.records.steps import StateKey
 
 PINNED, ALL = "pinned", "all"

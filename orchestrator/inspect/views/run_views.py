@@ -17,8 +17,8 @@ from typing import Any
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.attempt.survey import least_lines, with_lost_generations
 from orchestrator.errors import OrchestratorError, RefusedError, StorageError
+from orchestrator.history.claims.claim_files import read_starts, sealed_ids
 from orchestrator.history.claims.claims import GenerationId
-from orchestrator.history.claims.generation_files import read_starts, sealed_ids
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_lines import MIXED, JournalLines, with_cut_off
 from orchestrator.history.journal.line_format import LaterLineError

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.checkpoint.points.points import Point
-from orchestrator.checkpoint.points.reading_progress import ReadAtOnce
 from orchestrator.checkpoint.points.run_file import RunFile
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.verify import ReadAtOnce
+from orchestrator.config.field_rules import in_todays_fields, nested
 from orchestrator.config.loading import parse_config
-from orchestrator.config.stored import in_todays_fields, nested
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.attempt.forking import describe, found_run, take_over
 from orchestrator.coordinator.attempt.survey import require_journals, survey
@@ -25,9 +25,9 @@ from orchestrator.history.claims.claim_files import FORK
 from orchestrator.history.claims.claims import ClaimParent, ForkedFrom
 from orchestrator.launch.branch.point_query import Found, PointPlan, Wanted, find, planned
 from orchestrator.launch.branch.rewind import end_at_once
-from orchestrator.launch.start import attempt_claim, liveness_check
+from orchestrator.launch.start import attempt_claim
 from orchestrator.launch.start import run_preparation as starting
-from orchestrator.launch.start.run_path_check import refuse_around, refuse_inside
+from orchestrator.launch.start.run_preparation import refuse_around, refuse_inside
 from orchestrator.storage.open import absolute, split
 
 
@@ -133,7 +133,7 @@ def carry_out(
     Raises as `fork`.
     """
     run = starting.find_run(new)
-    newest = 0 if run is None else liveness_check.refuse_busy(new, say)
+    newest = 0 if run is None else attempt_claim.refuse_busy(new, say)
     if run is None:
         run = found_run(new, config["run.name"], origin, by, pinned)
     take_over_and_end(new, run, newest, config, by)

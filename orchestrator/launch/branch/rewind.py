@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.checkpoint.points.points import Point
-from orchestrator.checkpoint.points.reading_progress import ReadAtOnce
 from orchestrator.checkpoint.points.run_file import RunFile
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.checkpoint.points.verify import ReadAtOnce
+from orchestrator.config.field_rules import in_todays_fields, nested
 from orchestrator.config.loading import parse_config
-from orchestrator.config.stored import in_todays_fields, nested
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.attempt.attempt_journal import note_beginning, write_down_end
 from orchestrator.coordinator.attempt.forking import point_info
@@ -36,7 +36,7 @@ from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.history.request_files import asker
 from orchestrator.history.sentences import count
 from orchestrator.launch.branch.point_query import Found, PointPlan, Wanted, find, place, planned
-from orchestrator.launch.start import attempt_claim, liveness_check
+from orchestrator.launch.start import attempt_claim
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.planning.schedule import budgets_for
 
@@ -150,7 +150,7 @@ def rewind(
     run has changed since `agree` was called.
     """
     plan, ended = _look(store, wanted, run)  # first: an impossible request needs no watch
-    with liveness_check.watching(store, say) as watched:
+    with attempt_claim.watching(store, say) as watched:
         newest = watched()
     if newest != ended:  # a launch that ended during the watch has trained until then
         plan, _ = _look(store, wanted, run)

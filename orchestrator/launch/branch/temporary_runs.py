@@ -112,7 +112,7 @@ def remove_left(store: RunStore, say: Callable[[str], None]) -> None:
 
 def _is_in_use(store: RunStore, folder: str, say: Callable[[str], None]) -> bool:
     """Whether the launch of a killed driver may still write there."""
-    from orchestrator.launch.start.liveness_check import BUSY_WATCH_S
+    from orchestrator.launch.start.attempt_claim import BUSY_WATCH_S
 
     for name in store.storage.beside(folder).list(""):
         inner = RunStore(store.storage.beside(join(folder, name)))

@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING
 
 from orchestrator.history.sentences import count
 from orchestrator.launch.capacity.resource_estimate import Needs, gib, memory_notes, model_size, needs_of
-from orchestrator.planning.state.memory import memory_every_steps
-from orchestrator.planning.state.parallel_choice import Machine, ParallelChoice, choice_text, layout_text
+from orchestrator.planning.state.memory import (
+    Machine,
+    ParallelChoice,
+    choice_text,
+    layout_text,
+    memory_every_steps,
+)
 from orchestrator.planning.state.state_layout import layout_of
 
 if TYPE_CHECKING:

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.connection import address_of, nodes, starts_local_ray
-from orchestrator.cluster.gpu_memory import gpu_memory_here
-from orchestrator.cluster.machine import memory_here
+from orchestrator.cluster.machine import gpu_memory_here, memory_here
 from orchestrator.config.schema import JobConfig
 from orchestrator.elastic.supervision.policy import NodeFacts
-from orchestrator.history.journal.attempt_header import newest_choice
+from orchestrator.history.journal.journal_reader import newest_choice
 from orchestrator.launch.capacity.capacity import KnownMachines
-from orchestrator.planning.state.parallel_choice import Machine
+from orchestrator.planning.state.memory import Machine
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 20.0  # how long the nodes may take to report their GPUs

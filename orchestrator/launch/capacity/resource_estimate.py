@@ -9,8 +9,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.planning.state.memory import ModelSize, WorkerMemory, memory_every_steps, worker_memory
-from orchestrator.planning.state.parallel_choice import layout_text
+from orchestrator.planning.state.memory import (
+    ModelSize,
+    WorkerMemory,
+    layout_text,
+    memory_every_steps,
+    worker_memory,
+)
 from orchestrator.planning.state.state_layout import Layout, layout_of
 
 if TYPE_CHECKING:

@@ -10,9 +10,14 @@ from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
-from orchestrator.launch.doctor.bucket_check import BucketFacts, judge_bucket
-from orchestrator.launch.doctor.check import Check, State
-from orchestrator.launch.doctor.mount_check import Mount, judge_mount
+from orchestrator.launch.doctor.storage_check import (
+    BucketFacts,
+    Check,
+    Mount,
+    State,
+    judge_bucket,
+    judge_mount,
+)
 
 # by package: the requirement in pyproject.toml, and the version that the tests use (constraints.txt)
 VERSIONS = {

@@ -17,10 +17,9 @@ from pathlib import Path
 
 from orchestrator.cluster import machine, ray_environment
 from orchestrator.cluster.connection import HEALTH_CHECKS
-from orchestrator.cluster.gpu_memory import gpu_rows
+from orchestrator.cluster.machine import gpu_rows
 from orchestrator.elastic.supervision.background_call import Asked
 from orchestrator.errors import ConfigError, OrchestratorError
-from orchestrator.launch.doctor.bucket_check import BucketFacts, try_bucket
 from orchestrator.launch.doctor.diagnosis import (
     VERSIONS,
     AuthFacts,
@@ -29,7 +28,7 @@ from orchestrator.launch.doctor.diagnosis import (
     Gpu,
     StorageFacts,
 )
-from orchestrator.launch.doctor.mount_check import mount_at
+from orchestrator.launch.doctor.storage_check import BucketFacts, mount_at, try_bucket
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.files import Storage
 from orchestrator.storage.home import expanded, home

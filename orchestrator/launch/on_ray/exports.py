@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from orchestrator.checkpoint.export.export import write_export
 from orchestrator.checkpoint.export.export_files import EXPORTS, find_exports
 from orchestrator.checkpoint.node_local.node_storage import NodeStorage, run_storage
-from orchestrator.checkpoint.node_local.reached_nodes import ReachedNodes
+from orchestrator.checkpoint.node_local.remote_nodes import ReachedNodes
 from orchestrator.checkpoint.points.points import newest_first, parse_point_name
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import OrchestratorError, StorageError, text_of

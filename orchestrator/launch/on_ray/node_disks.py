@@ -15,16 +15,15 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.checkpoint.node_local.folder_checks import ASK_AGAIN_S, FolderChecks
-from orchestrator.checkpoint.node_local.node_server import Home, NodeServer
+from orchestrator.checkpoint.node_local.node_folder import ASK_AGAIN_S, FolderChecks
 from orchestrator.checkpoint.node_local.node_storage import NodeStorage
-from orchestrator.checkpoint.node_local.reached_nodes import ReachedNodes, Servers
+from orchestrator.checkpoint.node_local.remote_nodes import Home, NodeServer, ReachedNodes, Servers
 from orchestrator.elastic.supervision.background_call import Asked
 from orchestrator.elastic.supervision.policy import NodeFacts
 from orchestrator.errors import OrchestratorError, ResourceError, StorageError, UnreachableNodeError, text_of
 from orchestrator.launch.capacity.resource_estimate import gib
 
-# `checkpoint.node_local.reached_nodes.Servers` on Ray: a `NodeServer` actor on each node.
+# `checkpoint.node_local.remote_nodes.Servers` on Ray: a `NodeServer` actor on each node.
 #
 # An actor is found by its name. The first caller makes it (the driver, as nodes come, so that it lives as
 # long as the launch). It ends with its maker; the next call makes it again.

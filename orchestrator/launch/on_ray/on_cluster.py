@@ -37,12 +37,11 @@ from orchestrator.launch.capacity.cluster_inventory import node_facts
 from orchestrator.launch.on_ray.machine_check import packages_here
 from orchestrator.launch.on_ray.node_disks import NodeDisks
 from orchestrator.launch.on_ray.worker import WorkerTask, train_function
-from orchestrator.launch.process.end_report import say_end
+from orchestrator.launch.process.launch_report import announce, say_end, trained_again, why_done
 from orchestrator.launch.process.progress import Progress
 from orchestrator.launch.process.stop_signals import SignalledError, stop_on_signals
 from orchestrator.launch.start import run_preparation as starting
-from orchestrator.launch.start.older_point import is_damaged_load
-from orchestrator.launch.start.start_report import announce, trained_again, why_done
+from orchestrator.launch.start.preview import is_damaged_load
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import Loss, RunStatus, Stall

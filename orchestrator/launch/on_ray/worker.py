@@ -29,8 +29,8 @@ from orchestrator.records.run_status import MemberInfo
 from orchestrator.storage.open import open_storage
 
 if TYPE_CHECKING:
-    from orchestrator.checkpoint.node_local.reached_nodes import ReachedNodes
-    from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
+    from orchestrator.checkpoint.node_local.remote_nodes import ReachedNodes
+    from orchestrator.checkpoint.points.rank_files import CommittedFiles
     from orchestrator.records.points import Vote
     from orchestrator.trainer.interfaces.job import TrainJob
 
@@ -81,8 +81,7 @@ class RayCalls:
 def _files(task: WorkerTask, address: str) -> CommittedFiles:
     """Where points are read, and where this worker's parts of them are written."""
     from orchestrator.checkpoint.node_local.node_storage import run_storage
-    from orchestrator.checkpoint.node_local.parts_on_node import PartsOnNode
-    from orchestrator.checkpoint.points.checkpoint_reader import CommittedFiles
+    from orchestrator.checkpoint.points.rank_files import CommittedFiles, PartsOnNode
     from orchestrator.checkpoint.points.run_file import folder_on_nodes
 
     storage, folder = run_storage(task.storage, task.nodes), task.config.resume.node_folder

@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, cast
 
-from orchestrator.checkpoint.points.reading_progress import read_of
+from orchestrator.checkpoint.points.verify import read_of
 from orchestrator.errors import text_of
 from orchestrator.history import sentences
 from orchestrator.history.metrics.published_folder import PublishedFolder

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import parse_config
 from orchestrator.launch.branch.point_query import Wanted
-from orchestrator.launch.replay.replay_history import History
-from orchestrator.launch.replay.step_replay import retrained
+from orchestrator.launch.replay.step_replay import History, retrained
 from orchestrator.records.batches import BatchSlice
 from orchestrator.records.cursor import Cursor
 

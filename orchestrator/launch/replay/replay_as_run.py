@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.config.field_rules import nested
 from orchestrator.config.loading import parse_config
 from orchestrator.config.schema import JobConfig
-from orchestrator.config.stored import nested
 from orchestrator.coordinator.attempt.survey import Survey, survey
 from orchestrator.data.frozen import copy_frozen
 from orchestrator.errors import RefusedError, ResumePointError, TrainingError
@@ -22,8 +22,7 @@ from orchestrator.launch.branch.fork import fork
 from orchestrator.launch.branch.point_query import Wanted, place
 from orchestrator.launch.branch.temporary_runs import remove_left, scratch
 from orchestrator.launch.replay.replay import Replayed
-from orchestrator.launch.replay.replay_history import History, Regime
-from orchestrator.launch.replay.step_replay import difference, notes_on
+from orchestrator.launch.replay.step_replay import History, Regime, difference, notes_on
 from orchestrator.launch.start import attempt_claim
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.storage.open import absolute, split

@@ -1,43 +1,51 @@
 """The claim of a launch: creates a new run, takes the next attempt, and keeps a heartbeat.
 
-The heartbeat lasts until the attempt's journal begins.
+Before it claims, it watches whether another launch is active on the run, and waits for the processes of a
+killed driver. `history.claims.liveness` decides from the observations. The heartbeat lasts until the
+attempt's journal begins.
 """
 
 from __future__ import annotations
 
 import secrets
+import shlex
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from orchestrator.checkpoint.points.reading_progress import ReadAtOnce
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.cluster.machine import Process
+from orchestrator.checkpoint.points.verify import ReadAtOnce
+from orchestrator.cluster.machine import Process, machine_id
+from orchestrator.cluster.starvation import ProcessLook, Silence, look_at_process
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.attempt.begin_launch import begin_launch
 from orchestrator.coordinator.attempt.forking import fork_to_begin, found_run, is_folder
 from orchestrator.coordinator.machine.outcome import A_FAILURE
-from orchestrator.errors import CoordinatorSilentError, OrchestratorError, RefusedError, text_of
+from orchestrator.errors import BusyError, CoordinatorSilentError, OrchestratorError, RefusedError, text_of
 from orchestrator.faults import hook
-from orchestrator.history.claims.claim_files import FORK, JOURNAL, RESUME, REWIND, START
+from orchestrator.history.claims.claim_files import FORK, JOURNAL, RESUME, REWIND, START, WATCH_S
 from orchestrator.history.claims.claims import Claim
-from orchestrator.history.claims.heartbeat import beating
-from orchestrator.history.claims.processes import has_ended
+from orchestrator.history.claims.liveness import Free, beating
+from orchestrator.history.claims.processes import AllEnded, driver_was_killed, has_ended
 from orchestrator.history.journal.code_record import code_of
 from orchestrator.history.journal.journal_reader import journal_process
 from orchestrator.history.request_files import asker
 from orchestrator.launch.start.run_preparation import find_run
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.planning.resume.skipping import Skip
-from orchestrator.planning.state.parallel_choice import ParallelChoice
+from orchestrator.planning.state.memory import ParallelChoice
 from orchestrator.records.points import Damage
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
+
 
 HEARTBEAT_EVERY_S = 2.0
 KILLED_S = 5.0  # how long a killed coordinator may take to end
@@ -160,3 +168,82 @@ def first_weights_of(store: RunStore, job: JobConfig, say: Callable[[str], None]
             code="weights.changed",
         )
     return found
+
+
+BUSY_WATCH_S = 10.0
+ORPHANS_S = 90.0
+LOOK_S = 1.0  # an observation of storage that takes longer shows nothing about the attempt
+
+
+@contextmanager
+def watching(store: RunStore, say: Callable[[str], None]) -> Iterator[Callable[[], int]]:
+    """Runs `refuse_busy` in a thread while the block prepares the start. The yielded function waits for its
+    result.
+
+    Leaving the block ends the watch, so that an error and Ctrl-C need not wait.
+    """
+    over = threading.Event()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher:
+        found = watcher.submit(refuse_busy, store, say, over)
+        try:
+            yield found.result
+        finally:
+            over.set()
+
+
+def refuse_busy(store: RunStore, say: Callable[[str], None], over: threading.Event | None = None) -> int:
+    """Watches for at most 10 s whether another launch is active on the run; raises `BusyError` if so.
+
+    Returns the newest attempt's number (0: none). No launch is active on it, so `claimed` may take the next
+    number. Processes that a killed driver of this machine left do not count: they end by themselves, within
+    `ORPHANS_S`, and are waited for. Once they are known to have ended, nothing is watched. A wait is reported
+    once. `over` ends the watch from another thread, with `CancelledError`, which is not shown.
+    """
+    pause, told = over or threading.Event(), False
+
+    def wait(seconds: float) -> None:
+        if pause.wait(seconds):
+            raise CancelledError
+
+    newest, ended = store.newest_claim(), AllEnded(store, partial(journal_process, store.storage))
+    if newest is not None and store.read_end(newest.number) is None and not ended(newest):
+        say(
+            f"attempt {newest.number} has no end record: checking for {BUSY_WATCH_S:.0f} s whether it still "
+            "runs"
+        )
+    deadline = time.monotonic() + ORPHANS_S
+    while True:
+        found = store.watch_busy(BUSY_WATCH_S, _silence_of(store), wait, ended)
+        if isinstance(found, Free):
+            return found.number
+        claim = store.read_claim(found.number)
+        if driver_was_killed(store, claim) and time.monotonic() < deadline:
+            if not told:
+                say(
+                    f"attempt {claim.number} still runs, but its driver was killed: waiting for its "
+                    f"processes to end, at most {ORPHANS_S:.0f} s"
+                )
+            told = True
+            continue
+        raise BusyError(
+            f"run {store.storage.root} is busy: attempt {claim.number} of launch {claim.launch} on host "
+            f"{claim.host} is alive; wait until it has ended, stop it (`orchestrator stop "
+            f"{shlex.quote(store.storage.root)}`, Ctrl-C there, or `ray job stop`), or take another run.name"
+        )
+
+
+def _silence_of(store: RunStore) -> Callable[[], float]:
+    """A clock for the watch that stops while a process could not run.
+
+    The processes are this one, and on this machine the one that writes the newest attempt's journal. A
+    process that is late on a busy host is not dead.
+    """
+    newest = store.newest_claim()
+    process = None if newest is None else journal_process(store.storage, newest.number)
+    pid = process.pid if process is not None and process.machine == machine_id() else 0
+
+    def look() -> ProcessLook | None:
+        return look_at_process(pid, time.monotonic())
+
+    silence = Silence(time.monotonic(), WATCH_S + LOOK_S, look())
+    return lambda: silence.look(time.monotonic(), look())

@@ -1,7 +1,11 @@
-"""Determines what a start would do, without doing it: what it continues, whether it may, and how much is
-left.
+"""Determines what a start would do, without doing it: what it continues, whether it may, how much is left.
 
 `plan` prints the result. A start calls it first, and claims only what it may begin.
+
+`plan_older_point` continues an older resume point within the same start, if the workers found the newest one
+damaged. The driver compares sizes and headers before it claims. The workers compare the digests of what they
+load. The damage that they report ends their attempt. The driver then verifies it, marks the point and plans
+the next attempt of the same start, as a manual start would.
 """
 
 from __future__ import annotations
@@ -14,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from orchestrator.checkpoint.points.point_files import Each
 from orchestrator.checkpoint.points.points import Point
-from orchestrator.checkpoint.points.reading_progress import ReadAtOnce
 from orchestrator.checkpoint.points.run_file import RunFile
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.checkpoint.points.verify import point_path
+from orchestrator.checkpoint.points.verify import ReadAtOnce, point_path
 from orchestrator.config.schema import JobConfig
+from orchestrator.coordinator.attempt.begin_launch import mark_damaged
 from orchestrator.coordinator.attempt.data_end import find_known_epochs
 from orchestrator.coordinator.attempt.forking import fork_to_begin, point_info, read_parent_point
 from orchestrator.coordinator.attempt.resume_point_choice import (
@@ -41,20 +45,21 @@ from orchestrator.coordinator.attempt.survey import (
     survey,
 )
 from orchestrator.coordinator.attempt.trained_code import code_changes
-from orchestrator.errors import RefusedError, ResumePointError, UnreachableNodeError
+from orchestrator.errors import RefusedError, ResumePointError, StorageError, UnreachableNodeError
 from orchestrator.history.claims.claims import ForkedFrom
 from orchestrator.history.sentences import count
-from orchestrator.launch.start.run_path_check import refuse_inside
-from orchestrator.launch.start.run_preparation import find_run, prepare
-from orchestrator.launch.start.start_report import data_have_ended
+from orchestrator.launch.process.launch_report import data_have_ended
+from orchestrator.launch.start.run_preparation import find_run, prepare, refuse_inside
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.planning.resume.skipping import SkipDecision
-from orchestrator.records.points import Damage
+from orchestrator.records.points import Damage, damaged_point
+from orchestrator.records.run_status import RunStatus
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
     from orchestrator.launch.capacity.capacity import KnownMachines
-    from orchestrator.planning.state.parallel_choice import Machine
+    from orchestrator.planning.state.memory import Machine
+
 
 _BY_SIZES = (
     "sizes and headers of the point's files are right; the workers compare the digests of what they load"
@@ -318,3 +323,51 @@ def refused(
 ) -> ResumePlan:
     """The plan, refused if there are problems. `code` is the code of each of them."""
     return found.refused([f"{job.run.run_uri}: {problem}" for problem in problems], code)
+
+
+def is_damaged_load(status: RunStatus) -> bool:
+    """Whether the attempt ended because its workers could not load a damaged point, without a request to
+    stop.
+    """
+    return status.ended == "failed" and bool(status.damages) and not status.stopping
+
+
+def plan_older_point(
+    store: RunStore,
+    job: JobConfig,
+    spec: DataSpec,
+    found: Sequence[Damage],
+    known: Sequence[Damage],
+    attempt: int,
+    say: Callable[[str], None],
+) -> ResumePlan:
+    """The plan of the next attempt after the workers of `attempt` found these damages.
+
+    `known` are those that this start has found before; the plan's `damages` are all of them. Marks the
+    damaged point.
+
+    Raises `StorageError` if this process reads the committed bytes correctly although a worker did not, or
+    cannot read them: then nothing is known to be damaged (membership rule 16). Raises `WantedPointError` for
+    a point that `resume.from` names, `ResumePointError` if no older point is whole, and `RefusedError` if the
+    configuration may not continue the older one.
+    """
+    before = {damage.point for damage in known}
+    if before.issuperset(damage.point for damage in found):
+        raise damaged_point(found)  # it should not have been loaded again
+    for damage in found:
+        say(f"attempt {attempt} ends: its workers cannot load {damage}")
+    confirmed = store.confirmed(found, ReadAtOnce(store.storage, say, "reading the damaged file again"))
+    if not confirmed:
+        listed = "; ".join(map(str, found))
+        raise StorageError(
+            f"{listed}, as a worker read it; this process reads the bytes that were committed, so that the "
+            f"point is not damaged. Check the memory, the disk and the mount of {store.storage.root} on the "
+            "worker's machine, then start the same command again",
+            code="point.read_differently",
+        )
+    mark_damaged(store, confirmed, f"attempt {attempt}")
+    damages = (*known, *confirmed)
+    plan = look_ahead(store, job, spec, draw=True, known=damages)
+    if plan.action == "refuse":
+        raise plan.refusal
+    return replace(plan, damages=damages)

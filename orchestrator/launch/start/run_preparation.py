@@ -1,6 +1,7 @@
 """The common parts of every start, with Ray or without: the run's folder, its frozen data, and digests.
 
-Members compare the digests. Imports neither ray nor torch.
+Members compare the digests. A new run inside another run's folder, or around one, is refused: a run's next
+start deletes files in its folder that are not its own. Imports neither ray nor torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from orchestrator.checkpoint.node_local.node_folder import NodesHere
 from orchestrator.checkpoint.node_local.node_storage import NodeStorage
 from orchestrator.checkpoint.node_local.node_storage import run_storage as storage_of_run
 from orchestrator.checkpoint.points.points import Point, random_numbers
-from orchestrator.checkpoint.points.run_file import RunFile
+from orchestrator.checkpoint.points.run_file import RUN_FILE, RunFile
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.ray_inventory import JOB_COPIES
 from orchestrator.config.field_rules import field_rules
@@ -39,11 +40,11 @@ from orchestrator.coordinator.attempt.source_resolution import (
 )
 from orchestrator.coordinator.attempt.survey import Survey, decided
 from orchestrator.errors import ConfigError, RefusedError, StorageError
-from orchestrator.planning.resume.manifests import Reading
+from orchestrator.planning.resume.source_lists import Reading
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.files import Storage
-from orchestrator.storage.open import check_bucket, join, open_storage
+from orchestrator.storage.open import above, check_bucket, is_bucket, join, open_storage
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
@@ -237,3 +238,38 @@ def config_digest(job: JobConfig) -> str:
 def rng_document(job: JobConfig) -> dict[str, Any]:
     """Everything about random numbers that a resume needs; stored in every point."""
     return random_numbers(job.train.seed)
+
+
+def refuse_inside(store: RunStore) -> None:
+    """Raises `RefusedError` if the new run of `store` would be in a run's folder, at any depth.
+
+    Symbolic links are resolved. A run's folder has a run.json, or (if that is lost) claims or resume points.
+    """
+    folder = store.storage.root
+    real = folder if is_bucket(folder) else os.path.realpath(folder)
+    for outer in dict.fromkeys((*above(folder), *above(real))):
+        other = RunStore(store.storage.beside(outer))
+        if other.storage.exists(RUN_FILE) or other.claim_numbers() or other.point_names():
+            raise RefusedError(
+                f"the new run's folder {folder} would lie inside the run {outer}: a start of that run "
+                "deletes files in its folder that are not its own; nothing is written. Give a folder outside "
+                "of all runs (for a start: another run.storage or run.name)",
+                code="run.inside_run",
+            )
+
+
+def refuse_around(store: RunStore, known: str) -> None:
+    """Raises `RefusedError` if the new run's folder would contain a run.
+
+    That is the run in the folder `known`, at any depth, or one directly in the new folder.
+    """
+    folder = store.storage.root
+    inner = [known] if folder in above(known) else []
+    names = store.storage.list("")
+    inner += [f"{folder}/{name}" for name in names if store.storage.exists(f"{name}/{RUN_FILE}")]
+    if inner:
+        raise RefusedError(
+            f"the new run's folder {folder} would contain the run {inner[0]}: the files of both would mix; "
+            "nothing is written. Give a folder of its own, e.g. one beside that run",
+            code="run.around_run",
+        )

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from orchestrator import html_text
-from orchestrator.errors import RefusedError
+from orchestrator.errors import Refusal, RefusedError
 from orchestrator.json_form import encode
 from orchestrator.planning.batches import (
     Remaining,
@@ -23,22 +23,27 @@ from orchestrator.planning.batches import (
     remaining,
 )
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, choose_next
-from orchestrator.planning.refusals import Refusal
-from orchestrator.planning.resume.data_end import KnownEpochs, epochs_of, nothing_left
-from orchestrator.planning.resume.data_seen import PlannedSkip, SourceSeen, sources_seen
-from orchestrator.planning.resume.differences import (
+from orchestrator.planning.resume.data_progress import (
+    KnownEpochs,
+    PlannedSkip,
+    SourceSeen,
+    epochs_of,
+    nothing_left,
+    sources_seen,
+)
+from orchestrator.planning.resume.identity import (
     OF_A_SOURCE,
     Difference,
+    RunIdentity,
+    compare,
     differences,
     names_of_sources,
     refusals,
     value_text,
     with_defaults,
 )
-from orchestrator.planning.resume.identity import RunIdentity, compare
-from orchestrator.planning.resume.manifests import SourceLists
-from orchestrator.planning.resume.restarting import RestartDecision, SourceChange
 from orchestrator.planning.resume.skipping import Skip, SkipDecision
+from orchestrator.planning.resume.source_lists import RestartDecision, SourceChange, SourceLists
 from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.points import Damage

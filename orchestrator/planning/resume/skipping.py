@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.planning.refusals import Refusal
+from orchestrator.errors import Refusal
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StateKey
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from orchestrator.planning.state.state_layout import Layout, StateTensor
-from orchestrator.planning.state.state_moves import Move, Transfer, moves, transfers
+from orchestrator.planning.state.state_layout import Layout, Move, StateTensor, Transfer, moves, transfers
 
 MESSAGE_BYTES = 32 << 20
 _DIGEST_BYTES = 16

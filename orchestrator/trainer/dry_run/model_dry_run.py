@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.train_sections import ModelConfig
+from orchestrator.config.sections import ModelConfig
 from orchestrator.errors import ConfigError, OrchestratorError, StorageError
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.state.memory import ModelSize

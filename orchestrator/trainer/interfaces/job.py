@@ -17,7 +17,7 @@ from orchestrator.records.steps import StateKey
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import ResumeConfig
-    from orchestrator.config.train_sections import ModelConfig, TrainConfig
+    from orchestrator.config.sections import ModelConfig, TrainConfig
 
 DONE, STOPPED, LEFT = "done", "stopped", "left"  # reasons of an outcome
 

@@ -14,9 +14,7 @@ from blake3 import blake3
 from orchestrator.checkpoint.files.manifest import PartDamage, damaged
 from orchestrator.checkpoint.files.pieces import Piece
 from orchestrator.errors import OrchestratorError, ResumePointError, StorageError
-from orchestrator.planning.shared_reading import even_runs, readers_with
-from orchestrator.planning.state.state_layout import Layout
-from orchestrator.planning.state.state_moves import Move
+from orchestrator.planning.state.state_layout import Layout, Move, even_runs, readers_with
 from orchestrator.records.points import Damage, DamagedPointError, damaged_point
 from orchestrator.trainer.comm.group import GenerationEnded, Group, collective
 from orchestrator.trainer.comm.reshard import DigestError, Parcel, exchange, tensor_as_bytes

@@ -80,7 +80,7 @@ def own_tensors(held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 # -------------------------------------------------------------------------------------------- a point's files
 class StateFiles(Protocol):
-    """The storage of points, for example `checkpoint.points.checkpoint_reader.CommittedFiles`."""
+    """The storage of points, for example `checkpoint.points.rank_files.CommittedFiles`."""
 
     @property
     def storage(self) -> Storage:

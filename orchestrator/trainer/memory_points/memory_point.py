@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from orchestrator.errors import StorageError
 from orchestrator.faults import Hook
-from orchestrator.planning.state.neighbours import neighbours
+from orchestrator.planning.state.copy_placement import neighbours
 from orchestrator.planning.state.state_layout import StateTensor, flat_shard
 from orchestrator.records.membership import GenerationView, HeldShard, Source
 from orchestrator.records.steps import StateKey

@@ -25,7 +25,7 @@ from orchestrator.trainer.weights.ties import follow_files, keep_in_float32, sha
 from orchestrator.trainer.weights.transformers_model import naming_model, transformers_settings
 
 if TYPE_CHECKING:
-    from orchestrator.config.train_sections import ModelConfig
+    from orchestrator.config.sections import ModelConfig
 
 NO_LOSS = -100  # the label of a position without a target
 _NAMED = 10

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from orchestrator.checkpoint.files.dtypes import SAFETENSORS
+from orchestrator.checkpoint.files.part_file import SAFETENSORS
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.model.model_call import (
     call_model,

@@ -29,7 +29,9 @@ from orchestrator.trainer.weights.initial import fill_rows
 from orchestrator.trainer.weights.ties import shared_buffers_kept
 
 if TYPE_CHECKING:
-    from orchestrator.config.train_sections import ModelConfig, TrainConfig
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from orchestrator.config.sections import ModelConfig, TrainConfig
     from orchestrator.trainer.comm.group import Group
 
 _CPU = torch.device("cpu")

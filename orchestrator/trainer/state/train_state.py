@@ -32,7 +32,7 @@ from orchestrator.trainer.loading.state_tensors import (
 from orchestrator.trainer.model.build_model import build_model, first_model
 
 if TYPE_CHECKING:
-    from orchestrator.config.train_sections import ModelConfig, TrainConfig
+    from orchestrator.config.sections import ModelConfig, TrainConfig
     from orchestrator.trainer.comm.group import Group
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from orchestrator.checkpoint.files.dtypes import SAFETENSORS
+from orchestrator.checkpoint.files.part_file import SAFETENSORS
 from orchestrator.checkpoint.files.reading import PointReader
 from orchestrator.errors import ConfigError, ResumePointError
 from orchestrator.records.points import DamagedPointError
@@ -36,7 +36,7 @@ from orchestrator.trainer.weights.weight_files import (
 )
 
 if TYPE_CHECKING:
-    from orchestrator.config.train_sections import ModelConfig
+    from orchestrator.config.sections import ModelConfig
 
 BUFFER_BYTES = 8 << 20
 _Shapes = dict[str, tuple[int, ...]]

@@ -32,7 +32,7 @@ from orchestrator.trainer.weights.transformers_model import (
 )
 
 if TYPE_CHECKING:
-    from orchestrator.config.train_sections import ModelConfig
+    from orchestrator.config.sections import ModelConfig
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]  # name → (torch's name of the dtype, shape)
 

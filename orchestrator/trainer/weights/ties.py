@@ -21,7 +21,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.trainer.weights.weight_files import StoredTensor, held_in, is_point, stored_tensors
 
 if TYPE_CHECKING:
-    from orchestrator.config.train_sections import ModelConfig
+    from orchestrator.config.sections import ModelConfig
 
 _BUFFER_BYTES = 8 << 20
 

@@ -17,7 +17,7 @@ from orchestrator.storage.open import open_storage, small_files
 from orchestrator.trainer.weights.ties import follow_files, follow_names
 
 if TYPE_CHECKING:
-    from orchestrator.config.train_sections import ModelConfig
+    from orchestrator.config.sections import ModelConfig
 
 SETTINGS, GENERATION = "config.json", "generation_config.json"
 _READ_ONLY = re.compile(r"property '(\w+)' of '\w+' object has no setter")

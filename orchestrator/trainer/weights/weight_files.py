@@ -9,10 +9,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.checkpoint.files.documents import read_manifest
-from orchestrator.checkpoint.files.dtypes import SAFETENSORS
-from orchestrator.checkpoint.files.manifest import MODEL, Manifest, PartDamage, damaged
-from orchestrator.checkpoint.files.part_file import LENGTH_BYTES, read_header
+from orchestrator.checkpoint.files.manifest import MODEL, Manifest, PartDamage, damaged, read_manifest
+from orchestrator.checkpoint.files.part_file import LENGTH_BYTES, SAFETENSORS, read_header
 from orchestrator.checkpoint.node_local.node_storage import run_storage
 from orchestrator.errors import ConfigError, ResumePointError
 from orchestrator.storage.files import Storage

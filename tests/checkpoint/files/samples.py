@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from orchestrator.checkpoint.files.documents import manifest_of, parts_document
-from orchestrator.checkpoint.files.manifest import Manifest, Name
+from orchestrator.checkpoint.files.manifest import Manifest, Name, manifest_of, parts_document
 from orchestrator.checkpoint.files.part_file import PartFile, PartRows, make_part, write_part
 from orchestrator.checkpoint.writer.part_job import JobPart, PartJob
 from orchestrator.planning.state.state_layout import Layout, Place, StateTensor, written_rows

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.checkpoint.node_local.folder_checks import ASK_AGAIN_S, FolderChecks
+from orchestrator.checkpoint.node_local.node_folder import ASK_AGAIN_S, FolderChecks
 
 NODES = ("a", "b")
 EVENTS = st.tuples(

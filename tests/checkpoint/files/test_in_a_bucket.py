@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.checkpoint.files.documents import manifest_of, parts_document
-from orchestrator.checkpoint.files.manifest import PartDamage
+from orchestrator.checkpoint.files.manifest import PartDamage, manifest_of, parts_document
 from orchestrator.checkpoint.files.reading import PointReader
 from orchestrator.checkpoint.writer.part_writer import PartWriter
 from orchestrator.errors import StorageError

@@ -20,7 +20,7 @@ from orchestrator.inspect.dashboard.app import _api, make_app
 from orchestrator.inspect.dashboard.runs import ROW_BYTES, Runs
 from orchestrator.inspect.run import Run
 from orchestrator.launch.capacity.capacity import KnownMachines, memory_plan
-from orchestrator.planning.state.parallel_choice import Machine
+from orchestrator.planning.state.memory import Machine
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from tests.inspect.dashboard.serving import HOST, TOKEN, Served, client

@@ -51,7 +51,7 @@ class UserFormat:
 
 def is_builtin(name: str) -> bool:
     """Whether the format is one of this package."""
-    from orchestrator.config.data_sections import FORMAT_NAMES
+    from orchestrator.config.sections import FORMAT_NAMES
 
     return name in FORMAT_NAMES
 

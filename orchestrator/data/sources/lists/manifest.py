@@ -23,7 +23,7 @@ from orchestrator.data.sources.lists.file_rows import VERSION, Cut, FileRow, Fil
 from orchestrator.data.sources.lists.listing import Listing, list_files, require_regular
 from orchestrator.data.sources.records.content import Content
 from orchestrator.errors import DataError, DataIdentityError
-from orchestrator.planning.resume.restarting import restart_text
+from orchestrator.planning.resume.source_lists import restart_text
 
 PROBE_BYTES = 4096
 # in a probe, precedes the storage's identifier of the content

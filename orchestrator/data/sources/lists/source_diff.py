@@ -22,10 +22,10 @@ from orchestrator.data.sources.lists.file_rows import FileRow
 from orchestrator.data.sources.lists.listing import Listing, list_files, patterns_in, same_files
 from orchestrator.data.sources.lists.manifest import ETAG, Manifest, changed_text, difference, file_row
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
-from orchestrator.planning.resume.restarting import files_text, restart_text
+from orchestrator.planning.resume.source_lists import files_text, restart_text
 
 if TYPE_CHECKING:
-    from orchestrator.config.data_sections import SourceConfig
+    from orchestrator.config.sections import SourceConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:

@@ -1,7 +1,7 @@
 """Recomputes for an audit which list of a source's files each epoch read.
 
 It compares each claim with the one before (data rules 23 and 24). It shares no code with
-`planning.resume.manifests`, which decides it, so that a fault there cannot hide here.
+`planning.resume.source_lists`, which decides it, so that a fault there cannot hide here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from orchestrator.planning.resume.manifests import SourceLists
+from orchestrator.planning.resume.source_lists import SourceLists
 from orchestrator.records.cursor import SourceCursor
 
 

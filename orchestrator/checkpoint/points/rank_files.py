@@ -1,6 +1,8 @@
-"""Writes a rank's parts to the disk of its own node, with a copy on another one (`resume.node_folder`).
+"""The files of points that a rank writes and reads.
 
-With the copy, a lost node costs no point. `Copies` transports the copies.
+With `resume.node_folder`, a rank's parts are written to the disk of its own node, with a copy on another one.
+With the copy, a lost node costs no point. `Copies` transports the copies. Only files that COMMIT lists are
+read.
 """
 
 from __future__ import annotations
@@ -8,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from orchestrator.checkpoint.files.manifest import Manifest
 from orchestrator.checkpoint.node_local.node_folder import expanded, make_node, place_in
+from orchestrator.checkpoint.points.point_files import PointFiles
 from orchestrator.checkpoint.writer.part_job import PartCancelled
+from orchestrator.checkpoint.writer.part_writer import Placed
 from orchestrator.errors import text_of
 from orchestrator.records.points import FileEntry, NodePlace
 from orchestrator.storage.files import Storage
@@ -76,3 +81,21 @@ class PartsOnNode:
             )
             return (own,)
         return (own,) if kept is None else (own, kept)
+
+
+class CommittedFiles:
+    """`trainer.loading.loading.StateFiles` of a run. Safe to use from threads."""
+
+    def __init__(self, storage: Storage, on_node: PartsOnNode | None = None) -> None:
+        """`on_node`: this rank's parts are written there, not to `storage`."""
+        self.storage, self._points = storage, PointFiles(storage)
+        self.parts = on_node.storage if on_node is not None else storage
+        self.placed: Placed | None = on_node.placed if on_node is not None else None
+
+    def manifest(self, point: str) -> Manifest:
+        """Returns the tensors of a point and the digests of their files, as listed in COMMIT.
+
+        Thus nothing of another step, or of another save of the same step, is loaded. Raises
+        `ResumePointError` for a document that is not as it was committed.
+        """
+        return self._points.read_manifest(point)

@@ -1,1 +1,0 @@
-"""Detects failures of workers, peers and storage, and counts them."""
