@@ -15,6 +15,7 @@ from enum import StrEnum
 from orchestrator.elastic.formation import Generation
 from orchestrator.elastic.membership_state import MembershipState
 from orchestrator.elastic.state_selection import ParentStateSelection, held_by, holds_any
+from orchestrator.records.backoff import Backoff
 from orchestrator.records.membership import JoinRequest
 from orchestrator.records.steps import StateKey
 
@@ -23,7 +24,7 @@ HOLD_LIMIT_S = 120.0  # how long training waits at most for the point that is sa
 _LATE_FACTOR = 3.0  # without other workers, a group leaves when this many times the leaving time is left
 _SLOWER = 1.5  # a save may take this many times as long as the slowest of the last ones
 _KEPT = 3
-_FIRST_RETRY_S, _MOST_RETRY_S = 5.0, 320.0
+_RETRIES = Backoff(first_s=5.0, most_s=320.0)
 
 
 class Course(StrEnum):
@@ -126,7 +127,7 @@ class Draining:
         self._course: Course | None = None
         self._for: tuple[str, ...] = ()  # the nodes that the course was chosen for
         self._until = math.inf
-        self._not_before, self._retry_s = -math.inf, _FIRST_RETRY_S
+        self._not_before, self._retry_s = -math.inf, 0.0
 
     @property
     def nodes(self) -> Mapping[str, float]:
@@ -181,7 +182,8 @@ class Draining:
         if self._course not in _LEAVING:
             return False
         self._course, self._until = None, math.inf
-        self._not_before, self._retry_s = now + self._retry_s, min(2 * self._retry_s, _MOST_RETRY_S)
+        self._retry_s = _RETRIES.after(self._retry_s)
+        self._not_before = now + self._retry_s
         return True
 
     def is_late(self, now: float) -> bool:
@@ -190,7 +192,7 @@ class Draining:
 
     def _end(self) -> None:
         self._course, self._for, self._until = None, (), math.inf
-        self._not_before, self._retry_s = -math.inf, _FIRST_RETRY_S
+        self._not_before, self._retry_s = -math.inf, 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

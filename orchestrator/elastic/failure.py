@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from orchestrator.elastic.formation import RendezvousSettings, StopRun
 from orchestrator.errors import StorageError
+from orchestrator.records.backoff import Backoff
 
 
 class FailureBackoff:
@@ -58,10 +59,10 @@ class FailureBackoff:
 
         The delay doubles each time. With `first_is_free` there is none the first time.
         """
+        backoff = Backoff(first_s=self._settings.forming_s, most_s=self._settings.longest_delay_s)
         for node in sorted(set(nodes)):
             times = self._delays.get(node, (0, 0.0))[0]
-            delay = min(self._settings.forming_s * 2**times, self._settings.longest_delay_s)
-            delay = 0.0 if first_is_free and not times else delay
+            delay = 0.0 if first_is_free and not times else backoff.nth(times)
             self._delays[node] = (times + 1, now + delay)
 
     def failed_to_start(self) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from orchestrator.checkpoint.commit import retention
 from orchestrator.checkpoint.commit.commit_events import (
     Action,
     ClaimChecked,
@@ -23,6 +22,7 @@ from orchestrator.checkpoint.commit.commit_events import (
 )
 from orchestrator.checkpoint.commit.commit_machine import CHECK_EVERY_S, CommitMachine
 from orchestrator.checkpoint.commit.retention import DeleteRetries, KeptPoints
+from orchestrator.records.backoff import MOST_RETRY_S
 from tests.checkpoint.samples import key
 from tests.checkpoint.test_commit_machine import committed, machine
 
@@ -105,7 +105,7 @@ def moves(world: World) -> Iterator[World]:
 
 def ends_well(world: World) -> str:
     """What is wrong if storage deletes from now on, and time goes on."""
-    for _ in range(2 * int(retention.MOST_S / CHECK_EVERY_S)):
+    for _ in range(2 * int(MOST_RETRY_S / CHECK_EVERY_S)):
         while world.under_way:
             world = answer(world, works=True)
         world = tick(world)

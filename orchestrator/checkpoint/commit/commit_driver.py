@@ -29,13 +29,14 @@ from orchestrator.checkpoint.commit.commit_events import (
     VoteCast,
 )
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
-from orchestrator.checkpoint.commit.pending_save import MOST_S, SaveRetries
+from orchestrator.checkpoint.commit.pending_save import SaveRetries
 from orchestrator.checkpoint.commit.store_actions import PointCommitter, failure, note_committed
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history import sentences
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
+from orchestrator.records.backoff import MOST_RETRY_S
 from orchestrator.records.membership import StillWaiting
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey
@@ -171,7 +172,7 @@ class Commits:
                     case Acknowledge() | GiveUp():
                         await self._answer(action)
                     case DeletesFail():
-                        text = sentences.deletes_fail(action.name, action.reason, MOST_S)
+                        text = sentences.deletes_fail(action.name, action.reason, MOST_RETRY_S)
                         await self._listener.warned(text)
                     case DeletesWork():
                         await self._listener.warned(sentences.deletes_work(action.name))
@@ -303,7 +304,7 @@ class Commits:
             return
         self._told.add(last_s is not None)
         if last_s is None:
-            await self._listener.warned(sentences.saves_fail(retry_s, MOST_S))
+            await self._listener.warned(sentences.saves_fail(retry_s, MOST_RETRY_S))
         else:
             await self._listener.warned(sentences.last_save_fails(last_s))
 

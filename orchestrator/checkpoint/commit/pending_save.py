@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 
+from orchestrator.records.backoff import STORAGE_BACKOFF
 from orchestrator.records.points import Vote
 from orchestrator.records.steps import StateKey
 
@@ -167,10 +168,6 @@ def _only(sets: Mapping[StateKey, int], who: int, key: StateKey | None) -> dict[
     return {each: ranks for each, ranks in left.items() if ranks}
 
 
-FIRST_S = 5.0
-MOST_S = 320.0
-
-
 class SaveRetries:
     """Retries of saves that are given up: after 5, 10, 20, ... 320 s, and then every 320 s.
 
@@ -182,7 +179,7 @@ class SaveRetries:
     """
 
     def __init__(self) -> None:
-        self._wait_s = FIRST_S
+        self._wait_s = 0.0
         self._next: float | None = None
 
     @property
@@ -192,13 +189,13 @@ class SaveRetries:
 
     def given_up(self, now: float) -> float:
         """A save was given up. Returns the seconds until another one is tried."""
-        wait_s, self._wait_s = self._wait_s, min(2 * self._wait_s, MOST_S)
-        self._next = now + wait_s
-        return wait_s
+        self._wait_s = STORAGE_BACKOFF.after(self._wait_s)
+        self._next = now + self._wait_s
+        return self._wait_s
 
     def committed(self) -> None:
         """A save was committed."""
-        self._wait_s, self._next = FIRST_S, None
+        self._wait_s, self._next = 0.0, None
 
     def due(self, now: float) -> bool:
         """Whether another save is to be tried now."""

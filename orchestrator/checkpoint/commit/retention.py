@@ -18,8 +18,8 @@ from orchestrator.checkpoint.commit.commit_events import (
     DeletesWork,
     VerifyPoint,
 )
-from orchestrator.checkpoint.commit.pending_save import FIRST_S, MOST_S
 from orchestrator.checkpoint.points.points import newest_first, parse_point_name
+from orchestrator.records.backoff import STORAGE_BACKOFF
 from orchestrator.records.steps import StateKey
 
 # the number of verified points newer than the newest claim's parent after which that may be deleted
@@ -131,7 +131,7 @@ class DeleteRetries:
 
     def failed(self, now_s: float) -> DeleteRetries:
         """A deletion failed."""
-        wait_s = min(2 * self.wait_s, MOST_S) or FIRST_S
+        wait_s = STORAGE_BACKOFF.after(self.wait_s)
         return dataclasses.replace(self, wait_s=wait_s, next_s=now_s + wait_s)
 
     def worked(self) -> DeleteRetries:

@@ -18,6 +18,7 @@ from orchestrator.planning.state.memory import layout_text
 from orchestrator.planning.state.state_layout import layout_of
 from orchestrator.records.cursor import Cursor
 from orchestrator.terminal_text import visible
+from orchestrator.text import span
 
 LeftOut = Mapping[str, Mapping[str, int]]  # by source: `filtered`, `held_out`, `long`, `unpacked`
 
@@ -210,7 +211,7 @@ def status_lines(view: RunView) -> list[str]:
     if view.layout is not None:
         lines.append(f"  state       {view.layout}")
     if view.eta_s is not None:
-        lines.append(f"  done in     about {duration(view.eta_s)}")
+        lines.append(f"  done in     about {span(view.eta_s)}")
     point = view.newest_point or "none"
     when = moment(view.newest_point_at, view.newest_point_age_s)
     lines.append(f"  last point  {point}  {when}".rstrip())
@@ -223,24 +224,12 @@ def status_lines(view: RunView) -> list[str]:
     return [visible(line) for line in lines]
 
 
-def duration(seconds: float) -> str:
-    """`12 s`, `5 min`, `3 h 20 min`, `2 d 4 h`."""
-    minutes, hours = int(seconds // 60), int(seconds // 3600)
-    if minutes < 1:
-        return f"{seconds:.0f} s"
-    if hours < 1:
-        return f"{minutes} min"
-    if hours < 24:
-        return f"{hours} h {minutes % 60} min"
-    return f"{hours // 24} d {hours % 24} h"
-
-
 def moment(time: str | None, age_s: float | None) -> str:
     """A time of the journal with its age; empty if there is none."""
     if time is None:
         return ""
     text = time[:19].replace("T", " ") + " UTC"
-    return f"{text}, {duration(age_s)} ago" if age_s is not None else text
+    return f"{text}, {span(age_s)} ago" if age_s is not None else text
 
 
 def status_html(view: RunView) -> str:
@@ -255,7 +244,7 @@ def status_html(view: RunView) -> str:
         ("speed", speed),
         ("workers", view.workers and f"{view.workers} of {view.workers_wanted or view.workers}"),
         ("state", view.layout),
-        ("done in", view.eta_s and f"about {duration(view.eta_s)}"),
+        ("done in", view.eta_s and f"about {span(view.eta_s)}"),
         ("newest point", view.newest_point),
         ("quarantined", ", ".join(view.quarantined)),
         ("last fault", view.last_fault),
