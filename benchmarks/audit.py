@@ -40,9 +40,8 @@ from orchestrator.history.claims.claims import ClaimParent, GenerationStart
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_writer import JournalWriter
 from orchestrator.json_form import encode
-from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.steps import StepRecord
+from orchestrator.records.steps import StepRange, StepRecord
 from orchestrator.storage.files import Storage
 
 _CALL_BYTES = 1 << 20  # of text in a call of the encoder, as the stream has them

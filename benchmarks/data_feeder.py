@@ -26,9 +26,9 @@ from orchestrator.data.feed.feeder_actor import start_feeder
 from orchestrator.data.feed.remote_feed import RayFeed
 from orchestrator.data.spec import DataSpec
 from orchestrator.planning.batches import next_range
-from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView
+from orchestrator.records.steps import StepRange
 
 _CONSUMERS, _BATCH, _SEQ_LEN = 8, 128, 2048
 _EPOCHS = 8

@@ -10,7 +10,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.terminal_text import visible
+from orchestrator.text import visible
 
 
 class OrchestratorError(Exception):

@@ -15,7 +15,7 @@ import typer
 from orchestrator.cli.shared import Json, RunUri, app, print_json, print_lines, say
 from orchestrator.errors import StorageError
 from orchestrator.history.finding_files import AUDIT, VERIFY, audit_result, verify_result
-from orchestrator.terminal_text import visible
+from orchestrator.text import visible
 
 if TYPE_CHECKING:
     from orchestrator.inspect.run import Run

@@ -20,7 +20,7 @@ from typer.exceptions import TyperException
 from orchestrator import __version__
 from orchestrator.errors import ConfigError, OrchestratorError, error_document
 from orchestrator.launch.process.safe_output import OutputError, Screen
-from orchestrator.terminal_text import visible, visible_json, visible_lines
+from orchestrator.text import visible, visible_json, visible_lines
 
 if TYPE_CHECKING:
     from orchestrator.inspect.run_control import Reply

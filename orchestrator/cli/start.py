@@ -23,7 +23,7 @@ from orchestrator.cli.shared import (
     say,
 )
 from orchestrator.launch.process.safe_output import OutputError, output_never_waits, write_result
-from orchestrator.terminal_text import visible
+from orchestrator.text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

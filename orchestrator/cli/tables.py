@@ -10,7 +10,7 @@ from orchestrator.inspect.status.orphans import Pruned
 from orchestrator.inspect.status.verifying import HEALTH
 from orchestrator.inspect.status.view import left_out_lines, skipped_lines
 from orchestrator.planning.resume.resume_plan import ResumePlan
-from orchestrator.terminal_text import visible
+from orchestrator.text import visible
 
 
 def plan_lines(plan: ResumePlan) -> list[str]:

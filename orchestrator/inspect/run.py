@@ -33,14 +33,14 @@ from orchestrator.inspect.status.verifying import NoProgress, Progress, Verifyin
 from orchestrator.inspect.status.view import Quiet, RunView, not_watched
 from orchestrator.records.steps import StepRecord
 from orchestrator.storage.open import open_storage
-from orchestrator.terminal_text import visible
+from orchestrator.text import visible
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from orchestrator.config.schema import JobConfig
     from orchestrator.inspect.audit.audit_run import AuditProgress
-    from orchestrator.inspect.planned import Planned
+    from orchestrator.inspect.run_control import Planned
     from orchestrator.inspect.views.run_views import RunViews
     from orchestrator.launch.branch.fork import ForkPlan
     from orchestrator.launch.branch.rewind import RewindPlan
@@ -188,7 +188,7 @@ class Run:
         pruned = prune(self._store, orphans_of(self._store, seen), asker(), self._run_id(), dry_run)
         if not any(event.kind == EventKind.ATTEMPT for event in seen.journal.events):
             return pruned
-        from orchestrator.inspect.audit.run_data import attempt_configs
+        from orchestrator.inspect.audit.trained_data import attempt_configs
 
         keep = attempt_configs(self.uri, seen)[-1].resume
         return [*pruned, *release(self._store, seen, keep, asker(), self._run_id(), dry_run)]
@@ -442,7 +442,7 @@ class Run:
         it returns does it.
         """
         from orchestrator.config.loading import parse_config
-        from orchestrator.inspect.planned import Planned
+        from orchestrator.inspect.run_control import Planned
         from orchestrator.launch import api
 
         config = parse_config(self.config().to_json(), overrides)
@@ -470,7 +470,7 @@ class Run:
 
     def config(self) -> JobConfig:
         """The configuration of the newest attempt."""
-        from orchestrator.inspect.audit.run_data import attempt_configs
+        from orchestrator.inspect.audit.trained_data import attempt_configs
 
         return attempt_configs(self.uri, survey(self._store))[-1]
 
@@ -513,7 +513,7 @@ class Run:
         Reads the files from the nearest cursor in the journal on. Raises as `audit` does.
         """
         from orchestrator.data.code_process import call, needs_code
-        from orchestrator.inspect.audit.run_data import trained_data
+        from orchestrator.inspect.audit.trained_data import trained_data
         from orchestrator.inspect.step_documents import step_documents
 
         seen = survey(self._store)

@@ -1,17 +1,25 @@
-"""Makes a request to a running launch, as a file in its storage, and waits for the answer in its journal."""
+"""What a notebook does to a run: requests to its launch, and plans that can be executed.
+
+A request is a file in the run's storage; the launch answers in its journal.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import RefusedError
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.journal.journal_lines import JournalLines, Line
 from orchestrator.history.request_files import RequestFiles
+from orchestrator.planning.resume.resume_plan import ResumePlan
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
+    from orchestrator.launch.api import RunResult
 
 LOOK_EVERY_S = 0.5
 QUIET_S = 10.0  # after this long without an answer, checks whether the run is alive
@@ -138,3 +146,47 @@ class Asking:
             return None
         text = f"{root}: the run has ended ({end.outcome}: {end.reason}); {void}"
         return RefusedError(text, code="run.not_running")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A plan and its configuration: that of the run's newest attempt with the overrides."""
+
+    plan: ResumePlan
+    config: JobConfig
+
+    @property
+    def action(self) -> str:
+        """What a start would do: start, resume or refuse."""
+        return self.plan.action
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of `orchestrator plan --json`."""
+        return self.plan.to_json()
+
+    def execute(self) -> RunResult:
+        """Trains by this plan, in this process, and returns when training has ended; see
+        `orchestrator.train`.
+
+        Raises `RefusedError` if the plan is a refusal, or if the run has changed since so that another plan
+        would apply.
+        """
+        from orchestrator.launch import api
+
+        if self.plan.action == "refuse":
+            raise self.plan.refusal
+        now = api.plan(self.config)
+        if (now.action, now.point) != (self.plan.action, self.plan.point):
+            raise RefusedError(
+                f"{self.config.run.run_uri} has changed since this plan: it would {self.plan.action} from "
+                f"{self.plan.point or 'the beginning'}, and would now {now.action} from "
+                f"{now.point or 'the beginning'}; nothing was started, plan again",
+                code="run.changed_since_plan",
+            )
+        return api.train(self.config)
+
+    def __repr__(self) -> str:
+        return f"Planned({self.plan.action} from {self.plan.point or 'the beginning'})"
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_()

@@ -25,7 +25,7 @@ from orchestrator.history.step_names import find_steps, names_steps, numbering_n
 from orchestrator.inspect.audit.reference.reference_packing import ReferencePacker, Samples
 from orchestrator.inspect.audit.reference.reference_windows import ReferenceWindows
 from orchestrator.inspect.audit.reference.reference_windows import Stretch as Content
-from orchestrator.inspect.audit.step_walk import Walk
+from orchestrator.inspect.audit.trained_data import Walk
 from orchestrator.records.arrays import Int32Array, Int64Array
 from orchestrator.records.cursor import SourceCursor
 

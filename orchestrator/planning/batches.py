@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.records.batches import StepRange
+from orchestrator.records.steps import StepRange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,9 +19,8 @@ from orchestrator.planning import batches
 from orchestrator.planning.digest import batch_digest
 from orchestrator.planning.schedule import learning_rate
 from orchestrator.planning.state.memory import memory_every_steps
-from orchestrator.records.batches import BatchSlice, StepRange
 from orchestrator.records.membership import GenerationView, MemberState
-from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.records.steps import BatchSlice, StateKey, StepRange, StepRecord
 from orchestrator.trainer.comm.group import GenerationEnded, Group, LastSaveFailed, collective
 from orchestrator.trainer.gradient.micro_batches import cut
 from orchestrator.trainer.gradient.parallel import state_and_gradient

@@ -21,7 +21,7 @@ from orchestrator.errors import RefusedError
 from orchestrator.launch.process.progress import Progress, RunLog
 from orchestrator.launch.process.safe_output import Screen
 from orchestrator.storage.files import Storage
-from orchestrator.terminal_text import visible, visible_json, visible_lines
+from orchestrator.text import visible, visible_json, visible_lines
 from tests.data.making import write_corpus
 from tests.inspect.dashboard.serving import client, make_hostile, served
 from tests.inspect.test_audit import TrainedRun

@@ -38,9 +38,9 @@ from orchestrator.data.sources.lists.file_rows import FileRow, Files
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import WindowTask
 from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError, FeedError, FencedError
-from orchestrator.records.batches import BatchSlice, StepRange
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.membership import GenerationView
+from orchestrator.records.steps import BatchSlice, StepRange
 from orchestrator.storage.files import Storage
 from tests.conftest import TinyConfig
 from tests.data.making import job, some_texts, write_corpus

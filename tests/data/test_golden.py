@@ -26,8 +26,8 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.planning import record_keys
 from orchestrator.planning.digest import batch_digest, sample_digest, token_hasher
 from orchestrator.planning.order import ORDER_VERSION, block_at, window_order
-from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.steps import StepRange
 from tests.data.making import job, samples, spec_of
 
 Make = Callable[..., dict[str, Any]]

@@ -32,8 +32,8 @@ from orchestrator.json_form import decode, encode
 from orchestrator.planning.batches import next_range
 from orchestrator.planning.mixture import whole_weights
 from orchestrator.planning.resume.identity import RunIdentity, compare
-from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.steps import StepRange
 from orchestrator.storage.files import Storage
 from tests.data.making import plain, some_texts, spec_of, write_corpus
 from tests.num_examples import examples

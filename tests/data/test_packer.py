@@ -17,8 +17,8 @@ from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE, TokenChunk
 from orchestrator.errors import DataError, FeedError
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.digest import sample_digest
-from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.steps import StepRange
 from tests.raising import raises
 
 ONE = StreamSettings(num_epochs=1)

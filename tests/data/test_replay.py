@@ -24,8 +24,8 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chunks import tokenize_block, tokenize_window
 from orchestrator.data.tokens.token_chunk import WindowTask
 from orchestrator.errors import DataIdentityError, FeedError
-from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.steps import StepRange
 from tests.conftest import TinyConfig
 from tests.raising import raises
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from orchestrator.data.feed.buffers import ReplayBuffer
 from orchestrator.data.packing.step_samples import PackedRun, Run, StepSamples
 from orchestrator.errors import FeedError
-from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StepRange
 from tests.num_examples import examples
 from tests.raising import raises
 

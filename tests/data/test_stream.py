@@ -21,8 +21,8 @@ from orchestrator.data.packing.stream import Stream
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError
 from orchestrator.json_form import decode, encode
-from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.steps import StepRange
 from tests.data.making import expected, job, plain, samples, some_texts, spec_of, write_corpus
 from tests.raising import raises
 

@@ -47,9 +47,8 @@ from orchestrator.json_form import decode, encode
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.order import block_at
-from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor, SourceCursor
-from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.records.steps import StateKey, StepRange, StepRecord
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import write_vote
 from tests.data.making import some_texts, write_corpus

@@ -21,9 +21,14 @@ from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.sources import windows as sources
 from orchestrator.inspect.audit import audit_run
 from orchestrator.inspect.audit.audit import audit_history
-from orchestrator.inspect.audit.audit_processes import AuditProcessError, AuditProcesses, InThisProcess
+from orchestrator.inspect.audit.audit_processes import (
+    AuditProcessError,
+    AuditProcesses,
+    Found,
+    InThisProcess,
+    Task,
+)
 from orchestrator.inspect.audit.audit_run import AuditRun, HowToAudit
-from orchestrator.inspect.audit.audit_tasks import Found, Task
 from orchestrator.inspect.audit.history_parts import history_of
 from orchestrator.inspect.audit.reference.reference_packing import ReferencePacker, Samples
 from orchestrator.records.cursor import Cursor

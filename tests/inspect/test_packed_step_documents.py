@@ -20,7 +20,7 @@ from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.inspect import step_documents
 from orchestrator.inspect.audit.reference import reference_windows
-from orchestrator.inspect.audit.run_data import trained_data
+from orchestrator.inspect.audit.trained_data import trained_data
 from orchestrator.inspect.step_documents import TracingWindows
 from orchestrator.records.cursor import Cursor
 from tests.data.making import some_texts, write_corpus

@@ -21,7 +21,7 @@ from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import BAD, EMPTY, PIECE, TokenChunk
 from orchestrator.errors import DataError, DataIdentityError
-from orchestrator.inspect.audit import audit, audit_tasks, sample_check, source_walk, stream_recheck
+from orchestrator.inspect.audit import audit, audit_processes, sample_check, source_walk, stream_recheck
 from orchestrator.inspect.audit.checksums import epoch_checksum, file_checksum
 from orchestrator.inspect.audit.checksums.epoch_checksum import EpochChecksums
 from orchestrator.inspect.audit.checksums.file_checksum import checksum_files
@@ -29,8 +29,8 @@ from orchestrator.inspect.audit.reference import reference_encoding, reference_w
 from orchestrator.inspect.audit.reference import reference_packing as reference
 from orchestrator.inspect.audit.reference.reference_packing import ReferencePacker, Samples
 from orchestrator.inspect.audit.sample_check import TrainedTokens
-from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor, SourceCursor
+from orchestrator.records.steps import StepRange
 from tests.conftest import TinyConfig
 from tests.data.making import expected, job, plain, samples, some_texts, spec_of, write_corpus
 from tests.num_examples import examples
@@ -52,7 +52,7 @@ def packer_at(spec: DataSpec, cursor: Cursor) -> ReferencePacker:
     "module",
     [
         audit,
-        audit_tasks,
+        audit_processes,
         stream_recheck,
         source_walk,
         reference,

@@ -16,7 +16,7 @@ from orchestrator.cli.commands import main
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.data.sources.lists.fragments import load_plan
 from orchestrator.errors import ConfigError, NoConditionalCreateError, RefusedError, StorageError
-from orchestrator.inspect.audit.run_data import trained_data
+from orchestrator.inspect.audit.trained_data import trained_data
 from orchestrator.inspect.dashboard.app import make_app
 from orchestrator.launch.doctor.facts import look_at_storage
 from orchestrator.launch.doctor.storage_check import BucketFacts, judge_bucket

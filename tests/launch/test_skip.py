@@ -36,9 +36,8 @@ from orchestrator.launch.process import launch_report
 from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.planning.resume.resume_plan import ResumePlan
-from orchestrator.records.batches import BatchSlice, StepRange
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.records.steps import BatchSlice, StateKey, StepRange, StepRecord
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal, unseal
 from tests.checkpoint.samples import write_vote

@@ -31,7 +31,7 @@ from orchestrator.inspect.audit.audit_run import AuditRun, StepsCompared
 from orchestrator.launch.start import preview
 from orchestrator.planning.resume import source_lists
 from orchestrator.planning.resume.source_lists import ListSpan
-from orchestrator.records.batches import BatchSlice
+from orchestrator.records.steps import BatchSlice
 from orchestrator.storage.files import Storage
 from tests.launch.test_skip import BATCH, SEQ_LEN, SkippingRun
 from tests.raising import raises

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.planning import batches
-from orchestrator.records.batches import StepRange
+from orchestrator.records.steps import StepRange
 
 # One stretch of a run between two restarts: its shape, its world, and how many steps it lives.
 Stretch = namedtuple("Stretch", "batch seq_len micro world steps")

@@ -10,9 +10,9 @@ import numpy as np
 
 from orchestrator.planning.batches import ceil_div, rank_samples
 from orchestrator.planning.digest import sample_digest
-from orchestrator.records.batches import BatchSlice, StepRange
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.membership import GenerationView
+from orchestrator.records.steps import BatchSlice, StepRange
 
 POISON = 63  # never made by the formula: see `poisoned_sample`
 VOCABULARY = 64

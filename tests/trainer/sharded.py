@@ -20,10 +20,9 @@ from torch.distributed import PrefixStore, TCPStore
 from orchestrator.errors import TrainingError
 from orchestrator.planning import batches
 from orchestrator.planning.state.state_layout import held_rows
-from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView
-from orchestrator.records.steps import StateKey
+from orchestrator.records.steps import StateKey, StepRange
 from orchestrator.trainer.comm.group import Group
 from orchestrator.trainer.gradient.gradient_invariant import InvariantGradient
 from orchestrator.trainer.gradient.micro_batches import Gradient, cut

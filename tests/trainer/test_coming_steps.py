@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from orchestrator.config.schema import ResumeConfig
 from orchestrator.config.sections import ModelConfig, TrainConfig
 from orchestrator.planning.schedule import Budgets, Length
-from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StepRange
 from orchestrator.trainer.interfaces import job as job_module
 from orchestrator.trainer.interfaces.job import (
     SMALL_STEPS_AHEAD,

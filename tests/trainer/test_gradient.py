@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.planning.batches import num_micro_batches, rank_run
-from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StepRange
 from orchestrator.trainer.gradient.gradient_invariant import (
     InvariantGradient,
     TreeSum,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.records.batches import BatchSlice, StepRange
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import BatchSlice, StepRange
 from orchestrator.trainer.interfaces.step_summary import NUM_SLOTS, RankContribution, StepSummary, fixed_point
 
 DIGESTS = st.integers(0, 2**64 - 1)

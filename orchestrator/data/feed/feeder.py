@@ -33,8 +33,8 @@ from orchestrator.data.packing.step_samples import StepShare
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import DataIdentityError, FeedError, FencedError, OrchestratorError
-from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StepRange
 
 # A window that was started this often is assumed to kill its tokenizer each time.
 MAX_EXECUTIONS = 4

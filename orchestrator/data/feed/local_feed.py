@@ -15,9 +15,9 @@ from orchestrator.data.packing.stream import Stream
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.errors import FeedError
-from orchestrator.records.batches import BatchSlice, StepRange
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView
+from orchestrator.records.steps import BatchSlice, StepRange
 
 # Chunks of about a million tokens that are buffered for the packer.
 CHUNKS_AHEAD = 2

@@ -18,9 +18,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from orchestrator.errors import FeedError, OrchestratorError
-from orchestrator.records.batches import BatchSlice, StepRange
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import GenerationView
+from orchestrator.records.steps import BatchSlice, StepRange
 
 if TYPE_CHECKING:
     from orchestrator.data.feed.feed_reports import FeedNotes

@@ -23,8 +23,8 @@ from orchestrator.data.tokens.token_chunk import TokenChunk, WindowTask
 from orchestrator.errors import FeedError, OrchestratorError
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.order import block_at
-from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StepRange
 
 if TYPE_CHECKING:
     from orchestrator.data.feed.memory import MemoryShares

@@ -15,8 +15,8 @@ from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.packing.stream import Stream
 from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.records.arrays import Int32Array
-from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import StepRange
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec

@@ -16,8 +16,8 @@ import numpy as np
 from orchestrator.errors import FeedError
 from orchestrator.planning.digest import batch_digest
 from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
-from orchestrator.records.batches import BatchSlice, StepRange
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import BatchSlice, StepRange
 
 Arrays = tuple[Int32Array, Int32Array, Int32Array, Int32Array]
 _NAMES = ("source_numbers", "input_ids", "labels", "document_ids")

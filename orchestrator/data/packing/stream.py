@@ -20,8 +20,8 @@ from orchestrator.data.tokens.token_chunk import TokenChunk
 from orchestrator.errors import FeedError
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.mixture import Mixture
-from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor, MixtureShare, SourceCursor
+from orchestrator.records.steps import StepRange
 
 __all__ = ["Stream", "StreamSource"]
 

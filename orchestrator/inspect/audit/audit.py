@@ -24,9 +24,8 @@ from orchestrator.history.step_names import find_steps, step_name
 from orchestrator.inspect.audit.audit_run import NOTHING_COMPARED, AuditRun, HowToAudit, StepsCompared
 from orchestrator.inspect.audit.history_parts import History, history_of
 from orchestrator.inspect.audit.reference.reference_encoding import reference_choice
-from orchestrator.inspect.audit.reference.reference_lists import begins_anew
-from orchestrator.inspect.audit.run_data import trained_data
-from orchestrator.inspect.audit.step_walk import named
+from orchestrator.inspect.audit.reference.reference_mixture import begins_anew
+from orchestrator.inspect.audit.trained_data import named, trained_data
 from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.steps import StateKey, StepRecord
 

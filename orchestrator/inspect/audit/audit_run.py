@@ -17,8 +17,15 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.history.claims.lineage import SkipAt
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.step_names import step_name
-from orchestrator.inspect.audit.audit_processes import AuditProcesses, InThisProcess, num_cores
-from orchestrator.inspect.audit.audit_tasks import Found, StepsFound, StepsTask, files_tasks
+from orchestrator.inspect.audit.audit_processes import (
+    AuditProcesses,
+    Found,
+    InThisProcess,
+    StepsFound,
+    StepsTask,
+    files_tasks,
+    num_cores,
+)
 from orchestrator.inspect.audit.checksums.epoch_checksum import EpochChecksum, EpochFiles, EpochTotals
 from orchestrator.inspect.audit.history_parts import History
 from orchestrator.inspect.audit.reference.reference_encoding import EncodingDifference, reference_report

@@ -12,8 +12,7 @@ from typing import Any
 from orchestrator.coordinator.attempt.survey import Survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.history.claims.lineage import SkipAt, skips_of
-from orchestrator.inspect.audit.reference.reference_lists import ClaimedLists, began
-from orchestrator.inspect.audit.reference.reference_mixture import MixtureRule, rule_of
+from orchestrator.inspect.audit.reference.reference_mixture import ClaimedLists, MixtureRule, began, rule_of
 from orchestrator.json_form import decode
 from orchestrator.planning.resume.source_lists import FIRST, ListSpan, SourceLists, start_of
 from orchestrator.records.cursor import Cursor

@@ -15,8 +15,12 @@ import numpy as np
 from orchestrator.data.spec import DataSpec
 from orchestrator.history.claims.lineage import SkipAt
 from orchestrator.inspect.audit.history_parts import HistoryPart, rule_at
-from orchestrator.inspect.audit.reference.reference_lists import ClaimedLists, begins_anew, lists_fault
-from orchestrator.inspect.audit.reference.reference_mixture import ReferenceMixture
+from orchestrator.inspect.audit.reference.reference_mixture import (
+    ClaimedLists,
+    ReferenceMixture,
+    begins_anew,
+    lists_fault,
+)
 from orchestrator.inspect.audit.reference.reference_packing import NO_TARGET, ReferencePacker, Samples
 from orchestrator.inspect.audit.reference.reference_windows import ReferenceWindows
 from orchestrator.inspect.audit.source_walk import SourceWalk, Stretches

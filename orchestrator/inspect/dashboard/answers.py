@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from orchestrator.config.redaction import HIDDEN, is_secret, redacted, redacted_text
 from orchestrator.errors import BusyError, OrchestratorError, RefusedError, StorageError
-from orchestrator.terminal_text import visible
+from orchestrator.text import visible
 
 UNANSWERABLE = 422
 _PLAIN = frozenset({int, float, bool, type(None)})

@@ -17,8 +17,7 @@ from orchestrator.inspect.status.verdict import FAILED, GONE, OVER, STILL_S, ver
 from orchestrator.planning.state.memory import layout_text
 from orchestrator.planning.state.state_layout import layout_of
 from orchestrator.records.cursor import Cursor
-from orchestrator.terminal_text import visible
-from orchestrator.text import span
+from orchestrator.text import span, visible
 
 LeftOut = Mapping[str, Mapping[str, int]]  # by source: `filtered`, `held_out`, `long`, `unpacked`
 

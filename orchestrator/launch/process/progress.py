@@ -28,7 +28,7 @@ from orchestrator.history.metrics.published_folder import PublishedFolder
 from orchestrator.launch.process.safe_output import Screen
 from orchestrator.records.run_status import RunStatus
 from orchestrator.storage.files import Storage
-from orchestrator.terminal_text import visible
+from orchestrator.text import visible
 
 # The log file of a launch: all messages, with time stamps, and details that are not on the screen.
 #

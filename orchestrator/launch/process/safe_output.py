@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO, cast
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.terminal_text import visible
+from orchestrator.text import visible
 
 _GONE = (OSError, ValueError)  # a closed file raises the latter
 MOST_WAITING = 5_000  # messages that wait for a reader; later ones are dropped and counted

@@ -15,8 +15,8 @@ from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import parse_config
 from orchestrator.launch.branch.point_query import Wanted
 from orchestrator.launch.replay.step_replay import History, retrained
-from orchestrator.records.batches import BatchSlice
 from orchestrator.records.cursor import Cursor
+from orchestrator.records.steps import BatchSlice
 
 if TYPE_CHECKING:
     from torch import nn

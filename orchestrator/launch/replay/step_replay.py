@@ -27,9 +27,8 @@ from orchestrator.launch.branch.point_query import Position, Wanted, place, want
 from orchestrator.planning import batches
 from orchestrator.planning.resume.source_lists import SourceLists, moved
 from orchestrator.planning.schedule import Budgets, learning_rate
-from orchestrator.records.batches import BatchSlice, StepRange
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.steps import StepRecord
+from orchestrator.records.steps import BatchSlice, StepRange, StepRecord
 from orchestrator.storage.at_once import at_once
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.planning import batches
-from orchestrator.records.batches import BatchSlice
+from orchestrator.records.steps import BatchSlice
 from orchestrator.trainer.model.build_model import NO_LOSS
 
 _PIECE = 1 << 14  # elements whose squares are summed in float32

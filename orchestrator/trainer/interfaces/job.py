@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from orchestrator.planning import batches
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records.batches import StepRange
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.steps import StateKey
+from orchestrator.records.steps import StateKey, StepRange
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import ResumeConfig

@@ -13,11 +13,10 @@ from typing import Protocol
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.records.batches import BatchSlice, StepRange
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.membership import ControlRequests, GenerationView, MemberState
 from orchestrator.records.points import Vote
-from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.records.steps import BatchSlice, StateKey, StepRange, StepRecord
 
 STORE_TIMEOUT_S = 10.0
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from orchestrator.records.batches import BatchSlice
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.records.steps import BatchSlice, StateKey, StepRecord
 
 FRACTION_BITS = 24  # fraction bits of the loss in fixed point
 _LOSS_LIMIT = 1 << 61  # of a micro-batch; a larger loss is treated as not finite

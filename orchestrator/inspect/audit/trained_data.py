@@ -1,13 +1,21 @@
-"""A walk over some steps of a run in the caller's process, and differences with the names of steps."""
+"""The data that a run was trained on, and a walk over some of its steps in the caller's process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from orchestrator.coordinator.attempt.survey import Survey
+from orchestrator.checkpoint.points.store import RunStore
+from orchestrator.config.field_rules import in_todays_fields, nested
+from orchestrator.config.loading import parse_config
+from orchestrator.config.schema import JobConfig
+from orchestrator.coordinator.attempt.survey import Survey, require_frozen
+from orchestrator.data.code_process import call, names_code
+from orchestrator.data.dataset import prepare_trained
 from orchestrator.data.spec import DataSpec
-from orchestrator.errors import DataIdentityError
+from orchestrator.errors import DataIdentityError, RefusedError
+from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.step_names import step_name
 from orchestrator.inspect.audit.history_parts import accepting, history_of
 from orchestrator.inspect.audit.reference.reference_packing import ReferencePacker
@@ -88,3 +96,31 @@ def accepted_text(seen: Survey) -> str:
         f". Attempt {records[index].attempt} was configured to continue with changed files "
         f"(resume.accept_changed); {before}"
     )
+
+
+def attempt_configs(uri: str, seen: Survey) -> list[JobConfig]:
+    """The configurations of the attempts of the run at `uri`, oldest first, under the fields of this version.
+    Raises `RefusedError` if none has begun.
+    """
+    events = [event for event in seen.journal.events if event.kind == EventKind.ATTEMPT]
+    if not events:
+        raise RefusedError(
+            f"{uri}: no attempt of this run has begun yet, so it has read no data", code="run.not_begun"
+        )
+    return [parse_config(nested(in_todays_fields(event.fields["config"]))) for event in events]
+
+
+def trained_data(store: RunStore, uri: str, seen: Survey) -> DataSpec:
+    """The data that the run was trained on, as its encoders made them. Raises `DataIdentityError` if files
+    have changed since, `RefusedError` if no attempt has begun.
+    """
+    configs = attempt_configs(uri, seen)
+    try:
+        runs_code = any(map(names_code, configs))
+        spec = call(runs_code, prepare_trained, configs[-1], store.storage, seen.sources)
+    except DataIdentityError as error:
+        raise DataIdentityError(f"{error}{accepted_text(seen)}", code=error.code) from error
+    require_frozen(seen, spec)
+    # also of sources that the newest configuration does not have any more
+    loss: dict[str, str] = {s.name: s.loss for config in configs for s in config.data.sources}
+    return replace(spec, settings=replace(spec.settings, loss=loss)).made_by(seen.encoders)
