@@ -1,4 +1,7 @@
-"""Decoding up to a cursor is told window by window, by sums and not too often; silence alone is a stall."""
+"""Decoding up to a cursor is reported window by window, by sums and not too often; silence alone is a stall.
+
+The journal names a skipped document in parts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.data.feed.feed_reports import SignsOfWork, WorkReports
+from orchestrator.data.feed.feed_reports import BadDocument, SignsOfWork, WorkReports
 from orchestrator.data.sources.windows import read_windows
 from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.errors import DataIdentityError
@@ -104,3 +107,17 @@ def test_nothing_follows_when_the_work_is_not_wanted_any_more(
     assert len(told) == 3, "the rest is not even decoded"
     with raises(DataIdentityError, "resume.cursor_mismatch", "window 999"):
         list(tokenize_block(replace(task, window=999), plan, encoders, spec.settings))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("/c/a.jsonl: byte 40, line 17: no 'text'", ("/c/a.jsonl", "byte 40, line 17", "no 'text'")),
+        ("a: b.jsonl: byte 40, line not counted: x: y", ("a: b.jsonl", "byte 40, line not counted", "x: y")),
+        ("a.parquet: row 2: not UTF-8:\nat 2", ("a.parquet", "row 2", "not UTF-8:\nat 2")),
+        ("a.jsonl: byte 1, line 2: says b: row 3: z", ("a.jsonl", "byte 1, line 2", "says b: row 3: z")),
+        ("something else", ("", "", "something else")),
+    ],
+)
+def test_a_skipped_document_is_named_by_file_place_and_reason(text: str, parts: tuple[str, str, str]) -> None:
+    assert BadDocument(source="made", text=text).parts == parts
