@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import orchestrator
-from orchestrator.checkpoint.export.export_files import find_exports, read_marker
-from orchestrator.checkpoint.export.init_weights import weights_sentence
+from orchestrator.checkpoint.export.export_files import find_exports, read_marker, weights_sentence
 from orchestrator.checkpoint.files.manifest import read_manifest
 from orchestrator.checkpoint.node_local.node_folder import read_node
 from orchestrator.checkpoint.points.quarantine import QuarantineFiles

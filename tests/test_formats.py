@@ -19,8 +19,7 @@ import pytest
 from blake3 import blake3
 
 import orchestrator
-from orchestrator.checkpoint.export.export_files import read_marker
-from orchestrator.checkpoint.export.init_weights import weights_sentence
+from orchestrator.checkpoint.export.export_files import read_marker, weights_sentence
 from orchestrator.checkpoint.files.manifest import PARTS, read_manifest
 from orchestrator.checkpoint.node_local.node_folder import make_node
 from orchestrator.checkpoint.points.points import COMMIT, DOCUMENTS, files_digest

@@ -1,25 +1,32 @@
 """The driver's connection to a Ray cluster, and the resources of that cluster.
 
 It connects to a cluster or starts one on this machine. It shuts down only what it started. The facts go to
-`elastic.supervision.policy`, which decides.
+`elastic.supervision.policy`, which decides. `auth`, `health_checks` and `ask` find Ray's settings in this
+process's environment, and what answers at a cluster's address. They need no Ray, and neither read nor send a
+token.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import math
 import os
 import secrets
 import socket
+import stat
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from orchestrator.cluster import ray_inventory
 from orchestrator.cluster.machine import shared_memory_bytes
@@ -30,6 +37,7 @@ from orchestrator.storage.home import ensure_home
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
+
 
 AUTH_MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"  # noqa: S105
 _CONNECT_S = 5.0
@@ -382,3 +390,63 @@ def _check_reachable(address: str) -> None:
             "or leave it out to start a local Ray",
             code="cluster.unreachable",
         ) from error
+
+
+ANSWER_S = 1.0  # how long a cluster's answer is waited for
+
+
+def auth(environment: Mapping[str, str], home: Path | None) -> tuple[str, str, bool, int | None, str]:
+    """(mode, where a token is, whether that is Ray's own place, its file's rights, why it cannot be read).
+
+    Ray looks at the variable, then the file that is named, then ~/.ray/auth_token.
+    """
+    mode = environment.get(AUTH_MODE, "")
+    if environment.get(TOKEN):
+        return mode, f"${TOKEN}", False, None, ""
+    named = environment.get(TOKEN_PATH)
+    if named:
+        path = Path(os.path.expanduser(named))
+    elif home is not None:
+        path = home / ".ray" / "auth_token"
+    else:
+        return mode, "", False, None, ""
+    try:
+        found = path.stat()
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        return mode, "", False, None, f"{path}: {error.strerror}" if named else ""
+    trouble = "" if found.st_size else f"{path} is empty"
+    return mode, str(path), not named, stat.S_IMODE(found.st_mode), trouble
+
+
+def health_checks(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those settings that are set."""
+    return {name: environment[name] for name in HEALTH_CHECKS if name in environment}
+
+
+def ask(address: str) -> tuple[str, float, str, bool]:
+    """(why nothing answers, seconds until it did, Ray's version there, whether it wants a token). The version
+    is known of a job server, http://HOST:8265, without a token only.
+    """
+    began = time.monotonic()
+    if "://" not in address:
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+        except (OSError, ValueError) as error:
+            return str(error), 0.0, "", False
+        return "", time.monotonic() - began, "", False
+    if urlsplit(address).scheme not in ("http", "https"):
+        return "neither HOST:PORT nor http://HOST:PORT", 0.0, "", False
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{address.rstrip('/')}/api/version", timeout=ANSWER_S) as answer:
+            version = str(json.loads(answer.read()).get("ray_version", ""))
+    except urllib.error.HTTPError as error:
+        wants = error.code in (401, 403)
+        trouble = "" if wants else f"no job server answers there (HTTP {error.code})"
+        return trouble, time.monotonic() - began, "", wants
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error)), 0.0, "", False
+    return "", time.monotonic() - began, version, False

@@ -125,6 +125,18 @@ def process_start(pid: int) -> str | None:
     return "" if state in "ZX" else fields[18]
 
 
+def has_ended(machine: str, pid: int, pid_start: str) -> bool:
+    """Whether this process has certainly ended.
+
+    It was a process of this machine since its last boot, and its pid is now unused, or used by a later
+    process. False if that cannot be determined.
+    """
+    if not (machine and pid_start) or machine != machine_id():
+        return False
+    found = process_start(pid)
+    return found is not None and found != pid_start
+
+
 def descendants(parents: Iterable[int]) -> list[Process]:
     """The processes of this machine that `parents` started, and those that these started, without `parents`.
     Empty if the system does not tell.

@@ -1,6 +1,6 @@
-"""The rules between fields of a configuration: what is wrong with fields that are right by themselves.
+"""The rules between fields of a configuration, for fields that are each valid by themselves.
 
-They work on plain JSON values, so that one bad field does not hide what is wrong with the others.
+The rules check plain JSON values, so that one invalid field does not hide problems of the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CONFLICT, _DUPLICATE, _NO_STOP = "config.conflict", "config.duplicate_entry", "
 
 @dataclass(frozen=True, slots=True)
 class _Wrong:
-    """What is wrong with a field: the `code` and `text` of a `Problem`."""
+    """The `code` and `text` of a `Problem` with a field."""
 
     code: str
     text: str
@@ -28,20 +28,20 @@ class _Wrong:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Between:
-    """A rule between fields: `check` gets their values and returns what is wrong with the first, or None."""
+    """A rule: `check` is called with the values of `fields`, and returns a problem with the first."""
 
     fields: tuple[str, ...]
     check: Callable[..., _Wrong | None]
 
 
 def cross_field_problems(reading: Reading, defaults: Mapping[str, Any]) -> list[Problem]:
-    """What is wrong between fields that are right by themselves; `defaults` holds every dotted path."""
+    """Returns the problems between fields that are each valid. `defaults` has every dotted path."""
     wrong = {problem.path for problem in reading.problems}
     found = []
     for rule in _RULES:
         paths: list[Path] = [tuple(name.split(".")) for name in rule.fields]
         if any(bad[: len(path)] == path[: len(bad)] for path in paths for bad in wrong):
-            continue  # said already; or the whole section is wrong
+            continue  # already reported, or the whole section is invalid
         values = [
             defaults[name] if not written(reading.value, path) else value_at(reading.value, path)
             for name, path in zip(rule.fields, paths, strict=True)
@@ -105,12 +105,12 @@ def _loss_of_texts(sources: list[Any]) -> _Wrong | None:
     return None
 
 
-# What transforms call the parts of a document, by content.
+# The names by which transforms get the parts of a document, by content.
 _OF_A_DOCUMENT = {"text": ("text",), "chat": ("messages", "tools"), "prompt": ("prompt", "completion")}
 
 
 def _transform_fields(sources: list[Any], transforms: Any) -> _Wrong | None:
-    """Fields for transforms that are there, by names that are free."""
+    """Checks that `transform_fields` have transforms that see them, and names that are free."""
     for source in sources:
         fields = source.get("transform_fields") if isinstance(source, dict) else None
         if not fields:
@@ -134,7 +134,7 @@ def _transform_fields(sources: list[Any], transforms: Any) -> _Wrong | None:
 
 
 def _code_paths(sources: list[Any]) -> _Wrong | None:
-    """Sources that are Python code name it."""
+    """Checks that sources made by Python code name that code."""
     for source in sources:
         path = source.get("path") if isinstance(source, dict) and source.get("format") == "python" else None
         if path is not None and not (isinstance(path, str) and _CODE.match(path)):

@@ -80,8 +80,10 @@ def resume_table() -> str:
 
 
 def in_todays_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A flat configuration that any version has stored, under the names and values of this one; a field that
-    did not exist then is left out (it had what is its default now), one of a source has that default.
+    """Converts a flat configuration that any version has stored to the names and values of this version.
+
+    A field that did not exist then is left out: its current default applied. A new field of a source gets
+    that default.
     """
     now = dict(flat)
     weights = now.pop("model.dtype", None)
@@ -95,7 +97,7 @@ def in_todays_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """A flat configuration (`section.field`) as sections and fields."""
+    """Converts a flat configuration (`section.field`) to sections and fields."""
     sections: dict[str, dict[str, Any]] = {}
     for path, value in flat.items():
         section, _, field = path.partition(".")

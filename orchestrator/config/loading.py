@@ -1,7 +1,6 @@
-"""From a YAML file or a mapping, and `key=value` overrides, to one frozen `JobConfig`; or to all that is
-wrong with it, at once.
+"""Makes one frozen `JobConfig` of a YAML file or a mapping, and `key=value` overrides.
 
-It reads no file but the configuration itself.
+An error lists all problems at once. No file except the configuration itself is read.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from orchestrator.errors import ConfigError
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """The configuration in the YAML file `path` with the overrides `section.field=value` set on top.
+    """Loads the YAML file `path`, and applies the overrides `section.field=value`.
 
     Relative paths stay as written: they are relative to the current directory. Raises `ConfigError` with
     every problem, one per line. Its code is that of the problem, or `config.invalid` for several.
@@ -31,12 +30,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
 
 
 def parse_config(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
-    """The same for a mapping made in Python, or read back from a `config.json`."""
+    """Makes a configuration of a mapping, from Python or from a `config.json`. Otherwise as `load_config`."""
     return _finish(*_read(mapping), overrides)
 
 
 def as_job(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """A job by whatever names it (itself, a mapping, a YAML file), with the overrides set on top."""
+    """Makes a job of itself, a mapping or the path of a YAML file, and applies the overrides."""
     if isinstance(config, str | Path):
         return load_config(config, overrides)
     if isinstance(config, Mapping):
@@ -52,8 +51,9 @@ def as_job(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequen
 def as_data_job(
     config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()
 ) -> JobConfig:
-    """The same for a program that only reads its data: what it does not need may be left out, which is `run`,
-    `model`, `train.lr`, and a stop where the data have no end.
+    """As `as_job`, for a program that only reads the data.
+
+    It may leave out `run`, `model`, `train.lr`, and a stop if the data have no end.
     """
     if not isinstance(config, str | Path | Mapping):
         return as_job(config, overrides)
@@ -65,7 +65,7 @@ def as_data_job(
     return _finish(reading, title, overrides)
 
 
-# what stands in for a field that nobody reads
+# the values of fields that such a program leaves out
 _UNREAD_BY_DATA: Mapping[str, Mapping[str, Any]] = {
     "run": {"name": "stream"},
     "model": {"factory": "no:model"},
@@ -74,7 +74,7 @@ _UNREAD_BY_DATA: Mapping[str, Mapping[str, Any]] = {
 
 
 def _read(config: Mapping[str, Any] | str | Path) -> tuple[Reading, str]:
-    """What stands in a mapping or a YAML file, and how messages name it."""
+    """Reads a mapping or a YAML file. The second value is its name in messages."""
     if isinstance(config, Mapping):
         return read_mapping(config), "configuration"
     try:
@@ -92,7 +92,7 @@ def _read(config: Mapping[str, Any] | str | Path) -> tuple[Reading, str]:
 
 
 def _finish(reading: Reading, title: str, overrides: Sequence[str]) -> JobConfig:
-    """Validate what was read. The rules inside a field are pydantic's, those between fields are our own."""
+    """Validates the values. pydantic checks each field, and `between_fields` the rules between them."""
     if isinstance(overrides, str) or not isinstance(overrides, Sequence):
         what = "the text " if isinstance(overrides, str) else ""
         raise ConfigError(
@@ -104,7 +104,7 @@ def _finish(reading: Reading, title: str, overrides: Sequence[str]) -> JobConfig
     apply_overrides(reading, overrides)
     config = None
     try:
-        # by way of JSON: strict there means exact types, while a list still makes a tuple
+        # validated as JSON: strict then means exact types, while a list may still become a tuple
         config = JobConfig.model_validate_json(json.dumps(reading.value, allow_nan=False))
     except ValidationError as error:
         named = {problem.path for problem in reading.problems}
@@ -117,7 +117,7 @@ def _finish(reading: Reading, title: str, overrides: Sequence[str]) -> JobConfig
 
 
 def _refusal(reading: Reading, title: str) -> ConfigError:
-    """The error that lists all problems. Its code is that of a single one, else `config.invalid`."""
+    """Makes the error that lists all problems. Its code is that of a single one, else `config.invalid`."""
     lines = [_problem_line(problem, reading) for problem in reading.problems]
     one = len(lines) == 1
     heading = f"{title}: {'1 problem' if one else f'{len(lines)} problems'}"

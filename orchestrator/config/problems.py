@@ -1,6 +1,6 @@
-"""What is wrong with a configuration, in sentences: pydantic's findings retold.
+"""Converts pydantic's findings about a configuration to sentences for users.
 
-It works on plain JSON values, so that one bad field does not hide what is wrong with the others.
+It checks plain JSON values, so that one invalid field does not hide problems of the others.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from orchestrator.config.text import Path, Problem, dotted, value_at
 
 _NUMBER = re.compile(r"^[-+]?[0-9.]+([eE][-+]?[0-9]+)?$")
 MISSING = "config.missing_key"
-# The kinds of pydantic's findings about a number beyond a bound.
+# The kinds of pydantic's findings about a number outside of its bounds.
 _BOUNDS = frozenset({"greater_than", "greater_than_equal", "less_than", "less_than_equal"})
 
 
 def describe(error: ValidationError, value: Mapping[str, Any], root: type[BaseModel]) -> Iterator[Problem]:
-    """One problem per field that pydantic refused: its value, what is expected, "did you mean"."""
+    """Returns one problem per field that pydantic refused.
+
+    Its text has the value, what is expected, and perhaps "did you mean".
+    """
     findings: dict[Path, tuple[list[str], FieldInfo | None]] = {}
     for finding in error.errors(include_url=False, include_input=False, include_context=False):
         path, info = _field_of(finding["loc"], root)
         findings.setdefault(path, ([], info))[0].append(finding["type"])
     for path, (kinds, info) in findings.items():
         if any(len(other) > len(path) and other[: len(path)] == path for other in findings):
-            continue  # a list is called too short because entries of it are wrong: those are said
+            continue  # a list with invalid entries is also called too short: only the entries are reported
         found = value_at(value, path)
         if kinds[0] == "extra_forbidden":
             yield Problem(path=path, code="config.unknown_key", text=_unknown(path, root))
@@ -46,16 +49,16 @@ def describe(error: ValidationError, value: Mapping[str, Any], root: type[BaseMo
 
 
 def _code(kinds: list[str], value: Any) -> str:
-    """The code for a refused value, from all of pydantic's findings. A union has one for each member."""
+    """Returns the code for a refused value, from all of pydantic's findings. A union has one per member."""
     if not _BOUNDS.isdisjoint(kinds):
         return "config.out_of_range"
-    # a choice is a text: the finding says nothing about a value of another type
+    # a choice is a text, so the finding does not apply to a value of another type
     others = [kind for kind in kinds if kind != "literal_error" or isinstance(value, str)]
     return "config.wrong_type" if all(kind.endswith("_type") for kind in others) else "config.invalid_value"
 
 
 def _field_of(loc: Path, root: type[BaseModel]) -> tuple[Path, FieldInfo | None]:
-    """The declared field in which pydantic's location lies; deeper parts name union members and the like."""
+    """Returns the declared field that contains pydantic's location. Deeper parts are e.g. union members."""
     model: type[BaseModel] | None = root
     path: Path = ()
     info: FieldInfo | None = None
@@ -72,7 +75,7 @@ def _field_of(loc: Path, root: type[BaseModel]) -> tuple[Path, FieldInfo | None]
 
 
 def _class_of(info: FieldInfo | None) -> type[BaseModel] | None:
-    """The section class of a field, also where the field is a tuple of them."""
+    """Returns the section class of a field, or of the entries of a tuple."""
     hint: Any = info.annotation if info else None
     if typing.get_origin(hint) is tuple:
         hint = typing.get_args(hint)[0]
@@ -80,12 +83,12 @@ def _class_of(info: FieldInfo | None) -> type[BaseModel] | None:
 
 
 def show(value: Any) -> str:
-    """The value as a user would write it, without secrets; texts in quotes."""
+    """Formats a value as a user would write it, without secrets. Texts get quotes."""
     return redacted_text(repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def written(value: Any, path: Path) -> bool:
-    """Whether something, if only a null, stands at `path`."""
+    """Whether there is a value at `path`, which may be null."""
     around = value_at(value, path[:-1])
     return isinstance(around, dict) and path[-1] in around
 
@@ -129,7 +132,7 @@ def _choices(hint: Any) -> Iterator[str]:
             yield from typing.get_args(member)
 
 
-# What other trainers call our fields.
+# The names of our fields in other trainers.
 OTHER_NAMES = {
     "learning_rate": "train.lr",
     "peak_lr": "train.lr",
@@ -161,7 +164,7 @@ OTHER_NAMES = {
     "save_total_limit": "resume.keep_latest",
 }
 _FEW = 3
-# What older versions had.
+# The fields of older versions.
 _GONE: dict[Path, str] = {
     (
         "model",
@@ -173,8 +176,9 @@ _GONE: dict[Path, str] = {
 
 
 def _unknown(path: Path, root: type[BaseModel]) -> str:
-    """Names what is near: what others call so, a field of the same section, one of the same name elsewhere, a
-    similar one elsewhere.
+    """Returns the text for an unknown field, with similar fields.
+
+    In this order: one that other trainers call so, those of the same section, those elsewhere.
     """
     if path in _GONE:
         return _GONE[path]
@@ -198,7 +202,7 @@ def _unknown(path: Path, root: type[BaseModel]) -> str:
 
 
 def near(name: str, names: list[str], cutoff: float = 0.6) -> list[str]:
-    """Those of `names` that contain `name` as a whole word; without any the one that is spelt alike."""
+    """Returns those of `names` that contain `name` as a whole word, else the most similar one."""
     by_word = [other for other in names if name == other or f"_{name}_" in f"_{other}_"]
     if 0 < len(by_word) <= _FEW:
         return [name] if name in by_word else by_word
@@ -206,7 +210,7 @@ def near(name: str, names: list[str], cutoff: float = 0.6) -> list[str]:
 
 
 def _known(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """The dotted path of every field; of a field of a list's entries that of the first entry."""
+    """Returns the dotted path of every field. A field of a list's entries has the path of the first entry."""
     paths = []
     for name, info in model.model_fields.items():
         path = prefix + (info.alias or name)

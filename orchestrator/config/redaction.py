@@ -1,11 +1,10 @@
-"""What is not shown to anybody: secrets in a command line, an override or a configuration, found by the name
-of a key and by the look of a value.
+"""Hides secrets in command lines, overrides and configurations, by the names of keys and the form of values.
 
-Pure. Whoever writes or shows something that a user typed applies it: the command in the journal's `attempt`,
-every view of a configuration (the page, `status`). It is not applied to what a run continues from: the
-configuration in the journal and in a point's config.json, which a resume compares and continues.
+Pure. All code that stores or shows something that a user typed applies it: the command in the journal's
+`attempt`, and every view of a configuration (the page, `status`). It is not applied to the configuration in
+the journal and in a point's config.json, because a resume compares and continues it.
 
-It finds what it knows: a secret under a harmless name that looks like no key of a known service stays.
+It does not find a secret under a harmless name whose value has the form of no known service's key.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ HIDDEN = "***"
 _SECRET = re.compile(
     r"token|secret|password|passwd|key|credential|signature|(?<![a-z])sig(?![a-z])", re.IGNORECASE
 )
-# names that hold these words and mean something else: a tokenizer and a choice of ours whatever their value,
-# the others numbers
+# names that contain these words but are no secrets: a tokenizer and special tokens with any value, the others
+# with numbers
 _TOKENIZER = re.compile(r"tokeni[sz]\w*|special_tokens\w*", re.IGNORECASE)
 _COUNT = re.compile(
     r"tokens(?=_|\b)|token(?=_ids?\b)|keys?(?=_value|_dim|_length|_heads|_size)", re.IGNORECASE
 )
-_USER = re.compile(r"(?<=://)[^/\s?#'\"]*@")  # what stands before the host of a URI
+_USER = re.compile(r"(?<=://)[^/\s?#'\"]*@")  # user and password before the host of a URI
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*(e[-+]?\d+)?|true|false|null|none)|\[[-\d\s,]*\]|", re.IGNORECASE)
-_KNOWN = re.compile(  # keys of services that say what they are
+_KNOWN = re.compile(  # keys of services, which have a known form
     r"\b(?:hf_\w{16,}|gh[opsur]_\w{16,}|github_pat_\w{16,}|sk-[\w-]{16,}|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}"
     r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)|(?<=\bBearer )[\w.~+/=-]+"
 )
@@ -42,8 +41,9 @@ _PAIR = re.compile(  # key=value and key: value inside a text, as in a mapping o
 
 
 def is_secret(key: str, value: object = "") -> bool:
-    """Whether what stands under `key`, a dotted path, is to be hidden. A number under a name like
-    `train.max_tokens` or `num_key_value_heads` counts something and is not.
+    """Whether the value of `key`, a dotted path, is hidden.
+
+    A number under a name like `train.max_tokens` or `num_key_value_heads` counts something and is shown.
     """
     name = _TOKENIZER.sub("", key)
     if value is None or isinstance(value, bool | int | float) or _NUMBER.fullmatch(str(value).strip()):
@@ -52,13 +52,13 @@ def is_secret(key: str, value: object = "") -> bool:
 
 
 def redacted_text(text: str) -> str:
-    """`text` without the secrets in it: user and password of a URI, values of secret keys, known keys."""
+    """Hides the secrets in `text`: user and password of a URI, values of secret keys, known keys."""
     text = _KNOWN.sub(HIDDEN, _USER.sub(f"{HIDDEN}@", text))
     return _PAIR.sub(_hidden_pair, text)
 
 
 def redacted(value: Any, key: str = "") -> Any:
-    """A JSON value that stands under `key`, without the secrets in it, at any depth."""
+    """Hides the secrets in the JSON value of `key`, at any depth."""
     if isinstance(value, Mapping):
         return {str(k): redacted(v, str(k)) for k, v in value.items()} if not is_secret(key) else HIDDEN
     if isinstance(value, str):
@@ -69,7 +69,7 @@ def redacted(value: Any, key: str = "") -> Any:
 
 
 def redacted_override(override: str) -> str:
-    """A `key=value` as it is typed; a list or mapping that holds a secret is written anew, as JSON."""
+    """Hides the secrets of a typed `key=value`. A list or mapping with a secret is rewritten as JSON."""
     key, equals, value = override.partition("=")
     if equals and value and is_secret(key, value):
         return f"{key}={HIDDEN}"
@@ -81,8 +81,9 @@ def redacted_override(override: str) -> str:
 
 
 def command_line(program: Iterable[str], config: object, overrides: Iterable[str]) -> str:
-    """The command that continues a run, as it is typed in a shell; secrets in it are hidden, so that one
-    with a secret is to be completed before it works.
+    """Returns the command that continues a run, as it is typed in a shell.
+
+    Secrets in it are hidden, so a command with a secret must be completed before it works.
     """
     return shlex.join([*program, redacted_text(str(config)), *map(redacted_override, overrides)])
 

@@ -1,7 +1,6 @@
 """The configuration of a job: one frozen `JobConfig`, and the sections about its launch.
 
-A field stands in the section of the stage that reads it and declares what a resume may do with it; it knows
-no stage.
+A field is in the section of the stage that reads it, and declares what a resume may do with it.
 """
 
 from __future__ import annotations

@@ -23,12 +23,12 @@ def _declare(rule: Rule, expected: str, constraints: dict[str, Any]) -> Any:
 
 
 def same(expected: str, **constraints: Any) -> Any:
-    """A field that a resume must find unchanged. `expected` ends the sentence "expected …" in error texts."""
+    """A field that no resume may change. `expected` ends the sentence "expected …" in error texts."""
     return _declare("same", expected, constraints)
 
 
 def may_change(expected: str, **constraints: Any) -> Any:
-    """A field that a resume may find changed; training continues with the new value and says so."""
+    """A field that a resume may change. Training continues with the new value and reports it."""
     return _declare("may_change", expected, constraints)
 
 
@@ -38,12 +38,12 @@ def free(expected: str, **constraints: Any) -> Any:
 
 
 def one_of(names: Sequence[str]) -> str:
-    """Names as `expected` lists them: `a, b or c`."""
+    """Formats names for `expected`: `a, b or c`."""
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 class Section(BaseModel):
-    """A section of the configuration, frozen; its fields' docstrings are their meaning."""
+    """A section of the configuration, frozen. The docstring of each field is its documentation."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -51,7 +51,7 @@ class Section(BaseModel):
         strict=True,
         use_attribute_docstrings=True,
         serialize_by_alias=True,
-        defer_build=True,  # who only reads a run parses no configuration
+        defer_build=True,  # commands that only read a run parse no configuration
     )
 
 

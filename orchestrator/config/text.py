@@ -1,8 +1,6 @@
-"""From YAML text and `key=value` overrides to plain JSON values, with the line of each and every problem
-found.
+"""Reads YAML text and `key=value` overrides as plain JSON values, with the line of each, and all problems.
 
-It knows what may stand in a text, but no field: the rules are YAML 1.2's core ones, so that `3e-4` is a
-number and `no` a word.
+The rules are YAML 1.2's core ones, so `3e-4` is a number and `no` is a text.
 """
 
 from __future__ import annotations
@@ -28,15 +26,15 @@ _NOT_YAML, _VALUE = "config.not_yaml", "config.invalid_value"
 
 
 def dotted(path: Path) -> str:
-    """`("data", "sources", 0, "path")` as a user writes it: `data.sources.0.path`."""
+    """Formats a path as a user writes it: `data.sources.0.path` for `("data", "sources", 0, "path")`."""
     return ".".join(map(str, path))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One thing that is wrong at `path`.
+    """One problem at `path`.
 
-    `code` is the error code for the kind of problem. `text` says what is wrong, both values, and what to do.
+    `code` is the error code for the kind of problem. `text` has the problem, both values, and what to do.
     """
 
     path: Path
@@ -46,7 +44,7 @@ class Problem:
 
 @dataclass(kw_only=True, slots=True)
 class Reading:
-    """A mapping while it is read: the value so far, where each part stands (`line 12`), and what is wrong."""
+    """A mapping while it is read: the value so far, the place of each part (`line 12`), and the problems."""
 
     value: dict[str, Any] = field(default_factory=dict)
     places: dict[Path, str] = field(default_factory=dict)
@@ -55,11 +53,11 @@ class Reading:
     num_values: int = 0
 
     def complain(self, path: Path, code: str, text: str) -> None:
-        """Notes a problem. Reading continues, so that all are found at once."""
+        """Adds a problem. Reading continues, so that all are found at once."""
         self.problems.append(Problem(path=path, code=code, text=text))
 
     def place(self, path: Path) -> str:
-        """Where `path`, or the nearest written thing around it, stands; empty if nobody wrote it."""
+        """Returns the place of `path`, or of the nearest written part around it; empty if there is none."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
@@ -73,7 +71,7 @@ class _CoreLoader(yaml.SafeLoader):
     _level = 0
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
-        """The next node, unless it lies too deep."""
+        """Returns the next node. Raises `_TooLargeError` if it is too deep."""
         self._level += 1
         if self._level > MOST_LEVELS:
             raise _TooLargeError(f"it is more than {MOST_LEVELS} levels deep")
@@ -83,7 +81,7 @@ class _CoreLoader(yaml.SafeLoader):
 
 
 class _TooLargeError(yaml.YAMLError):
-    """The text is beyond a limit; says which."""
+    """The text exceeds a limit, which the message names."""
 
 
 def _compose(text: str) -> Node | None:
@@ -110,7 +108,7 @@ _LEADING_ZERO = re.compile(r"^[-+]?0[0-9]+$")
 
 
 def read_yaml(text: str) -> Reading:
-    """The mapping in `text`. Whatever is no plain JSON, and every key given twice, is among the problems."""
+    """Reads the mapping in `text`. Values that are not plain JSON and repeated keys are problems."""
     reading = Reading()
     try:
         node = _compose(text)
@@ -130,7 +128,7 @@ def read_yaml(text: str) -> Reading:
 
 
 def read_mapping(mapping: Mapping[str, Any]) -> Reading:
-    """The same for a mapping made in Python. Whatever JSON cannot hold is among the problems."""
+    """Reads a mapping made in Python. Values that JSON cannot represent are problems."""
     reading = Reading()
     try:
         reading.value = _json(mapping, (), reading)
@@ -145,10 +143,10 @@ def _too_large(error: _TooLargeError) -> Problem:
 
 
 def apply_overrides(reading: Reading, overrides: Sequence[str]) -> None:
-    """Set each `section.field=value` of `overrides` in `reading`; values follow the same rules as YAML.
+    """Sets each `section.field=value` of `overrides` in `reading`. Values follow the same rules as YAML.
 
-    One that cannot be set (no `=`, nothing after it, a key given twice, a key inside something that is no
-    section) is a problem.
+    An override that cannot be set is a problem: it has no `=` or nothing after it, its key was given twice,
+    or its key is inside something that is not a section.
     """
     seen: dict[Path, str] = {}
     for override in overrides:
@@ -189,7 +187,7 @@ def apply_overrides(reading: Reading, overrides: Sequence[str]) -> None:
 
 
 def _dots_for_brackets(key: str) -> str:
-    """`data.sources[0].path` as it is written here, `data.sources.0.path`; empty without brackets."""
+    """Returns `data.sources.0.path` for `data.sources[0].path`; empty for a key without brackets."""
     return re.sub(r"\[([0-9]+)\]", r".\1", key) if re.search(r"\[[0-9]+\]", key) else ""
 
 
@@ -233,7 +231,7 @@ def _override(reading: Reading, path: Path, override: str, text: str) -> None:
 
 
 def _inside(at: Any, part: str | int) -> Any:
-    """The section `part` of `at`, made if there is none yet; None if `part` is, or lies in, no section."""
+    """Returns the section `part` of `at`, and makes it if needed; None if `part` or `at` is no section."""
     if isinstance(at, list) and isinstance(part, int) and part < len(at):
         inner = at[part]
     elif isinstance(at, dict):
@@ -246,7 +244,7 @@ def _inside(at: Any, part: str | int) -> Any:
 
 
 def value_at(value: Any, path: Path) -> Any:
-    """What stands at `path` in a plain value; None if nothing does."""
+    """Returns the value at `path` in a plain value; None if there is none."""
     for part in path:
         if isinstance(value, dict):
             value = value.get(str(part))
@@ -258,7 +256,7 @@ def value_at(value: Any, path: Path) -> Any:
 
 
 def _plain(node: Node, path: Path, reading: Reading, where: str, around: frozenset[int]) -> Any:
-    """The JSON value of a YAML node; notes its line."""
+    """Returns the JSON value of a YAML node, and records its line."""
     reading.num_values += 1
     if reading.num_values > MOST_VALUES:
         raise _TooLargeError(f"it has more than {MOST_VALUES:,} values (aliases are written out)")

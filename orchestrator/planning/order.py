@@ -1,13 +1,17 @@
-"""Document order as a pure function of (seed, source, epoch, position): a keyed permutation and a keyed hash.
+"""Document order, and decisions about a record, as pure functions of seed, source, epoch and place.
 
-Nothing is stored. No library's random generator is used, because their streams change between versions. Every
-run has frozen `ORDER_VERSION`: a change of any value that this module computes must raise it.
+The order is a keyed permutation and a keyed hash of (seed, source, epoch, position). Whether a record is held
+out, and the seed of its transforms, come from a keyed hash of its place: a byte offset or row of a file, by
+its path in the source's list. Nothing is stored. No library's random generator is used, because their streams
+change between versions. Every run has frozen `ORDER_VERSION`: a change of any value of the order must raise
+it. A change of a value about a record must raise `RECORD_VERSION`.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from decimal import Decimal
 from itertools import pairwise
 
 import numpy as np
@@ -138,3 +142,53 @@ def _multiply_fold(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.
 
 def _hash(first: int, second: int, key: int) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack("<QQ", first, second), key)
+
+
+RECORD_VERSION = 1
+
+_RECORD_HASHES = 1 << 64
+
+
+def holdout_key(source_name: str, path: str) -> int:
+    """Returns the key of a file's hold-out.
+
+    It contains neither seed nor epoch. Runs in other orders thus hold out the same records, and measurements
+    on these are comparable.
+    """
+    return xxhash.xxh3_64_intdigest(f"{RECORD_VERSION},holdout,{source_name},{path}".encode())
+
+
+def holdout_bound(share: float) -> int:
+    """Returns the bound below which hashes are held out: the written share of all hashes, rounded down."""
+    assert 0 <= share < 1, f"a share of {share} is held out"
+    return int(Decimal(repr(share)) * _RECORD_HASHES)
+
+
+def is_held_out(place: int, key: int, bound: int) -> bool:
+    """Whether the record at `place` of the file with this `key` is held out."""
+    return xxhash.xxh3_64_intdigest(struct.pack("<q", place), key) < bound
+
+
+def transform_key(seed: int, source_name: str, epoch: int, path: str) -> int:
+    """Returns the key of a file's record seeds.
+
+    It contains the epoch, so that a transform draws anew in each epoch.
+    """
+    place = f"{RECORD_VERSION},transform,{seed},{epoch},{source_name},{path}"
+    return xxhash.xxh3_64_intdigest(place.encode())
+
+
+def record_seed(place: int, key: int) -> int:
+    """Returns the seed of the record at `place` of the file with this `key`, from 0 to 2^64 - 1."""
+    return xxhash.xxh3_64_intdigest(struct.pack("<q", place), key)
+
+
+def document_seed(seed: int, transform: int, document: int) -> int:
+    """Returns the seed for the call of a record's transform number `transform` with its document `document`.
+
+    The first call gets the record's seed. Each other call gets a seed of its own, so that draws are
+    independent.
+    """
+    if transform == document == 0:
+        return seed
+    return xxhash.xxh3_64_intdigest(struct.pack("<qq", transform, document), seed)

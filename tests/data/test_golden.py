@@ -23,7 +23,7 @@ from orchestrator.data.sources.lists.file_rows import FileRow
 from orchestrator.data.sources.lists.manifest import Files, Manifest, freeze
 from orchestrator.data.sources.records.content import Content
 from orchestrator.data.spec import DataSpec
-from orchestrator.planning import record_keys
+from orchestrator.planning import order
 from orchestrator.planning.digest import batch_digest, sample_digest, token_hasher
 from orchestrator.planning.order import ORDER_VERSION, block_at, window_order
 from orchestrator.records.cursor import Cursor, SourceCursor
@@ -61,11 +61,11 @@ def test_the_order_of_blocks_and_records() -> None:
 
 
 def test_what_is_held_out_and_the_seeds_of_records() -> None:
-    assert record_keys.VERSION == 1
-    key, bound = record_keys.holdout_key("web", "a/b.jsonl"), record_keys.holdout_bound(0.1)
-    assert [place for place in range(60) if record_keys.is_held_out(place, key, bound)] == HELD_OUT
-    seed = record_keys.record_seed(77, record_keys.transform_key(7, "web", 2, "a/b.jsonl"))
-    assert (seed, record_keys.document_seed(9, 1, 2)) == SEEDS
+    assert order.RECORD_VERSION == 1
+    key, bound = order.holdout_key("web", "a/b.jsonl"), order.holdout_bound(0.1)
+    assert [place for place in range(60) if order.is_held_out(place, key, bound)] == HELD_OUT
+    seed = order.record_seed(77, order.transform_key(7, "web", 2, "a/b.jsonl"))
+    assert (seed, order.document_seed(9, 1, 2)) == SEEDS
 
 
 def test_the_digest_of_a_sample() -> None:

@@ -20,7 +20,7 @@ from orchestrator.data.dataset import prepare_data
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataIdentityError, RefusedError
 from orchestrator.json_form import decode, encode
-from orchestrator.planning.record_keys import holdout_bound, holdout_key, is_held_out
+from orchestrator.planning.order import holdout_bound, holdout_key, is_held_out
 from orchestrator.planning.resume.identity import compare
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage

@@ -29,7 +29,7 @@ from orchestrator.data.tokens.transforms import Transforms, find_transform, firs
 from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataIdentityError
 from orchestrator.json_form import decode, encode
 from orchestrator.launch.api import plan
-from orchestrator.planning import record_keys
+from orchestrator.planning import order
 from orchestrator.planning.resume.identity import compare
 from orchestrator.records.cursor import Cursor
 from orchestrator.storage.files import Storage
@@ -270,9 +270,9 @@ def test_the_seed_is_a_keyed_hash_of_the_records_place_and_the_epoch(
 
 
 def test_calls_of_one_record_have_seeds_of_their_own() -> None:
-    seeds = {record_keys.document_seed(9, i, j) for i in range(5) for j in range(5)}
+    seeds = {order.document_seed(9, i, j) for i in range(5) for j in range(5)}
     assert len(seeds) == 25
-    assert record_keys.document_seed(9, 0, 0) == 9
+    assert order.document_seed(9, 0, 0) == 9
     dropped = [
         Transforms([find_transform(f"{HERE}:as_told"), find_transform(f"{HERE}:half")]).outputs(
             "5~a b c d e", seed

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cluster import ray_environment
+from orchestrator.cluster import connection
 from orchestrator.cluster.connection import HEALTH_CHECKS
 from orchestrator.launch.doctor import facts
 from orchestrator.launch.doctor.diagnosis import (
@@ -275,12 +275,12 @@ def test_the_token_is_looked_for_where_ray_does(tmp_path: Path) -> None:
     default.parent.mkdir()
     default.write_text("secret")
     default.chmod(0o644)
-    assert ray_environment.auth({}, tmp_path) == ("", str(default), True, 0o644, "")
+    assert connection.auth({}, tmp_path) == ("", str(default), True, 0o644, "")
     variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(named)}
-    assert ray_environment.auth(variables, tmp_path)[-1] == f"{named}: No such file or directory"
-    assert ray_environment.auth({**variables, "RAY_AUTH_TOKEN": "s"}, tmp_path)[1] == "$RAY_AUTH_TOKEN"
+    assert connection.auth(variables, tmp_path)[-1] == f"{named}: No such file or directory"
+    assert connection.auth({**variables, "RAY_AUTH_TOKEN": "s"}, tmp_path)[1] == "$RAY_AUTH_TOKEN"
     named.touch()
-    assert ray_environment.auth(variables, tmp_path)[-1] == f"{named} is empty"
+    assert connection.auth(variables, tmp_path)[-1] == f"{named} is empty"
 
 
 @contextmanager
@@ -315,9 +315,9 @@ def job_server(status: int, body: bytes) -> Iterator[str]:
 )
 def test_a_job_server_is_asked_for_its_version(status: int, body: bytes, seen: tuple[str, str, bool]) -> None:
     with job_server(status, body) as address:
-        trouble, _, version, wants = ray_environment.ask(address)
+        trouble, _, version, wants = connection.ask(address)
         assert (trouble, version, wants) == seen
-        assert ray_environment.ask(address.removeprefix("http://"))[0] == ""
+        assert connection.ask(address.removeprefix("http://"))[0] == ""
 
 
 def test_an_address_without_a_server_is_said_to_have_none(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from blake3 import blake3
 
 import orchestrator
-from orchestrator.checkpoint.export.init_weights import weights_identity
+from orchestrator.checkpoint.export.export_files import weights_identity
 from orchestrator.checkpoint.points.points import Point
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import parse_config

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from orchestrator.checkpoint.export.export import export_point
-from orchestrator.checkpoint.export.init_weights import weights_identity, weights_sentence
+from orchestrator.checkpoint.export.export_files import weights_identity, weights_sentence
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import ConfigError, ResumePointError
 from orchestrator.trainer.dry_run.model_dry_run import try_model

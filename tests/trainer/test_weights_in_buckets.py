@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from orchestrator.checkpoint.export.export import export_point
-from orchestrator.checkpoint.export.init_weights import weights_identity, weights_sentence
+from orchestrator.checkpoint.export.export_files import weights_identity, weights_sentence
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.schema import JobConfig
 from orchestrator.config.sections import ModelConfig

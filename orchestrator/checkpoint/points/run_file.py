@@ -33,7 +33,7 @@ class RunFile:
 
     `created` is a time for people. `id` is random, and repeated in every claim, end record, journal line and
     COMMIT of the run. `first_weights` identifies the contents of `model.init_from` (see
-    `checkpoint.export.init_weights`); empty without it. `forked_from` is the point with which a fork begins;
+    `checkpoint.export.export_files`); empty without it. `forked_from` is the point with which a fork begins;
     its first start takes that over.
     """
 

@@ -27,13 +27,14 @@ from orchestrator.data.sources.records.content import (
 )
 from orchestrator.data.sources.records.line_records import line_numbers
 from orchestrator.errors import DataError
-from orchestrator.planning.order import block_at, window_order
-from orchestrator.planning.record_keys import (
+from orchestrator.planning.order import (
+    block_at,
     holdout_bound,
     holdout_key,
     is_held_out,
     record_seed,
     transform_key,
+    window_order,
 )
 from orchestrator.records.arrays import BoolArray, Int32Array, Int64Array
 

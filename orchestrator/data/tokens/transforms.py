@@ -31,7 +31,7 @@ from orchestrator.data.sources.records.content import (
 from orchestrator.data.sources.records.documents import document_of
 from orchestrator.data.sources.records.plain_values import own_copy
 from orchestrator.errors import BadDocument, ConfigError, DataError, DataIdentityError
-from orchestrator.planning.record_keys import document_seed
+from orchestrator.planning.order import document_seed
 
 # A function that gives more documents than this for a record is assumed not to end.
 MAX_OUTPUTS = 1_000_000

@@ -22,10 +22,10 @@ from functools import partial
 from blake3 import blake3
 
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.cluster.machine import machine_id, this_process
+from orchestrator.cluster.machine import has_ended, machine_id, this_process
 from orchestrator.errors import StorageError
+from orchestrator.history.claims.claim_files import AllEnded
 from orchestrator.history.claims.liveness import Busy
-from orchestrator.history.claims.processes import AllEnded, has_ended
 from orchestrator.history.journal.journal_reader import journal_process
 from orchestrator.storage.files import Storage
 from orchestrator.storage.open import is_bucket, join, split

@@ -15,7 +15,7 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
-from orchestrator.cluster import machine, ray_environment
+from orchestrator.cluster import connection, machine
 from orchestrator.cluster.connection import HEALTH_CHECKS
 from orchestrator.cluster.machine import gpu_rows
 from orchestrator.elastic.supervision.background_call import Asked
@@ -44,14 +44,14 @@ def collect(storage: str, address: str | None) -> Facts:
         gpus = threads.submit(_gpus)
         cluster = threads.submit(_cluster, address) if address else None
         stored = look_at_storage(storage)
-        mode, token, is_default, file_mode, trouble = ray_environment.auth(os.environ, home())
+        mode, token, is_default, file_mode, trouble = connection.auth(os.environ, home())
         return Facts(
             python=platform.python_version(),
             versions={name: _version(name) for name in VERSIONS},
             auth=AuthFacts(
                 mode=mode, token=token, is_default=is_default, file_mode=file_mode, trouble=trouble
             ),
-            health=ray_environment.health_checks(os.environ),
+            health=connection.health_checks(os.environ),
             ours=HEALTH_CHECKS,
             cluster=cluster.result() if cluster else None,
             storage=stored,
@@ -153,7 +153,7 @@ def _version(package: str) -> str | None:
 
 
 def _cluster(address: str) -> ClusterFacts:
-    trouble, seconds, version, wants = ray_environment.ask(address)
+    trouble, seconds, version, wants = connection.ask(address)
     return ClusterFacts(address=address, trouble=trouble, seconds=seconds, ray=version, wants_token=wants)
 
 

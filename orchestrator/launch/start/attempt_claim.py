@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.checkpoint.points.verify import ReadAtOnce
-from orchestrator.cluster.machine import Process, machine_id
+from orchestrator.cluster.machine import Process, has_ended, machine_id
 from orchestrator.cluster.starvation import ProcessLook, Silence, look_at_process
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.attempt import Attempt
@@ -30,10 +30,18 @@ from orchestrator.coordinator.attempt.forking import fork_to_begin, found_run, i
 from orchestrator.coordinator.machine.outcome import A_FAILURE
 from orchestrator.errors import BusyError, CoordinatorSilentError, OrchestratorError, RefusedError, text_of
 from orchestrator.faults import hook
-from orchestrator.history.claims.claim_files import FORK, JOURNAL, RESUME, REWIND, START, WATCH_S
+from orchestrator.history.claims.claim_files import (
+    FORK,
+    JOURNAL,
+    RESUME,
+    REWIND,
+    START,
+    WATCH_S,
+    AllEnded,
+    driver_was_killed,
+)
 from orchestrator.history.claims.claims import Claim
 from orchestrator.history.claims.liveness import Free, beating
-from orchestrator.history.claims.processes import AllEnded, driver_was_killed, has_ended
 from orchestrator.history.journal.code_record import code_of
 from orchestrator.history.journal.journal_reader import journal_process
 from orchestrator.history.request_files import asker
@@ -157,7 +165,7 @@ def first_weights_of(store: RunStore, job: JobConfig, say: Callable[[str], None]
     is_fork = run is not None and run.forked_from is not None  # it begins with a point's weights
     if job.model.init_from is None or store.point_names() or is_fork:
         return ""
-    from orchestrator.checkpoint.export.init_weights import weights_identity
+    from orchestrator.checkpoint.export.export_files import weights_identity
 
     found = weights_identity(job.model.init_from, say)
     if run is not None and run.first_weights != found:

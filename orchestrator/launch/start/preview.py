@@ -183,7 +183,7 @@ def _notes(
     """Further notes on what is continued."""
     notes: list[str] = []
     if point is None and job.model.init_from is not None:
-        from orchestrator.checkpoint.export.init_weights import weights_sentence
+        from orchestrator.checkpoint.export.export_files import weights_sentence
 
         notes.append(weights_sentence(job.model.init_from))
     notes += [f"warning: {damage}; falling back to an older resume point" for damage in damages]

@@ -26,7 +26,7 @@ from orchestrator.data.tokens.loss_mask import MaskedEncoder
 from orchestrator.data.tokens.transforms import Output, Transforms, utf8_size
 from orchestrator.errors import DataError
 from orchestrator.inspect.audit.checksums.epoch_checksum import EpochChecksum
-from orchestrator.planning import record_keys
+from orchestrator.planning import order
 from orchestrator.planning.encoders import EncoderChoice
 from orchestrator.records.arrays import Int32Array
 
@@ -180,19 +180,19 @@ class _RecordKeys:
     """The decisions on a record by its place, made from the rule itself."""
 
     def __init__(self, settings: StreamSettings, manifest: Manifest, epoch: int) -> None:
-        self._bound = record_keys.holdout_bound(settings.holdout.get(manifest.source, 0))
+        self._bound = order.holdout_bound(settings.holdout.get(manifest.source, 0))
         self._settings, self._manifest, self._epoch = settings, manifest, epoch
 
     def is_held_out(self, origin: tuple[int, int]) -> bool:
         if not self._bound:
             return False
-        key = record_keys.holdout_key(self._manifest.source, self._manifest.files.path(origin[0]))
-        return record_keys.is_held_out(origin[1], key, self._bound)
+        key = order.holdout_key(self._manifest.source, self._manifest.files.path(origin[0]))
+        return order.is_held_out(origin[1], key, self._bound)
 
     def seed(self, origin: tuple[int, int]) -> int:
         path = self._manifest.files.path(origin[0])
-        key = record_keys.transform_key(self._settings.seed, self._manifest.source, self._epoch, path)
-        return record_keys.record_seed(origin[1], key)
+        key = order.transform_key(self._settings.seed, self._manifest.source, self._epoch, path)
+        return order.record_seed(origin[1], key)
 
 
 def _documents(
