@@ -150,6 +150,7 @@ class CoordinatorProcess:
     is_given_up = _of_members(Coordinator.is_given_up, lambda _: False)
     finished = _of_members(Coordinator.finished, _none)
     failed = _of_members(Coordinator.failed, lambda _: False)
+    settle = _of_members(Coordinator.settle, lambda _: True)
 
     # ------------------------------------------------------------ calls of the supervisor
     async def status(self, seen: tuple[int, int], wait_s: float) -> RunStatus:
@@ -187,8 +188,19 @@ class CoordinatorProcess:
     stop = _now_or_later(Coordinator.stop)
     save = _now_or_later(Coordinator.save)
     group_failed = _now_or_later(Coordinator.group_failed)
+    died = _now_or_later(Coordinator.died)
     note = _now_or_later(Coordinator.note)
     end = _now_or_later(Coordinator.end)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has ended, and the end is written as far as possible."""
+        return self._over is not None or (self._coordinator is not None and self._coordinator.has_ended)
+
+    @property
+    def was_called(self) -> bool:
+        """Whether a call has made it begin."""
+        return self._beginning is not None
 
     # ------------------------------------------------------------ inside
     @property
@@ -283,7 +295,4 @@ class CoordinatorActor(CoordinatorProcess):
     ) -> None:
         super().__init__(start, feeder_notes)
         outlive_sigterm()
-        end_without_raylet(self._has_ended)
-
-    def _has_ended(self) -> bool:
-        return self._over is not None or (self._coordinator is not None and self._coordinator.has_ended)
+        end_without_raylet(lambda: self.has_ended)
