@@ -1,4 +1,4 @@
-"""The actor that Ray starts and restarts. It takes up an attempt and then is that attempt's coordinator.
+"""The gate before the coordinator: takes up an attempt, and then passes on every call.
 
 Taking up the attempt is retried while storage fails, within a limit. Ray does not restart an actor whose
 constructor raised, and the driver regards one that does not answer as frozen. Therefore only a thread waits
@@ -107,9 +107,9 @@ def _none(_: CoordinatorProcess) -> None:
 
 
 class CoordinatorProcess:
-    """An async Ray actor that forwards each call to `Coordinator` once that has begun.
+    """Passes on each call to `Coordinator` once that has begun. For use on one event loop.
 
-    It takes 0 CPU, is restartable, and has no retries. Until then members get `StillWaiting`, and the
+    Until then members get `StillWaiting`, and the
     supervisor's calls are stored for later. Failing storage is retried within
     `CoordinatorStart.storage_limit_s`. After that, or for any other reason (another launch has taken the run
     over), the next status reports that the run has failed, and why.
@@ -286,7 +286,10 @@ class CoordinatorProcess:
 
 
 class CoordinatorActor(CoordinatorProcess):
-    """The same in a process that Ray started, which outlives that Ray until the run has ended."""
+    """The same as an async Ray actor, in a process that outlives its Ray until the run has ended.
+
+    It takes 0 CPU, is restartable, and has no retries.
+    """
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorProcess
 from orchestrator.errors import ElasticError
+from orchestrator.launch.process.safe_output import let_go, output_never_waits, show_faults_as_data
 from orchestrator.torchrun.transport import CallServer, new_key, open_listener
 
 ORPHANED_S = 60.0  # how long the process may need to end the run when rank 0 is gone
@@ -103,17 +105,23 @@ async def _serve(pipe: Connection[Any, Any], listener: socket.socket) -> None:
 
     server = CallServer(key, answer, ended)
     serving = asyncio.create_task(server.serve(listener))
-    rank_zero_ended = asyncio.Event()
-    asyncio.get_running_loop().add_reader(pipe.fileno(), rank_zero_ended.set)
-    await asyncio.wait(
-        [serving, asyncio.create_task(rank_zero_ended.wait())], return_when=asyncio.FIRST_COMPLETED
-    )
+    loop = asyncio.get_running_loop()
+    rank_zero_ended = loop.create_future()
+
+    def note_end() -> None:
+        loop.remove_reader(pipe.fileno())
+        rank_zero_ended.set_result(None)
+
+    loop.add_reader(pipe.fileno(), note_end)
+    await asyncio.wait([serving, rank_zero_ended], return_when=asyncio.FIRST_COMPLETED)
     deadline = time.monotonic() + ORPHANED_S
-    while time.monotonic() < deadline:
+    while not serving.done() and time.monotonic() < deadline:
         is_over = coordinator.has_ended or not coordinator.was_called
         if is_over and not server.members:
             break
         await asyncio.sleep(_LOOK_S)
+    if serving.done():
+        serving.result()  # raises why it has ended
     serving.cancel()
 
 
@@ -122,9 +130,18 @@ def _main() -> None:
         signal.signal(number, lambda *_: None)  # not ignored: processes that it starts receive them
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     pipe, listener = Connection(int(sys.argv[1]), writable=False), socket.socket(fileno=int(sys.argv[2]))
-    with suppress(EOFError):  # rank 0 has died at once
-        asyncio.run(_serve(pipe, listener))
-    os._exit(0)  # at once, even if a thread waits for storage
+    show_faults_as_data()
+    code = 0
+    with output_never_waits():
+        try:
+            asyncio.run(_serve(pipe, listener))
+        except EOFError:
+            pass  # rank 0 has died at once
+        except Exception:  # noqa: BLE001  the end of its connections shows it to the ranks
+            traceback.print_exc()
+            code = 1
+        let_go(sys.stderr)
+    os._exit(code)  # at once, even if a thread waits for storage
 
 
 if __name__ == "__main__":
