@@ -29,10 +29,28 @@ class Coordinated:
     def __init__(self, store: RunStore, attempt: Attempt, job: JobConfig) -> None:
         self.launch, self.number, self.store = attempt.launch, attempt.number, store
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
         start = starting.coordinator_start(job, attempt, store.storage.root, 2, 2, fixed=True)
         self.coordinator = self.call(self._made(start))
         self.views = self.call(self._joined())
+
+    def __enter__(self) -> Coordinated:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing of it is left in this process."""
+
+        async def drop_all() -> None:
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+        self.call(drop_all())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(LIMIT_S)
+        self._loop.close()
 
     async def _made(self, start: Any) -> Coordinator:
         return Coordinator(start, lambda info: None, store=self.store)

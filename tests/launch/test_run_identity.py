@@ -76,13 +76,13 @@ def journal_changed(folder: Path) -> None:
 def test_a_launch_whose_folder_is_deleted_commits_nothing_more_and_says_why(
     runner: Runner, harm: Callable[[Path], None], text: str
 ) -> None:
-    group = Coordinated(runner.store, runner.begin(), runner.config())
-    assert save(group, key(10)) == [True, True]
-    harm(runner.folder)
-    assert save(group, key(20)) == [False, False]
-    status = group.ended()
-    assert (status.ended, status.code) == ("failed", "run.fenced")
-    assert text in status.reason
+    with Coordinated(runner.store, runner.begin(), runner.config()) as group:
+        assert save(group, key(10)) == [True, True]
+        harm(runner.folder)
+        assert save(group, key(20)) == [False, False]
+        status = group.ended()
+        assert (status.ended, status.code) == ("failed", "run.fenced")
+        assert text in status.reason
     assert key(20).point_name not in runner.store.point_names()
     assert runner.store.read_end(1) is None
 
@@ -94,15 +94,15 @@ def test_a_launch_in_whose_place_another_run_began_commits_nothing_there(
     runner.folder.symlink_to(tmp_path / "first")
     other.begin()
     (tmp_path / "another").symlink_to(other.folder)
-    group = Coordinated(runner.store, runner.begin(), runner.config())
-    (tmp_path / "another").replace(runner.folder)
-    theirs = other.store.read_run()
-    assert theirs is not None
-    assert save(group, key(10)) == [False, False]
-    status = group.ended()
-    assert (status.ended, status.code) == ("failed", "run.fenced")
-    assert "run.json" in status.reason
-    assert theirs.id in status.reason
+    with Coordinated(runner.store, runner.begin(), runner.config()) as group:
+        (tmp_path / "another").replace(runner.folder)
+        theirs = other.store.read_run()
+        assert theirs is not None
+        assert save(group, key(10)) == [False, False]
+        status = group.ended()
+        assert (status.ended, status.code) == ("failed", "run.fenced")
+        assert "run.json" in status.reason
+        assert theirs.id in status.reason
     assert runner.store.point_names() == []
 
 

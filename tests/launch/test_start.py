@@ -137,17 +137,17 @@ def test_a_rewind_keeps_its_parent_and_counts_nothing_that_it_left_behind(runner
     parent, orphan = runner.launch(), runner.launch()
     attempt, _, job = rewind(runner, parent, keep_latest=2)
     assert attempt.inherited == (parent.point_name,), "what is newer than the parent is off the history"
-    group = Coordinated(runner.store, attempt, job)
-    left = [parent.point_name, orphan.point_name]
-    for step in (20, 30):
-        at = key(step, attempt=attempt.number)
-        group.report([record(replace(at, step=n)) for n in range(step - 9, step + 1)])
-        assert group.save(at) == [True, True]
-        left.append(at.point_name)
-        if step == 20:
-            assert runner.store.point_names() == left
-    group.finished(at, "stopped")
-    assert group.settle()
+    with Coordinated(runner.store, attempt, job) as group:
+        left = [parent.point_name, orphan.point_name]
+        for step in (20, 30):
+            at = key(step, attempt=attempt.number)
+            group.report([record(replace(at, step=n)) for n in range(step - 9, step + 1)])
+            assert group.save(at) == [True, True]
+            left.append(at.point_name)
+            if step == 20:
+                assert runner.store.point_names() == left
+        group.finished(at, "stopped")
+        assert group.settle()
     # two newer points of the history are verified: the parent is one of many now
     assert runner.store.point_names() == left[1:]
     assert [row["on_lineage"] for row in orchestrator.open(runner.folder).list_points()] == [
