@@ -9,7 +9,7 @@ with paused_gc():
         "tests.trainer.member",
         "tests.trainer.killable",
         "orchestrator.data.feed.local_feed",
-        "orchestrator.torchrun.membership",
+        "orchestrator.launch.member.remote_membership",
         "orchestrator.torchrun.run",
     ):
         import_module(_module)

@@ -73,11 +73,14 @@ WITHOUT_RAY_AND_TORCH = (
     "launch/start/attempt_claim.py",
     "launch/capacity/placement_check.py",
     "launch/start/preview.py",
-    "launch/on_ray/phase_reports.py",
+    "launch/member/phase_reports.py",
+    "launch/member/calls.py",
     "launch/start/run_preparation.py",
     "launch/process/stop_signals.py",
     "launch/process/progress.py",
     "launch/capacity/resource_estimate.py",
+    "torchrun/coordinator_process.py",
+    "torchrun/transport.py",
     "inspect/",
 )
 WITHOUT_RAY = ("trainer/", "torchrun/")

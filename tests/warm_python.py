@@ -48,7 +48,7 @@ MODULES = (
     "orchestrator.data.packing.stream",
     "orchestrator.launch.api",
     "orchestrator.launch.on_ray.exports",
-    "orchestrator.launch.on_ray.remote_membership",
+    "orchestrator.launch.member.remote_membership",
     "orchestrator.inspect.audit.audit",
     "orchestrator.torchrun.run",
     "orchestrator.trainer.loop",

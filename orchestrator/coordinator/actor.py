@@ -397,6 +397,20 @@ class Coordinator:
         self._driver.ensure_running()
         await self._driver.carry_out(self._launch.end(outcome, reason, code=code))
 
+    async def died(self, member: str, why: str) -> None:
+        """The connection of `member` has ended, so its process is gone. `why` is the reason for people.
+
+        Nothing changes if its part is over: it has finished or failed, or the run has ended.
+        """
+        self._driver.ensure_running()
+        has_joined = member in self._launch.infos
+        if self._launch.ended is None and not (has_joined and self._launch.rendezvous.is_gone(member)):
+            await self._driver.died(member, why)
+
+    async def settle(self, limit_s: float) -> bool:
+        """Waits until older points are verified and deleted; False if that takes longer than `limit_s`."""
+        return await self._commits.settle(limit_s)
+
     async def warned(self, text: str) -> None:
         """A warning of its process from before it could begin; it is part of the next status."""
         await self._driver.warned(text)

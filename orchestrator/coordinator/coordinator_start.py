@@ -43,6 +43,7 @@ class CoordinatorStart:
     keep_every: int | None = None
     keep_best: int = 0
     sharded: bool = False  # no worker holds the whole state
+    fixed: bool = False  # no worker can be replaced, so the first one that is lost ends the run
     stop_by: str = ""  # the origin of a request to stop before the budgets are spent
     storage_limit_s: float = STORAGE_LIMIT_S
     rendezvous: RendezvousSettings = RendezvousSettings()
@@ -83,6 +84,7 @@ def launch_machine(start: CoordinatorStart, attempt: Attempt) -> LaunchMachine:
         budgets=attempt.budgets,
         stop_by=start.stop_by,
         sharded=start.sharded,
+        fixed=start.fixed,
     )
 
 

@@ -261,13 +261,16 @@ class LaunchDriver:
             for info in self.machine.to_ask(self.commits.under_way, began):
                 why = await asyncio.to_thread(self._why_dead, info)
                 if why is not None:
-                    cause = Cause.NODE_LOST if why == NODE_DIED else Cause.WORKER_LOST
-                    self.roster.gone(info.member, why, cause)
-                    await self.carry_out(self.machine.dead(info.member, why, time.monotonic()))
-                    self.joins.forget(info.member)
-                    self._wake.set()
+                    await self.died(info.member, why)
             # about 1 ms per member
             await asyncio.sleep(max(LIVENESS_EVERY_S, 5 * (time.monotonic() - began)))
+
+    async def died(self, member: str, why: str) -> None:
+        """The process of `member` is gone."""
+        self.roster.gone(member, why, Cause.NODE_LOST if why == NODE_DIED else Cause.WORKER_LOST)
+        await self.carry_out(self.machine.dead(member, why, time.monotonic()))
+        self.joins.forget(member)
+        self._wake.set()
 
     # ------------------------------------------------------------ storage
     async def _keep_journal(self) -> None:

@@ -1,4 +1,4 @@
-"""The actor that Ray starts and restarts. It takes up an attempt and then is that attempt's coordinator.
+"""The gate before the coordinator: takes up an attempt, and then passes on every call.
 
 Taking up the attempt is retried while storage fails, within a limit. Ray does not restart an actor whose
 constructor raised, and the driver regards one that does not answer as frozen. Therefore only a thread waits
@@ -8,12 +8,13 @@ for storage here, and every call is answered meanwhile.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from orchestrator.checkpoint.commit.commit_driver import in_daemon_thread
 from orchestrator.checkpoint.points.store import RunStore
@@ -24,21 +25,9 @@ from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.launch_driver import COORDINATOR_FAILED
 from orchestrator.elastic.failure import AGAIN_S, until_storage_works
 from orchestrator.errors import FencedError, OrchestratorError, StorageError, code_of
-from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.membership import (
-    ControlRequests,
-    GenerationView,
-    JoinRequest,
-    MachineProof,
-    Refusal,
-    RunOver,
-    StillWaiting,
-    Unfit,
-)
-from orchestrator.records.points import Damage, Vote
-from orchestrator.records.run_status import Doing, MemberInfo, RunStatus
-from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.records.membership import ControlRequests, Refusal, RunOver, StillWaiting
+from orchestrator.records.run_status import MemberInfo, RunStatus
 
 if TYPE_CHECKING:
     from orchestrator.data.feed.feed_reports import FeedNotes
@@ -47,11 +36,80 @@ if TYPE_CHECKING:
 # regards it as frozen.
 STATUS_S = 5.0
 
+OVER = ControlRequests(ended=True, save=False, stop=False, reform=False, acknowledged_step=-1)
+P = ParamSpec("P")
+Answer = TypeVar("Answer")
+Over = TypeVar("Over")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Later:
+    """A call of the supervisor, stored until the coordinator has begun."""
+
+    call: Callable[..., Awaitable[None]]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def _of_members(
+    call: Callable[Concatenate[Coordinator, P], Awaitable[Answer]],
+    over: Callable[[CoordinatorProcess], Over],
+) -> Callable[Concatenate[CoordinatorProcess, P], Coroutine[Any, Any, Answer | StillWaiting | Over]]:
+    """A member's `call` of `Coordinator`, as the gate's method.
+
+    The answer is `StillWaiting` before that has begun, and `over` if it never will.
+    """
+
+    @wraps(call)
+    async def gated(
+        self: CoordinatorProcess, /, *args: P.args, **kwargs: P.kwargs
+    ) -> Answer | StillWaiting | Over:
+        if coordinator := await self._begun():
+            return await call(coordinator, *args, **kwargs)
+        return StillWaiting() if self._over is None else over(self)
+
+    return gated
+
+
+def _if_begun(
+    call: Callable[Concatenate[Coordinator, P], Awaitable[None]],
+) -> Callable[Concatenate[CoordinatorProcess, P], Coroutine[Any, Any, None]]:
+    """The supervisor's `call` of `Coordinator`, which does nothing before that has begun."""
+
+    @wraps(call)
+    async def gated(self: CoordinatorProcess, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self._coordinator is not None:
+            await call(self._coordinator, *args, **kwargs)
+
+    return gated
+
+
+def _now_or_later(
+    call: Callable[Concatenate[Coordinator, P], Awaitable[None]],
+) -> Callable[Concatenate[CoordinatorProcess, P], Coroutine[Any, Any, None]]:
+    """The supervisor's `call` of `Coordinator`, which is stored until that has begun.
+
+    The supervisor waits for no answer, and repeats some calls. An equal call is stored once.
+    """
+
+    @wraps(call)
+    async def gated(self: CoordinatorProcess, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self._coordinator is not None:
+            await call(self._coordinator, *args, **kwargs)
+        elif (later := Later(call=call, args=args, kwargs=kwargs)) not in self._later:
+            self._later.append(later)
+
+    return gated
+
+
+def _none(_: CoordinatorProcess) -> None:
+    return None
+
 
 class CoordinatorProcess:
-    """An async Ray actor that forwards each call to `Coordinator` once that has begun.
+    """Passes on each call to `Coordinator` once that has begun. For use on one event loop.
 
-    It takes 0 CPU, is restartable, and has no retries. Until then members get `StillWaiting`, and the
+    Until then members get `StillWaiting`, and the
     supervisor's calls are stored for later. Failing storage is retried within
     `CoordinatorStart.storage_limit_s`. After that, or for any other reason (another launch has taken the run
     over), the next status reports that the run has failed, and why.
@@ -72,125 +130,27 @@ class CoordinatorProcess:
         self._over: Exception | None = None
         self._beginning: asyncio.Task[None] | None = None
         self._tried_at = 0.0
-        self._later: list[tuple[str, tuple[Any, ...]]] = []  # calls of the supervisor
+        self._later: list[Later] = []
         self._warnings: list[str] = []
         self._num_heard = 0  # the number of warnings that the supervisor has seen
         self._changed = asyncio.Event()
 
     # ------------------------------------------------------------ calls of members
-    async def join(self, request: JoinRequest) -> GenerationView | Refusal | RunOver | StillWaiting:
-        """See `Coordinator`."""
-        if here := await self._begun():
-            return await here.join(request)
-        if self._over is None:
-            return StillWaiting()
-        fenced = isinstance(self._over, FencedError)
-        return Refusal(reason=self._reason) if fenced else RunOver(reason=self._reason)
-
-    async def check_machine(self, launch: str, proof: MachineProof) -> Unfit | StillWaiting | None:
-        """See `Coordinator`. A run that is over needs no check: the worker's join gets that answer."""
-        if here := await self._begun():
-            return await here.check_machine(launch, proof)
-        return self._unheard()
-
-    async def watch(
-        self, launch: str, attempt: int, generation: int, known: ControlRequests | None
-    ) -> ControlRequests | StillWaiting:
-        """See `Coordinator`."""
-        if here := await self._begun():
-            return await here.watch(launch, attempt, generation, known)
-        if self._over is None:
-            return StillWaiting()
-        return ControlRequests(ended=True, save=False, stop=False, reform=False, acknowledged_step=-1)
-
-    async def report(
-        self, launch: str, member: str, attempt: int, generation: int, records: tuple[StepRecord, ...]
-    ) -> StillWaiting | None:
-        """See `Coordinator`."""
-        if here := await self._begun():
-            await here.report(launch, member, attempt, generation, records)
-            return None
-        return self._unheard()
-
-    async def digest(self, launch: str, key: StateKey, weights_digest: str) -> StillWaiting | None:
-        """See `Coordinator`."""
-        if here := await self._begun():
-            await here.digest(launch, key, weights_digest)
-            return None
-        return self._unheard()
-
-    async def ended(self, launch: str, attempt: int, generation: int) -> StillWaiting | None:
-        """See `Coordinator`."""
-        if here := await self._begun():
-            return await here.ended(launch, attempt, generation)
-        return self._unheard()
-
-    async def phase(self, launch: str, member: str, limit_s: float) -> StillWaiting | None:
-        """See `Coordinator`."""
-        if here := await self._begun():
-            await here.phase(launch, member, limit_s)
-            return None
-        return self._unheard()
-
-    async def loading(self, launch: str, member: str, done_bytes: int, num_bytes: int) -> StillWaiting | None:
-        """See `Coordinator`."""
-        if here := await self._begun():
-            await here.loading(launch, member, done_bytes, num_bytes)
-            return None
-        return self._unheard()
-
-    async def doing(
-        self, launch: str, member: str, what: Doing
-    ) -> tuple[tuple[str, int], ...] | StillWaiting | None:
-        """See `Coordinator`."""
-        if here := await self._begun():
-            return await here.doing(launch, member, what)
-        return self._unheard()
-
-    async def vote(self, launch: str, vote: Vote) -> bool | StillWaiting:
-        """See `Coordinator`."""
-        if here := await self._begun():
-            return await here.vote(launch, vote)
-        return self._unheard() or False
-
-    async def save_failed(
-        self, launch: str, key: StateKey, rank: int, world_size: int, reason: str
-    ) -> StillWaiting | None:
-        """See `Coordinator`."""
-        if here := await self._begun():
-            await here.save_failed(launch, key, rank, world_size, reason)
-            return None
-        return self._unheard()
-
-    async def is_given_up(
-        self, launch: str, key: StateKey, rank: int, world_size: int, moved: bool
-    ) -> bool | StillWaiting:
-        """See `Coordinator`."""
-        if here := await self._begun():
-            return await here.is_given_up(launch, key, rank, world_size, moved)
-        return self._unheard() or False
-
-    async def finished(self, launch: str, member: str, key: StateKey, reason: str) -> StillWaiting | None:
-        """See `Coordinator`."""
-        if here := await self._begun():
-            return await here.finished(launch, member, key, reason)
-        return self._unheard()
-
-    async def failed(
-        self,
-        launch: str,
-        member: str,
-        kind: str,
-        text: str,
-        fatal: bool,
-        code: str | None = None,
-        damages: tuple[Damage, ...] = (),
-        place: MemberInfo | None = None,
-    ) -> bool | StillWaiting:
-        """See `Coordinator`."""
-        if here := await self._begun():
-            return await here.failed(launch, member, kind, text, fatal, code, damages, place)
-        return self._unheard() or False
+    join = _of_members(Coordinator.join, lambda self: self._no_place)
+    check_machine = _of_members(Coordinator.check_machine, _none)  # the worker's join gets the answer
+    watch = _of_members(Coordinator.watch, lambda _: OVER)
+    report = _of_members(Coordinator.report, _none)
+    digest = _of_members(Coordinator.digest, _none)
+    ended = _of_members(Coordinator.ended, _none)
+    phase = _of_members(Coordinator.phase, _none)
+    loading = _of_members(Coordinator.loading, _none)
+    doing = _of_members(Coordinator.doing, _none)
+    vote = _of_members(Coordinator.vote, lambda _: False)
+    save_failed = _of_members(Coordinator.save_failed, _none)
+    is_given_up = _of_members(Coordinator.is_given_up, lambda _: False)
+    finished = _of_members(Coordinator.finished, _none)
+    failed = _of_members(Coordinator.failed, lambda _: False)
+    settle = _of_members(Coordinator.settle, lambda _: True)
 
     # ------------------------------------------------------------ calls of the supervisor
     async def status(self, seen: tuple[int, int], wait_s: float) -> RunStatus:
@@ -216,44 +176,31 @@ class CoordinatorProcess:
             members=(),
             failures=(),
             warnings=tuple(self._warnings[num_seen:]),
-            stopping=any(method == "stop" for method, _ in self._later),
+            stopping=any(later.call is Coordinator.stop for later in self._later),
             pid=os.getpid(),
         )
 
-    async def expect(self, num_workers: int) -> None:
-        """See `Coordinator`. The supervisor repeats it to each attempt."""
-        if self._coordinator is not None:
-            await self._coordinator.expect(num_workers)
+    # The supervisor repeats these to each attempt. A coordinator that has not begun misses no member.
+    expect = _if_begun(Coordinator.expect)
+    draining = _if_begun(Coordinator.draining)
+    starved = _if_begun(Coordinator.starved)
 
-    async def draining(self, node: str, host: str, grace_s: float) -> None:
-        """See `Coordinator`. The supervisor repeats it to each attempt."""
-        if self._coordinator is not None:
-            await self._coordinator.draining(node, host, grace_s)
+    stop = _now_or_later(Coordinator.stop)
+    save = _now_or_later(Coordinator.save)
+    group_failed = _now_or_later(Coordinator.group_failed)
+    died = _now_or_later(Coordinator.died)
+    note = _now_or_later(Coordinator.note)
+    end = _now_or_later(Coordinator.end)
 
-    async def stop(self, by: str, grace_s: float = math.inf) -> None:
-        """See `Coordinator`."""
-        await self._now_or_later("stop", by, grace_s)
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has ended, and the end is written as far as possible."""
+        return self._over is not None or (self._coordinator is not None and self._coordinator.has_ended)
 
-    async def save(self, by: str) -> None:
-        """See `Coordinator`."""
-        await self._now_or_later("save", by)
-
-    async def starved(self, member: str, seconds: float) -> None:
-        """See `Coordinator`. A coordinator that has not begun misses no member."""
-        if self._coordinator is not None:
-            await self._coordinator.starved(member, seconds)
-
-    async def group_failed(self, node: str, reason: str) -> None:
-        """See `Coordinator`."""
-        await self._now_or_later("group_failed", node, reason)
-
-    async def note(self, kind: EventKind, fields: dict[str, Any]) -> None:
-        """See `Coordinator`."""
-        await self._now_or_later("note", kind, fields)
-
-    async def end(self, outcome: str, reason: str, code: str | None = None) -> None:
-        """See `Coordinator`."""
-        await self._now_or_later("end", outcome, reason, code)
+    @property
+    def was_called(self) -> bool:
+        """Whether a call has made it begin."""
+        return self._beginning is not None
 
     # ------------------------------------------------------------ inside
     @property
@@ -262,17 +209,11 @@ class CoordinatorProcess:
             return str(self._over or "")
         return f"the coordinator failed: {type(self._over).__name__}: {self._over}"
 
-    def _unheard(self) -> StillWaiting | None:
-        return None if self._over else StillWaiting()
-
-    async def _now_or_later(self, method: str, *arguments: Any) -> None:
-        """Calls the coordinator, or stores the call. The supervisor waits for no answer, and repeats some
-        calls.
-        """
-        if self._coordinator is not None:
-            await getattr(self._coordinator, method)(*arguments)
-        elif (method, arguments) not in self._later:
-            self._later.append((method, arguments))
+    @property
+    def _no_place(self) -> Refusal | RunOver:
+        """The answer to a join when the run is over."""
+        fenced = isinstance(self._over, FencedError)
+        return Refusal(reason=self._reason) if fenced else RunOver(reason=self._reason)
 
     async def _begun(
         self, wait_s: float | None = None, or_else: Callable[[], bool] = lambda: False
@@ -300,8 +241,8 @@ class CoordinatorProcess:
             for text in self._warnings[self._num_heard :]:
                 await made.warned(text)
             while self._later:  # more may arrive meanwhile
-                method, arguments = self._later.pop(0)
-                await getattr(made, method)(*arguments)
+                later = self._later.pop(0)
+                await later.call(made, *later.args, **later.kwargs)
         except Exception as error:  # noqa: BLE001  after any error the launch ends with its reason
             self._over = error
         else:
@@ -345,7 +286,10 @@ class CoordinatorProcess:
 
 
 class CoordinatorActor(CoordinatorProcess):
-    """The same in a process that Ray started, which outlives that Ray until the run has ended."""
+    """The same as an async Ray actor, in a process that outlives its Ray until the run has ended.
+
+    It takes 0 CPU, is restartable, and has no retries.
+    """
 
     def __init__(
         self,
@@ -354,7 +298,4 @@ class CoordinatorActor(CoordinatorProcess):
     ) -> None:
         super().__init__(start, feeder_notes)
         outlive_sigterm()
-        end_without_raylet(self._has_ended)
-
-    def _has_ended(self) -> bool:
-        return self._over is not None or (self._coordinator is not None and self._coordinator.has_ended)
+        end_without_raylet(lambda: self.has_ended)

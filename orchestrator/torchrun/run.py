@@ -7,58 +7,44 @@ The first failure ends the group, and the same command continues.
 from __future__ import annotations
 
 import itertools
-import json
-import logging
 import os
-import socket
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.checkpoint.points.rank_files import CommittedFiles, NoCopies, PartsOnNode
-from orchestrator.checkpoint.points.run_file import folder_on_nodes
 from orchestrator.checkpoint.points.store import RunStore
-from orchestrator.cluster.machine import process_state
 from orchestrator.config.loading import load_config
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.trained_code import code_changes
-from orchestrator.coordinator.machine.outcome import end_text
-from orchestrator.elastic.supervision.stall_detector import StallWatch
 from orchestrator.errors import ConfigError, OrchestratorError
-from orchestrator.faults import hook
-from orchestrator.history import sentences
 from orchestrator.json_form import decode, encode
 from orchestrator.launch.on_ray.exports import exporting
 from orchestrator.launch.process import launch_report, stop_signals
 from orchestrator.launch.process.dashboard_beside import dashboard_beside
 from orchestrator.launch.process.progress import Progress
 from orchestrator.launch.process.safe_output import Screen, let_go, output_never_waits, show_faults_as_data
+from orchestrator.launch.process.stop_signals import stop_on_signals
 from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
 from orchestrator.launch.start.preview import plan_older_point
-from orchestrator.paused_gc import paused_gc
-from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume.resume_plan import ResumePlan
-from orchestrator.planning.resume.source_lists import Reading
-from orchestrator.planning.schedule import Budgets
-from orchestrator.records.points import Damage, DamagedPointError, damaged_point
-from orchestrator.records.run_status import GroupMember, Held, RunStatus, Stall
+from orchestrator.records.run_status import RunStatus
 from orchestrator.storage.files import Storage
-from orchestrator.torchrun.recorder import RankZeroRecorder
+from orchestrator.torchrun.coordinator_process import HostedCoordinator
+from orchestrator.torchrun.launch_watch import LaunchWatch
+from orchestrator.torchrun.member import SETTLE_LIMIT_S, GroupStart, Member
 from orchestrator.torchrun.requirements import require_gpus, require_group, require_memory, say_disk
 from orchestrator.trainer.dry_run.model_dry_run import require_model
+from orchestrator.trainer.interfaces.job import Outcome
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
     from orchestrator.planning.state.memory import ParallelChoice
     from orchestrator.torchrun.store_rendezvous import StoreRendezvous
-    from orchestrator.trainer.interfaces.job import Outcome
 
 # torchrun relays SIGTERM and SIGINT to its ranks; a system that ends a whole job also sends them to the ranks
 _RELAYED_S = 10.0
@@ -89,7 +75,6 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
     from orchestrator.torchrun.store_rendezvous import meet
 
     rendezvous = meet()
-    _tell_place(rendezvous)
     say_disk(rendezvous, job.resume.node_folder)
     if rendezvous.rank != 0:
         return _follow(rendezvous, job, storage, fault_plan)
@@ -148,7 +133,7 @@ def _lead(
     command: str,
     parallel: ParallelChoice,
 ) -> Outcome | None:
-    """Rank 0: decides whether and how the run continues, claims it, and records it.
+    """Rank 0: decides whether and how the run continues, claims it, and hosts its coordinator.
 
     If the ranks find the point damaged, it claims again and continues an older one.
     """
@@ -162,25 +147,13 @@ def _lead(
             return None
     for number in itertools.count(1):
         found = _attempt(group, job, spec, plan, watched, fault_plan, progress, command, parallel)
-        if not isinstance(found, _NotLoaded):
+        if isinstance(found, Outcome):
             return found
         group = rendezvous.round(number)
-        _tell_place(group)
         with group.reporting_failure("decision"):
-            if found.stopping:
-                raise damaged_point(found.damages)
             watched = found.attempt
             plan = plan_older_point(store, job, spec, found.damages, plan.damages, watched, progress.say)
     raise AssertionError("the loop has no end of its own")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _NotLoaded:
-    """The ranks found the point of an attempt damaged. `stopping`: a stop was requested meanwhile."""
-
-    attempt: int
-    damages: tuple[Damage, ...]
-    stopping: bool
 
 
 def _attempt(
@@ -193,107 +166,95 @@ def _attempt(
     progress: Progress,
     command: str,
     parallel: ParallelChoice,
-) -> Outcome | _NotLoaded:
-    """Runs rank 0's part of one attempt, which it claims after `watched`."""
+) -> Outcome | RunStatus:
+    """Runs rank 0's part of one attempt, which it claims after `watched`, with the coordinator beside it.
+
+    Returns the status of an attempt whose point was damaged.
+    """
     storage = starting.run_storage(job)
     store = RunStore(storage)
-    with (
-        rendezvous.reporting_failure("decision"),
-        attempt_claim.claimed(
-            store,
-            job,
-            spec,
-            watched,
-            fault_plan,
-            command=command,
-            drawn=plan.drawn,
-            parallel=parallel,
-            known=plan.damages,
-            say=progress.say,
-        ) as (attempt, begun),
-    ):
-        recorder = RankZeroRecorder(store, attempt, job, progress.say, fault_plan)
-    total = None if begun.remaining_steps is None else begun.step_after + begun.remaining_steps
-    progress.begin(storage, attempt.number, rendezvous.world_size, total)
-    with _ending(recorder), rendezvous.reporting_failure("decision"):
-        spec = starting.freeze(job, storage, spec, attempt)
-        spans = [encode(span) for span in attempt.encoders]
-        reading = encode(starting.reading_of(attempt))
-        rendezvous.publish("decision", [encode(attempt.budgets), spans, reading, parallel.num_shards])
-    for note in spec.notes:
-        progress.say(f"note: {note}")
-    launch_report.announce(progress.say, job, attempt, begun)
-    recorder.members = _members(rendezvous)
-    with (
-        dashboard_beside(job, storage.root, progress),
-        exporting(store, attempt.number, job.resume.export_every, progress.say),
-        _shown(progress, recorder, job.monitor.progress_s),
-    ):
-        outcome = _train(
-            rendezvous,
-            job,
-            spec,
-            storage,
-            attempt.budgets,
-            recorder,
-            progress.say,
-            fault_plan,
-            parallel.num_shards,
-        )
-    if isinstance(outcome, _NotLoaded):
-        return replace(outcome, attempt=attempt.number)
-    _say_end(job, attempt.budgets, outcome, recorder.status(), progress.say)
-    return outcome
-
-
-def _tell_place(rendezvous: StoreRendezvous) -> None:
-    """Publishes where this rank runs, for `_members`."""
-    rendezvous.store.set(f"place/{rendezvous.rank}", json.dumps([socket.gethostname(), os.getpid()]))
-
-
-def _members(rendezvous: StoreRendezvous) -> list[GroupMember]:
-    """Returns where each rank runs, as published."""
-    places = [json.loads(rendezvous.store.get(f"place/{rank}")) for rank in range(rendezvous.world_size)]
-    return [GroupMember(rank=rank, host=host, pid=pid) for rank, (host, pid) in enumerate(places)]
-
-
-def _say_end(
-    job: JobConfig, budgets: Budgets, outcome: Outcome, status: RunStatus, say: Callable[[str], None]
-) -> None:
-    why = ""
-    if outcome.reason == "done":
-        why = f": {launch_report.why_done(job, budgets, status.last_step)}"
-    step, trained = outcome.key.step if outcome.key else 0, status.last_step is not None
-    say(f"{end_text(outcome.reason, step, trained=trained)}{why}")
-    say(f"newest resume point: {job.run.run_uri}/points/{status.newest_point}")
+    with ExitStack() as ends:
+        with rendezvous.reporting_failure("decision"):
+            attempt, begun = ends.enter_context(
+                attempt_claim.claimed(
+                    store,
+                    job,
+                    spec,
+                    watched,
+                    fault_plan,
+                    command=command,
+                    drawn=plan.drawn,
+                    parallel=parallel,
+                    known=plan.damages,
+                    say=progress.say,
+                )
+            )
+            spec = starting.freeze(job, storage, spec, attempt)
+            size = rendezvous.world_size
+            start = starting.coordinator_start(job, attempt, storage.root, size, size, fault_plan, fixed=True)
+            host = ends.enter_context(closing(HostedCoordinator(start)))
+            group = GroupStart(
+                launch=attempt.launch,
+                port=host.port,
+                key=host.key.hex(),
+                budgets=attempt.budgets,
+                encoders=attempt.encoders,
+                reading=starting.reading_of(attempt),
+                num_shards=starting.num_shards(attempt),
+            )
+            member = ends.enter_context(Member.connected(rendezvous, job, group, fault_plan))
+            rendezvous.publish("decision", encode(group))
+        total = None if begun.remaining_steps is None else begun.step_after + begun.remaining_steps
+        progress.begin(storage, attempt.number, size, total)
+        for note in spec.notes:
+            progress.say(f"note: {note}")
+        launch_report.announce(progress.say, job, attempt, begun)
+        for line in launch_report.trained_again(attempt):
+            progress.say(line)
+        with (
+            dashboard_beside(job, storage.root, progress),
+            exporting(store, attempt.number, job.resume.export_every, progress.say),
+            LaunchWatch(member.calls, progress) as watch,
+            stop_on_signals(watch.ask_stop, watch.ask_save, progress.say, relayed_s=_RELAYED_S),
+        ):
+            found = member.train(spec, storage)
+            if isinstance(found, RunStatus):
+                return found
+            status = member.require_ended(watch.end())
+            if not member.settle():
+                progress.say(
+                    f"warning: storage has not verified or deleted older points for {SETTLE_LIMIT_S:.0f} s; "
+                    "the run ends without waiting for it. Nothing that was committed is lost"
+                )
+        if status.ended == "done":
+            why = launch_report.why_done(job, attempt.budgets, status.last_step)
+            status = replace(status, reason=f"{status.reason}: {why}")
+        launch_report.say_end(progress, job, status, store, attempt.run_id)
+        return found
 
 
 def _follow(rendezvous: StoreRendezvous, job: JobConfig, storage: Storage, fault_plan: str) -> Outcome | None:
-    """Runs the other ranks: they receive budgets, encoders, lists and shards; the data are frozen by then."""
+    """Runs the other ranks: they receive what rank 0 has decided. The data are frozen by then."""
     group = rendezvous
     for number in itertools.count(1):
         decision = group.receive("decision")
         if decision is None:
             return None
-        budgets, encoders, reading, num_shards = decision
-        spec = starting.read_frozen_data(job, storage, decode(Reading, reading))
-        spec = spec.made_by(tuple(decode(EncoderSpan, span) for span in encoders))
-        outcome = _train(
-            group,
-            job,
-            spec,
-            storage,
-            decode(Budgets, budgets),
-            None,
-            lambda text: None,
-            fault_plan,
-            num_shards,
-        )
-        if not isinstance(outcome, _NotLoaded):
-            return outcome
+        start = decode(GroupStart, decision)
+        spec = starting.read_frozen_data(job, storage, start.reading).made_by(start.encoders)
+        with (
+            Member.connected(group, job, start, fault_plan) as member,
+            stop_on_signals(_ignore, _ignore, _ignore, relayed_s=_RELAYED_S),
+        ):
+            found = member.train(spec, storage)
+        if isinstance(found, Outcome):
+            return found
         group = rendezvous.round(number)
-        _tell_place(group)
     raise AssertionError("the loop has no end of its own")
+
+
+def _ignore(text: str) -> None:
+    """Rank 0 alone passes on what signals request, and reports it."""
 
 
 def _look(
@@ -314,101 +275,6 @@ def _look(
         ):
             say(note)
         return spec, plan, watched()
-
-
-def _train(
-    rendezvous: StoreRendezvous,
-    job: JobConfig,
-    spec: DataSpec,
-    storage: Storage,
-    budgets: Budgets,
-    recorder: RankZeroRecorder | None,
-    say: Callable[[str], None],
-    fault_plan: str,
-    num_shards: int | None,
-) -> Outcome | _NotLoaded:
-    """Runs this rank's part of an attempt."""
-    from orchestrator.data.feed.local_feed import InProcessFeed
-    from orchestrator.trainer.interfaces.job import TrainJob
-
-    with paused_gc():
-        from orchestrator.torchrun.membership import StaticMembership
-        from orchestrator.trainer.loop import train as run_loop
-
-    task = TrainJob(
-        model=job.model,
-        train=job.train,
-        resume=job.resume,
-        seq_len=job.pack.seq_len,
-        document_attention=job.pack.attends_by_document,
-        budgets=budgets,
-        config_digest=starting.config_digest(job),
-        device="cuda" if job.cluster.use_gpu else "cpu",  # the loop takes the GPU of LOCAL_RANK
-        digest_every_steps=job.monitor.digest_every_steps,
-        num_shards=num_shards,
-    )
-    membership = StaticMembership(rendezvous, recorder)
-    feed = InProcessFeed(spec, job.data.replay_bytes)
-    try:
-        # torchrun sends SIGTERM when another rank has failed; the end must be written nevertheless
-        signals = stop_signals.stop_on_signals(
-            membership.ask_stop, membership.ask_save, say, relayed_s=_RELAYED_S
-        )
-        with signals, _ending(recorder):
-            files = _files(storage, job.resume.node_folder)
-            return run_loop(task, membership, feed, files, faults=hook(fault_plan))
-    except DamagedPointError as error:
-        return _NotLoaded(attempt=0, damages=error.damages, stopping=membership.is_stopping)
-    finally:
-        feed.close()
-
-
-def _files(storage: Storage, folder: str | None) -> CommittedFiles:
-    if folder is None:
-        return CommittedFiles(storage)
-    say = logging.getLogger(__name__).warning
-    return CommittedFiles(storage, PartsOnNode(folder, folder_on_nodes(storage), "", NoCopies(), say))
-
-
-@contextmanager
-def _ending(recorder: RankZeroRecorder | None) -> Iterator[None]:
-    """Ends the attempt after any error inside the block."""
-    try:
-        yield
-    except BaseException as error:
-        if recorder is not None:
-            recorder.failed(error)
-        raise
-
-
-@contextmanager
-def _shown(progress: Progress, recorder: RankZeroRecorder, every_s: float) -> Iterator[None]:
-    """Shows the status periodically from a thread, and on a stall the states of this machine's ranks."""
-    over, stall_watch = threading.Event(), StallWatch()
-
-    def show() -> None:
-        while not over.wait(min(every_s, 1.0)):
-            status = recorder.status()
-            if not status.world_size:
-                continue
-            progress.show(status)
-            stall_watch.saw(status, time.monotonic())
-            quiet_s = stall_watch.due(time.monotonic())
-            if quiet_s is not None:
-                here, members = socket.gethostname(), recorder.members
-                states = [process_state(each.pid) if each.host == here else "?" for each in members]
-                held = tuple(Held(worker=each, state=s) for each, s in zip(members, states, strict=True))
-                stall = Stall(quiet_s=quiet_s, median_s=stall_watch.median_s, held=held)
-                for line in sentences.stall(stall):
-                    progress.say(line)
-
-    shower = threading.Thread(target=show, name="progress", daemon=True)
-    shower.start()
-    try:
-        yield
-    finally:
-        over.set()
-        shower.join()
 
 
 def _say(text: str) -> None:

@@ -27,19 +27,13 @@ POLL_S = 0.05
 class StoreRendezvous:
     """The ranks of one start of the group, after they have met.
 
-    The keys of `store` belong to this start alone: values of an older start are never read. A store serves
-    one blocked caller at a time.
+    The keys of `store` belong to this start alone: values of an older start are never read.
     """
 
     start: str
     store: Store
     rank: int
     world_size: int
-
-    def again(self) -> StoreRendezvous:
-        """Returns the same over a separate connection, for another thread."""
-        store, _, _ = _connect(RENDEZVOUS_LIMIT_S)
-        return replace(self, store=PrefixStore(self.start, store))
 
     def round(self, number: int) -> StoreRendezvous:
         """Returns the same ranks with separate keys, for another attempt of this start."""

@@ -211,8 +211,9 @@ def test_a_point_whose_deletion_hangs_keeps_no_save_from_being_committed_and_no_
         assert isinstance(view, GenerationView)
         assert (view.generation, view.parent) == (2, key(3))
         assert store.point_names() == names, "all that is to be deleted is still there"
+        assert not await actor.settle(0.1), "it is not waited for longer"
         disk.free.set()
-        assert await actor._commits.settle(LIMIT_S)
+        assert await actor.settle(LIMIT_S)
         await actor.end("stopped", "enough")
 
     run(launch)

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.checkpoint.commit.commit_events import VoterGone
 from orchestrator.checkpoint.points.points import ReplicasDiffer
-from orchestrator.coordinator.machine.launch_actions import Action, End, Kill, Leave, Note, Say, Warn
+from orchestrator.coordinator.machine.launch_actions import Action, Answer, End, Kill, Leave, Note, Say, Warn
 from orchestrator.coordinator.machine.launch_machine import LaunchMachine
 from orchestrator.elastic.failure import FailureBudget, StorageTrouble
 from orchestrator.elastic.formation import Form
@@ -19,7 +19,7 @@ from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.records.cursor import Cursor
-from orchestrator.records.membership import HeldShard, Source
+from orchestrator.records.membership import HeldShard, RunOver, Source
 from orchestrator.records.steps import StateKey
 from tests.checkpoint.samples import key, record
 from tests.coordinator.test_actor import JOIN, LAUNCH
@@ -83,6 +83,67 @@ def form_next(machine: LaunchMachine, now: float) -> None:
 
 def notes(actions: list[Action], kind: EventKind) -> list[dict[str, object]]:
     return [action.fields for action in actions if isinstance(action, Note) and action.kind == kind]
+
+
+def fixed(*members: str) -> LaunchMachine:
+    """A group of two that can replace nobody, of which these have joined."""
+    rendezvous = Rendezvous(attempt=1, launch=LAUNCH, min_workers=2, max_workers=2, expected=2)
+    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble(), fixed=True)
+    for member in members:
+        machine.join(replace(JOIN, member=member), 0.0)
+    if len(members) == 2:
+        form_next(machine, 0.0)
+        machine.recorded(record(key(1)), 1.0)
+    return machine
+
+
+@pytest.mark.parametrize("there", ["ab", "a"])
+def test_a_fixed_group_ends_with_the_first_member_that_dies(there: str) -> None:
+    machine = fixed(*there)
+    actions = machine.dead("b", "its process ended", 2.0)
+    assert ends(actions) == [("failed", "a failure")]
+    assert machine.code == "training.group_ended"
+    assert machine.ended is not None
+    assert "the group of 2 ranks ended" in machine.ended[1]
+    assert "its process ended" in machine.ended[1]
+    over = [action.answer for action in actions if isinstance(action, Answer)]
+    waits = there == "a"  # the other one trains, and hears it when it joins
+    assert over == ([RunOver(reason=machine.ended[1])] if waits else [])
+    assert machine.tick(3.0) == [], "it forms no other group"
+
+
+def test_a_fixed_group_ends_with_the_error_of_one_member_once_the_others_have_come_back() -> None:
+    machine = fixed(*"ab")
+    text = "the disk is gone"
+    machine.failed("b", "StorageError", text, True, now=2.0, code="storage.failing")
+    machine.join(replace(JOIN, member="a", key=key(1), leaves=(1, 1), cursor=Cursor()), 2.0)
+    assert ends(machine.tick(2.0)) == [("failed", "a failure")], "and forms no group of one"
+    assert machine.ended is not None
+    assert text in machine.ended[1]
+    assert machine.code == "storage.failing"
+
+
+def test_a_fixed_group_ends_with_a_member_that_does_not_come_back() -> None:
+    machine = fixed(*"ab")
+    machine.join(replace(JOIN, member="a", key=key(1), leaves=(1, 1), cursor=Cursor()), 2.0)
+    assert ends(machine.tick(1000.0)) == [("failed", "a failure")]
+    assert machine.code == "training.group_ended"
+
+
+def test_a_fixed_group_of_which_one_has_finished_is_done_whoever_dies() -> None:
+    machine = fixed(*"ab")
+    machine.committed(key(1))
+    machine.finished("a", key(1), "done", 2.0)
+    assert ends(machine.dead("b", "its process ended", 3.0)) == [("done", "the end of the data")]
+
+
+def test_a_fixed_group_whose_members_all_live_forms_again() -> None:
+    machine = fixed(*"ab")
+    for member in "ab":
+        machine.join(replace(JOIN, member=member, key=key(1), leaves=(1, 1), cursor=Cursor()), 2.0)
+    form_next(machine, 2.0)
+    assert machine.ended is None
+    assert machine.rendezvous.generation == 2
 
 
 def test_a_wait_below_the_minimum_is_noted_when_it_begins_and_when_another_number_is_there() -> None:

@@ -28,7 +28,6 @@ LIMITS = Limits(
     gpus_per_worker=0.0,
     num_tokenizers=1,
     wait_s=600.0,
-    max_failures=3,
 )
 
 SPEC = Launch(

@@ -31,7 +31,6 @@ LIMITS = Limits(
     gpus_per_worker=0.0,
     num_tokenizers=2,
     wait_s=600.0,
-    max_failures=3,
 )
 
 

@@ -419,7 +419,6 @@ def test_below_the_minimum_each_loss_is_told_once_and_a_failure_goes_into_the_lo
         gpus_per_worker=0.0,
         num_tokenizers=1,
         wait_s=600.0,
-        max_failures=3,
     )
     lost = (Loss(worker=GroupMember(rank=1, host="10.0.0.7", pid=5), reason="its node died"),)
     also = Loss(worker=GroupMember(rank=None, host="10.0.0.7", pid=6), reason="killed (SIGKILL)")

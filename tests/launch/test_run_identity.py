@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.coordinator.attempt.continue_launch import continue_launch
 from orchestrator.coordinator.attempt.survey import survey
 from orchestrator.errors import FencedError, OrchestratorError, RefusedError, ResumePointError, StorageError
 from orchestrator.faults import no_fault
 from orchestrator.launch.start import attempt_claim
 from orchestrator.records.steps import StateKey
-from orchestrator.torchrun.recorder import RankZeroRecorder
 from tests.checkpoint.samples import key, record, write_vote
-from tests.launch.test_start import LIMIT_S, Runner
+from tests.launch.coordinated import Coordinated
+from tests.launch.test_start import Runner
 from tests.raising import raises
 
 
@@ -34,14 +33,13 @@ def other(tiny_config: Any) -> Runner:
     return Runner(tiny_config({"train.max_steps": 1000}))
 
 
-def save(recorder: RankZeroRecorder, store: RunStore, at: StateKey) -> list[bool]:
+def save(group: Coordinated, at: StateKey) -> list[bool]:
     """The answers to the votes of both ranks."""
-    recorder.records([record(key(step)) for step in range(at.step - 9, at.step + 1)])
-    votes = [recorder.vote(write_vote(store.storage, at, rank)) for rank in range(2)]
-    return [vote.result(LIMIT_S) for vote in votes]
+    group.report([record(key(step)) for step in range(at.step - 9, at.step + 1)])
+    return group.save(at)
 
 
-# The recorder looks at its folder whenever it likes: what befalls it does so at one moment.
+# The coordinator looks at its folder whenever it likes: what befalls it does so at one moment.
 def all_gone(folder: Path) -> None:
     shutil.rmtree(folder.rename(folder.with_name("gone")))
 
@@ -78,14 +76,13 @@ def journal_changed(folder: Path) -> None:
 def test_a_launch_whose_folder_is_deleted_commits_nothing_more_and_says_why(
     runner: Runner, harm: Callable[[Path], None], text: str
 ) -> None:
-    recorder = RankZeroRecorder(runner.store, runner.begin(), runner.config(), lambda text: None)
-    recorder.begin(2)
-    assert save(recorder, runner.store, key(10)) == [True, True]
-    harm(runner.folder)
-    with raises(FencedError, "run.fenced", text):
-        save(recorder, runner.store, key(20))
-    with pytest.raises(FencedError):
-        recorder.finished(key(20), "done")
+    with Coordinated(runner.store, runner.begin(), runner.config()) as group:
+        assert save(group, key(10)) == [True, True]
+        harm(runner.folder)
+        assert save(group, key(20)) == [False, False]
+        status = group.ended()
+        assert (status.ended, status.code) == ("failed", "run.fenced")
+        assert text in status.reason
     assert key(20).point_name not in runner.store.point_names()
     assert runner.store.read_end(1) is None
 
@@ -97,13 +94,15 @@ def test_a_launch_in_whose_place_another_run_began_commits_nothing_there(
     runner.folder.symlink_to(tmp_path / "first")
     other.begin()
     (tmp_path / "another").symlink_to(other.folder)
-    recorder = RankZeroRecorder(runner.store, runner.begin(), runner.config(), lambda text: None)
-    recorder.begin(2)
-    (tmp_path / "another").replace(runner.folder)
-    theirs = other.store.read_run()
-    assert theirs is not None
-    with raises(FencedError, "run.fenced", "run.json", theirs.id):
-        save(recorder, runner.store, key(10))
+    with Coordinated(runner.store, runner.begin(), runner.config()) as group:
+        (tmp_path / "another").replace(runner.folder)
+        theirs = other.store.read_run()
+        assert theirs is not None
+        assert save(group, key(10)) == [False, False]
+        status = group.ended()
+        assert (status.ended, status.code) == ("failed", "run.fenced")
+        assert "run.json" in status.reason
+        assert theirs.id in status.reason
     assert runner.store.point_names() == []
 
 

@@ -41,8 +41,8 @@ from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records.steps import StateKey, StepRecord
 from orchestrator.storage.files import Storage
-from orchestrator.torchrun.recorder import RankZeroRecorder
 from tests.checkpoint.samples import key, no_sleep, record, start, write_vote
+from tests.launch.coordinated import Coordinated
 from tests.raising import raises
 from tests.storage.test_files import Failing
 
@@ -137,18 +137,17 @@ def test_a_rewind_keeps_its_parent_and_counts_nothing_that_it_left_behind(runner
     parent, orphan = runner.launch(), runner.launch()
     attempt, _, job = rewind(runner, parent, keep_latest=2)
     assert attempt.inherited == (parent.point_name,), "what is newer than the parent is off the history"
-    recorder = RankZeroRecorder(runner.store, attempt, job, lambda text: None)
-    recorder.begin(2)
-    left = [parent.point_name, orphan.point_name]
-    for step in (20, 30):
-        at = key(step, attempt=attempt.number)
-        recorder.records([record(replace(at, step=n)) for n in range(step - 9, step + 1)])
-        votes = [recorder.vote(write_vote(runner.store.storage, at, rank)) for rank in range(2)]
-        assert [vote.result(LIMIT_S) for vote in votes] == [True, True]
-        left.append(at.point_name)
-        if step == 20:
-            assert runner.store.point_names() == left
-    recorder.finished(at, "stopped")
+    with Coordinated(runner.store, attempt, job) as group:
+        left = [parent.point_name, orphan.point_name]
+        for step in (20, 30):
+            at = key(step, attempt=attempt.number)
+            group.report([record(replace(at, step=n)) for n in range(step - 9, step + 1)])
+            assert group.save(at) == [True, True]
+            left.append(at.point_name)
+            if step == 20:
+                assert runner.store.point_names() == left
+        group.finished(at, "stopped")
+        assert group.settle()
     # two newer points of the history are verified: the parent is one of many now
     assert runner.store.point_names() == left[1:]
     assert [row["on_lineage"] for row in orchestrator.open(runner.folder).list_points()] == [

@@ -4,6 +4,7 @@ published, nothing acknowledged is lost, the error says what to do, and the next
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ import pytest
 from orchestrator.checkpoint.points.points import COMMIT
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.storage.disk import storage_error
 from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import TEMPORARY, LocalStore
 from orchestrator.storage.object_store import ObjectStore
@@ -280,3 +282,10 @@ def test_no_kill_in_any_call_tears_or_loses_anything_in_a_bucket(
             for how in KILLS[nth % 3 :][:1]:
                 name = f"{nth}{how.name}"
                 assert kill(f"{bucket}/{name}/run", nth, how, tmp_path / f"{name}.told", endpoint)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_what_is_told_of_a_failed_write_does_not_say_that_the_run_has_ended(number: int) -> None:
+    told = str(storage_error("write", "/runs/r/x", OSError(number, "no")))
+    assert "has room" in told
+    assert "run again" not in told, "the run tries it again by itself"

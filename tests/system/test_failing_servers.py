@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -38,14 +37,14 @@ def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 
 def trained(proxy: Proxy, tmp_path: Path, mapping: Mapping[str, Any]) -> tuple[Run, str]:
-    """A run of one rank that was killed when its first COMMIT was sent, and continued to its end; and what
+    """A run of one rank whose coordinator was killed when its first COMMIT was sent, and continued; and what
     the second launch said.
     """
     storage = f"{new_bucket(proxy.url)}/runs"
     (tmp_path / "job.json").write_text(json.dumps({**mapping, "run": {**mapping["run"], "storage": storage}}))
     environment = {name: value for name, value in os.environ.items() if name.startswith((*CLOUD, "HOME"))}
     said = ""
-    for plan, ended in ((FaultPlan(folder=str(tmp_path)).kill("commit_sent"), -signal.SIGKILL), (None, 0)):
+    for plan, ended in ((FaultPlan(folder=str(tmp_path)).kill("commit_sent"), 1), (None, 0)):
         logs = tmp_path / f"logs{ended}"
         logs.mkdir()
         group = Ranks(tmp_path, logs, 1, ["job.json"], plan, environment)

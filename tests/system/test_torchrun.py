@@ -130,14 +130,14 @@ def test_ranks_that_this_machine_cannot_hold_are_refused_before_anything_is_writ
 def test_a_killed_group_continues_with_a_skip_on_another_world_batch_and_length(
     job: Job, tmp_path: Path
 ) -> None:
-    # points are committed one after the other: that of step 4 is there when the last one has its turn
-    plan = job.faults().kill("votes_complete", step=7)
+    # a rank writes its parts one after the other: the point of step 4 is decided when the last one is written
+    plan = job.faults().kill("save_part_written", step=7, rank=0)
     with ranks(tmp_path, 3, job.config(train__max_steps=7), plan) as group:
-        group.processes[0].join(LIMIT_S)
-        assert group.processes[0].exitcode == -signal.SIGKILL, group.said()
-        # the others may wait for what it decides: nobody else ends them
+        assert ended(group) == [-signal.SIGKILL, 1, 1]
+        for rank in (1, 2):
+            assert "the group of 3 ranks ended (rank 0 (pid " in group.said(rank)
     assert plan.struck() == [0]
-    assert last_end(job) == ("no end", 1)
+    assert last_end(job) == ("failed", 1), "the coordinator outlives rank 0 until the end is written"
     assert [row["step"] for row in job.run.list_points()] == [4]
 
     # under torchrun two ranks, which leave out two of the point's steps of 8 × 32 tokens, then 6 × 16 from
@@ -178,6 +178,27 @@ def test_a_killed_group_continues_with_a_skip_on_another_world_batch_and_length(
     for record in Random(9).sample(job.run.records(), 5):
         again = job.run.replay(tokens=record.consumed_tokens)
         assert (again.step, again.equal, again.first_difference) == (record.step, True, None), again
+
+
+@pytest.mark.chaos
+def test_ranks_whose_coordinator_is_killed_keep_their_votes_and_the_next_start_commits_them(
+    job: Job, unbroken: Job, tmp_path: Path
+) -> None:
+    plan = job.faults().kill("votes_complete", step=7)
+    with ranks(tmp_path, 2, job.config(train__max_steps=7), plan) as group:
+        assert ended(group) == [1, 1], group.said()
+        said = [group.said(rank) for rank in (0, 1)]
+        assert all("the connection to the coordinator has ended" in text for text in said), said
+        assert "The vote for 00000007-a0001-g0001 is written" in said[0] + said[1]
+    assert plan.struck() == [0]
+    assert last_end(job) == ("no end", 1)
+    assert [row["step"] for row in job.run.list_points()] == [4]
+    with ranks(tmp_path, 2, job.config()) as group:
+        assert ended(group) == [0, 0], group.said()
+    assert "resumes from 00000007-a0001-g0001" in group.said()
+    assert last_end(job) == ("done", 2)
+    assert_exactly_once(job)
+    assert job.final_digest() == unbroken.final_digest()
 
 
 @pytest.mark.chaos

@@ -4,6 +4,7 @@ begins with everything imported. The store that an agent holds is in the test's 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import warnings
@@ -11,12 +12,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch.distributed import TCPStore
 
 from orchestrator.config.schema import JobConfig
 from orchestrator.faults import FaultPlan
+from orchestrator.launch.start import run_preparation
+from orchestrator.storage.disk import OsDisk
+from orchestrator.storage.files import Storage
 from orchestrator.torchrun.run import main
 from tests.forked import FORKED
 
@@ -45,8 +50,11 @@ def _rank(
     words: list[str],
     plan: str,
     environment: Mapping[str, str],
+    full: str,
 ) -> None:
     os.environ |= environment
+    if full:
+        run_preparation.run_storage = _on_a_full_disk(full)
     file = os.open(logs / f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY)
     for standard in (1, 2):
         os.dup2(file, standard)
@@ -55,8 +63,24 @@ def _rank(
     main(words, fault_plan=plan)
 
 
+class FullDisk(OsDisk):
+    """No part of the points whose names begin so can be written."""
+
+    def __init__(self, begin: str) -> None:
+        self.begin = begin
+
+    def create(self, path: str) -> int:
+        if f"/points/{self.begin}" in path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().create(path)
+
+
+def _on_a_full_disk(begin: str) -> Any:
+    return lambda job: Storage(job.run.run_uri, FullDisk(begin), lambda seconds: None)
+
+
 class Ranks:
-    """A group that has been started in `folder` with these words."""
+    """A group that has been started in `folder` with these words. `full`: rank -> see `FullDisk`."""
 
     def __init__(
         self,
@@ -66,14 +90,16 @@ class Ranks:
         words: list[str],
         faults: FaultPlan | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
+        full: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self._logs = logs
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         plan = faults.to_json() if faults else ""
+        shared = (world_size, self._store.port, folder, logs, words, plan, dict(environment))
         self.processes = [
             FORKED.Process(
                 target=_rank,
-                args=(rank, world_size, self._store.port, folder, logs, words, plan, dict(environment)),
+                args=(rank, *shared, full.get(rank, "")),
                 daemon=True,
             )
             for rank in range(world_size)
@@ -99,12 +125,18 @@ class Ranks:
 
 
 @contextmanager
-def ranks(folder: Path, world_size: int, job: JobConfig, faults: FaultPlan | None = None) -> Iterator[Ranks]:
-    """A group that trains the job."""
+def ranks(
+    folder: Path,
+    world_size: int,
+    job: JobConfig,
+    faults: FaultPlan | None = None,
+    full: Mapping[int, str] = MappingProxyType({}),
+) -> Iterator[Ranks]:
+    """A group that trains the job. `full` as in `Ranks`."""
     logs = folder / f"group-{len(list(folder.glob('group-*')))}"
     logs.mkdir(parents=True)
     (logs / "job.json").write_text(json.dumps(job.to_json()))
-    group = Ranks(logs, logs, world_size, ["job.json"], faults)
+    group = Ranks(logs, logs, world_size, ["job.json"], faults, full=full)
     try:
         yield group
     finally:

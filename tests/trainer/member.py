@@ -24,7 +24,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from orchestrator.checkpoint.points.rank_files import CommittedFiles
 from orchestrator.config.loading import parse_config
 from orchestrator.errors import StorageError
-from orchestrator.launch.on_ray.remote_membership import Place, RemoteMembership
+from orchestrator.launch.member.remote_membership import Place, RemoteMembership
 from orchestrator.planning.schedule import budgets_for
 from orchestrator.storage.files import Storage
 from orchestrator.storage.store import Pieces, Traits

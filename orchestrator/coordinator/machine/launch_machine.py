@@ -39,7 +39,7 @@ from orchestrator.coordinator.machine.requests import Answered, Requests, heard_
 from orchestrator.elastic.failure import Failure, FailureBudget, StorageTrouble
 from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, Refused, StopRun, Waiting
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.errors import FencedError, UnsavedError
+from orchestrator.errors import ElasticError, FencedError, UnsavedError
 from orchestrator.history import sentences
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
@@ -60,6 +60,7 @@ class LaunchMachine:
     `answered`: the answered requests.
     `sharded`: no member holds the whole state.
     `reported`: members whose errors were counted.
+    `fixed`: no member can be replaced, so the first one that is lost ends the run (torchrun).
 
     Guarantees:
     - All members that wait in `join` are answered when the run ends.
@@ -85,6 +86,7 @@ class LaunchMachine:
         stop_by: str = "",
         sharded: bool = False,
         reported: Iterable[str] = (),
+        fixed: bool = False,
     ) -> None:
         self.rendezvous, self._failures, self._trouble = rendezvous, Failures(budget), trouble
         self.infos = {info.member: info for info in infos}
@@ -97,7 +99,7 @@ class LaunchMachine:
         self._stop_by, self._budgets = stop_by, budgets
         self._short: tuple[int, int] | None = None  # (needed, there) as noted, while too few are there
         self._saved, self._requests = saved, Requests(answered)
-        self._leaving = Leaving(rendezvous, sharded)
+        self._leaving, self._is_fixed = Leaving(rendezvous, sharded), fixed
         self._places = Places(rendezvous.attempt)
         self._finished = dict(finished or {})  # member -> (reason, step)
         self._left_out: set[str] = set()  # left out, and not known to be dead
@@ -160,7 +162,7 @@ class LaunchMachine:
         If it still lives, its next call is refused, and it ends. A newcomer that the run can spare is no
         failure of the run.
         """
-        self._now = now
+        self._now, name = now, self._name(member)
         spare = self.rendezvous.can_spare(member)
         if spare and member in self.infos and not self._errors.knows(member):
             self.rendezvous.blame(self.infos[member].node_id, now, first_is_free=True)
@@ -173,6 +175,7 @@ class LaunchMachine:
         if member not in self._finished and not spare and not self._errors.knows(member):
             # members of one generation die of one cause; before the first one each death counts
             actions += self._failure(f"member {member} died", self._is_early(member))
+            actions += self._group_lost(f"{name}: {why}")
         return [*actions, *self._places.lost(member, writing=False), *self._over()]
 
     def finished(self, member: str, key: StateKey, reason: str, now: float) -> list[Action]:
@@ -225,8 +228,8 @@ class LaunchMachine:
         inside = member in self.members and not self.rendezvous.is_gone(member)
         own = kind in OWN and not inside
         if own or member in self._dead or member in self._left_out or member in self._finished:
-            self._errors.noted(report)  # no group depends on it
-            return [note]
+            self._errors.noted(report)  # no group depends on it, unless it is fixed
+            return [note, *(self._group_lost(reason, code) if own else ())]
         spare = self.rendezvous.can_spare(member)
         actions: list[Action] = [note, *self._ends(member)]
         if report.repeats or inside:
@@ -238,7 +241,7 @@ class LaunchMachine:
         else:
             self._errors.noted(report)
             again = self._is_early(member) and self._failures.is_next_round(self.rendezvous.expected)
-            actions += self._failure(reason, again)
+            actions += [*self._failure(reason, again), *self._group_lost(reason, code)]
         return [*actions, *self._over(), *self._judge_errors()]
 
     def may_end(self, member: str, now: float) -> bool:
@@ -510,6 +513,24 @@ class LaunchMachine:
         return answers
 
     # ---- inside
+    def _name(self, member: str) -> str:
+        """Returns the worker of this member, with its machine if known."""
+        return self._worker(self.members.index(member)) if member in self.members else f"member {member}"
+
+    def _group_lost(self, why: str, code: str | None = None) -> list[Action]:
+        """A member is lost. That ends the run of a fixed group, unless a member has finished its part.
+
+        `code`: that of the member's error.
+        """
+        if not self._is_fixed or any(member in self._finished for member in self.members):
+            return []
+        error = ElasticError(
+            f"the group of {self.rendezvous.min_workers} ranks ended ({why}), and under torchrun its "
+            "processes form no other one; start the same command again",
+            code="training.group_ended",
+        )
+        return self.end("failed", str(error), code=code or error.code)
+
     def _worker(self, rank: int) -> str:
         """Returns the worker of this rank of the newest generation, with its machine if known."""
         info = self.infos.get(self.members[rank]) if rank < len(self.members) else None
@@ -533,8 +554,10 @@ class LaunchMachine:
                     actions += self.end("failed", verdict.reason, code=verdict.code)
                 case WorkersError():
                     actions += self._failure(verdict.report.reason)
+                    actions += self._group_lost(verdict.report.reason, verdict.report.code)
                 case MachineRefused():
                     actions += self._refused(verdict)
+                    actions += self._group_lost(verdict.report.reason, verdict.report.code)
         return actions
 
     def _refused(self, verdict: MachineRefused) -> list[Action]:
@@ -594,6 +617,7 @@ class LaunchMachine:
         if member in self.infos:
             self._left_out.add(member)
             actions.append(Kill(member=self.infos[member], reason=action.reason))
+        actions += self._group_lost(f"{self._name(member)}: {action.reason}")
         return [*actions, *self._places.lost(member, writing=True), *self._over()]
 
     def _is_early(self, member: str) -> bool:

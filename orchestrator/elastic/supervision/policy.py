@@ -26,7 +26,6 @@ class Limits:
     gpus_per_worker: float
     num_tokenizers: int
     wait_s: float
-    max_failures: int  # without a finished step between them
     tokenizer_cpus: float = 1.0
 
     @property

@@ -96,7 +96,6 @@ def limits_of(job: JobConfig) -> Limits:
         gpus_per_worker=1.0 if cluster.use_gpu else 0.0,
         num_tokenizers=job.data.num_tokenizers,
         wait_s=cluster.wait_s,
-        max_failures=cluster.max_failures,
     )
 
 

@@ -1,1 +1,1 @@
-"""A launch on Ray: the driver on the cluster, the worker, and the membership between them."""
+"""A launch on Ray: the driver on the cluster, and the worker."""

@@ -72,7 +72,16 @@ def supervise(
     # workers. Not soft: Ray 2.60 ignores a soft affinity of actors without CPUs.
     own_node = ray.get_runtime_context().get_node_id()
     here = NodeAffinitySchedulingStrategy(node_id=own_node, soft=False)
-    start = _coordinator_start(job, attempt, storage, limits, fault_plan, until_tokens, disks)
+    start = starting.coordinator_start(
+        job,
+        attempt,
+        storage.root,
+        limits.min_workers,
+        limits.max_workers,
+        fault_plan,
+        stop_by=asker() if until_tokens is not None else "",
+        nodes=disks.nodes,
+    )
     coordinator = _start_coordinator(start, here)
     # the same value for starting tokenizers and workers, because free resources change between queries
     roomy = tokenizer_node(node_facts(), limits)
@@ -141,11 +150,6 @@ def _say_beginning(
         progress.say(line)
 
 
-def _num_shards(attempt: Attempt) -> int | None:
-    """The number of shards in the form for `TrainJob`."""
-    return attempt.parallel.num_shards if attempt.parallel is not None else 1
-
-
 def _task(
     job: JobConfig,
     attempt: Attempt,
@@ -166,7 +170,7 @@ def _task(
         storage=storage.root,
         fault_plan=fault_plan,
         until_tokens=until_tokens,
-        num_shards=_num_shards(attempt),
+        num_shards=starting.num_shards(attempt),
         nodes=disks.nodes,
         run_id=attempt.run_id,
         packages=packages_here(),
@@ -255,37 +259,6 @@ def _start_feeder(
     cursor = attempt.point.cursor if attempt.point else Cursor()
     feeder.open.remote(attempt.launch, (attempt.number, 0), cursor)
     return feeder
-
-
-def _coordinator_start(
-    job: JobConfig,
-    attempt: Attempt,
-    storage: Storage,
-    limits: Limits,
-    fault_plan: str,
-    until_tokens: int | None,
-    disks: NodeDisks,
-) -> CoordinatorStart:
-    return CoordinatorStart(
-        attempt=attempt,
-        storage=storage.root,
-        min_workers=limits.min_workers,
-        max_workers=limits.max_workers,
-        expected=limits.max_workers,
-        max_failures=limits.max_failures,
-        keep_latest=job.resume.keep_latest,
-        keep_every=job.resume.keep_every,
-        keep_best=job.resume.keep_best,
-        run=job.run.name,
-        global_batch_size=job.train.global_batch_size,
-        seq_len=job.pack.seq_len,
-        flat_config=job.flat(),
-        rng=starting.rng_document(job),
-        fault_plan=fault_plan,
-        stop_by=asker() if until_tokens is not None else "",
-        sharded=_num_shards(attempt) != 1,
-        nodes=disks.nodes,
-    )
 
 
 def _start_coordinator(start: CoordinatorStart, here: Any) -> Any:

@@ -21,6 +21,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from orchestrator.cluster.shield import end_without_raylet, expose_forks
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import OrchestratorError, StorageError, report_of
+from orchestrator.launch.member.calls import UnansweredError
 from orchestrator.launch.on_ray.machine_check import packages_here, require_packages, require_storage
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.schedule import Budgets
@@ -31,7 +32,6 @@ from orchestrator.storage.open import open_storage
 if TYPE_CHECKING:
     from orchestrator.checkpoint.node_local.remote_nodes import ReachedNodes
     from orchestrator.checkpoint.points.rank_files import CommittedFiles
-    from orchestrator.records.points import Vote
     from orchestrator.trainer.interfaces.job import TrainJob
 
 _ASK_S = 60.0  # a live coordinator answers sooner
@@ -60,7 +60,7 @@ class WorkerTask:
 
 
 class RayCalls:
-    """`remote_membership.Calls` to a Ray actor.
+    """`launch.member.calls.Calls` to a Ray actor.
 
     Ray's own retries are off, because a repeated `join` would carry an old step and a dead address.
     """
@@ -70,8 +70,6 @@ class RayCalls:
 
     def call(self, method: str, arguments: Sequence[Any], limit_s: float) -> Any:
         """See `Calls`."""
-        from orchestrator.launch.on_ray.remote_membership import UnansweredError
-
         try:
             return ray.get(getattr(self._coordinator, method).remote(*arguments), timeout=limit_s)
         except (ActorUnavailableError, ActorDiedError, RayActorError, GetTimeoutError) as error:
@@ -98,14 +96,6 @@ def announce_workers(nodes: ReachedNodes, say: Callable[[str], None]) -> None:
         nodes.workers_came()
     except StorageError as error:
         say(f"no copies of other nodes' resume points come to this node ({error}); training continues")
-
-
-def _keep_vote(files: CommittedFiles, vote: Vote) -> None:
-    from orchestrator.checkpoint.points.run_file import read_run
-    from orchestrator.checkpoint.points.sealed_votes import keep_vote
-
-    run = read_run(files.storage)
-    keep_vote(files.storage, vote, run.id if run is not None else "")
 
 
 def _job(task: WorkerTask) -> TrainJob:
@@ -152,7 +142,11 @@ def train_function(config: dict[str, Any]) -> None:
         with paused_gc():
             from orchestrator.data.feed.remote_feed import RayFeed
             from orchestrator.faults import hook
-            from orchestrator.launch.on_ray.remote_membership import Place, RemoteMembership
+            from orchestrator.launch.member.remote_membership import (
+                Place,
+                RemoteMembership,
+                keep_in_storage,
+            )
             from orchestrator.trainer.loop import train
 
         job = _job(task)
@@ -162,7 +156,7 @@ def train_function(config: dict[str, Any]) -> None:
             RayCalls(task.coordinator),
             task.launch,
             place,
-            keep_vote=partial(_keep_vote, files),
+            keep_vote=partial(keep_in_storage, files.storage),
             is_orphaned=is_orphaned,
         )
         train(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from orchestrator.checkpoint.node_local.node_folder import NodesHere
+from orchestrator.checkpoint.node_local.node_folder import Nodes, NodesHere
 from orchestrator.checkpoint.node_local.node_storage import NodeStorage
 from orchestrator.checkpoint.node_local.node_storage import run_storage as storage_of_run
 from orchestrator.checkpoint.points.points import Point, random_numbers
@@ -39,6 +39,7 @@ from orchestrator.coordinator.attempt.source_resolution import (
     sources_here,
 )
 from orchestrator.coordinator.attempt.survey import Survey, decided
+from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.errors import ConfigError, RefusedError, StorageError
 from orchestrator.planning.resume.source_lists import Reading
 from orchestrator.records.cursor import Cursor
@@ -233,6 +234,46 @@ def config_digest(job: JobConfig) -> str:
     rules = {rule.path: rule.rule for rule in field_rules()}
     decisive = {name: value for name, value in job.flat().items() if rules.get(name) != "free"}
     return blake3(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def coordinator_start(
+    job: JobConfig,
+    attempt: Attempt,
+    storage: str,
+    min_workers: int,
+    max_workers: int,
+    fault_plan: str = "",
+    stop_by: str = "",
+    nodes: Nodes | None = None,
+    fixed: bool = False,
+) -> CoordinatorStart:
+    """What the coordinator of `attempt` needs. The last arguments are those of `CoordinatorStart`."""
+    return CoordinatorStart(
+        attempt=attempt,
+        storage=storage,
+        min_workers=min_workers,
+        max_workers=max_workers,
+        expected=max_workers,
+        max_failures=job.cluster.max_failures,
+        keep_latest=job.resume.keep_latest,
+        keep_every=job.resume.keep_every,
+        keep_best=job.resume.keep_best,
+        run=job.run.name,
+        global_batch_size=job.train.global_batch_size,
+        seq_len=job.pack.seq_len,
+        flat_config=job.flat(),
+        rng=rng_document(job),
+        fault_plan=fault_plan,
+        stop_by=stop_by,
+        sharded=num_shards(attempt) != 1,
+        nodes=nodes,
+        fixed=fixed,
+    )
+
+
+def num_shards(attempt: Attempt) -> int | None:
+    """The number of shards of the attempt's state, in the form for `TrainJob`."""
+    return attempt.parallel.num_shards if attempt.parallel is not None else 1
 
 
 def rng_document(job: JobConfig) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""The loop's interfaces to membership and data, and the store through which a group forms.
-
-`torchrun.membership` implements them for plain torchrun.
-"""
+"""The loop's interfaces to membership and data, and the store through which a group forms."""
 
 from __future__ import annotations
 

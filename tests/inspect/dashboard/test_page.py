@@ -67,7 +67,7 @@ def job(tiny_config: Any, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A run of one worker that was killed, continued on two at another shape, and rewound."""
     folder = tmp_path_factory.mktemp("job")
     made = Job(tiny_config({"resume.every_steps": 4, "resume.keep_latest": 9, "train.max_steps": 12}), folder)
-    trained(made, folder, 1, made.faults().kill("votes_complete", step=7), train__max_steps=7)
+    trained(made, folder, 1, made.faults().kill("save_part_written", step=7), train__max_steps=7)
     other = {"train__global_batch_size": 6, "pack__seq_len": 16, "train__max_steps": 24}
     trained(made, folder, 2, **other)
     trained(made, folder, 1, resume__from=made.run.list_points()[0]["name"])

@@ -18,8 +18,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
+from orchestrator.checkpoint.points.run_file import read_run
+from orchestrator.checkpoint.points.sealed_votes import keep_vote
 from orchestrator.cluster.starvation import ProcessLook, Silence, look_at_process, starved_s
 from orchestrator.errors import (
     CoordinatorSilentError,
@@ -29,9 +31,10 @@ from orchestrator.errors import (
     StorageError,
     report_of,
 )
-from orchestrator.launch.on_ray.generation_watch import GenerationEnd
-from orchestrator.launch.on_ray.phase_reports import QUIET_S, PhaseReports, doing
-from orchestrator.launch.on_ray.port_probe import unreached, unreached_ranks
+from orchestrator.launch.member.calls import Calls, UnansweredError
+from orchestrator.launch.member.generation_watch import GenerationEnd
+from orchestrator.launch.member.phase_reports import QUIET_S, PhaseReports, doing
+from orchestrator.launch.member.port_probe import unreached, unreached_ranks
 from orchestrator.records.membership import (
     ControlRequests,
     GenerationView,
@@ -44,12 +47,13 @@ from orchestrator.records.membership import (
 from orchestrator.records.points import DamagedPointError, Vote
 from orchestrator.records.run_status import CODE, PEERS, MemberInfo
 from orchestrator.records.steps import StateKey, StepRecord
+from orchestrator.storage.files import Storage
 from orchestrator.trainer.interfaces.job import BETWEEN, ENDING, LOAD, PHASE_LIMITS_S, SAVE_WAIT, STEP
 from orchestrator.trainer.interfaces.membership import connect_store, open_store
 
 # Members stop after this long without contact to a coordinator of our launch (membership rule 11).
 COORDINATOR_LIMIT_S = 60.0
-ORPHANED_LIMIT_S = 3.0  # the same once this member's Ray is gone: no coordinator is restarted
+ORPHANED_LIMIT_S = 3.0  # the same once this member is orphaned: no coordinator is restarted
 ANSWER_LIMIT_S = 30.0  # a live coordinator answers every call within 10 s
 _LOG_STACK_S = 30.0  # after this long in one place, the loop's stack is written to the worker's log
 _RETRY_S = 0.1
@@ -83,19 +87,6 @@ def _is_starved(before: ProcessLook | None, now: ProcessLook | None) -> bool:
     if before is None or now is None:
         return False
     return starved_s(before, now) > (now.at_s - before.at_s) / 2
-
-
-class UnansweredError(Exception):
-    """A call was not answered: the coordinator is away, or frozen. Whether it had an effect is unknown."""
-
-
-class Calls(Protocol):
-    """Transports calls to the coordinator."""
-
-    def call(self, method: str, arguments: Sequence[Any], limit_s: float) -> Any:
-        """Makes one call. Raises `UnansweredError` without an answer within `limit_s`, and what the call
-        itself raised.
-        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +127,11 @@ def frame_of(thread: int) -> FrameType | None:
             gc.enable()
 
 
+def keep_in_storage(storage: Storage, vote: Vote) -> None:
+    """Writes a vote that reached no coordinator into the run's storage. Raises `StorageError`."""
+    run = read_run(storage)
+    keep_vote(storage, vote, run.id if run is not None else "")
+
 
 class RemoteMembership:
     """One member. Its threads end with the process. An unexpected error that ends one of them is raised by
@@ -151,15 +147,17 @@ class RemoteMembership:
         keep_vote: Callable[[Vote], None] | None = None,
         is_orphaned: Callable[[], bool] = lambda: False,
         look: Callable[[], ProcessLook | None] = _look_at_this,
+        member: str | None = None,
     ) -> None:
         """Opens this member's TCPStore on a free port, before it joins anything.
 
-        `keep_vote` writes a vote that reaches no coordinator into storage. `is_orphaned`: whether the Ray
-        that started this process is gone. `look`: how much CPU time this process got (None: not known).
+        `keep_vote` writes a vote that reaches no coordinator into storage. `is_orphaned`: whether no
+        coordinator can come back, because the Ray or the process that started it is gone. `look`: how much
+        CPU time this process got (None: not known). `member`: its name (None: a random one).
         """
         self._is_orphaned, self._look = is_orphaned, look
         self._keep_vote = keep_vote
-        self.member = os.urandom(6).hex()
+        self.member = member or os.urandom(6).hex()
         self._calls, self._launch, self._place = calls, launch, place
         self._limit_s = coordinator_limit_s
         self.store = open_store(place.host)
@@ -373,7 +371,7 @@ class RemoteMembership:
         """One call, repeated while the coordinator is unavailable or has no answer yet.
 
         Raises `ElasticError` after `coordinator_limit_s` without an answer, counting only time in which this
-        process could run, and after `ORPHANED_LIMIT_S` if its Ray is gone.
+        process could run, and after `ORPHANED_LIMIT_S` if it is orphaned.
         """
         call_s = min(ANSWER_LIMIT_S, self._limit_s)
         silence, looked = Silence(time.monotonic(), call_s + _OWN_LOOK_S, self._own), time.monotonic()

@@ -1,0 +1,1 @@
+"""A worker's side of a launch: its membership, through calls to the coordinator."""

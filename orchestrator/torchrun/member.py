@@ -1,0 +1,202 @@
+"""A rank's part of one attempt: its connection to the coordinator, the training loop, and how it ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from orchestrator.checkpoint.points.rank_files import CommittedFiles, NoCopies, PartsOnNode
+from orchestrator.checkpoint.points.run_file import folder_on_nodes
+from orchestrator.config.schema import JobConfig
+from orchestrator.errors import CoordinatorSilentError, ElasticError, OrchestratorError, code_of, text_of
+from orchestrator.faults import hook
+from orchestrator.launch.capacity.capacity import without_memory_points
+from orchestrator.launch.member.calls import UnansweredError
+from orchestrator.launch.process.stop_signals import grace_left_s
+from orchestrator.launch.start import run_preparation as starting
+from orchestrator.launch.start.preview import is_damaged_load
+from orchestrator.paused_gc import paused_gc
+from orchestrator.planning.encoders import EncoderSpan
+from orchestrator.planning.resume.source_lists import Reading
+from orchestrator.planning.schedule import Budgets
+from orchestrator.records.run_status import RunStatus
+from orchestrator.storage.files import Storage
+from orchestrator.torchrun.transport import SocketCalls
+from orchestrator.trainer.interfaces.job import LEFT, Outcome, TrainJob
+
+if TYPE_CHECKING:
+    from orchestrator.data.spec import DataSpec
+    from orchestrator.torchrun.store_rendezvous import StoreRendezvous
+
+SETTLE_LIMIT_S = 300.0  # how long a finished run waits for older points to be verified or deleted
+TO_END_S = 5.0  # the part of a rank's grace time that it needs to end
+_GIVE_UP_S = 2.0  # how long an interrupted rank 0 waits for the end to be noted
+_ANSWER_S = 30.0  # a live coordinator answers sooner
+_STATUS_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupStart:
+    """What rank 0 publishes: the claimed launch, where its coordinator is, and what the ranks train.
+
+    `key` is hexadecimal.
+    """
+
+    launch: str
+    port: int
+    key: str
+    budgets: Budgets
+    encoders: tuple[EncoderSpan, ...]
+    reading: Reading
+    num_shards: int | None
+
+
+class Member:
+    """One rank in the group of an attempt."""
+
+    def __init__(
+        self, rank: int, calls: SocketCalls, name: str, job: JobConfig, start: GroupStart, fault_plan: str
+    ) -> None:
+        """`calls` are those of the member `name`, connected."""
+        self.calls = calls
+        self._rank, self._name, self._job = rank, name, job
+        self._start, self._fault_plan = start, fault_plan
+
+    @classmethod
+    @contextmanager
+    def connected(
+        cls, rendezvous: StoreRendezvous, job: JobConfig, start: GroupStart, fault_plan: str
+    ) -> Iterator[Member]:
+        """A rank that is connected to the coordinator; the connection ends with the context.
+
+        Rank 0 is on the machine of MASTER_ADDR. Raises `ElasticError` if the coordinator is not reached.
+        """
+        # the ranks of the first generation are in the order of the names
+        name = f"rank{rendezvous.rank:06d}-{secrets.token_hex(4)}"
+        calls = SocketCalls(os.environ["MASTER_ADDR"], start.port, bytes.fromhex(start.key), name)
+        calls.connect()
+        try:
+            yield cls(rendezvous.rank, calls, name, job, start, fault_plan)
+        finally:
+            calls.close()
+
+    def train(self, spec: DataSpec, storage: Storage) -> Outcome | RunStatus:
+        """Trains until the run has ended for this rank. A status: the point is damaged, see
+        `is_damaged_load`.
+
+        An error of this rank is reported to the coordinator, and raised. Raises `ElasticError` if the group
+        has ended for another reason.
+        """
+        from orchestrator.data.feed.local_feed import InProcessFeed
+
+        with paused_gc():
+            from orchestrator.launch.member.remote_membership import Place, RemoteMembership, keep_in_storage
+            from orchestrator.trainer.loop import train
+
+        files = _files(storage, self._job.resume.node_folder)
+        membership = RemoteMembership(
+            self.calls,
+            self._start.launch,
+            Place(actor_id="", node_id=socket.gethostname(), host=_own_host(self.calls)),
+            keep_vote=partial(keep_in_storage, storage),
+            is_orphaned=lambda: self.calls.has_ended,
+            member=self._name,
+        )
+        feed = InProcessFeed(spec, self._job.data.replay_bytes)
+        try:
+            outcome = train(self._task(), membership, feed, files, faults=hook(self._fault_plan))
+        except Exception as error:
+            with suppress(OrchestratorError):
+                membership.failed(error)
+                if is_damaged_load(status := self._end()):
+                    return status
+            raise
+        except BaseException as interrupt:
+            if self._rank == 0:
+                with suppress(UnansweredError):
+                    arguments = ("failed", text_of(interrupt), code_of(interrupt))
+                    self.calls.call("end", arguments, _GIVE_UP_S)
+            raise
+        finally:
+            feed.close()
+        if outcome.reason != LEFT:
+            return outcome
+        status = self._end()
+        if is_damaged_load(status):
+            return status
+        self.require_ended(status)
+        return outcome
+
+    def require_ended(self, status: RunStatus) -> RunStatus:
+        """Returns the status of a run that has ended. Raises `ElasticError` if it has failed."""
+        if status.ended == "failed":
+            raise ElasticError(status.reason, code=status.code)
+        return status
+
+    def settle(self) -> bool:
+        """Waits until older points are verified and deleted, up to `SETTLE_LIMIT_S`.
+
+        After SIGTERM the limit is the grace time, less `TO_END_S`. False if that was not long enough.
+        """
+        limit_s = min(SETTLE_LIMIT_S, max(0.0, grace_left_s() - TO_END_S))
+        try:
+            return bool(self.calls.call("settle", (limit_s,), limit_s + _ANSWER_S))
+        except UnansweredError:
+            return False
+
+    # ---- inside
+    def _end(self) -> RunStatus:
+        """Returns the last status of a run that has ended, once its end is written as far as possible.
+
+        Raises `CoordinatorSilentError` if the coordinator does not answer.
+        """
+        seen = (-1, -1)
+        while True:
+            try:
+                status: RunStatus = self.calls.call("status", (seen, _STATUS_S), _ANSWER_S)
+            except UnansweredError as error:
+                raise CoordinatorSilentError(
+                    f"the run has ended, and its coordinator did not report how ({error}); start the same "
+                    "command again: it continues from the newest resume point"
+                ) from error
+            if status.ended is not None:
+                return status
+            seen = (status.attempt, status.version)
+
+    def _task(self) -> TrainJob:
+        job = self._job
+        return TrainJob(
+            model=job.model,
+            train=job.train,
+            resume=without_memory_points(job).resume,  # all ranks are restarted when one is lost
+            seq_len=job.pack.seq_len,
+            document_attention=job.pack.attends_by_document,
+            budgets=self._start.budgets,
+            config_digest=starting.config_digest(job),
+            device="cuda" if job.cluster.use_gpu else "cpu",  # the loop takes the GPU of LOCAL_RANK
+            digest_every_steps=job.monitor.digest_every_steps,
+            num_shards=self._start.num_shards,
+        )
+
+
+def _own_host(calls: SocketCalls) -> str:
+    """Returns the address under which the other ranks reach this machine.
+
+    That of rank 0's machine is MASTER_ADDR. Another machine's is the one from which it has reached that.
+    """
+    on_first_machine = os.environ.get("GROUP_RANK", "0") == "0"
+    return os.environ["MASTER_ADDR"] if on_first_machine else calls.own_address
+
+
+def _files(storage: Storage, folder: str | None) -> CommittedFiles:
+    if folder is None:
+        return CommittedFiles(storage)
+    say = logging.getLogger(__name__).warning
+    return CommittedFiles(storage, PartsOnNode(folder, folder_on_nodes(storage), "", NoCopies(), say))
