@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestrator import html_text
-from orchestrator.checkpoint.node_local.node_storage import NodeStorage
 from orchestrator.checkpoint.points.points import parse_point_name
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.loading import as_data_job, as_job
@@ -36,6 +35,7 @@ from orchestrator.launch.process.progress import Progress
 from orchestrator.launch.process.stop_signals import ended_by_signals
 from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
+from orchestrator.launch.start.launch_context import LaunchContext
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import RunStatus
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
     from orchestrator.elastic.supervision.policy import Limits
     from orchestrator.launch.on_ray.node_disks import NodeDisks
-    from orchestrator.planning.state.memory import ParallelChoice
     from orchestrator.trainer.dry_run.model_dry_run import ModelFacts
 
 
@@ -123,32 +122,22 @@ def _launch(
         plan = preview.look_before_start(store, job, spec, watched, progress.say)
         if preview.reached(plan):
             return _already_done(job, plan, time.monotonic() - began, progress)
-        looked_at = _LookedAt(
-            job=job, storage=storage, store=store, spec=spec, plan=plan, command=_command(config, overrides)
+        context = LaunchContext(
+            job=job,
+            storage=storage,
+            store=store,
+            spec=spec,
+            plan=plan,
+            progress=progress,
+            command=_command(config, overrides),
+            fault_plan=fault_plan,
+            until_tokens=until_tokens,
         )
-        status = _on_cluster(looked_at, watched, progress, fault_plan, until_tokens)
+        status = _on_cluster(context, watched)
     return _result(job, status, time.monotonic() - began)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _LookedAt:
-    """A start before it has a cluster: its run, data and plan, and what continues the run in a shell."""
-
-    job: JobConfig
-    storage: NodeStorage
-    store: RunStore
-    spec: DataSpec
-    plan: ResumePlan
-    command: str
-
-
-def _on_cluster(
-    at: _LookedAt,
-    watched: Callable[[], int],
-    progress: Progress,
-    fault_plan: str,
-    until_tokens: int | None,
-) -> RunStatus:
+def _on_cluster(at: LaunchContext, watched: Callable[[], int]) -> RunStatus:
     """Connects, looks whether the job fits, and trains. `watched` is the newest attempt, on which nobody is
     at work.
     """
@@ -157,7 +146,7 @@ def _on_cluster(
     from orchestrator.launch.capacity.resource_estimate import needs_of
     from orchestrator.launch.on_ray.node_disks import NodeDisks
 
-    job, storage = at.job, at.storage
+    job, storage, progress = at.job, at.storage, at.progress
     memory_of(job, at.spec)  # raises where too little is asked for
     limits = placement_check.limits_of(job)
     sized, facts = _measured(job, storage, at.plan)
@@ -174,8 +163,9 @@ def _on_cluster(
         disks = NodeDisks(job.resume.node_folder, say=progress.say)
         disks.reached_by(storage)
         parallel, limits = placement_check.fitting(sized, limits, storage, here, disks)
+        at = replace(at, parallel=parallel)
         while True:
-            status = _claimed(at, newest, parallel, limits, disks, progress, fault_plan, until_tokens)
+            status = _claimed(at, newest, limits, disks)
             if not preview.is_damaged_load(status):
                 return status
             newest = status.attempt
@@ -185,42 +175,20 @@ def _on_cluster(
             at = replace(at, plan=plan)
 
 
-def _claimed(
-    at: _LookedAt,
-    newest: int,
-    parallel: ParallelChoice,
-    limits: Limits,
-    disks: NodeDisks,
-    progress: Progress,
-    fault_plan: str,
-    until_tokens: int | None,
-) -> RunStatus:
+def _claimed(at: LaunchContext, newest: int, limits: Limits, disks: NodeDisks) -> RunStatus:
     """Claims the attempt after `newest` and trains it, with what runs beside a launch."""
     from orchestrator.launch.on_ray.exports import exporting
     from orchestrator.launch.on_ray.on_cluster import supervise
     from orchestrator.launch.process.dashboard_beside import dashboard_beside
 
-    job, store, storage = at.job, at.store, at.storage
-    with attempt_claim.claimed(
-        store,
-        job,
-        at.spec,
-        newest,
-        fault_plan,
-        command=at.command,
-        drawn=at.plan.drawn,
-        parallel=parallel,
-        known=at.plan.damages,
-        say=progress.say,
-    ) as (attempt, plan):
-        spec = starting.freeze(job, storage, at.spec, attempt)
+    with at.claimed(newest) as (attempt, plan):
+        spec = starting.freeze(at.job, at.storage, at.spec, attempt)
+        at.say_beginning(attempt, plan, spec, limits.max_workers)
         with (
-            dashboard_beside(job, storage.root, progress),
-            exporting(store, attempt.number, job.resume.export_every, progress.say),
+            dashboard_beside(at.job, at.storage.root, at.progress),
+            exporting(at.store, attempt.number, at.job.resume.export_every, at.progress.say),
         ):
-            return supervise(
-                job, attempt, plan, spec, storage, limits, fault_plan, progress, until_tokens, disks
-            )
+            return supervise(at, attempt, spec, limits, disks)
 
 
 def plan(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> ResumePlan:

@@ -30,6 +30,7 @@ from orchestrator.launch.process.safe_output import Screen, let_go, output_never
 from orchestrator.launch.process.stop_signals import stop_on_signals
 from orchestrator.launch.start import attempt_claim, preview
 from orchestrator.launch.start import run_preparation as starting
+from orchestrator.launch.start.launch_context import LaunchContext
 from orchestrator.launch.start.preview import plan_older_point
 from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.run_status import RunStatus
@@ -80,7 +81,7 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
         return _follow(rendezvous, job, storage, fault_plan)
     with Progress.shown(job.monitor.progress_s) as progress:
         command = _command(config, overrides)
-        return _lead(rendezvous, job, storage, fault_plan, progress, command, parallel)
+        return _lead(rendezvous, job, progress, command, parallel, fault_plan)
 
 
 def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
@@ -127,17 +128,17 @@ def _command(config: str | Path, overrides: Sequence[str]) -> str:
 def _lead(
     rendezvous: StoreRendezvous,
     job: JobConfig,
-    storage: Storage,
-    fault_plan: str,
     progress: Progress,
     command: str,
     parallel: ParallelChoice,
+    fault_plan: str,
 ) -> Outcome | None:
     """Rank 0: decides whether and how the run continues, claims it, and hosts its coordinator.
 
     If the ranks find the point damaged, it claims again and continues an older one.
     """
-    store, group = RunStore(storage), rendezvous
+    storage, group = starting.run_storage(job), rendezvous
+    store = RunStore(storage)
     with rendezvous.reporting_failure("decision"):
         require_group(rendezvous, job, store, progress.say)
         spec, plan, watched = _look(store, job, storage, progress.say)
@@ -145,53 +146,43 @@ def _lead(
             rendezvous.publish("decision", None)
             progress.say(f"done: {preview.stop_is_reached(job, plan)}")
             return None
+    context = LaunchContext(
+        job=job,
+        storage=storage,
+        store=store,
+        spec=spec,
+        plan=plan,
+        progress=progress,
+        command=command,
+        parallel=parallel,
+        fault_plan=fault_plan,
+    )
     for number in itertools.count(1):
-        found = _attempt(group, job, spec, plan, watched, fault_plan, progress, command, parallel)
+        found = _attempt(group, context, watched)
         if isinstance(found, Outcome):
             return found
         group = rendezvous.round(number)
         with group.reporting_failure("decision"):
-            watched = found.attempt
-            plan = plan_older_point(store, job, spec, found.damages, plan.damages, watched, progress.say)
+            watched, known = found.attempt, context.plan.damages
+            plan = plan_older_point(store, job, spec, found.damages, known, watched, progress.say)
+        context = replace(context, plan=plan)
     raise AssertionError("the loop has no end of its own")
 
 
-def _attempt(
-    rendezvous: StoreRendezvous,
-    job: JobConfig,
-    spec: DataSpec,
-    plan: ResumePlan,
-    watched: int,
-    fault_plan: str,
-    progress: Progress,
-    command: str,
-    parallel: ParallelChoice,
-) -> Outcome | RunStatus:
+def _attempt(rendezvous: StoreRendezvous, context: LaunchContext, watched: int) -> Outcome | RunStatus:
     """Runs rank 0's part of one attempt, which it claims after `watched`, with the coordinator beside it.
 
     Returns the status of an attempt whose point was damaged.
     """
-    storage = starting.run_storage(job)
-    store = RunStore(storage)
+    job, storage, progress = context.job, context.storage, context.progress
     with ExitStack() as ends:
         with rendezvous.reporting_failure("decision"):
-            attempt, begun = ends.enter_context(
-                attempt_claim.claimed(
-                    store,
-                    job,
-                    spec,
-                    watched,
-                    fault_plan,
-                    command=command,
-                    drawn=plan.drawn,
-                    parallel=parallel,
-                    known=plan.damages,
-                    say=progress.say,
-                )
-            )
-            spec = starting.freeze(job, storage, spec, attempt)
+            attempt, begun = ends.enter_context(context.claimed(watched))
+            spec = starting.freeze(job, storage, context.spec, attempt)
             size = rendezvous.world_size
-            start = starting.coordinator_start(job, attempt, storage.root, size, size, fault_plan, fixed=True)
+            start = starting.coordinator_start(
+                job, attempt, storage.root, size, size, context.fault_plan, fixed=True
+            )
             host = ends.enter_context(closing(HostedCoordinator(start)))
             group = GroupStart(
                 launch=attempt.launch,
@@ -202,18 +193,12 @@ def _attempt(
                 reading=starting.reading_of(attempt),
                 num_shards=starting.num_shards(attempt),
             )
-            member = ends.enter_context(Member.connected(rendezvous, job, group, fault_plan))
+            member = ends.enter_context(Member.connected(rendezvous, job, group, context.fault_plan))
             rendezvous.publish("decision", encode(group))
-        total = None if begun.remaining_steps is None else begun.step_after + begun.remaining_steps
-        progress.begin(storage, attempt.number, size, total)
-        for note in spec.notes:
-            progress.say(f"note: {note}")
-        launch_report.announce(progress.say, job, attempt, begun)
-        for line in launch_report.trained_again(attempt):
-            progress.say(line)
+        context.say_beginning(attempt, begun, spec, size)
         with (
             dashboard_beside(job, storage.root, progress),
-            exporting(store, attempt.number, job.resume.export_every, progress.say),
+            exporting(context.store, attempt.number, job.resume.export_every, progress.say),
             LaunchWatch(member.calls, progress) as watch,
             stop_on_signals(watch.ask_stop, watch.ask_save, progress.say, relayed_s=_RELAYED_S),
         ):
@@ -229,7 +214,7 @@ def _attempt(
         if status.ended == "done":
             why = launch_report.why_done(job, attempt.budgets, status.last_step)
             status = replace(status, reason=f"{status.reason}: {why}")
-        launch_report.say_end(progress, job, status, store, attempt.run_id)
+        launch_report.say_end(progress, job, status, context.store, attempt.run_id)
         return found
 
 

@@ -16,7 +16,6 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.cluster.job_server import job_stop_s
 from orchestrator.cluster.ray_state import cause_of_death, told_of
 from orchestrator.config.schema import JobConfig
@@ -37,37 +36,31 @@ from orchestrator.launch.capacity.cluster_inventory import node_facts
 from orchestrator.launch.on_ray.machine_check import packages_here
 from orchestrator.launch.on_ray.node_disks import NodeDisks
 from orchestrator.launch.on_ray.worker import WorkerTask, train_function
-from orchestrator.launch.process.launch_report import announce, say_end, trained_again, why_done
+from orchestrator.launch.process.launch_report import say_end, why_done
 from orchestrator.launch.process.progress import Progress
 from orchestrator.launch.process.stop_signals import SignalledError, stop_on_signals
 from orchestrator.launch.start import run_preparation as starting
+from orchestrator.launch.start.launch_context import LaunchContext
 from orchestrator.launch.start.preview import is_damaged_load
-from orchestrator.planning.resume.resume_plan import ResumePlan
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.run_status import Loss, RunStatus, Stall
-from orchestrator.storage.files import Storage
 
 GIVE_UP_S = 2.0  # how long a coordinator may take to record the end of a launch that has not trained
 
 
 def supervise(
-    job: JobConfig,
-    attempt: Attempt,
-    plan: ResumePlan,
-    spec: DataSpec,
-    storage: Storage,
-    limits: Limits,
-    fault_plan: str,
-    progress: Progress,
-    until_tokens: int | None = None,
-    disks: NodeDisks | None = None,
+    context: LaunchContext, attempt: Attempt, spec: DataSpec, limits: Limits, disks: NodeDisks
 ) -> RunStatus:
     """Starts what the attempt needs and waits until the run has ended. Everything started here ends here.
 
-    `until_tokens` as in `TrainJob`. `disks`: of the nodes, where parts of points may be.
+    `spec` are the frozen data. `disks`: of the nodes, where parts of points may be.
     """
-    disks = disks or NodeDisks(job.resume.node_folder)
-    _say_beginning(job, attempt, plan, spec, storage, limits, progress)
+    job, progress = context.job, context.progress
+    if not limits.feed_cpus:
+        progress.say(
+            f"note: the workers leave fewer than data.num_tokenizers={limits.num_tokenizers} CPUs free: the "
+            "tokenizers take no CPU of their own and run beside the workers, at the lowest priority"
+        )
     # On the driver's node, which the launch cannot outlive: the death of another node then costs only
     # workers. Not soft: Ray 2.60 ignores a soft affinity of actors without CPUs.
     own_node = ray.get_runtime_context().get_node_id()
@@ -75,11 +68,11 @@ def supervise(
     start = starting.coordinator_start(
         job,
         attempt,
-        storage.root,
+        context.storage.root,
         limits.min_workers,
         limits.max_workers,
-        fault_plan,
-        stop_by=asker() if until_tokens is not None else "",
+        context.fault_plan,
+        stop_by=asker() if context.until_tokens is not None else "",
         nodes=disks.nodes,
     )
     coordinator = _start_coordinator(start, here)
@@ -92,8 +85,8 @@ def supervise(
         raise
     progress.named("coordinator", partial(told_of, coordinator))
     progress.named("feeder", partial(told_of, feeder), partial(_note_feeder_death, coordinator))
-    task = _task(job, attempt, storage, coordinator, feeder, fault_plan, until_tokens, disks)
-    launch = _launch(job, task, storage, limits, roomy)
+    task = _task(context, attempt, coordinator, feeder, disks)
+    launch = _launch(context, task, limits, roomy)
     show = _shower(progress, limits, feeder)
     stalled = partial(_say_stall, progress, coordinator)
     look = partial(_look, disks)
@@ -112,7 +105,7 @@ def supervise(
         if status.ended == "done":
             why = why_done(job, attempt.budgets, status.last_step)
             status = replace(status, reason=f"{status.reason}: {why}")
-        return say_end(progress, job, status, RunStore(storage), attempt.run_id)
+        return say_end(progress, job, status, context.store, attempt.run_id)
     finally:
         for handle in (feeder, coordinator):
             ray.kill(handle, no_restart=True)
@@ -127,49 +120,19 @@ def _ask_stop(supervisor: Supervisor, by: str) -> None:
     supervisor.ask_stop(by, job_stop_s() if by.startswith("SIGTERM") else math.inf)
 
 
-def _say_beginning(
-    job: JobConfig,
-    attempt: Attempt,
-    plan: ResumePlan,
-    spec: DataSpec,
-    storage: Storage,
-    limits: Limits,
-    progress: Progress,
-) -> None:
-    total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
-    progress.begin(storage, attempt.number, limits.max_workers, total)
-    for note in spec.notes:
-        progress.say(f"note: {note}")
-    if not limits.feed_cpus:
-        progress.say(
-            f"note: the workers leave fewer than data.num_tokenizers={limits.num_tokenizers} CPUs free: the "
-            "tokenizers take no CPU of their own and run beside the workers, at the lowest priority"
-        )
-    announce(progress.say, job, attempt, plan)
-    for line in trained_again(attempt):
-        progress.say(line)
-
-
 def _task(
-    job: JobConfig,
-    attempt: Attempt,
-    storage: Storage,
-    coordinator: Any,
-    feeder: Any,
-    fault_plan: str,
-    until_tokens: int | None,
-    disks: NodeDisks,
+    context: LaunchContext, attempt: Attempt, coordinator: Any, feeder: Any, disks: NodeDisks
 ) -> WorkerTask:
     return WorkerTask(
         launch=attempt.launch,
         coordinator=coordinator,
         feeder=feeder,
-        config=job,
+        config=context.job,
         budgets=attempt.budgets,
-        config_digest=starting.config_digest(job),
-        storage=storage.root,
-        fault_plan=fault_plan,
-        until_tokens=until_tokens,
+        config_digest=starting.config_digest(context.job),
+        storage=context.storage.root,
+        fault_plan=context.fault_plan,
+        until_tokens=context.until_tokens,
         num_shards=starting.num_shards(attempt),
         nodes=disks.nodes,
         run_id=attempt.run_id,
@@ -177,15 +140,16 @@ def _task(
     )
 
 
-def _launch(job: JobConfig, task: WorkerTask, storage: Storage, limits: Limits, roomy: str | None) -> Launch:
+def _launch(context: LaunchContext, task: WorkerTask, limits: Limits, roomy: str | None) -> Launch:
     """The data that the supervisor needs to start workers that do `task`."""
+    job, folder = context.job, context.storage.folder
     gpus = {"GPU": 1.0} if job.cluster.use_gpu else {}
     return Launch(
         name=f"{job.run.name}-{task.launch[:6]}",
         train_function=train_function,
         worker_config={"task": task},
         resources_per_worker={"CPU": limits.cpus_per_worker, **gpus},
-        ray_storage="" if storage.folder is None else str(storage.folder / "ray"),
+        ray_storage="" if folder is None else str(folder / "ray"),
         limits=limits,
         tokenizer_node=roomy,
     )
