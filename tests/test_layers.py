@@ -67,7 +67,7 @@ WITHOUT_RAY_AND_TORCH = (
     "coordinator/machine/launch_machine.py",
     "coordinator/event_feed.py",
     "coordinator/pending_calls.py",
-    "coordinator/machine/recent_steps.py",
+    "coordinator/machine/launch_history.py",
     "coordinator/attempt/survey.py",
     "launch/process/launch_report.py",
     "launch/start/attempt_claim.py",

@@ -23,7 +23,6 @@ from orchestrator.cluster.ray_state import NODE_DIED
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.attempt.attempt_journal import note_loaded, write_down_end
 from orchestrator.coordinator.coordinator_start import CoordinatorStart, commit_machine, launch_machine
-from orchestrator.coordinator.event_feed import News
 from orchestrator.coordinator.feeder_notes import NOT_SAID, FeederNotes, SkippedDocuments
 from orchestrator.coordinator.machine.launch_actions import (
     Action,
@@ -36,7 +35,7 @@ from orchestrator.coordinator.machine.launch_actions import (
     Say,
     Warn,
 )
-from orchestrator.coordinator.pending_calls import GenerationEnds, OpenJoins
+from orchestrator.coordinator.pending_calls import GenerationEnds, News, OpenJoins
 from orchestrator.elastic.failure import STORAGE_LIMIT_S
 from orchestrator.elastic.formation import Form, Formation
 from orchestrator.elastic.roster import Cause, Roster

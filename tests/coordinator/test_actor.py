@@ -40,6 +40,7 @@ from orchestrator.inspect.status.status_reader import look_at
 from orchestrator.inspect.status.view import not_watched
 from orchestrator.launch.process.progress import Progress
 from orchestrator.planning.schedule import Budgets
+from orchestrator.records.backoff import Backoff
 from orchestrator.records.membership import GenerationView, JoinRequest, Refusal, RunOver, StillWaiting
 from orchestrator.records.run_status import GroupMember, MemberInfo, RunStatus
 from orchestrator.storage.disk import OsDisk
@@ -548,7 +549,7 @@ def test_a_bucket_that_deletes_nothing_is_told_of_once_and_when_it_deletes_again
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit_machine, "CHECK_EVERY_S", 0.0)  # it looks at its clock at each tick
-    monkeypatch.setattr(retention, "FIRST_S", 0.01)
+    monkeypatch.setattr(retention, "STORAGE_BACKOFF", Backoff(first_s=0.01, most_s=320.0))
     turn = DeletesNoPoint()
     bucket = RunStore(Storage.on(ModelStore(ModelBucket(), turn=turn)))
     bucket.claim(1, LAUNCH, START, "host")
@@ -652,7 +653,7 @@ def test_saves_that_fail_for_longer_than_the_limit_of_storage_stop_nobody_while_
 def test_a_save_that_storage_failed_is_asked_for_again_until_one_is_committed(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pending_save, "FIRST_S", 0.0)
+    monkeypatch.setattr(pending_save, "STORAGE_BACKOFF", Backoff(first_s=0.0, most_s=320.0))
 
     async def launch() -> None:
         actor = coordinator(store)

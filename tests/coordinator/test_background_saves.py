@@ -30,7 +30,7 @@ from orchestrator.checkpoint.commit.commit_events import (
 )
 from orchestrator.checkpoint.commit.commit_machine import CommitMachine
 from orchestrator.checkpoint.commit.retention import KeptPoints
-from orchestrator.coordinator.machine.rank_history import Places
+from orchestrator.coordinator.machine.launch_history import Places
 from orchestrator.records.steps import StateKey
 from tests.checkpoint.quick_storage import tell_machine
 from tests.checkpoint.samples import key

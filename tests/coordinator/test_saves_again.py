@@ -15,6 +15,7 @@ from orchestrator.coordinator.actor import Coordinator
 from orchestrator.elastic.failure import STORAGE_LIMIT_S
 from orchestrator.history.journal.journal_reader import read_journal
 from orchestrator.planning.schedule import Budgets, Length
+from orchestrator.records.backoff import Backoff
 from orchestrator.records.membership import ControlRequests, GenerationView
 from tests.checkpoint.samples import key, record, write_vote
 from tests.coordinator.test_actor import (  # noqa: F401
@@ -32,7 +33,7 @@ from tests.coordinator.test_actor import (  # noqa: F401
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another save is tried without a wait."""
-    monkeypatch.setattr(pending_save, "FIRST_S", 0.0)
+    monkeypatch.setattr(pending_save, "STORAGE_BACKOFF", Backoff(first_s=0.0, most_s=320.0))
 
 
 async def asked_to_save(actor: Coordinator, attempt: int = 1, generation: int = 1) -> ControlRequests:

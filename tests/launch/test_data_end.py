@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.coordinator.machine.outcome import THE_BUDGET, THE_DATA
+from orchestrator.coordinator.machine.launch_actions import THE_BUDGET, THE_DATA
 from orchestrator.launch.start import preview
 from orchestrator.records.cursor import Cursor
 from tests.data.making import some_texts, write_corpus

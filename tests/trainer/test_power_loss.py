@@ -10,7 +10,7 @@ import signal
 
 import pytest
 
-from orchestrator.coordinator.machine import recent_steps
+from orchestrator.coordinator.machine import launch_history
 from orchestrator.records.run_status import MemberInfo
 from tests.trainer.launch import WAIT_S, Launch
 from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
@@ -27,7 +27,7 @@ SHORT = dataclasses.replace(tiny_job(), collective_limit_s=0.5)
 @pytest.fixture(autouse=True)
 def dead_are_asked_for_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who lives is asked after half a second in which nobody was heard of."""
-    monkeypatch.setattr(recent_steps, "SILENCE_S", 0.5)
+    monkeypatch.setattr(launch_history, "SILENCE_S", 0.5)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestrator.checkpoint.points.store import RunStore
 from orchestrator.config.field_rules import in_todays_fields
-from orchestrator.coordinator.machine.outcome import THE_DATA
+from orchestrator.coordinator.machine.launch_actions import THE_DATA
 from orchestrator.history.claims.claims import ClaimParent
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.json_form import decode

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from orchestrator.checkpoint.points.points import ReplicasDiffer
-from orchestrator.coordinator.machine.failures import Failures
 from orchestrator.coordinator.machine.launch_actions import (
     Action,
     Answer,
@@ -22,11 +21,12 @@ from orchestrator.coordinator.machine.launch_actions import (
     Note,
     Say,
     Warn,
+    end_text,
+    ended_by,
+    is_last,
 )
+from orchestrator.coordinator.machine.launch_history import Failures, Places, RecentSteps
 from orchestrator.coordinator.machine.leaving import Leaving
-from orchestrator.coordinator.machine.outcome import end_text, ended_by, is_last
-from orchestrator.coordinator.machine.rank_history import Places
-from orchestrator.coordinator.machine.recent_steps import RecentSteps
 from orchestrator.coordinator.machine.reported_errors import (
     OWN,
     MachineRefused,

@@ -31,10 +31,9 @@ from orchestrator.errors import (
     StorageError,
     report_of,
 )
-from orchestrator.launch.member.calls import Calls, UnansweredError
+from orchestrator.launch.member.calls import Calls, UnansweredError, unreached, unreached_ranks
 from orchestrator.launch.member.generation_watch import GenerationEnd
 from orchestrator.launch.member.phase_reports import QUIET_S, PhaseReports, doing
-from orchestrator.launch.member.port_probe import unreached, unreached_ranks
 from orchestrator.records.membership import (
     ControlRequests,
     GenerationView,

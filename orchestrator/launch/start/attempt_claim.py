@@ -27,7 +27,7 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.coordinator.attempt.begin_launch import begin_launch
 from orchestrator.coordinator.attempt.forking import fork_to_begin, found_run, is_folder
-from orchestrator.coordinator.machine.outcome import A_FAILURE
+from orchestrator.coordinator.machine.launch_actions import A_FAILURE
 from orchestrator.errors import BusyError, CoordinatorSilentError, OrchestratorError, RefusedError, text_of
 from orchestrator.faults import hook
 from orchestrator.history.claims.claim_files import (

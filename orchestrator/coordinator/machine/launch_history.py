@@ -1,0 +1,140 @@
+"""What the launch machine keeps of the past: the newest steps, the failures, and the ranks of its members.
+
+Pure: times are seconds of one monotonic clock. The failure budget decides how many failures a run may have.
+The conclusions from ranks go to the commit machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from orchestrator.checkpoint.commit.commit_events import VoterGone
+from orchestrator.elastic.failure import Failure, FailureBudget
+from orchestrator.records.steps import StateKey, StepRecord
+
+SILENCE_S = 5.0  # after this long without a record, members are checked as while a group forms
+_MEDIAN_OF = 31  # steps
+
+
+class RecentSteps:
+    """Tracks step records. `newest` has the greatest key; None before the first.
+
+    `heard_at` is when the last record arrived, which may be a copy.
+    """
+
+    def __init__(self) -> None:
+        self.newest: StepRecord | None = None
+        self.heard_at = float("-inf")
+        self._durations: list[float] = []
+
+    def recorded(self, record: StepRecord, now: float) -> bool:
+        """Takes a record, possibly a copy. Returns whether it is the newest."""
+        self.heard_at = now
+        if self.newest is not None and record.key <= self.newest.key:
+            return False
+        self.newest = record
+        self._durations = [*self._durations[1 - _MEDIAN_OF :], record.step_s]
+        return True
+
+    @property
+    def median_s(self) -> float:
+        """The median duration of the last 31 steps; 0 before the first."""
+        return statistics.median(self._durations) if self._durations else 0.0
+
+    def is_training(self, attempt: int, generation: int, now: float) -> bool:
+        """Whether this generation has done a step and sent a record a short while ago."""
+        step = self.newest
+        done = step is not None and (step.attempt, step.generation) == (attempt, generation)
+        return done and now - self.heard_at < SILENCE_S
+
+
+class Failures:
+    """The failures of one launch that one coordinator learns of."""
+
+    def __init__(self, budget: FailureBudget) -> None:
+        self._budget = budget
+        self._generations: set[int] = set()
+        self._groups: set[tuple[int, str]] = set()  # (generation, node)
+        self._early = 0  # members that failed before the first generation
+
+    @property
+    def all(self) -> tuple[Failure, ...]:
+        """The failures of this launch, including those of earlier coordinators."""
+        return self._budget.failures
+
+    def applied(self, step: int) -> None:
+        """Records `step` as the newest step."""
+        self._budget.applied(step)
+
+    def count(
+        self, generation: int, reason: str, *, again: bool = False, over: bool = False
+    ) -> Failure | None:
+        """Counts that something ended unexpectedly in `generation`; returns the failure.
+
+        Returns None if it is no failure of its own: a lost node with all its members and its group is one
+        failure. `again`: it counts nevertheless. `over`: the run has ended, so that nothing counts any more.
+        """
+        known = generation in self._generations
+        self._generations.add(generation)
+        return None if over or (known and not again) else self._budget.failed(reason)
+
+    def is_again(self, generation: int, node: str) -> bool:
+        """Records that the group of `node` ended in `generation`.
+
+        Returns whether one there had already ended in it.
+        """
+        group = (generation, node)
+        again = group in self._groups
+        self._groups.add(group)
+        return again
+
+    def is_next_round(self, expected: int) -> bool:
+        """Records that a member failed before the first generation.
+
+        Returns whether a new round of failures begins. A round is complete after `expected` members. They
+        failed, were started again, and fail again.
+        """
+        self._early += 1
+        return self._early > 1 and (self._early - 1) % max(1, expected) == 0
+
+    def verdict(self) -> str | None:
+        """Returns why the run must stop now, or None."""
+        return self._budget.verdict()
+
+
+class Places:
+    """The ranks of one attempt's members.
+
+    For each member up to three are kept: in its newest generation, in the one that it left at its last join,
+    and in that of the save for which it may still owe a vote.
+    """
+
+    def __init__(self, attempt: int) -> None:
+        self._attempt = attempt
+        self._of: dict[str, dict[int, int]] = {}  # member -> generation -> rank
+
+    def answered(self, member: str, generation: int, rank: int) -> None:
+        """`member` is `rank` of `generation`, its newest."""
+        self._of.setdefault(member, {})[generation] = rank
+
+    def joined(self, member: str, saving: StateKey | None) -> list[VoterGone]:
+        """A member left its generation and joins again. It is `saving` a state (`MemberState.saving`).
+
+        It may continue to write, and its vote for that save may still arrive, even from an older generation.
+        """
+        places = self._of.get(member)
+        if not places:
+            return []
+        newest = max(places)
+        owes = saving.generation if saving is not None and saving.attempt == self._attempt else 0
+        self._of[member] = {g: rank for g, rank in places.items() if g in (newest, owes)}
+        here = saving if owes == newest else None
+        return [VoterGone(generation=newest, rank=places[newest], saving=here)]
+
+    def lost(self, member: str, writing: bool) -> list[VoterGone]:
+        """No vote of `member` will arrive any more, for any generation.
+
+        `writing`: it is not known to be dead, and may be writing its part of a save.
+        """
+        places = self._of.get(member, {})
+        return [VoterGone(generation=g, rank=rank, writing=writing) for g, rank in sorted(places.items())]
