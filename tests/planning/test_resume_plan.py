@@ -1,5 +1,6 @@
 """The resume decision: what continues, what is refused, and what the plan says about it."""
 
+import dataclasses
 import json
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from orchestrator.json_form import decode, encode
 from orchestrator.planning.batches import rebase_step
 from orchestrator.planning.resume.data_progress import KnownEpochs
 from orchestrator.planning.resume.identity import RunIdentity, stream_settings
-from orchestrator.planning.resume.resume_plan import PointInfo, plan_resume
+from orchestrator.planning.resume.resume_plan import DataChanges, KnownData, PointInfo, plan_resume
 from orchestrator.planning.schedule import budgets_for
 from orchestrator.records.cursor import Cursor
 from orchestrator.records.steps import StateKey
@@ -65,7 +66,9 @@ HERE = {"gigatoken": "0.3.1", "tokenizers": "9"}
 
 
 def decide(config, point, old_flat=None, installed=HERE, **facts):
-    return plan_resume(config, RULES, point, old_flat, installed=installed, **facts)
+    names = [field.name for field in dataclasses.fields(DataChanges)]
+    changes = DataChanges(**{name: facts.pop(name) for name in names if name in facts})
+    return plan_resume(config, RULES, point, old_flat, KnownData(installed=installed, **facts), changes)
 
 
 def resumed(*overrides, point=POINT, **facts):

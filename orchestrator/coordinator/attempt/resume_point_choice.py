@@ -21,7 +21,7 @@ from orchestrator.history.claims.claims import Origin
 from orchestrator.history.journal.event_kinds import EventKind
 from orchestrator.planning.resume.data_progress import KnownEpochs
 from orchestrator.planning.resume.identity import RunIdentity
-from orchestrator.planning.resume.resume_plan import ResumePlan, plan_resume
+from orchestrator.planning.resume.resume_plan import DataChanges, KnownData, ResumePlan, plan_resume
 from orchestrator.planning.resume.skipping import SkipDecision
 from orchestrator.planning.resume.source_lists import RestartDecision, undone
 from orchestrator.records.points import Damage
@@ -187,23 +187,22 @@ def decide(
         info = replace(info, cursor=here.reading.cursor)
     if identities is not None and data is not None and data.tokenizer_folder is not None:
         identities = data.in_force(identities[0]), identities[1]
-    how = partial(
-        plan_resume,
-        config,
-        rules,
-        old_flat=flat,
+    known = KnownData(
         identities=identities,
+        epochs=epochs,
         installed=installed_encoders(),
         weights=data.weights if data is not None else None,
         num_blocks={plan.source: plan.num_blocks for plan in data.plans} if data is not None else None,
-        skip=skip,
     )
+    how = partial(plan_resume, config, rules, old_flat=flat)
     lists = here.changes(data) if here is not None and data is not None else ()
     restart = here.restart if here is not None else RestartDecision()
     began = {source.name: source.began for source in here.reading.sources} if here is not None else {}
-    known = None if lists else epochs
-    found = how(info, lists=lists, restart=restart, began=began, epochs=known)
+    changes = DataChanges(skip=skip, lists=lists, restart=restart)
+    of_lists = replace(known, began=began, epochs=None if lists else epochs)
+    found = how(info, data=of_lists, changes=changes)
     if not (lists and found.action == "resume" and found.remaining_steps == 0):
         return found
     began = {source.name: source.began for source in here.before} if here is not None else {}
-    return how(at_the_point, restart=undone(restart, lists), began=began, epochs=epochs)
+    changes = DataChanges(skip=skip, restart=undone(restart, lists))
+    return how(at_the_point, data=replace(known, began=began), changes=changes)

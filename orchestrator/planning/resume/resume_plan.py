@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from orchestrator import html_text
@@ -238,37 +237,57 @@ class ResumePlan:
         return (*filter(None, [self.rewind]), *done, *where, *self.notes)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownData:
+    """What is known of the job's data, and of this machine's encoders. None is unknown.
+
+    `identities`: (the run's, the job's).
+    `epochs`: the length of an epoch of the job's only source.
+    `installed`: the encoders here (see `encoders.choose_next`).
+    `weights`, `num_blocks`: those of the job's sources.
+    `began`: the first epoch of each source's newest start.
+    """
+
+    identities: tuple[RunIdentity, RunIdentity] | None = None
+    epochs: KnownEpochs | None = None
+    installed: Mapping[str, str | None] | None = None
+    weights: Mapping[str, int] | None = None
+    num_blocks: Mapping[str, int] | None = None
+    began: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataChanges:
+    """What a start changes in the stream.
+
+    `skip`, `restart`: the decisions about a requested skip and restart. `lists`: how the job's sources differ
+    from the point's, whose cursor refers to the job's.
+    """
+
+    skip: SkipDecision = SkipDecision()
+    lists: tuple[SourceChange, ...] = ()
+    restart: RestartDecision = RestartDecision()
+
+
 def plan_resume(
     config: JobConfig,
     rules: Mapping[str, str],
     point: PointInfo | None,
     old_flat: Mapping[str, Any] | None = None,
-    identities: tuple[RunIdentity, RunIdentity] | None = None,
-    epochs: KnownEpochs | None = None,
-    installed: Mapping[str, str | None] | None = None,
-    weights: Mapping[str, int] | None = None,
-    num_blocks: Mapping[str, int] | None = None,
-    skip: SkipDecision = SkipDecision(),  # noqa: B008  frozen
-    lists: tuple[SourceChange, ...] = (),
-    restart: RestartDecision = RestartDecision(),  # noqa: B008  frozen
-    began: Mapping[str, int] = MappingProxyType({}),
+    data: KnownData = KnownData(),  # noqa: B008  frozen
+    changes: DataChanges = DataChanges(),  # noqa: B008  frozen
 ) -> ResumePlan:
     """Decides whether and how `config` continues `point` (None: a fresh start, or a run without any point).
 
     `rules` maps a field's dotted path to its resume rule (of `config.field_rules()`).
     `old_flat`: the flat configuration that the point (or, without one, the run) was made with.
-    `identities`: (the run's, the job's) if the job's is known.
-    `epochs`: the length of an epoch of the job's only source, if known.
-    `installed`: the encoders here (see `encoders.choose_next`).
-    `weights`, `num_blocks`: those of the job's sources, if known.
-    `skip`, `restart`: the decisions about a requested skip and restart.
-    `lists`: how the job's sources differ from the point's, whose cursor refers to the job's.
-    `began`: the first epoch of each source's newest start.
+    `data`: what is known of the job's data. `changes`: what this start changes in the stream.
 
     A refusal names the run, both values and what to do. A stop that is already reached is not a refusal, but
     a resume with nothing remaining. Raises `ConfigError` for a schedule without an end.
     """
-    cursor = point.cursor if point else Cursor()
+    cursor, epochs, identities = point.cursor if point else Cursor(), data.epochs, data.identities
+    skip, lists, restart = changes.skip, changes.lists, changes.restart
     old = with_defaults(old_flat) if old_flat is not None else config.flat()
     different = differences(old, config.flat(), rules, restart.sources)
     refused = [
@@ -281,7 +300,7 @@ def plan_resume(
     refused = [replace(each, text=f"{run}: {each.text}") for each in refused]
     spans, encoder = _spans(point, identities), None
     if spans:
-        encoder, missing = choose_next(spans, config.data.encoder, cursor, installed or {})
+        encoder, missing = choose_next(spans, config.data.encoder, cursor, data.installed or {})
         refused += missing
         different = _with_encoders_named(different, spans[-1].encoder, encoder)
         if encoder != spans[-1].encoder:
@@ -313,12 +332,18 @@ def plan_resume(
         budgets=budgets,
         encoders=spans,
         encoder=encoder,
-        sources=sources_seen(cursor, weights, num_blocks, epochs, began) if weights and num_blocks else (),
+        sources=_sources_seen(cursor, data, epochs),
         skip=_planned_skip(skip, point),
         skip_note=skip.note,
         lists=lists,
         restart_note=restart.note,
     )
+
+
+def _sources_seen(cursor: Cursor, data: KnownData, epochs: KnownEpochs | None) -> tuple[SourceSeen, ...]:
+    if not data.weights or not data.num_blocks:
+        return ()
+    return sources_seen(cursor, data.weights, data.num_blocks, epochs, data.began)
 
 
 def _asked_refusals(
