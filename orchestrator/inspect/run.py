@@ -126,7 +126,7 @@ class Run:
 
         A run without an end is watched until it gives a sign of life, at most `watch_s` seconds (default: 10;
         0: nobody watches, `alive` is None); no clocks of machines are compared for that. Reads the newest
-        part of the journal only, so it takes no longer for a long run; see `monitor.tail`.
+        part of the journal only, so it takes no longer for a long run; see `inspect.status.tail`.
         """
         return self._view(WATCH_S if watch_s is None else watch_s, not_watched)
 

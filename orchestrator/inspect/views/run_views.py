@@ -3,8 +3,8 @@
 The run is read once, then only its new parts. `refresh` reads storage; the views read only the few documents
 of a point. An object is for one thread at a time. Times are seconds since 1970; None means not recorded.
 Secrets in configurations, errors and events are hidden (`config.redaction`). A state of a run is one of
-`monitor.verdict`. `open` means that the run has no end and was not watched long enough to tell whether it is
-alive.
+`inspect.status.verdict`. `open` means that the run has no end and was not watched long enough to tell whether
+it is alive.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from orchestrator.inspect.views.facts.columns import Columns
 from orchestrator.inspect.views.facts.facts import WATCH_S, Along, Facts, LifeWatch
 from orchestrator.inspect.views.facts.files import LaterError, RunFiles, UnreadableError
 
-# The missing parts of a run's folder, as `status` shows them (`monitor.missing`), from the views' data.
+# The missing parts of a run's folder, as `status` shows them (`status.missing`), from the views' data.
 #
 # The views know the whole journal, so they find at least as much as `status`.
 _FATES = (EventKind.POINT_COMMITTED, EventKind.DELETING_POINTS, EventKind.POINTS_DELETED)
