@@ -177,7 +177,9 @@ def test_a_killed_group_continues_with_a_skip_on_another_world_batch_and_length(
     # three ranks, two and one have trained these steps, with two shapes: one worker trains them again
     for record in Random(9).sample(job.run.records(), 5):
         again = job.run.replay(tokens=record.consumed_tokens)
-        assert (again.step, again.equal, again.first_difference) == (record.step, True, None), again
+        assert (again.step, again.first_difference) == (record.step, None), again
+        # rank 0 of the first attempt was killed: the digests that it had not sent yet are lost with it
+        assert again.equal or (again.equal is None and record.attempt == 1), again
 
 
 @pytest.mark.chaos
