@@ -161,7 +161,9 @@ class PointCommitter:
 
     def _check(self, action: CheckNewerClaim) -> Event:
         newer = self._store.next_claim_exists(self._attempt)
-        lost = self._store.why_not_mine(self._run_id) or self._journal.why_lost()
+        # run.json is read last: if the folder is replaced between the two, the reason names the other run
+        journal_lost = self._journal.why_lost()
+        lost = self._store.why_not_mine(self._run_id) or journal_lost
         marked = None
         with suppress(StorageError):  # only deletions need the marks; a failure must not prevent a commit
             marked = self._store.quarantined()
