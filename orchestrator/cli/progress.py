@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from typing_extensions import override
+
 from orchestrator.checkpoint.points.verify import ReadingProgress
 from orchestrator.cli.shared import say
 from orchestrator.history.sentences import count
@@ -17,7 +19,7 @@ EVERY_S = 10.0  # between two lines
 _MANY = 1e6
 
 
-class _AuditLines:
+class _AuditLines(AuditProgress):
     """Prints a line now and then; none for what is done before the first is due."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -25,13 +27,13 @@ class _AuditLines:
         self._what, self._unit, self._total, self._done = "", "", 0, 0
         self._began = self._said = clock()
 
+    @override
     def begin(self, what: str, unit: str, total: int) -> None:
-        """See `AuditProgress`."""
         self._what, self._unit, self._total, self._done = what, unit, total, 0
         self._began = self._said = self._clock()
 
+    @override
     def advance(self, num: int) -> None:
-        """See `AuditProgress`."""
         self._done += num
         now = self._clock()
         if now - self._said < EVERY_S:
@@ -64,41 +66,41 @@ def show_audit_progress(quiet: bool = False) -> Iterator[AuditProgress]:
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading the journal", total=None)
 
-        class Bar:
+        class Bar(AuditProgress):
             """The bar of the current half."""
 
+            @override
             def begin(self, what: str, unit: str, total: int) -> None:
-                """See `AuditProgress`."""
                 bar.reset(task, total=total, description=f"{what} ({total / _MANY:,.1f} million {unit})")
 
+            @override
             def advance(self, num: int) -> None:
-                """See `AuditProgress`."""
                 bar.advance(task, num)
 
         yield Bar()
 
 
-class _VerifyLines:
+class _VerifyLines(Progress):
     """Prints a line per point, if there is more than one, and every few seconds one with the bytes read."""
 
     def __init__(self) -> None:
         self._num_points, self._done, self._since = 0, 0, time.monotonic()
         self._bytes = ReadingProgress(say, "resume points")
 
+    @override
     def begin(self, num_points: int, num_bytes: int) -> None:
-        """See `Progress`."""
         self._num_points, self._done = num_points, 0
         self._bytes = ReadingProgress(say, "resume points")
         self._bytes.expect(num_bytes)
         if num_points > 1:
             say(f"reading {num_points} points, {num_bytes / 2**20:,.1f} MiB")
 
+    @override
     def read(self, num_bytes: int) -> None:
-        """See `Progress`."""
         self._bytes.read(num_bytes)
 
+    @override
     def done(self, point: str, healthy: bool | None) -> None:
-        """See `Progress`."""
         self._done += 1
         if self._num_points > 1:
             seconds = time.monotonic() - self._since
@@ -124,19 +126,19 @@ def show_verify_progress() -> Iterator[Progress]:
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading", total=None)
 
-        class Bar:
+        class Bar(Progress):
             """The bar of all points."""
 
+            @override
             def begin(self, num_points: int, num_bytes: int) -> None:
-                """See `Progress`."""
                 bar.reset(task, total=num_bytes, description=f"reading {count(num_points, 'point')}")
 
+            @override
             def read(self, num_bytes: int) -> None:
-                """See `Progress`."""
                 bar.advance(task, num_bytes)
 
+            @override
             def done(self, point: str, healthy: bool | None) -> None:
-                """See `Progress`."""
                 bar.update(task, description=f"{point} {HEALTH[healthy]}")
 
         yield Bar()

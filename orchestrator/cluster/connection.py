@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from typing_extensions import override
+
 from orchestrator.cluster import ray_inventory
 from orchestrator.cluster.machine import shared_memory_bytes
 from orchestrator.cluster.private_ray import replace
@@ -257,8 +259,8 @@ class _RayHeard(logging.Handler):
         self._handlers, self._propagates = self._logger.handlers, self._logger.propagate
         self._logger.handlers, self._logger.propagate = [self], False
 
+    @override
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
         self._heard(self.format(record))
 
     def end(self) -> None:

@@ -13,7 +13,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.checkpoint.commit.commit_driver import Commits, in_daemon_thread
+from typing_extensions import override
+
+from orchestrator.checkpoint.commit.commit_driver import CommitListener, Commits, in_daemon_thread
 from orchestrator.checkpoint.commit.commit_events import GenerationFormed, GiveUp, Tick, VoterGone
 from orchestrator.checkpoint.commit.store_actions import PointCommitter
 from orchestrator.checkpoint.points.pins import PinWatch, note_pins
@@ -68,7 +70,7 @@ END_WRITTEN_S = 15.0  # how long each of the two documents that record the end o
 LAST_TRY_S = 5.0  # how long an attempt that begins within that time may take
 
 
-class LaunchDriver:
+class LaunchDriver(CommitListener):
     """Drives one attempt. All methods run on one event loop. It is the `CommitListener` of its commits.
 
     For callers: `machine` (its answers go to `carry_out`), `commits`, `journal` (events), `roster`, `news`
@@ -352,8 +354,9 @@ class LaunchDriver:
             self.end_is_written = True  # as far as possible: the driver ends
 
     # ------------------------------------------------------------ what the commits report
+    @override
     async def committed(self, point: Point, newest: bool) -> None:
-        """See `CommitListener`. The newest point may now be given to members to load."""
+        """The newest point may now be given to members to load."""
         self.roster.storage_failed(False)
         await self.carry_out(self.machine.committed(point.key, self.commits.took_s))
         if newest:
@@ -361,8 +364,9 @@ class LaunchDriver:
             self._feeder_notes.soon(point.cursor.consumed_samples)
         await self.notify()
 
+    @override
     async def gave_up(self, given_up: GiveUp, text: str) -> None:
-        """See `CommitListener`. The text is part of the next status."""
+        """The text is part of the next status."""
         key, now = given_up.key, time.monotonic()
         if given_up.differ is not None:
             await self.carry_out(self.machine.replicas_differ(key, given_up.differ, now))
@@ -372,12 +376,13 @@ class LaunchDriver:
         self.roster.storage_failed(given_up.by_storage)
         await self.carry_out(self.machine.save_given_up(key, text, now))
 
+    @override
     def last_tried_s(self, key: StateKey) -> float | None:
-        """See `CommitListener`."""
         return STORAGE_LIMIT_S if self.machine.is_last(key) else None
 
+    @override
     async def warned(self, text: str) -> None:
-        """See `CommitListener`. The text is part of the next status."""
+        """The text is part of the next status."""
         self.news.warn(text)
         await self.notify()
 
@@ -385,8 +390,9 @@ class LaunchDriver:
         """A newer attempt exists: acknowledge nothing, write nothing, end the members and the launch."""
         await self.carry_out(self.machine.fence(reason))
 
+    @override
     async def broken(self, error: Exception) -> None:
-        """See `CommitListener`. After any error the run must end with its reason instead of hanging."""
+        """After any error the run must end with its reason instead of hanging."""
         reason = f"the coordinator failed: {text_of(error)}"
         code = code_of(error) or COORDINATOR_FAILED
         await self.carry_out(self.machine.end("failed", reason, code=code))

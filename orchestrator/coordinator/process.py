@@ -122,7 +122,7 @@ class CoordinatorProcess:
         why_dead: Callable[[MemberInfo], str | None] | None = None,
         store: RunStore | None = None,
     ) -> None:
-        """See `Coordinator`. Never waits."""
+        """Takes the arguments of `Coordinator`. Never waits."""
         self._start, self._why_dead, self._store = start, why_dead, store
         self._feeder_notes = feeder_notes
         self._claimed = set[int]()
@@ -154,7 +154,10 @@ class CoordinatorProcess:
 
     # ------------------------------------------------------------ calls of the supervisor
     async def status(self, seen: tuple[int, int], wait_s: float) -> RunStatus:
-        """See `Coordinator`. Before it has begun, the status is that of attempt 0, with warnings only."""
+        """Returns `Coordinator.status`.
+
+        Before it has begun, the status is that of attempt 0, with warnings only.
+        """
         num_seen = self._num_heard = seen[1] if seen[0] == 0 else 0
         here = await self._begun(STATUS_S, lambda: len(self._warnings) > num_seen)
         if here is not None:

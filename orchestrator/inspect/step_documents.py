@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from orchestrator.coordinator.attempt.survey import Survey
 from orchestrator.data.common.settings import StreamSettings
@@ -71,8 +72,8 @@ class TracingPacker(ReferencePacker):
         self._document_tokens = cursor.earlier_tokens if known else _NOT_KNOWN
         self._first = 0  # position of the newest samples' first token
 
+    @override
     def samples(self, num_tokens: int, seq_len: int) -> Samples:
-        """See `ReferencePacker`."""
         self._first = self._position
         while self._traced and self._traced[0].stop <= self._first:
             self._traced.popleft()
@@ -166,8 +167,8 @@ class TracingWindows(ReferenceWindows):
         self._newest: list[tuple[list[TokenChunk], list[Content]]] = []  # a window and a pack for each sample
         self._capacity = 0
 
+    @override
     def samples(self, num_tokens: int, seq_len: int) -> Samples:
-        """See `ReferenceWindows`."""
         self._newest, self._capacity = [], seq_len
         found = super().samples(num_tokens, seq_len)
         # packs before the cursor were taken on the way and are no samples of this call

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol, TypeVar
 
+from typing_extensions import override
+
 from orchestrator.errors import StorageError
 from orchestrator.storage.tries import problem_code
 
@@ -85,19 +87,19 @@ class Disk(Protocol):
         """The names in a folder, in any order. The real disk reads them in portions, on demand."""
 
 
-class OsDisk:
+class OsDisk(Disk):
     """`Disk` on the real operating system."""
 
+    @override
     def create(self, path: str) -> int:
-        """See `Disk`."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
+    @override
     def write(self, handle: int, data: memoryview) -> int:
-        """See `Disk`."""
         return os.write(handle, data)
 
+    @override
     def direct(self, handle: int, on: bool) -> bool:
-        """See `Disk`."""
         flags = fcntl.fcntl(handle, fcntl.F_GETFL) & ~_O_DIRECT
         if on:
             # Linux refuses O_APPEND together with O_DIRECT on NFS (`nfs_check_flags`). Without O_APPEND a
@@ -109,71 +111,71 @@ class OsDisk:
             return False  # the file system does not support direct writes
         return on and bool(_O_DIRECT)
 
+    @override
     def fsync(self, handle: int) -> None:
-        """See `Disk`."""
         os.fsync(handle)
 
+    @override
     def close(self, handle: int) -> None:
-        """See `Disk`."""
         os.close(handle)
 
+    @override
     def open(self, path: str) -> int:
-        """See `Disk`."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
+    @override
     def read(self, handle: int, into: memoryview) -> int:
-        """See `Disk`."""
         return os.readv(handle, [into])
 
+    @override
     def skip(self, handle: int, num_bytes: int) -> None:
-        """See `Disk`."""
         os.lseek(handle, num_bytes, os.SEEK_SET)
 
+    @override
     def link(self, old: str, new: str) -> None:
-        """See `Disk`."""
         os.link(old, new)
 
+    @override
     def num_links(self, path: str) -> int:
-        """See `Disk`."""
         return os.stat(path).st_nlink
 
+    @override
     def unlink(self, path: str) -> None:
-        """See `Disk`."""
         os.unlink(path)
 
+    @override
     def make_folder(self, path: str) -> None:
-        """See `Disk`."""
         os.mkdir(path)
 
+    @override
     def remove_folder(self, path: str) -> None:
-        """See `Disk`."""
         os.rmdir(path)
 
+    @override
     def fsync_folder(self, path: str) -> None:
-        """See `Disk`."""
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
 
+    @override
     def is_folder(self, path: str) -> bool:
-        """See `Disk`."""
         return stat.S_ISDIR(os.lstat(path).st_mode)
 
+    @override
     def is_open_file(self, path: str, handle: int) -> bool:
-        """See `Disk`."""
         return os.path.samestat(os.stat(path), os.fstat(handle))
 
+    @override
     def size(self, path: str) -> int:
-        """See `Disk`."""
         found = os.stat(path)
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         return found.st_size
 
+    @override
     def list(self, path: str) -> Iterator[str]:
-        """See `Disk`."""
         with os.scandir(path) as entries:
             for entry in entries:
                 yield entry.name

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
+from typing_extensions import override
+
 from orchestrator.errors import ConfigError
 from orchestrator.storage.buckets import is_uri
 from orchestrator.storage.disk import (
@@ -28,7 +30,7 @@ from orchestrator.storage.disk import (
     write_all,
 )
 from orchestrator.storage.home import expanded
-from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits, exact
+from orchestrator.storage.store import AppendingStore, Listed, ObjectFacts, Pieces, Store, Traits, exact
 from orchestrator.storage.tries import tried
 
 # Writes large files past the page cache (O_DIRECT).
@@ -99,8 +101,10 @@ def require_local(path: str, called: str = "") -> None:
         )
 
 
-class LocalStore:
-    """See `Store`. A system call that fails for a temporary reason is tried 4 times within about 2 seconds.
+class LocalStore(AppendingStore):
+    """A folder of a file system.
+
+    A system call that fails for a temporary reason is tried 4 times within about 2 seconds.
 
     An existing file is never written again. Folders are made as needed. On a network file system, "no such
     file" and a file's size come from the server, not from this machine's cache: see `retry_absent` and
@@ -133,17 +137,20 @@ class LocalStore:
         self.disk = disk or OsDisk()
         self._sleep = sleep
 
+    @override
     def beside(self, root: str) -> LocalStore:
-        """See `Store`. Another folder of the same disk."""
+        """Another folder of the same disk."""
         return LocalStore(root, self.disk, self._sleep)
 
+    @override
     def within(self, limit_s: float) -> LocalStore:
-        """See `Store`. A system call cannot be aborted."""
+        """A system call cannot be aborted."""
         return self
 
     # ---------------------------------------------------------------------- writing
+    @override
     def put(self, path: str, pieces: Pieces, size: int, *, exclusive: bool = False) -> bool:
-        """See `Store`. A failure leaves no part of a file, unless even removing it failed.
+        """A failure leaves no part of a file, unless even removing it failed.
 
         Exclusive: the file is written under another name, and then linked. On a file system without hard
         links the name itself is taken first, and a reader may find it torn: then it counts as taken.
@@ -155,8 +162,8 @@ class LocalStore:
         self._try("write", full, lambda: self._write_new(full, pieces, size))
         return True
 
+    @override
     def sync(self, folder: str) -> None:
-        """See `Store`."""
         full = self._full(folder)
         while True:
             fsync = partial(self.disk.fsync_folder, full)
@@ -165,15 +172,16 @@ class LocalStore:
                 return
             full = os.path.dirname(full)
 
+    @override
     def append(self, path: str) -> AppendHandle:
-        """See `AppendingStore`."""
         full = self._full(path)
         self._make_folders(os.path.dirname(full))
         folder = path.rpartition("/")[0]
         return self._try("create", full, lambda: AppendHandle(self.disk, full, lambda: self.sync(folder)))
 
+    @override
     def copy(self, source: Store, theirs: str, path: str) -> bool:
-        """See `Store`. A second name for the same bytes (a hard link): no file is ever written again."""
+        """A second name for the same bytes (a hard link): no file is ever written again."""
         if not isinstance(source, LocalStore):
             return False
         full, other = self._full(path), source._full(theirs)
@@ -182,21 +190,21 @@ class LocalStore:
         return self._or_absent("link", full, lambda: retry_absent(self.disk, other, link))
 
     # ---------------------------------------------------------------------- reading
+    @override
     def read(self, path: str, start: int, into: memoryview) -> int:
-        """See `Store`."""
         if not into:  # opening would succeed for a folder, too
             self.facts(path)
             return 0
         full = self._full(path)
         return self._find("read", full, lambda: self._read(full, start, into))
 
+    @override
     def facts(self, path: str) -> ObjectFacts:
-        """See `Store`."""
         full = self._full(path)
         return ObjectFacts(size=self._find("look at", full, lambda: self._size(full)), tag="")
 
+    @override
     def list(self, folder: str) -> list[Listed]:
-        """See `Store`."""
         full = self._full(folder)
         try:
             names = self._find("list", full, lambda: sorted(self.disk.list(full)))
@@ -205,14 +213,14 @@ class LocalStore:
         return [Listed(name=name, facts=None) for name in names]
 
     # ---------------------------------------------------------------------- deleting
+    @override
     def delete(self, paths: Sequence[str]) -> None:
-        """See `Store`."""
         for path in paths:
             full = self._full(path)
             self._try("delete", full, partial(self._unlink, full))
 
+    @override
     def delete_folder(self, folder: str) -> None:
-        """See `Store`."""
         full = self._full(folder)
         self._try("delete folder", full, lambda: self._delete_tree(full))
 

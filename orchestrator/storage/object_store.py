@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from orchestrator.errors import ConfigError, NoConditionalCreateError, StorageError
 from orchestrator.storage.buckets import (
     CONTENT,
@@ -53,9 +55,11 @@ _RIGHTS = "list, read, write and delete in"
 TOKEN = "token"  # noqa: S105  not secret: readers compare it
 
 
-class ObjectStore:
-    """See `Store`. An unfinished upload is not visible; its parts may stay, and cost, until a rule of the
-    bucket removes them.
+class ObjectStore(Store):
+    """A folder of a bucket.
+
+    An unfinished upload is not visible. Its parts may stay, and cost, until a rule of the bucket removes
+    them.
 
     A call gives up after `buckets.DOCUMENT`'s half a minute. One with content, more than 1 MiB of it, gives
     up after `buckets.CONTENT`'s minutes for each part. All calls of a store that is `within` a limit give up
@@ -90,17 +94,18 @@ class ObjectStore:
         self.root = f"{self._bucket_uri}/{self._prefix}".rstrip("/")
         self._sleep, self._limits = sleep, limits
 
+    @override
     def beside(self, root: str) -> ObjectStore:
-        """See `Store`."""
         return ObjectStore(root, self._sleep, self._limits)
 
+    @override
     def within(self, limit_s: float) -> ObjectStore:
-        """See `Store`."""
         return ObjectStore(self.root, self._sleep, Limits.within(limit_s))
 
     # ---------------------------------------------------------------------- writing
+    @override
     def put(self, path: str, pieces: Pieces, size: int, *, exclusive: bool = False) -> bool:
-        """See `Store`. An exclusive object is a document: it is sent in one request.
+        """An exclusive object is a document: it is sent in one request.
 
         If the answer of a create is lost, it is unknown whether it took effect, and a repeated create is
         refused because of the object that the first one made. So each carries a random token, and a refused
@@ -119,11 +124,13 @@ class ObjectStore:
             self._tried(lambda: self._put(path, pieces, size), size)
         return True
 
+    @override
     def sync(self, folder: str) -> None:
-        """See `Store`. A bucket's answer means that the change is durable."""
+        """A bucket's answer means that the change is durable."""
 
+    @override
     def copy(self, source: Store, theirs: str, path: str) -> bool:
-        """See `Store`. Done by the server, within one bucket, and for at most 5 GiB."""
+        """Done by the server, within one bucket, and for at most 5 GiB."""
         if not isinstance(source, ObjectStore) or source._bucket_uri != self._bucket_uri:
             return False
         size = source.facts(theirs).size
@@ -135,8 +142,9 @@ class ObjectStore:
         return True
 
     # ---------------------------------------------------------------------- reading
+    @override
     def read(self, path: str, start: int, into: memoryview) -> int:
-        """See `Store`. One request for 32 MiB, and another one if the object ends before `start`."""
+        """One request for 32 MiB, and another one if the object ends before `start`."""
         if not into:
             self.facts(path)
             return 0
@@ -150,13 +158,15 @@ class ObjectStore:
                     break
         return done
 
+    @override
     def facts(self, path: str) -> ObjectFacts:
-        """See `Store`. One request."""
+        """One request."""
         with self._found("look at", path):
             return _facts(self._ask(path, lambda library, bucket: library.head(bucket, self._key(path))))
 
+    @override
     def list(self, folder: str) -> list[Listed]:
-        """See `Store`. One request for 1,000 names."""
+        """One request for 1,000 names."""
         prefix = self._key(folder)
         with self._told("list", folder):
             found = self._ask(
@@ -171,16 +181,17 @@ class ObjectStore:
         return [Listed(name=name, facts=facts) for name, facts in sorted(listed.items())]
 
     # ---------------------------------------------------------------------- deleting
+    @override
     def delete(self, paths: Sequence[str]) -> None:
-        """See `Store`. One request for 1,000 objects of S3.
+        """One request for 1,000 objects of S3.
 
         One for each object if a server reports that it has no such request (or `AWS_DISABLE_BULK_DELETE` is
         set).
         """
         self._delete([self._key(path) for path in paths])
 
+    @override
     def delete_folder(self, folder: str) -> None:
-        """See `Store`."""
         with self._told("delete folder", folder):
             found = self._ask(folder, lambda library, bucket: self._below(library, bucket, self._key(folder)))
         # an object of that name is deleted, too

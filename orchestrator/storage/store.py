@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from typing_extensions import override
+
 from orchestrator.errors import StorageError
 from orchestrator.storage.disk import AppendHandle
 
@@ -60,11 +62,11 @@ class Readable(Protocol):
     """The two methods of a `Store` that read objects."""
 
     def read(self, path: str, start: int, into: memoryview) -> int:
-        """See `Store`."""
+        """Reads into the buffer, as `Store.read`."""
         ...
 
     def facts(self, path: str) -> ObjectFacts:
-        """See `Store`."""
+        """Returns size and tag, as `Store.facts`."""
         ...
 
 
@@ -76,14 +78,12 @@ class Store(Protocol):
     *certainly* absent. Pickles. Thread-safe.
     """
 
-    @property
-    def root(self) -> str:
-        """The absolute path, or the URI, for messages."""
-        ...
+    root: str
+    """The absolute path, or the URI, for messages."""
 
     @property
     def traits(self) -> Traits:
-        """See `Traits`."""
+        """What this kind of storage can do."""
         ...
 
     def beside(self, root: str) -> Store:
@@ -152,12 +152,12 @@ class Store(Protocol):
 class AppendingStore(Store, Protocol):
     """A store whose files can grow."""
 
+    @override
     def beside(self, root: str) -> AppendingStore:
-        """See `Store`."""
         ...
 
+    @override
     def within(self, limit_s: float) -> AppendingStore:
-        """See `Store`."""
         ...
 
     def append(self, path: str) -> AppendHandle:

@@ -23,8 +23,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from typing_extensions import override
+
 from orchestrator.errors import ElasticError, text_of
-from orchestrator.launch.member.calls import UnansweredError
+from orchestrator.launch.member.calls import Calls, UnansweredError
 
 CONNECT_S = 60.0  # how long a rank tries to connect; the coordinator's process begins meanwhile
 SILENT_S = 60.0  # the connection ends if the other machine acknowledges nothing for this long
@@ -70,7 +72,7 @@ def _watch_peer(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-class SocketCalls:
+class SocketCalls(Calls):
     """`launch.member.calls.Calls` of the member `name` to the coordinator at `host`:`port`.
 
     Used by several threads. The end of the connection is final: each call raises `UnansweredError` then.
@@ -124,8 +126,8 @@ class SocketCalls:
         assert self._socket is not None, "connect first"
         return str(self._socket.getsockname()[0]).removeprefix("::ffff:")
 
+    @override
     def call(self, method: str, arguments: Sequence[Any], limit_s: float) -> Any:
-        """See `Calls`."""
         number, answer = next(self._numbers), Future[Any]()
         frame = _frame((number, method, tuple(arguments)))
         with self._sending:

@@ -123,7 +123,10 @@ class _Trainer:
         )
 
     def run(self) -> Outcome:
-        """See `train`. If it raises, threads that wait for storage may remain; they end with the process."""
+        """Trains until the end, as `train`.
+
+        If it raises, threads that wait for storage may remain. They end with the process.
+        """
         outcome = self._run()
         self._saver.close()
         self._memory.close()

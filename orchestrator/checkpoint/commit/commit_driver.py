@@ -122,7 +122,7 @@ class Commits:
         return self._committer.last_took_s
 
     def is_hopeless(self, key: StateKey, world_size: int) -> bool:
-        """See `CommitMachine`."""
+        """Returns `CommitMachine.is_hopeless`."""
         return self._machine.is_hopeless(key, world_size)
 
     async def vote(self, vote: Vote, wait_s: float | None = None) -> bool | StillWaiting:

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from blake3 import blake3
+from typing_extensions import override
 
 from orchestrator.checkpoint.files.manifest import Manifest, Name, PartDamage
 from orchestrator.checkpoint.files.part_file import Extent, parse_header, part_path, read_header
@@ -24,18 +25,18 @@ def _by_place(piece: Piece) -> tuple[str, int]:
     return piece.file, piece.start
 
 
-class BytesTarget:
+class BytesTarget(Target):
     """A target in the memory of this process."""
 
     def __init__(self, memory: memoryview | bytearray) -> None:
         self._memory = memoryview(memory)
 
+    @override
     def view(self, start: int, num_bytes: int) -> memoryview | None:
-        """See `Target`."""
         return self._memory[start : start + num_bytes]
 
+    @override
     def write(self, start: int, data: memoryview) -> None:
-        """See `Target`."""
         self._memory[start : start + len(data)] = data
 
 

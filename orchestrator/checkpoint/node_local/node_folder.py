@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from blake3 import blake3
+from typing_extensions import override
 
 from orchestrator.checkpoint.files.part_file import goes_on, parse_header, piece_digest, read_header
 from orchestrator.errors import OrchestratorError, ResourceError, StorageError
@@ -59,11 +60,11 @@ class NodeStore(Readable, Protocol):
     """
 
     def list(self, folder: str) -> Sequence[Listed]:
-        """See `Store`."""
+        """Lists a folder, as `Store.list`."""
         ...
 
     def delete_folder(self, folder: str) -> None:
-        """See `Store`."""
+        """Deletes a folder, as `Store.delete_folder`."""
         ...
 
 
@@ -170,8 +171,8 @@ def root_here(place: NodePlace, own: str = "") -> str | None:
     return None
 
 
-class NodesHere:
-    """See `Nodes`: reaches this machine only. Can be pickled."""
+class NodesHere(Nodes):
+    """Reaches this machine only. Can be pickled."""
 
     def __init__(self, folder: str | None = None) -> None:
         """`folder`: the configured node folder."""
@@ -190,20 +191,20 @@ class NodesHere:
             return ""
 
     @property
+    @override
     def advice(self) -> str:
-        """See `Nodes`."""
         return (
             "what runs without the cluster reads the disks of this machine only. Give the command on such a "
             "node; `orchestrator train` on the run's cluster reaches all nodes that live"
         )
 
+    @override
     def store(self, place: NodePlace) -> NodeStore | None:
-        """See `Nodes`."""
         root = root_here(place, self.own)
         return LocalStore(root) if root is not None else None
 
+    @override
     def everywhere(self, run: str) -> Sequence[NodeStore]:
-        """See `Nodes`."""
         return (LocalStore(f"{self.own}/{run}"),) if self.own else ()
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from orchestrator.checkpoint.node_local.node_folder import Nodes, NodesHere, NodeStore, run_folder
 from orchestrator.errors import OrchestratorError, StorageError, UnreachableNodeError
 from orchestrator.json_form import decode
@@ -41,12 +43,12 @@ def run_storage(location: str, nodes: Nodes | None = None) -> NodeStorage:
 
 
 def with_nodes(storage: Storage, nodes: Nodes | None = None) -> NodeStorage:
-    """See `run_storage`; `storage` is the one that all nodes see."""
+    """Adds node folders to `storage`, which is the one that all nodes see. `nodes` as in `run_storage`."""
     return NodeStorage(storage._store, nodes or NodesHere())
 
 
 class NodeStorage(Storage):
-    """See `Storage`. If a point's COMMIT names nodes, its parts are read there.
+    """A `Storage` with parts on nodes. If a point's COMMIT names nodes, its parts are read there.
 
     This node is tried first, then the others in the order of COMMIT. If a place has lost a file, or has other
     bytes, this is logged, and the next place is tried. If no node that has a file can be reached, reading it
@@ -90,20 +92,20 @@ class NodeStorage(Storage):
                 self.read(f"points/{point}/COMMIT")
         return self._known.get(point, ())
 
+    @override
     def away(self, path: str) -> str:
-        """See `Storage`."""
         if (match := _PART.fullmatch(path)) is None or not (parts := self.nodes_of(match[1])):
             return ""
         if any(self._nodes.store(place) is not None for place in places_of(parts, int(match[2]))):
             return ""
         return self._missing_text(match[1])
 
+    @override
     def on_nodes(self, path: str) -> bool:
-        """See `Storage`."""
         return (match := _PART.fullmatch(path)) is not None and bool(self.nodes_of(match[1]))
 
+    @override
     def elsewhere(self, path: str) -> bool:
-        """See `Storage`."""
         if (match := _PART.fullmatch(path)) is None:
             return False
         places = places_of(self.nodes_of(match[1]), int(match[2]))
@@ -128,36 +130,38 @@ class NodeStorage(Storage):
         return sorted(found)
 
     # ---------------------------------------------------------------------- as `Storage`
+    @override
     def beside(self, root: str) -> Storage:
-        """See `Storage`; the same nodes are reached."""
+        """The same nodes are reached."""
         return with_nodes(super().beside(root), self._nodes)
 
+    @override
     def within(self, limit_s: float) -> Storage:
-        """See `Storage`."""
         return NodeStorage(self._store.within(limit_s), self._nodes)
 
+    @override
     def read(self, path: str, start: int = 0) -> bytes:
-        """See `Storage`."""
         data = super().read(path, start)
         if not start and (match := _COMMIT.fullmatch(path)):
             self._learn(match[1], data)
         return data
 
+    @override
     def create(self, path: str, data: bytes) -> bool:
-        """See `Storage`."""
         created = super().create(path, data)
         if created and (match := _COMMIT.fullmatch(path)):
             self._learn(match[1], data)
         return created
 
+    @override
     def delete(self, path: str) -> None:
-        """See `Storage`."""
         if match := _COMMIT.fullmatch(path):
             self.nodes_of(match[1])  # afterwards it is unknown where the parts are
         super().delete(path)
 
+    @override
     def delete_folder(self, folder: str) -> None:
-        """See `Storage`. A point's folder is also deleted on the reachable nodes.
+        """A point's folder is also deleted on the reachable nodes.
 
         A later start removes the rest on the others.
         """
@@ -225,18 +229,18 @@ class _Used(threading.local):
         return self._places.pop(path, None)
 
 
-class _Placed:
-    """See `Readable`: a part with several places."""
+class _Placed(Readable):
+    """A part with several places."""
 
     def __init__(self, storage: NodeStorage, point: str, places: Sequence[NodePlace]) -> None:
         self._storage, self._point, self._places = storage, point, places
 
+    @override
     def read(self, path: str, start: int, into: memoryview) -> int:
-        """See `Store`."""
         return self._first(path, lambda store: store.read(path, start, into))
 
+    @override
     def facts(self, path: str) -> ObjectFacts:
-        """See `Store`."""
         return self._first(path, lambda store: store.facts(path))
 
     def _first(self, path: str, act: Callable[[NodeStore], Result]) -> Result:

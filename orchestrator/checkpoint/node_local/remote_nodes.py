@@ -17,7 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from orchestrator.checkpoint.node_local.node_folder import (
+    Nodes,
     NodesHere,
     NodeStore,
     copy_part,
@@ -88,15 +91,15 @@ class NodeServer:
         return bytes(memoryview(memory)[:found])
 
     def facts(self, place: NodePlace, path: str) -> ObjectFacts:
-        """See `Store`."""
+        """Returns size and tag of a file, as `Store.facts`."""
         return self._at(place).facts(path)
 
     def list(self, place: NodePlace, folder: str) -> Sequence[Listed]:
-        """See `Store`."""
+        """Lists a folder, as `Store.list`."""
         return self._at(place).list(folder)
 
     def delete_folder(self, place: NodePlace, folder: str) -> None:
-        """See `Store`."""
+        """Deletes a folder, as `Store.delete_folder`."""
         self._at(place).delete_folder(folder)
 
     def keep(self, source: NodeStore, run: str, path: str, entry: FileEntry, token: str) -> NodePlace:
@@ -157,39 +160,39 @@ class Servers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteStore:
-    """See `NodeStore`: a place on another node. Can be pickled if `servers` can."""
+class RemoteStore(NodeStore):
+    """A place on another node. Can be pickled if `servers` can."""
 
     servers: Servers
     node: str
     place: NodePlace
 
+    @override
     def read(self, path: str, start: int, into: memoryview) -> int:
-        """See `Store`."""
         found: bytes = self._ask("read", path, start, len(into))
         into[: len(found)] = found
         return len(found)
 
+    @override
     def facts(self, path: str) -> ObjectFacts:
-        """See `Store`."""
         found: ObjectFacts = self._ask("facts", path)
         return found
 
+    @override
     def list(self, folder: str) -> Sequence[Listed]:
-        """See `Store`."""
         found: Sequence[Listed] = self._ask("list", folder)
         return found
 
+    @override
     def delete_folder(self, folder: str) -> None:
-        """See `Store`."""
         self._ask("delete_folder", folder)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         return self.servers.call(self.node, method, self.place, *arguments).get()
 
 
-class ReachedNodes:
-    """See `Nodes` and `Copies`. Can be pickled if `servers` can, without its cached answers."""
+class ReachedNodes(Nodes):
+    """Reaches the nodes of the cluster. Can be pickled if `servers` can, without its cached answers."""
 
     def __init__(
         self, servers: Servers, folder: str | None, clock: Callable[[], float] = time.monotonic
@@ -207,15 +210,15 @@ class ReachedNodes:
 
     # ---------------------------------------------------------------------- as `Nodes`
     @property
+    @override
     def advice(self) -> str:
-        """See `Nodes`."""
         return (
             "bring the node back and give the command again, or go back to an older point with resume.from "
             "(`orchestrator points` lists them)"
         )
 
+    @override
     def store(self, place: NodePlace) -> NodeStore | None:
-        """See `Nodes`."""
         if (here := self._here.store(place)) is not None:
             return here
         with self._lock:
@@ -226,8 +229,8 @@ class ReachedNodes:
                 self._stores[place] = (found, self._clock())
         return found
 
+    @override
     def everywhere(self, run: str) -> Sequence[NodeStore]:
-        """See `Nodes`."""
         if self._folder is None:
             return ()
         # several nodes of Ray may be one machine, including this one
@@ -280,7 +283,10 @@ class ReachedNodes:
     def keep(
         self, own: NodePlace, path: str, entry: FileEntry, check: Callable[[], None]
     ) -> NodePlace | None:
-        """See `Copies`. The other node is the next one on which workers write (`copy_placement.keeper`)."""
+        """Has another node copy a part, as `rank_files.Copies`.
+
+        The other node is the next one on which workers write (`copy_placement.keeper`).
+        """
         by_id = self._with_workers(anew=False)
         if set(by_id) <= {own.id}:
             by_id = self._with_workers(anew=True)

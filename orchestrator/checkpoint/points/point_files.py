@@ -100,7 +100,7 @@ class PointFiles(QuarantineFiles):
         return tuple(name for name, is_it in zip(names, found, strict=True) if is_it)
 
     def is_foreign(self, name: str) -> bool:
-        """See `foreign`."""
+        """Returns whether a point belongs to another run."""
         return bool(self.foreign([name]))
 
     def leftovers(self) -> list[str]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from typing_extensions import override
+
 from orchestrator.checkpoint.files.manifest import Manifest
 from orchestrator.checkpoint.node_local.node_folder import expanded, make_node, place_in
 from orchestrator.checkpoint.points.point_files import PointFiles
@@ -37,13 +39,14 @@ class Copies(Protocol):
         ...
 
 
-class NoCopies:
-    """See `Copies`: there is only one node."""
+class NoCopies(Copies):
+    """There is only one node."""
 
+    @override
     def keep(
         self, own: NodePlace, path: str, entry: FileEntry, check: Callable[[], None]
     ) -> NodePlace | None:
-        """See `Copies`."""
+        ...
 
 
 class PartsOnNode:
@@ -62,7 +65,7 @@ class PartsOnNode:
         self.storage = Storage(f"{self._folder}/{run}")
 
     def placed(self, point: str, entry: FileEntry, check: Callable[[], None]) -> tuple[NodePlace, ...]:
-        """See `part_writer.Placed`.
+        """Has another node keep a copy; a `part_writer.Placed`.
 
         The vote waits for the copy. A committed point thus survives the loss of any one node, and COMMIT
         needs no later additions. If a copy fails, the point loses this protection, but the save continues

@@ -87,7 +87,7 @@ class RunStore(ClaimFiles, PointFiles, PinFiles):
         return run
 
     def read_run(self) -> RunFile | None:
-        """See `run_file.read_run`."""
+        """Reads run.json. Returns None without one, and raises as `run_file.read_run`."""
         return read_run(self.storage)
 
     def pieces(self) -> list[str]:

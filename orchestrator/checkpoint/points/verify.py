@@ -324,7 +324,7 @@ class ReadAtOnce:
     def __call__(
         self, look: Callable[[Stretch], Damage | None], stretches: Sequence[Stretch], /
     ) -> Iterable[Damage | None]:
-        """See `Each`."""
+        """Yields what `look` returns, in the order of the stretches."""
 
         def read(stretch: Stretch) -> Damage | None:
             found = look(stretch)

@@ -30,7 +30,7 @@ class AttemptEvent(Protocol):
 
     @property
     def kind(self) -> str:
-        """See `EventKind`."""
+        """A value of `EventKind`."""
 
     @property
     def fields(self) -> dict[str, Any]:

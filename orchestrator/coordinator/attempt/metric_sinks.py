@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from orchestrator.cluster.ray_metrics import RayMetrics, in_a_cluster
 from orchestrator.coordinator.attempt.attempt import Attempt
 from orchestrator.history.metrics.declared import METRICS, PREFIX, Meter, Sample
@@ -20,7 +22,7 @@ from orchestrator.history.metrics.published_folder import PublishedFolder
 from orchestrator.storage.open import open_storage
 
 
-class RaySink:
+class RaySink(Sink):
     """Sends every declared metric to Ray, tagged with the run's name."""
 
     name = "Ray's metrics"
@@ -29,8 +31,8 @@ class RaySink:
         self._run = run
         self._metrics: RayMetrics | None = None
 
+    @override
     def take(self, sample: Sample, now: float) -> None:
-        """See `Sink`."""
         # Declared here and not earlier, so that an error of Ray ends only the use of this sink.
         if self._metrics is None:
             self._metrics = self._declare()

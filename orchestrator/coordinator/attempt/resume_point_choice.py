@@ -69,7 +69,9 @@ def choose_point(
     known: Sequence[Damage] = (),
     each: Each | None = None,
 ) -> tuple[Point | None, tuple[Damage, ...]]:
-    """See `choose_among`, for a survey. `known` and `each` as in `PointFiles.healthy_newest`.
+    """Chooses among the points of a survey (`choose_among`).
+
+    `known` and `each` as in `PointFiles.healthy_newest`.
 
     Raises `LatePointError` for a point that is not in the survey: survey the run again (`survey.decided`).
     """

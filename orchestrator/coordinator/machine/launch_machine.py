@@ -624,7 +624,7 @@ class LaunchMachine:
         return member not in self.members and self.rendezvous.generation == 0
 
     def _failure(self, reason: str, again: bool = False) -> list[Action]:
-        """See `Failures.count`. Too many failures end the run."""
+        """Counts a failure (`Failures.count`). Too many failures end the run."""
         over = self.ended is not None
         failure = self._failures.count(self.rendezvous.generation, reason, again=again, over=over)
         if failure is None:

@@ -84,7 +84,7 @@ class Opening:
         return sum(map(self.stream.buffered_tokens, self.slots.sources))
 
     def begin(self, slot: int) -> WindowTask | NoTask:
-        """See `Slots.begin`."""
+        """Returns the task of a slot (`Slots.begin`), or why it must wait."""
         buffered = self.stream.buffered_tokens
         task = self.slots.begin(slot, buffered, self._flight.has_room(buffered))
         if isinstance(task, WindowTask):
@@ -115,7 +115,7 @@ class Opening:
 
     @property
     def awaited(self) -> list[tuple[str, int]]:
-        """See `Slots.awaited`."""
+        """Returns `Slots.awaited`."""
         return self.slots.awaited
 
     def take(self, slot: int, chunk: TokenChunk | None) -> None:

@@ -316,7 +316,10 @@ class _Source:
 
     # ------------------------------------------------------------------------------------ what was read
     def learn(self, task: WindowTask, num_windows: int | None, was_taken: bool = False) -> None:
-        """See `Slots.read`. `was_taken`: the slot's chunks were taken before, so the task's window exists."""
+        """Records what `Slots.read` says of a window.
+
+        `was_taken`: the slot's chunks were taken before, so the task's window exists.
+        """
         block = self._find(task.epoch, task.block)
         known, whole = (0, None) if block is None else (block.known, block.num_windows)
         if was_taken or num_windows is None:

@@ -33,9 +33,9 @@ class LoaderDataset(IterableDataset[Any]):
         return iter(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Loader.state_dict`."""
+        """Returns `Loader.state_dict`."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Loader.load_state_dict`."""
+        """Calls `Loader.load_state_dict`."""
         self._loader.load_state_dict(state)

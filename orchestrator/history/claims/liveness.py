@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from typing_extensions import override
+
 from orchestrator.errors import StorageError
 from orchestrator.storage.disk import AppendHandle
 from orchestrator.storage.files import Storage
@@ -106,7 +108,7 @@ def heartbeat_of(storage: Storage, path: str) -> Heartbeat:
     return GrowingHeartbeat(storage, path) if storage.traits.appends else RenewedHeartbeat(storage, path)
 
 
-class GrowingHeartbeat:
+class GrowingHeartbeat(Heartbeat):
     """Appends one byte each time.
 
     A file is dead after a failed write (which may take 2 s), so the next beat begins another one
@@ -120,8 +122,8 @@ class GrowingHeartbeat:
         self._files = 0
         self._file: AppendHandle | None = None
 
+    @override
     def beat(self) -> bool:
-        """See `Heartbeat`."""
         try:
             if self._file is None:
                 self._file = self._open()
@@ -132,8 +134,8 @@ class GrowingHeartbeat:
             return False
         return True
 
+    @override
     def close(self) -> None:
-        """See `Heartbeat`."""
         file, self._file = self._file, None
         if file is not None:
             with suppress(StorageError):  # everything written was already synced
@@ -147,7 +149,7 @@ class GrowingHeartbeat:
         return self._storage.append(self._next)
 
 
-class RenewedHeartbeat:
+class RenewedHeartbeat(Heartbeat):
     """Rewrites one object each time, always with new content.
 
     A late beat may replace a newer one: that is new content, too, so that others watch for longer. A request
@@ -160,8 +162,8 @@ class RenewedHeartbeat:
         self._storage, self._path = storage.within(BEAT_LIMIT_S), path
         self._numbers = itertools.count(1)
 
+    @override
     def beat(self) -> bool:
-        """See `Heartbeat`."""
         number = next(self._numbers)
         try:
             # if a list has no tags, the size shows the change
@@ -170,8 +172,9 @@ class RenewedHeartbeat:
             return False
         return True
 
+    @override
     def close(self) -> None:
-        """See `Heartbeat`. Nothing is open."""
+        """Nothing is open."""
 
 
 class Pulse:

@@ -234,7 +234,7 @@ class JournalWriter:
         return mean if math.isfinite(mean) else None
 
     def why_lost(self) -> str:
-        """See `SegmentLog`."""
+        """Returns `SegmentLog.why_lost` of the current segment."""
         with self._disk_lock:
             return self._log.why_lost()
 

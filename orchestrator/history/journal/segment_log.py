@@ -9,6 +9,8 @@ import itertools
 from contextlib import suppress
 from typing import Protocol
 
+from typing_extensions import override
+
 from orchestrator.errors import StorageError
 from orchestrator.history.claims.segments import piece_path, segment_path
 from orchestrator.storage.disk import AppendHandle
@@ -51,7 +53,7 @@ def segment_log(storage: Storage, attempt: int, segment_bytes: int) -> SegmentLo
     return SegmentsInPieces(storage, attempt, segment_bytes)
 
 
-class GrowingSegments:
+class GrowingSegments(SegmentLog):
     """A file for each segment.
 
     The lines of a failed call are written again, into a new segment. So a segment may end with lines that are
@@ -66,8 +68,8 @@ class GrowingSegments:
         self._file: AppendHandle | None = None
         self._newest_file: AppendHandle | None = None  # of the newest segment, also after that is closed
 
+    @override
     def write(self, lines: list[bytes]) -> None:
-        """See `SegmentLog`."""
         try:
             while lines:
                 if self._file is None:
@@ -83,12 +85,12 @@ class GrowingSegments:
                 self.close()
             raise
 
+    @override
     def why_lost(self) -> str:
-        """See `SegmentLog`."""
         return self._newest_file.why_lost() if self._newest_file else ""
 
+    @override
     def close(self) -> None:
-        """See `SegmentLog`."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -106,7 +108,7 @@ class GrowingSegments:
         return file
 
 
-class SegmentsInPieces:
+class SegmentsInPieces(SegmentLog):
     """A new object for each call, created exclusively, with complete lines: no line is ever torn.
 
     A full segment is published as one object, and then its pieces are deleted. The next segment begins only
@@ -134,8 +136,8 @@ class SegmentsInPieces:
         self._tried = 0  # the number of lines of the next piece, from its first try on
         self._newest = ("", 0)  # path and bytes of what was written last
 
+    @override
     def write(self, lines: list[bytes]) -> None:
-        """See `SegmentLog`."""
         while lines or self._is_full():
             if self._is_full():
                 self._publish()
@@ -146,8 +148,8 @@ class SegmentsInPieces:
             del lines[: self._tried]
             self._tried = 0
 
+    @override
     def why_lost(self) -> str:
-        """See `SegmentLog`."""
         path, written = self._newest
         if not path:
             return ""
@@ -159,8 +161,8 @@ class SegmentsInPieces:
             return f"{self._storage.root}/{path} has {found} bytes, written were {written}"
         return ""
 
+    @override
     def close(self) -> None:
-        """See `SegmentLog`."""
         if self._pieces:
             self._publish()
 

@@ -18,10 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from orchestrator.config.redaction import redacted
 from orchestrator.errors import ConfigError, RefusedError
 from orchestrator.history.claims.claims import GenerationStart
 from orchestrator.history.metrics.declared import PER_STEP, Sample
+from orchestrator.history.metrics.metric_log import Sink
 from orchestrator.records.steps import StateKey
 
 HELD = 100_000  # steps, some 100 MB
@@ -138,7 +141,7 @@ class Target(Protocol):
         """The launch has ended. A later launch continues the same run."""
 
 
-class Logger:
+class Logger(Sink):
     """A `history.metrics.metric_log.Sink` of the steps that points hold."""
 
     def __init__(self, name: str, open_target: Callable[[], Target], saved: SavedHistory) -> None:
@@ -149,13 +152,13 @@ class Logger:
         self._steps: list[SavedStep] = []
         self._ended = False
 
+    @override
     def take(self, sample: Sample, now: float) -> None:
-        """See `Sink`."""
         self._steps += self._saved.take(sample)
         self._ended = sample.values.get("ended") == 1 or self._ended
 
+    @override
     def flush(self) -> None:
-        """See `Sink`."""
         if self._target is None:
             self._target = self._open()
         if self._steps:

@@ -21,10 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from typing_extensions import override
+
 from orchestrator.config.redaction import redacted_text
 from orchestrator.errors import text_of
 from orchestrator.history.claims.claims import GenerationStart
 from orchestrator.history.journal.event_kinds import EventKind
+from orchestrator.history.journal.journal_writer import Listener
 from orchestrator.history.metrics.declared import PER_STEP, Meter, Sample
 from orchestrator.history.metrics.published_folder import PublishedFolder
 from orchestrator.records.steps import StepRecord
@@ -155,7 +158,7 @@ class Sink(Protocol):
         """Makes the samples visible to others."""
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """The per-step metrics in the run's folder, `logs/tensorboard/`, over consumed tokens."""
 
     name = "TensorBoard"
@@ -163,20 +166,20 @@ class TensorBoard:
     def __init__(self, run_folder: Path, attempt: int) -> None:
         self._file = EventFile(run_folder / FOLDER, attempt)
 
+    @override
     def take(self, sample: Sample, now: float) -> None:
-        """See `Sink`."""
         if sample.rewound_to is not None:
             self._file.rewound(sample.rewound_to, now)
         if sample.tokens is not None:
             values = {name: sample.values[name] for name in PER_STEP if name in sample.values}
             self._file.scalars(sample.tokens, values, now)
 
+    @override
     def flush(self) -> None:
-        """See `Sink`."""
         self._file.flush()
 
 
-class MetricLog:
+class MetricLog(Listener):
     """A `history.journal.journal_writer.Listener`: converts the journal's facts to samples and passes them to
     the sinks.
 
@@ -193,16 +196,16 @@ class MetricLog:
             self._thread = threading.Thread(target=self._write, name="metrics", daemon=True)
             self._thread.start()
 
+    @override
     def step(self, record: StepRecord) -> None:
-        """See `Listener`."""
         self._put(partial(self._meter.step, record, self._now()))
 
+    @override
     def generation(self, start: GenerationStart) -> None:
-        """See `Listener`."""
         self._put(partial(self._meter.generation, start))
 
+    @override
     def event(self, kind: EventKind, fields: Mapping[str, Any]) -> None:
-        """See `Listener`."""
         self._put(partial(self._meter.event, kind, fields, self._now()))
 
     def troubles(self) -> list[str]:
@@ -259,7 +262,7 @@ class MetricLog:
             )
 
 
-class MetricLogs:
+class MetricLogs(Listener):
     """A `history.journal.journal_writer.Listener` with several logs, each with its own thread and meter.
 
     A logger that waits for a network delays no other.
@@ -281,18 +284,18 @@ class MetricLogs:
             self._troubles.put(text)
         self._published = publish(self._troubles.put) if publish is not None else None
 
+    @override
     def step(self, record: StepRecord) -> None:
-        """See `Listener`."""
         for log in self._logs:
             log.step(record)
 
+    @override
     def generation(self, start: GenerationStart) -> None:
-        """See `Listener`."""
         for log in self._logs:
             log.generation(start)
 
+    @override
     def event(self, kind: EventKind, fields: Mapping[str, Any]) -> None:
-        """See `Listener`."""
         for log in self._logs:
             log.event(kind, fields)
 

@@ -181,8 +181,10 @@ class AuditProcesses:
         return [worker.process_id for worker in self._workers]
 
     def run(self, tasks: Sequence[Task], advanced: Advanced) -> list[Found]:
-        """See `InThisProcess`. An error is raised when all tasks before its own have ended without one, so
-        that it is the one that a single process would have met.
+        """Runs tasks as `InThisProcess.run`, but in parallel.
+
+        An error is raised when all tasks before its own have ended without one, so that it is the one that a
+        single process would have met.
         """
         ended = dict[int, Found | Failed]()
         busy: dict[Any, _Worker] = {}

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from orchestrator.coordinator.attempt.survey import Survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.history.claims.lineage import SkipAt
@@ -189,14 +191,16 @@ class AuditProgress(Protocol):
         """`num` more units are done."""
 
 
-class NoAuditProgress:
+class NoAuditProgress(AuditProgress):
     """Ignores progress."""
 
+    @override
     def begin(self, what: str, unit: str, total: int) -> None:
-        """See `AuditProgress`."""
+        ...
 
+    @override
     def advance(self, num: int) -> None:
-        """See `AuditProgress`."""
+        ...
 
 
 # A process takes seconds to start: at least this many tokens are worth one.

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from orchestrator.checkpoint.points.point_files import PointFiles
 from orchestrator.checkpoint.points.verify import Stretch
 from orchestrator.errors import ResumePointError, StorageError, UnreachableNodeError
@@ -41,17 +43,20 @@ class Progress(Protocol):
         """
 
 
-class NoProgress:
+class NoProgress(Progress):
     """A receiver that does nothing."""
 
+    @override
     def begin(self, num_points: int, num_bytes: int) -> None:
-        """See `Progress`."""
+        ...
 
+    @override
     def read(self, num_bytes: int) -> None:
-        """See `Progress`."""
+        ...
 
+    @override
     def done(self, point: str, healthy: bool | None) -> None:
-        """See `Progress`."""
+        ...
 
 
 def done_before(findings: Sequence[Finding]) -> frozenset[str]:

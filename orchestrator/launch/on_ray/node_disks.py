@@ -14,10 +14,11 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from typing_extensions import override
 
 from orchestrator.checkpoint.node_local.node_folder import ASK_AGAIN_S, FolderChecks
 from orchestrator.checkpoint.node_local.node_storage import NodeStorage
-from orchestrator.checkpoint.node_local.remote_nodes import Home, NodeServer, ReachedNodes, Servers
+from orchestrator.checkpoint.node_local.remote_nodes import Answer, Home, NodeServer, ReachedNodes, Servers
 from orchestrator.elastic.supervision.background_call import Asked
 from orchestrator.elastic.supervision.policy import NodeFacts
 from orchestrator.errors import OrchestratorError, ResourceError, StorageError, UnreachableNodeError, text_of
@@ -32,8 +33,8 @@ _LOOK_S = 0.5
 _THREADS = 16  # concurrent calls of one actor
 
 
-class RayServers:
-    """See `Servers`. Pickles."""
+class RayServers(Servers):
+    """Calls an actor on each node. Pickles."""
 
     def __init__(self, launch: str, folder: str | None) -> None:
         """`launch` is unique to the launch. `folder` as configured."""
@@ -43,17 +44,17 @@ class RayServers:
     def __reduce__(self) -> tuple[type[RayServers], tuple[str, str | None]]:
         return RayServers, (self._launch, self._folder)
 
+    @override
     def own(self) -> str:
-        """See `Servers`."""
         return str(ray.get_runtime_context().get_node_id())
 
+    @override
     def all(self) -> Sequence[str]:
-        """See `Servers`."""
         rows: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
         return sorted(str(row["NodeID"]) for row in rows if row["Alive"])
 
+    @override
     def call(self, node: str, method: str, *arguments: Any) -> RayAnswer:
-        """See `Servers`."""
         try:
             actor = self._actors.get(node) or self._made(node)
             return RayAnswer(getattr(actor, method).remote(*arguments), lambda: self._forget(node))
@@ -76,15 +77,15 @@ class RayServers:
         self._actors.pop(node, None)
 
 
-class RayAnswer:
-    """See `Answer`."""
+class RayAnswer(Answer):
+    """The answer of an actor."""
 
     def __init__(self, reference: Any, lost: Callable[[], None], text: str = "") -> None:
         """`lost` is called if the actor does not answer. `text`: why there was no call."""
         self._reference, self._lost, self._text = reference, lost, text
 
+    @override
     def get(self, check: Callable[[], None] | None = None) -> Any:
-        """See `Answer`."""
         if self._reference is None:
             raise UnreachableNodeError(self._text)
         try:

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from typing_extensions import override
 
 from orchestrator.cluster.shield import end_without_raylet, expose_forks
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import OrchestratorError, StorageError, report_of
-from orchestrator.launch.member.calls import UnansweredError
+from orchestrator.launch.member.calls import Calls, UnansweredError
 from orchestrator.launch.on_ray.machine_check import packages_here, require_packages, require_storage
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.schedule import Budgets
@@ -59,7 +60,7 @@ class WorkerTask:
     packages: Mapping[str, str] = field(default_factory=dict)  # versions on the driver
 
 
-class RayCalls:
+class RayCalls(Calls):
     """`launch.member.calls.Calls` to a Ray actor.
 
     Ray's own retries are off, because a repeated `join` would carry an old step and a dead address.
@@ -68,8 +69,8 @@ class RayCalls:
     def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
 
+    @override
     def call(self, method: str, arguments: Sequence[Any], limit_s: float) -> Any:
-        """See `Calls`."""
         try:
             return ray.get(getattr(self._coordinator, method).remote(*arguments), timeout=limit_s)
         except (ActorUnavailableError, ActorDiedError, RayActorError, GetTimeoutError) as error:

@@ -276,7 +276,10 @@ def _built(on_cpu: Callable[[], Any]) -> Iterator[Any]:
 def _require_attention(
     models: Iterable[Any], model: Any, config: ModelConfig, within: int | None, seq_len: int
 ) -> bool:
-    """See `attention_dry_run`. Also raises `ConfigError` if documents need a trial and none is possible."""
+    """Checks attention with `attention_dry_run.require_attention`, and without a model from its declarations.
+
+    Also raises `ConfigError` if documents need a trial and none is possible.
+    """
     from orchestrator.trainer.dry_run.attention_dry_run import require_attention
     from orchestrator.trainer.model.model_call import has_windows, not_by_document, takes_document_ids
 

@@ -11,10 +11,18 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from orchestrator.planning import batches
 from orchestrator.trainer.comm.group import collective
-from orchestrator.trainer.gradient.micro_batches import MicroBatch, add_losses, forget, scale, square_sum
+from orchestrator.trainer.gradient.micro_batches import (
+    Gradient,
+    MicroBatch,
+    add_losses,
+    forget,
+    scale,
+    square_sum,
+)
 from orchestrator.trainer.interfaces.step_summary import fixed_point
 from orchestrator.trainer.model.build_model import loss_sum, seed_micro_batch
 
@@ -66,7 +74,7 @@ class TreeSum:
             nodes.append((start, 2 * size, left.add_(right)))
 
 
-class InvariantGradient:
+class InvariantGradient(Gradient):
     """Combines float32 gradients over micro-batches in one fixed binary tree. No world size changes a bit.
 
     Each rank sums its run of micro-batches as far as the tree allows. It then finishes the tree for its chunk
@@ -81,15 +89,16 @@ class InvariantGradient:
         self._rank, self._world_size = 0, 1
         self._flat: Tensor | None = None
 
+    @override
     def enter(self, rank: int, world_size: int) -> None:
-        """See `Gradient`."""
         self._rank, self._world_size = rank, world_size
 
+    @override
     def leave(self) -> None:
-        """See `Gradient`: nothing is held."""
+        """Nothing is held."""
 
+    @override
     def reduce(self, micros: Sequence[MicroBatch], num_micro: int, targets: int) -> int | None:
-        """See `Gradient`."""
         forget(self._parameters)  # the gradient of the previous step
         loss: int | None = 0
         tree = TreeSum()
@@ -109,8 +118,8 @@ class InvariantGradient:
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
         return loss
 
+    @override
     def clip(self, max_norm: float | None) -> float:
-        """See `Gradient`."""
         assert self._flat is not None, "clip comes after reduce"
         norm = math.sqrt(square_sum([self._flat]))
         scale([p.grad for p in self._parameters], norm, max_norm)

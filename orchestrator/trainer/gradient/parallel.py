@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from orchestrator.errors import TrainingError
 from orchestrator.planning import batches
@@ -62,7 +63,7 @@ def _require_documents(state: TrainState, job: TrainJob) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- DDP
-class FastGradient:
+class FastGradient(Gradient):
     """Combines gradients with PyTorch's DDP. The all-reduce of each bucket overlaps with backward.
 
     The order of additions depends on the world size. Gradients are summed, not averaged, because they are
@@ -79,8 +80,9 @@ class FastGradient:
         self._ddp: Any = None
         self._works: list[Any] = []
 
+    @override
     def enter(self, rank: int, world_size: int) -> None:
-        """See `Gradient`: a fresh wrapper; it sends no weights, for these have been agreed on."""
+        """A fresh wrapper; it sends no weights, for these have been agreed on."""
         del rank
         if world_size == 1:
             return
@@ -93,14 +95,15 @@ class FastGradient:
             # annotations.
             self._ddp.register_comm_hook(self, lambda gradient, bucket: gradient.sum_bucket(bucket.buffer()))
 
+    @override
     def leave(self) -> None:
-        """See `Gradient`: the wrapper's hooks on the parameters go with it, so it is collected at once."""
+        """The wrapper's hooks on the parameters go with it, so it is collected at once."""
         self._ddp = None
         self._works.clear()
         gc.collect()
 
+    @override
     def reduce(self, micros: Sequence[MicroBatch], num_micro: int, targets: int) -> int | None:
-        """See `Gradient`."""
         del num_micro
         forget(self._parameters)
         loss: int | None = 0
@@ -110,8 +113,8 @@ class FastGradient:
         last = micros[-1] if micros else empty_micro_batch(device, self._by_document)
         return add_losses(loss, self._backward(last, targets, last=True))
 
+    @override
     def clip(self, max_norm: float | None) -> float:
-        """See `Gradient`."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = math.sqrt(square_sum(gradients))
         scale(gradients, norm, max_norm)
@@ -210,7 +213,7 @@ def is_mismatch(error: BaseException) -> bool:
 _BARE_ROWS = "mixed torch.Tensor and DTensor"
 
 
-class ShardedGradient:
+class ShardedGradient(Gradient):
     """Combines the gradients of a sharded model. A rank keeps the sum of only its own rows.
 
     Every rank runs the same number of micro-batches, because each micro-batch runs collectives. Empty
@@ -228,16 +231,19 @@ class ShardedGradient:
         self._precision = precision
         self._world_size = 1
 
+    @override
     def enter(self, rank: int, world_size: int) -> None:
-        """See `Gradient`. The state's model must belong to this generation."""
+        """The state's model must belong to this generation."""
         del rank
         self._world_size = world_size
 
+    @override
     def leave(self) -> None:
-        """See `Gradient`: nothing is held."""
+        """Nothing is held."""
 
+    @override
     def reduce(self, micros: Sequence[MicroBatch], num_micro: int, targets: int) -> int | None:
-        """See `Gradient`. Afterwards `.grad` has only the rows that this rank holds."""
+        """Afterwards `.grad` has only the rows that this rank holds."""
         state = self._state
         state.forget_gradients()
         empty = empty_micro_batch(state.items()[0].tensor.device, self._by_document)
@@ -248,8 +254,9 @@ class ShardedGradient:
         state.take_gradients()
         return loss
 
+    @override
     def clip(self, max_norm: float | None) -> float:
-        """See `Gradient`. The squares are summed over the shards of one replica, because all replicas have
+        """The squares are summed over the shards of one replica, because all replicas have
         the same gradient.
         """
         gradients = self._state.own_gradients()

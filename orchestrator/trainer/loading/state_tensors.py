@@ -205,7 +205,7 @@ def _buffer(num_bytes: int, pinned: bool) -> memoryview:
 
 
 class _Device:
-    """See `Target`: bytes of a tensor on another device."""
+    """The bytes of a tensor on another device, as a `Target`."""
 
     def __init__(self, flat: Tensor) -> None:
         self._flat = flat

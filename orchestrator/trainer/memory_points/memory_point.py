@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
+from typing_extensions import override
 
 from orchestrator.errors import StorageError
 from orchestrator.faults import Hook
@@ -31,16 +32,18 @@ from orchestrator.trainer.memory_points.memory_replica import (
     LentCopy,
     Marks,
     NeighbourLink,
+    Receiver,
     new_token,
 )
 from orchestrator.trainer.memory_points.memory_slots import MemorySlots
 from orchestrator.trainer.saving.staging import Staging, StagingBuffer
+from orchestrator.trainer.state.sync_state import Copies
 from orchestrator.trainer.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
 
-class MemoryPoints:
+class MemoryPoints(Receiver, Copies):
     """The memory points of one member.
 
     A memory point is made after every `every_steps`-th step, if the previous one is sealed then (None:
@@ -94,8 +97,9 @@ class MemoryPoints:
                     self._slots = self._slots.overwritten(number)
             return self._slots.holdings
 
+    @override
     def copy_of(self, key: StateKey, shard: int) -> list[Tensor]:
-        """See `sync_state.Copies`. A lent copy becomes this member's own.
+        """A lent copy becomes this member's own.
 
         Raises `GenerationEnded` if the owner has begun to overwrite it since `holdings` was called. An owner
         does that if it was in a group whose other members dropped out while it formed.
@@ -328,8 +332,9 @@ class MemoryPoints:
         if self._link is not None:
             self._link.send(header, memoryview(buffer.memory.numpy())[: header.num_bytes])  # type: ignore[arg-type]
 
+    @override
     def room(self, header: CopyHeader) -> memoryview:
-        """See `memory_replica.Receiver`: the old copy is removed from the list before its first byte is
+        """The old copy is removed from the list before its first byte is
         overwritten.
         """
         number = self._arriving(header)
@@ -339,8 +344,8 @@ class MemoryPoints:
             self._keep(number, kept)
         return memoryview(kept.numpy())  # type: ignore[arg-type]
 
+    @override
     def lent(self, header: CopyHeader, copy: LentCopy) -> None:
-        """See `memory_replica.Receiver`."""
         self._keep(self._arriving(header), copy)
         self.arrived(header)
 
@@ -357,8 +362,8 @@ class MemoryPoints:
             self._slots, number = self._slots.arriving(kept, header.keep)
         return number
 
+    @override
     def arrived(self, header: CopyHeader) -> None:
-        """See `memory_replica.Receiver`."""
         with self._lock:
             self._slots = self._slots.arrived(header.copy.key)
 

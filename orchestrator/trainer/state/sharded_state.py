@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from orchestrator.errors import ConfigError
 from orchestrator.planning.state.state_layout import Layout, held_rows, layout_of
@@ -74,12 +75,13 @@ class ShardedState(TrainState):
         self._untouched = False
 
     # ------------------------------------------------------------------------------------------- generations
+    @override
     def layout_on(self, world_size: int) -> Layout:
-        """See `TrainState`."""
         return layout_of(world_size, self._num_shards)
 
+    @override
     def form(self, group: Group) -> None:
-        """See `TrainState`: the new tensors are always blank."""
+        """The new tensors are always blank."""
         gc.collect()  # FSDP2's modules of the previous generation reference each other and their rows
         self._before = None if self.key is None else (self._layout, self._rank, self._rows)
         view, self._group = group.view, group
@@ -100,13 +102,14 @@ class ShardedState(TrainState):
         layout, rank, rows = self._before
         return layout, rank, rows.items()
 
+    @override
     def formed(self) -> None:
-        """See `TrainState`."""
         super().formed()
         self._before = None
 
+    @override
     def leave(self) -> None:
-        """See `TrainState`. The gradients of a prepared step stay, too.
+        """The gradients of a prepared step stay, too.
 
         Before `formed`, the previous tensors become the state again.
         """
@@ -178,8 +181,9 @@ class ShardedState(TrainState):
         return [name for name, tensor in self._rows.buffers.items() if now.get(name) is not tensor]
 
     # ----------------------------------------------------------------------------------------- first weights
+    @override
     def initialise(self) -> None:
-        """See `TrainState`. A weight of which this member has no row is not made.
+        """A weight of which this member has no row is not made.
 
         Each weight briefly takes the memory of the whole tensor. Each member reads only its own rows of
         `model.pretrained` and `model.init_from`. Weights that `fill_rows` cannot read in this way, and a
@@ -204,8 +208,8 @@ class ShardedState(TrainState):
         self.filled()
         self._untouched = True
 
+    @override
     def filled(self) -> None:
-        """See `TrainState`."""
         super().filled()
         self._later = None
 

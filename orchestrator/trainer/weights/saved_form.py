@@ -88,7 +88,7 @@ class SavedForm:
         return {name: tensor_bytes(tensor) for name, tensor in made.items()}
 
     def renames(self, tensors: Shapes) -> dict[str, str] | None:
-        """See `renames`."""
+        """Returns the saved name of each tensor, if converting only renames them; otherwise None."""
         meta = _meta(tensors)
         owners = {meta[own].untyped_storage()._cdata: own for own in self._saved_names}
         made = self._converted({saved: meta[own] for own, saved in self._saved_names.items()})

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from typing_extensions import override
 
 from orchestrator.data.sources.access.compressed import damage_code
 from orchestrator.data.sources.access.input_file import LocalFile, RangedReads
@@ -117,10 +118,10 @@ class ArrowFiles(RowFormat):
             raise _damaged(file, error) from error
         return tuple(rows for rows, _ in units), tuple(size for _, size in units)
 
+    @override
     def read(
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
-        """See `Format`."""
         import pyarrow as pa
 
         del whole

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import orjson
+from typing_extensions import override
 
 from orchestrator.data.sources.access.compressed import COMPRESSED, DAMAGE, decoded
 from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES, packed
@@ -177,8 +178,9 @@ class HeadedFormat(Format):
 
     says_fields = True
 
+    @override
     def first_records(self, file: InputFile, row: FileRow, content: Content) -> Iterator[Attempt]:
-        """See `Format`. Raises `ConfigError` if the header lacks the fields."""
+        """Raises `ConfigError` if the header lacks the fields."""
         try:
             yield from super().first_records(file, row, content)
         except DataError as error:
@@ -219,10 +221,11 @@ class RecordFormat(Format):
         exception, also about a file that is cut off, stops the run with the file's name.
         """
 
+    @override
     def read(
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
-        """See `Format`. Raises `DataError` if `records` fails."""
+        """Raises `DataError` if `records` fails."""
         del part, content, whole
         held, num_bytes, before = list[bytes](), 0, 0
         for record in self._records(file, row):
@@ -235,9 +238,8 @@ class RecordFormat(Format):
         if held:
             yield before + 1, packed(held), before
 
+    @override
     def parser(self, content: Content) -> Parser:
-        """See `Format`."""
-
         def document(kept: bytes) -> Document | Described | None:
             if kept[:1] == _BAD:
                 raise BadRecordError(bytes(kept[1:]).decode())

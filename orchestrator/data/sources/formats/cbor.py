@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from orchestrator.data.sources.access.compressed import decoded, with_compressed
 from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES, join, packed
 from orchestrator.data.sources.formats.base import Format, Parser
@@ -37,15 +39,17 @@ class CborSequence(Format):
     name = "cbor"
     suffixes = with_compressed(".cbor")
 
+    @override
     def require_content(self, source: str, content: Content) -> None:
-        """See `Format`. Also raises `ConfigError` if cbor2 is not installed."""
+        """Also raises `ConfigError` if cbor2 is not installed."""
         super().require_content(source, content)
         _cbor2()
 
+    @override
     def read(
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
-        """See `Format`. Raises `OSError` at data that are no CBOR, or longer than a record may be.
+        """Raises `OSError` at data that are no CBOR, or longer than a record may be.
 
         The next item could not be found after such data.
         """
@@ -73,8 +77,8 @@ class CborSequence(Format):
         if num_held:
             raise EOFError(f"cut off: the item at byte {place} does not end")
 
+    @override
     def parser(self, content: Content) -> Parser:
-        """See `Format`."""
         cbor2 = _cbor2()
 
         def document(item: bytes) -> Document | Described | None:

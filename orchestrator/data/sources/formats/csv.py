@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from orchestrator.data.sources.access.compressed import decoded, with_compressed
 from orchestrator.data.sources.access.records_in_memory import (
@@ -47,10 +48,11 @@ class Csv(HeadedFormat):
         self.name, self._delimiter = name, delimiter
         self.suffixes = with_compressed(f".{name}")
 
+    @override
     def read(
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
-        """See `Format`. Raises `DataError` if the header lacks the fields."""
+        """Raises `DataError` if the header lacks the fields."""
         del part, whole
         make: Callable[[bytes], Row | None] | None = None
         pieces = utf8_pieces(file.name, decoded(file, row.path, row.bytes))
@@ -84,8 +86,9 @@ class Csv(HeadedFormat):
             )
         return tuple(header)
 
+    @override
     def parser(self, content: Content) -> Parser:
-        """See `Format`. Blank rows are no documents."""
+        """Blank rows are no documents."""
 
         def document(row: Row | _Blank) -> Document | Described | None:
             return None if isinstance(row, _Blank) else described(row, content)

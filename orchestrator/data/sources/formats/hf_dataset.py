@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
+from typing_extensions import override
 
 from orchestrator.data.sources.access.input_file import in_threads, open_input
 from orchestrator.data.sources.formats.arrow import ArrowFiles, schema_names
@@ -72,8 +73,9 @@ class SavedDataset(ArrowFiles):
         _require_all_numbers(folder, named)
         return named
 
+    @override
     def check_index(self, folder: str, rows: Mapping[str, FileRow]) -> None:
-        """See `Format`. Compares the rows of each file, and the names of the columns."""
+        """Compares the rows of each file, and the names of the columns."""
         for file in _data_files(folder):
             row = rows.get(str(file["filename"]))
             num = None if row is None else sum(row.group_rows)
@@ -88,8 +90,9 @@ class SavedDataset(ArrowFiles):
         selected = _json(folder, _STATE).get("_format_columns")
         in_threads(partial(_compare_columns, folder, expected, selected), tuple(rows))
 
+    @override
     def index_notes(self, source: str, base: str, num_rows: int) -> tuple[str, ...]:
-        """See `Format`. Reports a number of rows in `dataset_info.json` that differs from the files."""
+        """Reports a number of rows in `dataset_info.json` that differs from the files."""
         try:
             info, state = _json(base, _INFO, {}), _json(base, _STATE, {})
         except ConfigError:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
+from typing_extensions import override
 
 from orchestrator.data.sources.access.compressed import ExactReader, decoded
 from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES, Made, Whole, packed
@@ -77,14 +78,16 @@ class MosaicShards(HeadedFormat):
             )
         return list(chosen_shards(folder, names))
 
+    @override
     def check_index(self, folder: str, rows: Mapping[str, FileRow]) -> None:
-        """See `Format`. Compares `index.json` with the sizes and heads of its shards."""
+        """Compares `index.json` with the sizes and heads of its shards."""
         require_agreement(folder, rows)
 
+    @override
     def read(
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
-        """See `Format`. Raises `DataError` if the shard lacks a column, or its hash differs from the
+        """Raises `DataError` if the shard lacks a column, or its hash differs from the
         index.
         """
         del part, whole
@@ -111,8 +114,8 @@ class MosaicShards(HeadedFormat):
         if not shard.at_end():
             raise OSError(f"something follows its last sample at byte {shard.place}")
 
+    @override
     def parser(self, content: Content) -> Parser:
-        """See `Format`."""
         return lambda record: described(record, content)
 
 

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from orchestrator.data.sources.access.compressed import damage_code
 from orchestrator.data.sources.access.input_file import InputFile, LocalFile, RangedReads, for_arrow
 from orchestrator.data.sources.formats.base import Attempt, Format, Parser, Units
@@ -44,8 +46,8 @@ class RowFormat(Format):
     says_fields = True
     unit = "row"
 
+    @override
     def parser(self, content: Content) -> Parser:
-        """See `Format`."""
         if content.kind == "text" and not content.transform_fields:
             return utf8_text
         return lambda row: described(row, content)
@@ -86,10 +88,10 @@ class Parquet(RowFormat):
         require_readable(file.name, schema, content)
         return tuple(g.num_rows for g in groups), tuple(g.total_byte_size for g in groups)
 
+    @override
     def read(
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
-        """See `Format`."""
         import pyarrow as pa
 
         del whole

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
+from typing_extensions import override
 
 from orchestrator.data.common.settings import CHECK_ONE_IN
 from orchestrator.data.sources.access.code_records import BASE, CodeRecords
@@ -73,10 +74,11 @@ class PythonCode(Format):
         rows = [num * (i + 1) // num_units - num * i // num_units for i in range(num_units)]
         return tuple(rows), tuple(mean * each for each in rows)
 
+    @override
     def read(
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
-        """See `Format`. Raises `DataError` if the user's code fails.
+        """Raises `DataError` if the user's code fails.
 
         Also raises it if a record differs when read again. About one record in `CHECK_ONE_IN` is read again.
         """
@@ -102,8 +104,9 @@ class PythonCode(Format):
             yield at + 1, Objects(documents, sizes, ("",) * len(held)), at
             at += len(held)
 
+    @override
     def parser(self, content: Content) -> Parser:
-        """See `Format`. Records are documents already, so that no other part of them is held.
+        """Records are documents already, so that no other part of them is held.
 
         Returns a copy of a mutable document: changing it does not change the one that was read.
         """
@@ -123,12 +126,14 @@ class PythonCode(Format):
         del line
         return f"{path.removeprefix(BASE)}[{part.place_of(index)}]"
 
+    @override
     def in_place(self, path: str) -> str:
-        """See `Format`. Items cannot be edited, but the code that makes them can."""
+        """Items cannot be edited, but the code that makes them can."""
         return f"in what {path.removeprefix(BASE)} returns, as many records as before"
 
+    @override
     def lost(self, then: FileRow, now: FileRow) -> str | None:
-        """See `Format`. Reports missing records."""
+        """Reports missing records."""
         if now.bytes >= then.bytes:
             return None
         return f"it had {then.bytes} records and has {now.bytes}"

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
+from typing_extensions import override
 
 from orchestrator.data.sources.access.compressed import COMPRESSED, READ_BYTES, decoded, with_compressed
 from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES, Whole
@@ -35,10 +36,10 @@ class LineFormat(Format):
     cut = Cut.RANGES
     drops_bom = True
 
+    @override
     def read(
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
-        """See `Format`."""
         del content
         if whole or row.path.endswith(COMPRESSED):
             yield from stream_lines(utf8_pieces(file.name, decoded(file, row.path, row.bytes)))
@@ -69,8 +70,9 @@ class Jsonl(LineFormat):
     name = "jsonl"
     suffixes = with_compressed(".jsonl")
 
+    @override
     def first_records(self, file: InputFile, row: FileRow, content: Content) -> Iterator[Attempt]:
-        """See `LineFormat`. If the file is one JSON array, only its first line: others may be objects."""
+        """If the file is one JSON array, only its first line: others may be objects."""
         begin, _ = beginning(file, row)
         if begin.lstrip()[:1] == b"[":
             first = begin.lstrip().partition(b"\n")[0]
@@ -78,8 +80,9 @@ class Jsonl(LineFormat):
         else:
             yield from super().first_records(file, row, content)
 
+    @override
     def parser(self, content: Content) -> Parser:
-        """See `Format`. Blank lines are no documents."""
+        """Blank lines are no documents."""
         field = content.text_field
 
         def text(line: bytes) -> Document | Described | None:
@@ -152,8 +155,8 @@ class PlainLines(LineFormat):
     contents = ("text",)
     has_fields = False
 
+    @override
     def parser(self, content: Content) -> Parser:
-        """See `Format`."""
         del content
         return _line_text
 
@@ -171,10 +174,10 @@ class TextFiles(Format):
     has_fields = False
     drops_bom = True
 
+    @override
     def read(
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
-        """See `Format`."""
         del part, content, whole
         held, num_bytes = list[bytes](), 0
         for piece in utf8_pieces(file.name, decoded(file, row.path, row.bytes)):
@@ -185,8 +188,8 @@ class TextFiles(Format):
                 held.clear()
         yield 1, Whole(b"".join(held) if num_bytes <= MAX_RECORD_BYTES else None, num_bytes), 0
 
+    @override
     def parser(self, content: Content) -> Parser:
-        """See `Format`."""
         del content
         return utf8_text
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from typing_extensions import override
 
 from orchestrator.data.sources.access.compressed import ExactReader, decoded, with_compressed
 from orchestrator.data.sources.access.records_in_memory import MAX_RECORD_BYTES, Objects, Whole
@@ -66,10 +67,11 @@ class WebDataset(Format):
     counts_records = True
     unit = "sample"
 
+    @override
     def read(
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
-        """See `Format`. A record's size is that of its needed members, and 512 for each member's header."""
+        """A record's size is that of its needed members, and 512 for each member's header."""
         del part, whole
         place, held, num_bytes = 0, list[_Sample](), 0
         for sample in _samples(ExactReader(decoded(file, row.path, row.bytes)), content):
@@ -85,9 +87,8 @@ class WebDataset(Format):
         if held:
             yield place + 1, _objects(held), place
 
+    @override
     def parser(self, content: Content) -> Parser:
-        """See `Format`."""
-
         def document(sample: _Sample) -> Document | Described | None:
             made = document_of(_fields(sample, content), content)
             if not content.transform_fields:

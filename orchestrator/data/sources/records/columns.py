@@ -209,11 +209,11 @@ class Rows:
         return (self[i] for i in range(len(self)))
 
     def size(self, index: int) -> int:
-        """See `value_sizes`."""
+        """Returns the bytes of a row's value, as `value_sizes` counts them."""
         return int(self.sizes.item(index))
 
     def bytes_before(self, index: int) -> int:
-        """See `value_sizes`."""
+        """Returns the bytes of the values of all rows before `index`."""
         return int(self.sizes[:index].sum())
 
     def cut(self, start: int, stop: int) -> Rows:
