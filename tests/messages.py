@@ -1,13 +1,15 @@
-"""Lists the errors of the package: their codes, their classes and their sentences, read from the sources.
+"""Lists the sentences of the package for people, read from the sources: its errors and its other messages.
 
-`python -m tests.messages > docs/errors.md` writes the list, and `tests/test_errors.py` compares it. It is the
-one place in which a changed sentence shows.
+`python -m tests.messages > docs/errors.md` writes the errors with their codes and classes,
+`python -m tests.messages notices > docs/notices.md` the lines that commands, workers and the coordinator
+print or log. `tests/test_errors.py` compares both. They are the place in which a changed sentence shows.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +20,9 @@ import orchestrator
 PACKAGE = Path(orchestrator.__file__).parent
 BASE = "OrchestratorError"
 PASSED_ON = "(that of its cause)"
+SENTENCES = "history/sentences.py"  # every text in it is for people
+PRINTS = {"say", "_say", "tell", "warn", "_warn", "warning", "info", "print"}
+_WORDS = re.compile(r"[A-Za-z]{2,}[^A-Za-z]+[A-Za-z]{2,}")
 FORM = re.compile(r"[a-z_]+\.[a-z][a-z0-9_]*")
 
 
@@ -158,5 +163,50 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def notices() -> list[str]:
+    """The texts that are printed, logged or recorded for people and are no errors. Sorted, each once."""
+    found = set[str]()
+    for path, tree in sources().items():
+        if str(path.relative_to(PACKAGE)) == SENTENCES:
+            texts = list(_texts_of_functions(tree))
+        else:
+            calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+            texts = [node.args[0] for node in calls if _name(node.func) in PRINTS and node.args]
+        found |= {" ".join(_text(text).split()) for each in texts for text in _alternatives(each)}
+    return sorted(text for text in found if _WORDS.search(re.sub(r"{[^}]*}", "", text)))
+
+
+def _texts_of_functions(tree: ast.AST) -> Iterator[ast.expr]:
+    """The texts in functions, without docstrings and without the parts of an f-string."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.JoinedStr | ast.Constant):
+            yield node
+        elif not isinstance(node, ast.Expr | ast.Assign) or not isinstance(tree, ast.Module):
+            docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            yield from () if docstring else _texts_of_functions(node)
+
+
+def _alternatives(node: ast.expr) -> list[ast.expr]:
+    """The texts between which a conditional expression chooses."""
+    if isinstance(node, ast.IfExp):
+        return [*_alternatives(node.body), *_alternatives(node.orelse)]
+    return [node] if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) else []
+
+
+def notice_table() -> str:
+    """The document: a line for each sentence."""
+    lines = [
+        "# Notices",
+        "",
+        "The sentences that are no errors: what commands print, what the workers and the coordinator report. "
+        "Sentences may change. `{…}` is a value. [errors.md](errors.md) lists the errors.",
+        "",
+        "Generated from the code: `python -m tests.messages notices > docs/notices.md`.",
+        "",
+        *(f"- `` {text} ``" for text in notices()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
-    print(table(), end="")
+    print(notice_table() if sys.argv[1:] == ["notices"] else table(), end="")

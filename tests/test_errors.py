@@ -1,4 +1,4 @@
-"""Every error has a code, codes have one form, and all sentences are listed in docs/errors.md."""
+"""Every error has a code, codes have one form, and docs/errors.md and docs/notices.md list all sentences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ConfigError, Format1Error, OrchestratorError, error_document
-from tests.messages import FORM, PASSED_ON, messages, table
+from tests.messages import FORM, PASSED_ON, messages, notice_table, table
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,6 +27,11 @@ def test_codes_have_one_form() -> None:
 def test_the_list_of_errors_is_that_of_the_code() -> None:
     written = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     assert written == table(), "python -m tests.messages > docs/errors.md"
+
+
+def test_the_list_of_notices_is_that_of_the_code() -> None:
+    written = (ROOT / "docs" / "notices.md").read_text(encoding="utf-8")
+    assert written == notice_table(), "python -m tests.messages notices > docs/notices.md"
 
 
 def test_an_error_that_a_library_makes_from_its_text_keeps_its_class() -> None:

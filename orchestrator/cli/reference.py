@@ -93,9 +93,9 @@ def _members(kind: type) -> Iterator[str]:
         yield ""
     for name, value in own:
         if inspect.isfunction(value):
-            yield f"- `{name}{_signature(value)}`: {_line(value.__doc__)}"
+            yield f"- `{name}{_signature(value)}`: {_line(inspect.getdoc(value))}"
         elif isinstance(value, property):
-            yield f"- `{name}`: {_line(value.__doc__)}"
+            yield f"- `{name}`: {_line(inspect.getdoc(value))}"
     yield ""
 
 
