@@ -36,6 +36,10 @@ settings.load_profile("orchestrator")
 for _name, _value in {"period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "3"}.items():
     os.environ.setdefault(f"RAY_health_check_{_name}", _value)
 
+# Read by OpenMP when torch is imported. Threads that wait for each other otherwise spin, and where three
+# processes share two cores they spin for most of the time: a small model takes ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # what one test finds out of a tokenizer is no other's
 os.environ["ORCHESTRATOR_CACHE_DIR"] = ""
 TOKENIZER_VOCAB = 1000
