@@ -275,8 +275,8 @@ def dashboard(
 
     if not is_loopback(host):
         say(
-            f"warning: {host} is reached from other machines, and its connections are not encrypted: anybody "
-            "who has the link, or reads along, can stop runs; an ssh tunnel needs no --host"
+            f"warning: other machines reach {host}, and connections to it are not encrypted: anyone who has "
+            "the link or can read the traffic can stop runs; an ssh tunnel works without --host"
         )
 
     def announce(link: str) -> None:

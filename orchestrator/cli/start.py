@@ -67,7 +67,7 @@ def train(
         except OutputError as error:  # the run ended as it did
             say(
                 f"{error}: the run is {result.outcome}, "
-                f"`orchestrator status {shlex.quote(result.run_uri)} --json` reports it, too"
+                f"`orchestrator status {shlex.quote(result.run_uri)} --json` reports that as well"
             )
     if result.outcome == "failed":  # the reason was shown when the run ended
         raise typer.Exit(1)
@@ -167,7 +167,7 @@ def _show_to_the_end(server: JobServer, job: Submitted) -> None:
         asyncio.run(_show(server, job.job))
     except KeyboardInterrupt:
         uri = shlex.quote(job.run_uri)
-        say(f"job {job.job} runs on; `orchestrator stop {uri}` saves and stops it")
+        say(f"job {job.job} keeps running; `orchestrator stop {uri}` saves and stops it")
         raise typer.Exit(INTERRUPTED) from None
 
 

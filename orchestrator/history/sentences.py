@@ -95,7 +95,7 @@ def group_change(change: GroupChange, heard: Sequence[Loss] = ()) -> str:
     again = change.step_before - change.step
     if again > 0:
         parts.append(
-            f"no worker that is left holds step {change.step_before}: "
+            f"no remaining worker holds step {change.step_before}: "
             f"{count(again, 'step')} {'is' if again == 1 else 'are'} trained again"
         )
     if change.paused_s is not None:
@@ -138,7 +138,7 @@ def drained(course: str, hosts: Sequence[str], num_workers: int, grace_s: float,
     )
     who = f"{num_workers} worker{'' if num_workers == 1 else 's'}"
     does = {
-        "stay": [f"the run needs its {who} and trains on there while there is time; add a node"],
+        "stay": [f"the run needs its {who} and keeps them until the node goes; add a node"],
         "leave": [f"without its {who} after this step; the others hold the whole state"],
         "save and leave": [takes, f"saving after this step, then without its {who}"],
         "save": [
@@ -153,8 +153,8 @@ def drained(course: str, hosts: Sequence[str], num_workers: int, grace_s: float,
 def cannot_leave(why: str) -> str:
     """The line for a node that is not left for now."""
     return (
-        f"the workers of a node that is taken away train on with the others: {why}; it is tried again while "
-        "there is time"
+        f"the group still needs the workers of a node that is taken away: {why}. Leaving them is tried again "
+        "until the node goes"
     )
 
 
@@ -164,32 +164,32 @@ def saves_fail(retry_s: float, most_s: float) -> str:
     The next try comes in `retry_s`, each later one at most `most_s` after the one before.
     """
     return (
-        f"a save that fails does not stop training: another one is tried in {retry_s:g} s, then ever later "
-        f"(at least every {most_s:g} s), and after the last step at once. Nothing that was committed is "
-        "lost; until a save succeeds, losing all workers costs what was trained since the newest resume point"
+        f"a failed save does not stop training. The next save is tried in {retry_s:g} s, later ones after "
+        f"longer pauses (at most {most_s:g} s), and one right after the last step. No committed point is "
+        "lost. Until a save succeeds, losing all workers costs the training since the newest resume point"
     )
 
 
 def deletes_fail(point: str, reason: str, most_s: float) -> str:
     """The line for the first point that storage did not delete. It is tried at least every `most_s`."""
     return (
-        f"resume point {point} is not needed any more and cannot be deleted: {reason}. Training continues; "
-        "older points stay, so that storage fills up. Let this process delete in run.storage: it tries again "
-        f"at least every {most_s:g} s, and says when it works"
+        f"resume point {point} is no longer needed and cannot be deleted: {reason}. Training continues, but "
+        "older points stay and storage fills up. Allow this process to delete in run.storage. It tries again "
+        f"at least every {most_s:g} s and reports the first success"
     )
 
 
 def deletes_work(point: str) -> str:
     """The line for the first point that is deleted after such a failure."""
-    return f"old resume points are deleted again: {point} is gone, the others follow"
+    return f"old resume points are deleted again: {point} was the first"
 
 
 def last_save_fails(limit_s: float) -> str:
     """The same if no step follows. `limit_s`: the total time of the tries."""
     return (
-        f"the last state of the run is not saved yet: it is tried for {limit_s:g} s, then the run ends "
-        "without it. Nothing that was committed is lost; until a save succeeds, what was trained since the "
-        "newest resume point is in the workers' memory only"
+        f"the last state of the run is not saved yet. Saving is tried for {limit_s:g} s, then the run ends "
+        "without it. No committed point is lost. Until a save succeeds, the training since the newest resume "
+        "point exists only in the workers' memory"
     )
 
 
@@ -200,8 +200,8 @@ def stop_within(by: str, grace_s: float, save_s: float | None, fits: bool) -> st
     if fits:
         return f"{by}: {grace_s:.0f} s are left, a save takes up to {save_s:.1f} s"
     return (
-        f"{by}: {grace_s:.0f} s are left, and a save may take {save_s:.1f} s: where it is killed before, the "
-        "next start continues from the point before; give it more time between SIGTERM and SIGKILL"
+        f"{by}: {grace_s:.0f} s are left, and a save may take {save_s:.1f} s. If it is killed before, the "
+        "next start continues from the point before. Give it more time between SIGTERM and SIGKILL"
     )
 
 
@@ -216,7 +216,7 @@ def asked(what: str, by: str, outcome: str = "", text: str = "") -> str:
         STOP: ["saving and stopping after this step"],
         STOP_NOW: ["stopping at once, without a save"],
     }
-    who, wanted = by or "somebody", what or "nothing that can be read"
+    who, wanted = by or "an unknown sender", what or "something unreadable"
     became = [f"{outcome}: {text}"] if outcome else meant.get(what, [])
     return DOT.join([f"{who} asks for: {wanted}", *became])
 
@@ -224,7 +224,7 @@ def asked(what: str, by: str, outcome: str = "", text: str = "") -> str:
 def part_died(part: str, pid: int, who: str) -> str:
     """The line for a part of the launch whose process died, which `who` restarts."""
     process = f" (pid {pid})" if pid else ""
-    return f"the {part}{process} died: {who} restarts it; the workers wait for it and go on"
+    return f"the {part}{process} died: {who} restarts it; the workers wait for it"
 
 
 def died(part: str, pid: int, host: str, reason: str) -> str:
@@ -245,16 +245,16 @@ def coordinator_is_frozen(pid: int, silent_s: float) -> str:
     """The line for a coordinator that is about to be killed because it does not answer."""
     process = f" (pid {pid})" if pid else ""
     return (
-        f"the coordinator{process} has not answered for {silent_s:.0f} s: it is killed and started anew; the "
-        "workers wait for it and go on"
+        f"the coordinator{process} has not answered for {silent_s:.0f} s: it is killed and restarted; the "
+        "workers wait for it"
     )
 
 
 def not_saved(by: str, grace_s: float) -> str:
     """The reason of a launch that ends because its last save took too long."""
     return (
-        f"{by}: the last state could not be saved in the {grace_s:.0f} s that the launch had for it; start "
-        "the same command again: it continues from the newest resume point"
+        f"{by}: the last state could not be saved within the grace time of {grace_s:.0f} s; start the same "
+        "command again: it continues from the newest resume point"
     )
 
 
@@ -274,7 +274,7 @@ def stall(seen: Stall) -> list[str]:
     seem to work, one line reports that, after max(30 s, 5 × median step).
     """
     held_up = [each for each in seen.held if each.state is None or each.state in _PROCESS_STATES]
-    others = "the others wait for it" if len(held_up) < len(seen.held) else "nobody trains"
+    others = "the others wait for it" if len(held_up) < len(seen.held) else "no worker trains"
     lines = []
     for each in held_up:
         why = "its node does not answer" if each.state is None else _PROCESS_STATES[each.state]
@@ -285,8 +285,8 @@ def stall(seen: Stall) -> list[str]:
         waits = "no worker's process is stopped: they wait for data or storage, or for each other"
         if seen.stopping:
             waits += (
-                ". The run stops when its last state is saved, or that is given up; a second Ctrl-C or "
-                "SIGTERM stops it at once, without that"
+                ". The run stops when its last state is saved or the save fails; a second Ctrl-C or SIGTERM "
+                "stops it at once, without a save"
             )
         lines.append(
             f"no step was finished for {seen.quiet_s:.0f} s (median {seen.median_s:.1f} s){DOT}{waits}"

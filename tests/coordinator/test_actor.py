@@ -576,9 +576,9 @@ def test_a_bucket_that_deletes_nothing_is_told_of_once_and_when_it_deletes_again
         await until(actor, is_tried_again)
         (text,) = (await status(actor)).warnings
         assert text.startswith(
-            f"resume point {names[0]} is not needed any more and cannot be deleted: cannot"
+            f"resume point {names[0]} is no longer needed and cannot be deleted: cannot"
         )
-        assert "storage fills up. Let this process delete in run.storage" in text
+        assert "storage fills up. Allow this process to delete in run.storage" in text
         assert bucket.point_names() == names
         assert (look_at(bucket, "run", 0.0, not_watched).last_fault or "").startswith(
             f"point not deleted {names[0]}: cannot delete"
@@ -587,7 +587,7 @@ def test_a_bucket_that_deletes_nothing_is_told_of_once_and_when_it_deletes_again
         await until(actor, are_gone)
         assert (await status(actor)).warnings == (
             text,
-            f"old resume points are deleted again: {names[0]} is gone, the others follow",
+            f"old resume points are deleted again: {names[0]} was the first",
         )
         await actor.end("stopped", "enough")
 

@@ -88,7 +88,7 @@ def test_who_read_what_a_failed_save_may_cost_reads_once_that_one_succeeded(
             assert await actor.vote(LAUNCH, write_vote(store.storage, key(step), 0, 1)) is True
         told = [text for text in (await status(actor)).warnings if "works again" in text or "costs" in text]
         assert len(told) == 2, told
-        assert told[0].startswith("a save that fails does not stop training: another one is tried in 0 s")
+        assert told[0].startswith("a failed save does not stop training. The next save is tried in 0 s")
         assert told[1] == f"storage works again: {key(2).point_name} is saved"
         await actor.end("stopped", "enough")
 
@@ -117,7 +117,7 @@ def test_after_the_last_step_nobody_is_told_that_training_goes_on_but_what_is_no
         assert len(told) == 2, "once each"
         limit = f"{STORAGE_LIMIT_S:g} s"
         assert told[1].startswith(
-            f"the last state of the run is not saved yet: it is tried for {limit}, then"
+            f"the last state of the run is not saved yet. Saving is tried for {limit}, then"
         )
         await actor.end("stopped", "enough")
 

@@ -54,10 +54,10 @@ CHANGES = {
     "· paused 0.2 s": replace(CHANGE, world_size=2, lost=()),
     "the coordinator was restarted (attempt 2) · 2 of 2 workers, continuing at step 412 · "
     "paused 0.2 s": replace(CHANGE, attempt=2, world_size=2, lost=(), restarted=True),
-    "worker 1 (10.0.0.7, pid 22506) lost: killed (SIGKILL) · 1 of 2 left, continuing at step 401 · no worker "
-    "that is left holds step 411: 11 steps are trained again · paused 0.2 s": replace(CHANGE, step=400),
-    "worker 1 (10.0.0.7, pid 22506) lost: killed (SIGKILL) · 1 of 2 left, continuing at step 411 · no worker "
-    "that is left holds step 411: 1 step is trained again · paused 0.2 s": replace(CHANGE, step=410),
+    "worker 1 (10.0.0.7, pid 22506) lost: killed (SIGKILL) · 1 of 2 left, continuing at step 401 · no "
+    "remaining worker holds step 411: 11 steps are trained again · paused 0.2 s": replace(CHANGE, step=400),
+    "worker 1 (10.0.0.7, pid 22506) lost: killed (SIGKILL) · 1 of 2 left, continuing at step 411 · no "
+    "remaining worker holds step 411: 1 step is trained again · paused 0.2 s": replace(CHANGE, step=410),
 }
 
 
@@ -143,7 +143,7 @@ def test_a_stopped_process_is_named_before_anything_that_workers_say() -> None:
 
 def test_where_all_workers_are_gone_nobody_waits_for_them() -> None:
     (line,) = sentences.stall(Stall(quiet_s=5.0, median_s=0.1, held=(Held(worker=ONE, state=""),)))
-    assert line.endswith("its process is gone · nobody trains")
+    assert line.endswith("its process is gone · no worker trains")
 
 
 @pytest.mark.parametrize("state", ["R", "S", "?"])
@@ -157,8 +157,8 @@ def test_where_nobody_is_stopped_one_line_says_so_after_30_s_or_five_median_step
     ]
     assert sentences.stall(Stall(quiet_s=31.0, median_s=1.0, held=held, stopping=True)) == [
         "no step was finished for 31 s (median 1.0 s) · no worker's process is stopped: they wait for data "
-        "or storage, or for each other. The run stops when its last state is saved, or that is given up; a "
-        "second Ctrl-C or SIGTERM stops it at once, without that"
+        "or storage, or for each other. The run stops when its last state is saved or the save fails; a "
+        "second Ctrl-C or SIGTERM stops it at once, without a save"
     ]
 
 

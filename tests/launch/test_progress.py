@@ -276,7 +276,7 @@ def test_a_part_of_the_launch_that_died_is_named_and_what_follows_is_said(
         progress.foreign("Ray", WORKER_DIED)
         progress.foreign("Ray", WORKER_DIED.replace("30080", "5"))
     shown = capsys.readouterr().err
-    assert "the feeder (pid 30080) died: Ray restarts it; the workers wait for it and go on\n" in shown
+    assert "the feeder (pid 30080) died: Ray restarts it; the workers wait for it\n" in shown
     assert "process 30080" not in shown
     assert "Ray: process 5 on 10.0.0.7 died (SYSTEM_ERROR)" in shown
     assert log_of(tmp_path).count("Worker PID: 30080") == 1

@@ -112,7 +112,7 @@ def test_a_frozen_coordinator_is_replaced_and_no_step_is_lost(
     journal = read_journal(Storage(job.run.uri))
     first, *_, last = journal.generations
     assert first.attempt < last.attempt
-    killed = r"the coordinator \(pid \d+\) has not answered for 1[2-9] s: it is killed and started anew"
+    killed = r"the coordinator \(pid \d+\) has not answered for 1[2-9] s: it is killed and restarted"
     assert re.search(killed, log_text(job))
     kinds = [event.kind for event in journal.events]
     assert EventKind.COORDINATOR_DIED in kinds

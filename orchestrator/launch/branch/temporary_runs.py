@@ -103,7 +103,7 @@ def remove_left(store: RunStore, say: Callable[[str], None]) -> None:
         if not each.dead:
             say(f"note: {each}")
         elif _is_in_use(store, each.path, say):
-            say(f"note: {each.path} is left of a replay that was killed, and its launch still runs: kept")
+            say(f"note: {each.path}, left by a killed replay, is kept because its launch still runs")
         else:
             beside, name = split(each.path)
             told = f"removed {each.path}, left of a replay that was killed"

@@ -88,7 +88,7 @@ def _gpu_memories(node_ids: Sequence[str]) -> dict[str, tuple[int, ...]]:
         try:
             found[calls[call]] = ray.get(call)
         except ray.exceptions.RayError as error:
-            _log.warning("the GPUs of node %s were not looked at: %s", calls[call], error)
+            _log.warning("the GPUs of node %s could not be queried: %s", calls[call], error)
     for call in late:
         ray.cancel(call, force=True)
     return found

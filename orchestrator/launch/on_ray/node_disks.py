@@ -185,7 +185,7 @@ class NodeDisks:
         except (ResourceError, StorageError, OSError, RayError) as error:
             if self._checks.is_wrong(node, text_of(error), self._clock()):
                 self._say(
-                    f"warning: node {host} gets no workers: {text_of(error)}; it is asked again every "
+                    f"warning: node {host} gets no workers: {text_of(error)}; it is tried again every "
                     f"{ASK_AGAIN_S:.0f} s"
                 )
         del self._asked[node]

@@ -38,7 +38,7 @@ def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan:
             f"{plan.consumed_samples}, step label {plan.step_before} -> {plan.step_after}"
         )
     if attempt.found.lifted and attempt.point is not None:
-        say(f"note: every byte of {attempt.point.name} is right again: it is quarantined no more")
+        say(f"note: {attempt.point.name} is intact again and no longer quarantined")
     if plan.rewind:
         say(plan.rewind)
     for file in attempt.found.unreadable:
