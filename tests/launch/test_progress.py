@@ -448,8 +448,8 @@ def test_below_the_minimum_each_loss_is_told_once_and_a_failure_goes_into_the_lo
     assert "worker 1 (10.0.0.7, pid 5) lost: its node died · fewer than 2 workers are left" in first
     assert "a worker that was joining (10.0.0.7, pid 6) lost: killed (SIGKILL) · fewer than 2" in second
     assert third.endswith(
-        " worker 0 (10.0.0.8, pid 9) joined · 1 of 2 workers, continuing at step 5 · no worker that is left "
-        "holds step 7: 3 steps are trained again"
+        " worker 0 (10.0.0.8, pid 9) joined · 1 of 2 workers, continuing at step 5 · no remaining "
+        "worker holds step 7: 3 steps are trained again"
     )
     assert "Traceback" not in shown
     assert log_of(tmp_path).count("failure after step 7: ValueError: Traceback\n      File x\n") == 1
