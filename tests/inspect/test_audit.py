@@ -51,8 +51,8 @@ from orchestrator.records.cursor import Cursor, SourceCursor
 from orchestrator.records.steps import StateKey, StepRange, StepRecord
 from orchestrator.storage.files import Storage
 from tests.checkpoint.samples import write_vote
+from tests.data.encoders import FAST, SLOW, save_tokenizer
 from tests.data.making import some_texts, write_corpus
-from tests.data.test_encoder_change import FAST, SLOW, save_tokenizer
 from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]
