@@ -149,3 +149,17 @@ def documents(windows: list[list[tuple[int, str]]]) -> list[Documents]:
     if not any(len(tokens) > 1 and loss[1] for window in made for tokens, loss in window):
         made[0].insert(0, ([next(counter), next(counter)], [True, True]))
     return made
+
+
+def hand_made(
+    entries, epoch: int, block: int, window: int, ends_window: bool, ends_block: bool, number: int
+) -> TokenChunk:
+    table = np.array(entries, np.int32).reshape(len(entries), 5)
+    tokens = 1000 * number + np.arange(int(table[:, 2].sum()), dtype=np.int32)
+    return TokenChunk(
+        source="made", epoch=epoch, block=block, window=window, tokens=tokens, record=table[:, 0],
+        piece=table[:, 1], num_tokens=table[:, 2], kind=table[:, 3], last_piece=table[:, 4],
+        special_texts=table[:, 0] % 2, file=np.zeros(len(entries), np.int32),
+        place=table[:, 0].astype(np.int64), bad_reasons=("bad",) * int((table[:, 3] == BAD).sum()),
+        ends_window=ends_window, ends_block=ends_block,
+    )  # fmt: skip

@@ -22,8 +22,8 @@ from orchestrator.records.cursor import Cursor
 from tests.data.format_writers import write_files
 from tests.data.made_transforms import HERE, some_records, told_texts
 from tests.data.making import write_corpus
-from tests.inspect.test_audit import TrainedRun
-from tests.inspect.test_audit_parts import in_parts, num_parts
+from tests.inspect.audits_in_parts import in_parts, num_parts
+from tests.inspect.trained_run import TrainedRun
 from tests.raising import raises
 
 Make = Callable[..., dict[str, Any]]

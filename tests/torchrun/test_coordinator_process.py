@@ -28,7 +28,7 @@ from orchestrator.torchrun.transport import SocketCalls
 from tests.checkpoint.samples import key, record, write_vote
 from tests.coordinator.builders import JOIN
 from tests.forked import FORKED
-from tests.launch.test_start import Runner
+from tests.launch.runner import Runner
 from tests.processes import ended as has_ended
 
 pytestmark = pytest.mark.xdist_group("forked")
